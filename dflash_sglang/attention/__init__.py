@@ -1,0 +1,1 @@
+"""Attention: backends for the draft block and for the CPU platform."""

@@ -1,0 +1,139 @@
+"""Capture of the draft's features: the target's residual stream after the layers that the checkpoint names.
+
+SGLang's models capture in layer order, before layer i + 1; after the last layer there is none. Here the
+features come in the checkpoint's order, the last layer's among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class CaptureError(ValueError):
+    """The target's class cannot deliver the features that the draft asks for."""
+
+
+def ensure_capture(target_model: torch.nn.Module, layer_ids: Sequence[int]) -> None:
+    """Makes the target capture the residual stream after `layer_ids` (0-based, unique), in this order.
+
+    Call it before SGLang sets the attention backends up: that calls the target's
+    `set_dflash_layers_to_capture`, which exists afterwards even where the class only has
+    `set_eagle3_layers_to_capture` (the same contract under another name). A target that already delivers
+    these layers is left as it is; otherwise its transformer body is made to return the features in this
+    order, the last layer's taken at the final norm. All of it runs inside captured graphs.
+
+    Raises CaptureError where the class has no capture method, or cannot reorder.
+    """
+    ids = tuple(layer_ids)
+    set_layers = _capture_method(target_model)
+    body = _body(target_model)
+    if body is None and list(ids) != sorted(ids):
+        raise CaptureError(
+            f"target_layer_ids={list(ids)}: {type(target_model).__name__} captures in layer order and has no "
+            "transformer body (a module with layers and layers_to_capture) to reorder at. "
+            "Serve this draft on another target class."
+        )
+    if body is not None and (list(ids) != sorted(ids) or ids[-1] == _last_layer(body)):
+        features = _OrderedFeatures(body, ids)
+        features.install()
+        set_layers = functools.partial(_set_model_layers, set_layers, features)
+    target_model.set_dflash_layers_to_capture = functools.partial(_checked, ids, set_layers)
+
+
+def _capture_method(target_model: torch.nn.Module) -> Callable[[list[int]], None]:
+    for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
+        method = getattr(target_model, name, None)
+        if method is not None:
+            return method
+    raise CaptureError(
+        f"target class {type(target_model).__name__}: expected set_dflash_layers_to_capture or "
+        "set_eagle3_layers_to_capture, which hand the draft its features. Serve another target, or without "
+        "--speculative-algorithm DFLASH."
+    )
+
+
+def _checked(ids: tuple[int, ...], set_layers: Callable[[list[int]], None], layer_ids: Sequence[int]) -> None:
+    if tuple(layer_ids) != ids:
+        raise CaptureError(
+            f"target_layer_ids: SGLang asks the target for {list(layer_ids)}, the draft expects {list(ids)}. "
+            "Check --json-model-override-args against the draft's config.json."
+        )
+    set_layers(list(ids))
+
+
+def _set_model_layers(
+    set_layers: Callable[[list[int]], None], features: _OrderedFeatures, layer_ids: Sequence[int]
+) -> None:
+    set_layers(features.model_ids)
+
+
+def _body(target_model: torch.nn.Module) -> Any:
+    """The module that runs the decoder layers and collects the captures, whatever it is nested in."""
+    bodies = [
+        module
+        for module in target_model.modules()
+        if hasattr(module, "layers_to_capture") and hasattr(module, "layers")
+    ]
+    return bodies[0] if len(bodies) == 1 else None
+
+
+def _last_layer(body: Any) -> int:
+    return len(body.layers) - 1
+
+
+class _OrderedFeatures:
+    """Arranges what a transformer body captures, and adds the last layer's output."""
+
+    def __init__(self, body: Any, ids: tuple[int, ...]) -> None:
+        self._body = body
+        self._ids = ids
+        # Without a final norm to observe, the body is trusted with its last layer and checked when it runs.
+        self._last = _last_layer(body) if _last_layer(body) in ids and hasattr(body, "norm") else None
+        self._last_output: torch.Tensor | None = None
+        self.model_ids = sorted(i for i in ids if i != self._last)
+
+    def install(self) -> None:
+        if self._last is not None:
+            self._body.norm.register_forward_hook(self._keep_residual)
+        run = self._body.forward
+
+        # SGLang reads the signature of a body's forward, and swaps the attribute to replay a prefill graph.
+        @functools.wraps(run)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._last_output = None
+            return self._arrange(run(*args, **kwargs))
+
+        self._body.forward = forward
+
+    def _keep_residual(self, norm: torch.nn.Module, args: tuple, output: Any) -> None:
+        """The final norm's input: `norm(x, residual)` returns the sum it normalised, `norm(x)` does not."""
+        summed = output[1] if isinstance(output, tuple) else args[0]
+        self._last_output = summed.clone()
+
+    def _arrange(self, output: Any) -> Any:
+        hidden, captured = output if isinstance(output, tuple) else (output, [])
+        if isinstance(captured, torch.Tensor):
+            captured = captured.chunk(len(self.model_ids), dim=-1)
+        if len(captured) != len(self.model_ids):
+            raise CaptureError(
+                f"target_layer_ids={list(self._ids)}: {type(self._body).__name__} captured {len(captured)} "
+                f"of the layers {self.model_ids}. This target class cannot serve the draft."
+            )
+        by_layer = dict(zip(self.model_ids, captured, strict=True))
+        if self._last is not None:
+            by_layer[self._last] = self._last_feature(hidden)
+        return hidden, [by_layer[i] for i in self._ids]
+
+    def _last_feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._last_output is not None:
+            return self._last_output
+        if hidden.shape[0] == 0:
+            return hidden  # an idle batch skips the final norm
+        raise CaptureError(
+            f"target_layer_ids={list(self._ids)}: {type(self._body).__name__} finished without its final "
+            f"norm, where layer {self._last} is captured. This target class cannot serve the draft."
+        )

@@ -1,0 +1,53 @@
+"""Reads a draft checkpoint without loading it: its raw config.json and its tensors' dtypes and shapes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.config import read_config
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """``dtype``: the safetensors name (BF16, F8_E4M3, U8, ...); ``shape``: as stored."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def config_directory(path: str, revision: str | None) -> Path:
+    """The local directory of a checkpoint's config.json: `path` itself, or a hub repository's snapshot.
+
+    Raises OSError where neither has a config.json.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from transformers.utils import cached_file
+
+    return Path(cached_file(path, "config.json", revision=revision)).parent
+
+
+def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any], Path]:
+    """(raw config.json, its directory) of a draft checkpoint."""
+    directory = config_directory(path, revision)
+    return read_config(directory), directory
+
+
+def tensor_facts(directory: Path) -> dict[str, TensorFacts]:
+    """Every tensor of the *.safetensors files of a directory by name, from their headers alone.
+
+    Empty where the weights are in another format, or not on this machine yet.
+    """
+    facts: dict[str, TensorFacts] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                facts[name] = TensorFacts(tensor["dtype"], tuple(tensor["shape"]))
+    return facts

@@ -1,0 +1,80 @@
+"""The unstable SGLang names that this package uses, imported in one place; `probe.py` checks that they exist.
+
+One import per source module, sorted; add a name here, to `__all__` too, before using it elsewhere.
+"""
+
+from sglang.srt.constrained.base_grammar_backend import GrammarMask
+from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    compute_position,
+    enable_num_token_non_padded,
+)
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import (
+    SIMULATE_ACC_LEN,
+    SIMULATE_ACC_METHOD,
+    SIMULATE_ACC_TOKEN_MODE,
+    GrammarTree,
+    build_grammar_vocab_mask,
+    check_simulate_acc_token_mode,
+    draft_pp_context,
+    draft_tp_context,
+    sample_simulated_acc_len,
+)
+from sglang.srt.utils.common import async_h2d, is_pin_memory_available
+
+__all__ = [
+    "SIMULATE_ACC_LEN",
+    "SIMULATE_ACC_METHOD",
+    "SIMULATE_ACC_TOKEN_MODE",
+    "BaseSpecWorker",
+    "CaptureHiddenMode",
+    "DFlashDraftInputV2",
+    "DFlashVerifyInput",
+    "ForwardBatch",
+    "ForwardMode",
+    "GenerationBatchResult",
+    "GrammarMask",
+    "GrammarTree",
+    "LogitsProcessorOutput",
+    "SamplingBatchInfo",
+    "SpecTpSync",
+    "SpecTpSyncSite",
+    "SpeculativeAlgorithm",
+    "alloc_for_spec_decode",
+    "apply_custom_logit_processor",
+    "apply_scaling_penalties",
+    "async_h2d",
+    "build_draft_tp_worker",
+    "build_grammar_vocab_mask",
+    "check_simulate_acc_token_mode",
+    "compute_position",
+    "compute_spec_logprobs",
+    "draft_pp_context",
+    "draft_tp_context",
+    "enable_num_token_non_padded",
+    "get_dp_tp_group",
+    "get_parallel",
+    "get_spec",
+    "is_pin_memory_available",
+    "model_draft_parallel_spec",
+    "resolve_draft_parallel_layout",
+    "sample_simulated_acc_len",
+]

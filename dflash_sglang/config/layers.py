@@ -1,0 +1,98 @@
+"""Which context and block positions each draft layer attends to: layer types, causality, windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_int
+
+LayerKind = Literal["full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Attention of one draft layer.
+
+    ``window`` counts the query's own position, as Hugging Face does: causal -> keys in (q - window, q],
+    non-causal -> keys with |q - k| < window; None -> no window. ``causal`` False: every query of the
+    block sees the whole block (within the window).
+    """
+
+    kind: LayerKind
+    causal: bool
+    window: int | None
+
+
+def layer_attention(fields: Fields, num_layers: int) -> tuple[LayerAttention, ...]:
+    """One LayerAttention per draft layer.
+
+    ==================  ======================  ==========================  =============  ================
+    is_causal (top)     dflash_config.causal    sliding_window_non_causal   full layers    sliding layers
+    ==================  ======================  ==========================  =============  ================
+    present             any                     any                         is_causal      is_causal
+    absent              present                 any                         causal         causal
+    absent              absent                  true                        non-causal     non-causal
+    absent              absent                  false or absent             non-causal     causal
+    ==================  ======================  ==========================  =============  ================
+
+    Raises DraftConfigError for a wrong number of layer types, an unknown one, or a sliding layer
+    without a window.
+    """
+    kinds = _kinds(fields, num_layers)
+    window = _window(fields) if "sliding_attention" in kinds else None
+    return tuple(
+        LayerAttention(kind, _causal(fields, kind), window if kind == "sliding_attention" else None)
+        for kind in kinds
+    )
+
+
+def _causal(fields: Fields, kind: LayerKind) -> bool:
+    is_causal = fields.text.get("is_causal")
+    if is_causal is not None:
+        return as_bool(("is_causal", is_causal))
+    causal = fields.nested.get("causal")
+    if causal is not None:
+        return as_bool(("dflash_config.causal", causal))
+    if kind == "full_attention":
+        return False
+    return not as_bool(fields.draft("sliding_window_non_causal", False))
+
+
+def _kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
+    """`layer_types`; without it every layer is full, or sliding where `dflash_config.use_swa` is true."""
+    types = fields.text.get("layer_types")
+    if types is None:
+        use_swa = as_bool(fields.draft("use_swa", False))
+        return ("sliding_attention" if use_swa else "full_attention",) * num_layers
+    if not isinstance(types, list | tuple) or len(types) != num_layers:
+        raise DraftConfigError(
+            "layer_types",
+            types,
+            f"a list of {num_layers} layer types, one per draft layer (num_hidden_layers={num_layers})",
+            "Make layer_types and num_hidden_layers agree in the draft's config.json.",
+        )
+    for i, kind in enumerate(types):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise DraftConfigError(
+                f"layer_types[{i}]",
+                kind,
+                "full_attention or sliding_attention",
+                "This worker has no other draft layer; serve a checkpoint of these layer types.",
+            )
+    return tuple(types)
+
+
+def _window(fields: Fields) -> int:
+    window = fields.text.get("sliding_window")
+    if window is not None:
+        return as_int(("sliding_window", window), 1)
+    field, window = fields.draft("swa_window_size", fields.nested.get("sliding_window"))
+    if window is None:
+        raise DraftConfigError(
+            "sliding_window",
+            None,
+            "the window of the sliding_attention layers, in tokens",
+            "Add sliding_window (the window the draft was trained with) to the draft's config.json.",
+        )
+    return as_int((field, window), 1)

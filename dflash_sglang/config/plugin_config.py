@@ -1,0 +1,83 @@
+"""PluginConfig: the operator's settings from DFLASH_SGLANG_CONFIG, checked against a schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
+REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
+
+ContextKVForm = Literal["auto", "stacked", "per_layer"]
+
+
+class PluginConfigError(ValueError):
+    """DFLASH_SGLANG_CONFIG cannot be read, or names a key or value that does not exist."""
+
+
+@dataclass(frozen=True)
+class PluginConfig:
+    """Settings of the plugin.
+
+    ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers, needs
+    unquantised weights), "per_layer" (through each layer's quantisation method), or "auto" (stacked
+    where the weights allow it).
+    """
+
+    context_kv: ContextKVForm = "auto"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:
+        """From DFLASH_SGLANG_CONFIG: inline JSON, or the path of a JSON file; unset gives the defaults."""
+        source = (os.environ if environ is None else environ).get(CONFIG_ENV, "").strip()
+        if not source:
+            return cls()
+        text = source if source.startswith("{") else _read(source)
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PluginConfigError(f"{CONFIG_ENV}={source!r} is not JSON: {error}.") from error
+        return cls.from_mapping(values)
+
+    @classmethod
+    def from_mapping(cls, values: object) -> PluginConfig:
+        """From a decoded JSON object. Raises PluginConfigError naming the key and what is known."""
+        if not isinstance(values, dict):
+            raise PluginConfigError(f"{CONFIG_ENV}: expected a JSON object, found {type(values).__name__}.")
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise PluginConfigError(
+                    f"{CONFIG_ENV}: unknown key {key!r}. Known keys: {', '.join(known)}. Correct it."
+                )
+        return cls(**{key: _checked(key, value) for key, value in values.items()})
+
+
+def required(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether DFLASH_SGLANG_REQUIRE=1: DFLASH ends start-up unless this package's worker runs it."""
+    value = (os.environ if environ is None else environ).get(REQUIRE_ENV, "0").strip()
+    if value not in ("", "0", "1"):
+        raise PluginConfigError(f"{REQUIRE_ENV}={value!r}: expected 1 (require this worker) or 0.")
+    return value == "1"
+
+
+def _checked(key: str, value: Any) -> Any:
+    choices = get_args(ContextKVForm)
+    if value not in choices:
+        raise PluginConfigError(
+            f"{CONFIG_ENV}: {key}={value!r} ({type(value).__name__}): expected one of {', '.join(choices)}."
+        )
+    return value
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PluginConfigError(
+            f"{CONFIG_ENV}={path!r} is neither inline JSON (in braces) nor a readable file: {error}."
+        ) from error

@@ -1,0 +1,103 @@
+"""The draft's rotary embedding from the spellings of rope_theta, rope_scaling and rope_parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
+
+_SCALING_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+# Read into fields of RopeSpec, or M-RoPE of a multimodal target: a draft only ever sees 1-D positions.
+_NOT_SCALING = {
+    "rope_theta",
+    "rope_dim",
+    "partial_rotary_factor",
+    "type",
+    "rope_type",
+    "mrope_section",
+    "mrope_interleaved",
+}
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of the draft; always one-dimensional.
+
+    ``theta``: base. ``scaling``: arguments of the context extension with its ``rope_type``, or None for
+    plain RoPE. ``rotary_dim``: leading dimensions of a head that rotate. ``is_neox``: halves are rotated
+    against each other rather than interleaved pairs.
+    """
+
+    theta: float
+    scaling: dict[str, Any] | None
+    rotary_dim: int
+    is_neox: bool
+
+
+def rope(fields: Fields, head_dim: int) -> RopeSpec:
+    """RopeSpec of a draft.
+
+    `rope_parameters` (transformers 5) wins over `rope_scaling`. `rope_dim` is the trained rotary width
+    and wins over `partial_rotary_factor`. A `partial_rotary_factor` beside `mrope_section` was copied
+    from the target with it: transformers' Qwen3, which published drafts are trained on, rotates the
+    whole head and knows neither.
+    """
+    source = "rope_parameters" if fields.text.get("rope_parameters") else "rope_scaling"
+    params = fields.text.get(source) or {}
+    if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
+        raise DraftConfigError(
+            source,
+            params,
+            "one object with the rope parameters of every draft layer",
+            f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported.",
+        )
+    return RopeSpec(
+        theta=as_float(_first(fields, params, source, "rope_theta", 10000.0)),
+        scaling=_scaling(params, source),
+        rotary_dim=_rotary_dim(fields, params, source, head_dim),
+        is_neox=as_bool(fields.shape("rope_is_neox_style", fields.text.get("is_neox_style", True))),
+    )
+
+
+def _first(
+    fields: Fields, params: Mapping[str, Any], source: str, name: str, default: Any
+) -> tuple[str, Any]:
+    if params.get(name) is not None:
+        return f"{source}.{name}", params[name]
+    return fields.shape(name, default)
+
+
+def _scaling(params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind == "mrope":
+        kind = "default"
+    if kind not in _SCALING_TYPES:
+        raise DraftConfigError(
+            f"{source}.rope_type",
+            kind,
+            "one of " + ", ".join(_SCALING_TYPES),
+            "Serve a draft trained with one of these rotary embeddings.",
+        )
+    if kind == "default":
+        return None
+    return {"rope_type": kind, **{key: value for key, value in params.items() if key not in _NOT_SCALING}}
+
+
+def _rotary_dim(fields: Fields, params: Mapping[str, Any], source: str, head_dim: int) -> int:
+    field, dim = _first(fields, params, source, "rope_dim", None)
+    if dim is None:
+        field, factor = _first(fields, params, source, "partial_rotary_factor", 1.0)
+        if "mrope_section" in params:
+            factor = 1.0
+        dim = int(head_dim * as_float((field, factor)))
+    as_int((field, dim), 2)
+    if dim > head_dim or dim % 2:
+        raise DraftConfigError(
+            field,
+            dim,
+            f"an even rotary width of at most head_dim={head_dim}",
+            f"Correct {field} in the draft's config.json.",
+        )
+    return dim

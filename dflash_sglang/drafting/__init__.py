@@ -1,0 +1,1 @@
+"""Drafting: the block's inputs and the draft forward that fills it with proposals."""

@@ -1,0 +1,73 @@
+"""A batch of blocks: the tensors that draft and verify share within one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_sglang.kernels.prepare_block import prepare_block
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass
+class Block:
+    """The blocks of one step, one per request."""
+
+    ids: torch.Tensor  # [bs, block] last committed token + mask tokens: the draft's input
+    positions: torch.Tensor  # [bs, block]
+    slots: torch.Tensor  # [bs, block] as req_to_token names them
+    prefix_lens: torch.Tensor  # [bs] committed tokens with KV
+    kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
+    loc_plan: KVLocPlan  # the same slots in every pool's own ids
+
+    @property
+    def batch_size(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def size(self) -> int:
+        return self.ids.shape[1]
+
+
+class BlockBuilder:
+    """Builds the step's `Block` in buffers that keep their place for the life of the worker."""
+
+    def __init__(self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int):
+        self._runner = target_runner
+        self._mask_token_id = mask_token_id
+        self._row_limit = row_limit
+        self._req_to_token = target_runner.req_to_token_pool.req_to_token
+        max_requests = self._req_to_token.shape[0]
+        shape, device = (max_requests, block_size), self._req_to_token.device
+        self._ids = torch.empty(shape, dtype=torch.int64, device=device)
+        self._positions = torch.empty(shape, dtype=torch.int64, device=device)
+        self._slots = torch.empty(shape, dtype=torch.int64, device=device)
+        self._prefix_lens = torch.empty(max_requests, dtype=torch.int64, device=device)
+
+    def build(self, batch: ScheduleBatch) -> Block:
+        """The blocks of a decode batch whose slots `prepare_for_decode` has reserved."""
+        bs, block_size = len(batch.reqs), self._ids.shape[1]
+        ids, positions, slots = self._ids[:bs], self._positions[:bs], self._slots[:bs]
+        prefix_lens = self._prefix_lens[:bs]
+        prepare_block(
+            batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token,
+            self._mask_token_id, self._row_limit, ids, positions, slots, prefix_lens,
+        )  # fmt: skip
+        if batch.seq_lens_cpu is not None:
+            kv_len_bounds = (batch.seq_lens_cpu + block_size).clamp_(max=self._row_limit)
+        else:
+            kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
+        loc_plan = self._runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=prefix_lens,
+            seq_lens_cpu=kv_len_bounds - block_size,
+            write_virtual=slots.view(-1),
+            read_extent=block_size,
+        )
+        return Block(ids, positions, slots, prefix_lens, kv_len_bounds, loc_plan)

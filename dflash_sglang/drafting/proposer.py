@@ -1,0 +1,95 @@
+"""Runs the draft over a block, eager or captured, and reads its proposals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_sglang.compat import (
+    CaptureHiddenMode,
+    DFlashVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+    SpeculativeAlgorithm,
+    draft_tp_context,
+    enable_num_token_non_padded,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.drafting.block import Block
+    from dflash_sglang.models.heads import TargetHead
+
+
+class Proposer:
+    """One draft forward per step; its graph ends with the head and the argmax.
+
+    `tokens` of a step live in one buffer, row b = last committed token + proposals of request b, whether a
+    graph or the eager forward wrote them.
+    """
+
+    def __init__(self, runner: ModelRunner, head: TargetHead, block_size: int, parallel_layout: Any):
+        self._runner = runner
+        self._head = head
+        self._block_size = block_size
+        self._layout = parallel_layout
+        max_requests = runner.req_to_token_pool.req_to_token.shape[0]
+        self._tokens = torch.zeros((max_requests, block_size), dtype=torch.int64, device=runner.device)
+        self._spec_info = DFlashVerifyInput(
+            draft_token=torch.empty(0, dtype=torch.int64, device=runner.device),
+            positions=torch.empty(0, dtype=torch.int64, device=runner.device),
+            draft_token_num=block_size,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        runner.capture_tail_hooks.append(self._capture_tail)
+
+    def propose(self, batch: ScheduleBatch, block: Block) -> torch.Tensor:
+        """[bs, block] int64: the last committed token of each request and the draft's proposals."""
+        forward_batch = self._forward_batch(batch, block)
+        with torch.inference_mode(), draft_tp_context(self._layout):
+            out = self._runner.forward(forward_batch)
+            if not out.can_run_graph:
+                self._write_tokens(block.ids, out.logits_output.hidden_states)
+        return self._tokens[: block.batch_size]
+
+    def _capture_tail(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
+        """SGLang's capture hook: the last nodes of the draft graph."""
+        del runner
+        self._write_tokens(forward_batch.input_ids[:num_tokens].view(-1, self._block_size), out.hidden_states)
+
+    def _write_tokens(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """ids [bs, block], hidden_states [bs * block (+ padding), hidden]."""
+        bs, block_size = ids.shape
+        drafted = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:]
+        tokens = self._tokens[:bs]
+        tokens[:, 0] = ids[:, 0]
+        tokens[:, 1:] = self._head.greedy(drafted.flatten(0, 1)).view(bs, block_size - 1)
+
+    def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
+        num_tokens = block.ids.numel()
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=block.batch_size,
+            input_ids=block.ids.view(-1),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=block.prefix_lens,
+            out_cache_loc=block.slots.view(-1),
+            seq_lens_sum=int(block.kv_len_bounds.sum()),
+            seq_lens_cpu=block.kv_len_bounds,
+            positions=block.positions.view(-1),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded=(
+                torch.full((), num_tokens, dtype=torch.int32, device=block.ids.device)
+                if enable_num_token_non_padded()
+                else None
+            ),
+            global_num_token_non_padded_cpu=num_tokens,
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        block.loc_plan.bind(forward_batch, self._runner.kv_index_translator)
+        return forward_batch

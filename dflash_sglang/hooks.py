@@ -1,0 +1,57 @@
+"""The two hooks on SGLang's SpeculativeAlgorithm: validation in the launcher, our worker in the scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dflash_sglang.config.plugin_config import REQUIRE_ENV, PluginConfig, required
+from dflash_sglang.families import Foreign
+from dflash_sglang.probe import check_symbols, check_version
+
+logger = logging.getLogger(__name__)
+
+
+def handle_server_args(original: Callable[..., None], algorithm: Any, server_args: Any) -> None:
+    """AROUND SpeculativeAlgorithm.handle_server_args: runs in the launcher, before any process starts.
+
+    For DFLASH: raises StartupError, SGLangMismatchError or PluginConfigError where the launch cannot work.
+    """
+    if algorithm.is_dflash():
+        _served_by_built_in(server_args)
+    original(algorithm, server_args)
+
+
+def create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
+    """AROUND SpeculativeAlgorithm.create_worker: runs in the scheduler, once the target is loaded.
+
+    Returns this package's worker class for a plain DFlash draft, and what SGLang would return otherwise.
+    An exception here ends the scheduler: nothing falls back by accident.
+    """
+    if not algorithm.is_dflash():
+        return original(algorithm, server_args)
+    other = _served_by_built_in(server_args)
+    if other is not None:
+        logger.warning("%s", other)
+        return original(algorithm, server_args)
+    check_symbols()
+    # Imported here: the registry imports every model of SGLang, and only the scheduler needs them.
+    from sglang.srt.models.registry import ModelRegistry
+
+    from dflash_sglang.worker import DFlashWorker
+
+    ModelRegistry.register("dflash_sglang.models", overwrite=True, strict=True)
+    return DFlashWorker
+
+
+def _served_by_built_in(server_args: Any) -> Foreign | None:
+    """Why the built-in worker serves this launch, or None; ends start-up where it must not run or cannot."""
+    check_version()
+    from dflash_sglang.startup import check_startup
+
+    PluginConfig.from_env()
+    other = check_startup(server_args)
+    if other is not None and required():
+        raise SystemExit(f"{REQUIRE_ENV}=1: {other}")
+    return other

@@ -1,0 +1,129 @@
+"""The target's embedding and head as the draft borrows them, and greedy proposals from a sharded head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+from sglang.srt.lora.layers import unwrap_lora_layer
+from torch import Tensor, nn
+
+_NESTED = ("language_model", "model", "text_model", "thinker", "llm")
+_DENSE = (torch.float16, torch.bfloat16, torch.float32)
+_LOW_BITS = 0xFFFFFFFF
+
+
+def find_embedding(target_model: nn.Module) -> nn.Module:
+    """The target's token embedding, unwrapped of LoRA, wherever the target nests it.
+
+    Raises ValueError where no `get_input_embeddings()` or `embed_tokens` gives a module.
+    """
+    for model in _nested(target_model):
+        getter = getattr(model, "get_input_embeddings", None)
+        found = getter() if callable(getter) else getattr(model, "embed_tokens", None)
+        if isinstance(found, nn.Module):
+            return unwrap_lora_layer(found)
+    raise ValueError(
+        f"{type(target_model).__name__} has no token embedding for the draft: looked for "
+        f"get_input_embeddings() and embed_tokens on the model and in {', '.join(_NESTED)}. "
+        "Serve a target that has one."
+    )
+
+
+def find_head(target_model: nn.Module) -> nn.Module:
+    """The target's LM head (the embedding where they are tied), unwrapped of LoRA, wherever it is nested.
+
+    Raises ValueError where neither `lm_head` nor the owner of `get_embed_and_head()`'s weight is found.
+    """
+    for model in _nested(target_model):
+        found = getattr(model, "lm_head", None)
+        if isinstance(found, nn.Module):
+            return unwrap_lora_layer(found)
+    getter = getattr(target_model, "get_embed_and_head", None)
+    if callable(getter):
+        _, weight = getter()
+        for module in target_model.modules():
+            if weight is not None and getattr(module, "weight", None) is weight:
+                return unwrap_lora_layer(module)
+    raise ValueError(
+        f"{type(target_model).__name__} has no LM head for the draft: looked for lm_head on the model and in "
+        f"{', '.join(_NESTED)}, and for the module of get_embed_and_head()'s weight. "
+        "Serve a target that has one."
+    )
+
+
+def _nested(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and the models nested in it, outermost first."""
+    level = [model]
+    while level:
+        yield from level
+        level = [
+            inner
+            for outer in level
+            for name in _NESTED
+            if isinstance(inner := getattr(outer, name, None), nn.Module)
+        ]
+
+
+class TargetHead:
+    """Greedy proposals with the target's head, dense or quantised, sharded over the vocabulary or not.
+
+    lm_head: a ParallelLMHead, a tied VocabParallelEmbedding or a linear module with a weight [vocab, hidden].
+    Raises ValueError for a head whose weight is neither dense nor served by its quantisation method.
+    """
+
+    def __init__(self, lm_head: nn.Module) -> None:
+        self.lm_head = lm_head
+        weight: Any = getattr(lm_head, "weight", None)
+        self.quantised = should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
+        if not self.quantised and (weight is None or weight.dtype not in _DENSE):
+            raise ValueError(
+                f"the target's LM head ({type(lm_head).__name__}) has a weight of "
+                f"{getattr(weight, 'dtype', None)}: expected float16, bfloat16 or float32, or a quantisation "
+                "method that SGLang applies to heads. Serve a target with such a head."
+            )
+        shard = getattr(lm_head, "shard_indices", None)
+        self.first_id: int = 0 if shard is None else shard.org_vocab_start_index
+        # Rows of this rank's shard that are tokens; padding follows them.
+        self.rows: int = weight.shape[0] if shard is None else shard.num_org_elements
+        group = getattr(lm_head, "tp_group", None)
+        self.group = group if group is not None and group.world_size > 1 else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> [N, rows] over this rank's tokens, without a gather."""
+        if self.quantised:
+            return self.lm_head.quant_method.apply(self.lm_head, hidden, None)[:, : self.rows]
+        weight = self.lm_head.weight[: self.rows]
+        return torch.matmul(hidden.to(weight.dtype), weight.T)
+
+    @torch.no_grad()
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> ids [N] int64 of the largest logit over the whole vocabulary, the lowest id
+        among equals. Collective over the head's TP group; capturable in a CUDA graph."""
+        if self.group is None:
+            return self.logits(hidden).argmax(dim=-1)
+        packed = pack_shard(self.logits(hidden), self.first_id)
+        gathered = packed.new_empty(self.group.world_size * packed.shape[0])
+        self.group.all_gather_into_tensor(gathered, packed)
+        return merge_shards(gathered.view(self.group.world_size, -1))
+
+
+def pack_shard(logits: Tensor, first_id: int) -> Tensor:
+    """The best token of a shard as one sortable integer per row, so that one gather carries value and id.
+
+    logits [N, rows] (rows may be 0), first_id: id of row 0 -> [N] int64: the order of the float32 value in
+    the high 32 bits, the complement of the id in the low ones, so that equal values prefer the lower id.
+    """
+    if logits.shape[1] == 0:
+        return torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)
+    value, index = logits.max(dim=-1)
+    bits = (value.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats sort backwards
+    return (order.to(torch.int64) << 32) | (_LOW_BITS - (index + first_id))
+
+
+def merge_shards(packed: Tensor) -> Tensor:
+    """packed [shards, N] of pack_shard -> ids [N] int64 of the best token over all shards."""
+    return _LOW_BITS - (packed.amax(dim=0) & _LOW_BITS)

@@ -1,0 +1,203 @@
+"""The decoder layer of a DFlash draft on SGLang's layers: attention, MLP and their residual stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, get_rope
+from torch import Tensor, nn
+
+from dflash_sglang.config import DraftSpec
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class DraftAttention(nn.Module):
+    """Attention of one draft layer, for the block's rows and for the keys and values of context rows.
+
+    Keys of both kinds are finished (k_norm, RoPE) by the same arithmetic with the same roundings: a Triton
+    kernel in place where `table_rope` holds, the two modules elsewhere. Sizes are those of this TP rank.
+    """
+
+    def __init__(
+        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.value_scale = spec.attention_value_scale
+        self.qkv_proj = QKVParallelLinear(
+            spec.hidden_size,
+            spec.head_dim,
+            spec.num_heads,
+            spec.num_kv_heads,
+            bias=spec.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.num_heads: int = self.qkv_proj.num_heads
+        self.num_kv_heads: int = self.qkv_proj.num_kv_heads
+        self.q_size = self.num_heads * spec.head_dim
+        self.kv_size = self.num_kv_heads * spec.head_dim
+        self.o_proj = RowParallelLinear(
+            spec.num_heads * spec.head_dim,
+            spec.hidden_size,
+            bias=spec.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+        self.rotary_emb = get_rope(
+            spec.head_dim,
+            rotary_dim=spec.rope.rotary_dim,
+            max_position=spec.max_position_embeddings,
+            base=spec.rope.theta,
+            is_neox_style=spec.rope.is_neox,
+            rope_scaling=spec.rope.scaling,
+        )
+        self.table_rope = _has_plain_table(self.rotary_emb, spec)
+        layer = spec.layers[layer_id]
+        # SGLang counts a window's keys to the left of the query, the checkpoint counts the query too.
+        window_left = -1 if layer.window is None else layer.window - 1
+        self.attn = RadixAttention(
+            self.num_heads,
+            spec.head_dim,
+            spec.head_dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            layer_id=layer_id,
+            sliding_window_size=window_left,
+            attn_type=AttentionType.DECODER if layer.causal else AttentionType.ENCODER_ONLY,
+            quant_config=quant_config,
+            prefix=f"{prefix}.attn",
+        )
+        self.attn.sliding_window_size = window_left  # the constructor reads a window_left of 0 as "none"
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        """positions [T], hidden_states [T, hidden] of the block's rows -> [T, hidden]."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        if self._uses_table_kernel(qkv):
+            self._norm_rope_in_place(qkv, positions, self.num_heads)
+        else:
+            q, k = self.rotary_emb(positions, self._normed(self.q_norm, q), self._normed(self.k_norm, k))
+        output, _ = self.o_proj(self.attn(q, k, self.scaled_values(v), forward_batch))
+        return output
+
+    def context_key_value(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of context rows through the layer's own quantisation method.
+
+        rows [T, hidden] (after `fc` and `hidden_norm`; no input_layernorm), positions [T] -> k, v, each
+        [T, kv_size]: k after k_norm and RoPE, v after the value scale.
+        """
+        qkv, _ = self.qkv_proj(rows)
+        _, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        return self.finished_keys(k, positions), self.scaled_values(v)
+
+    def finished_keys(self, k: Tensor, positions: Tensor) -> Tensor:
+        """k_norm and RoPE on projected keys [T, kv_size] (rows may be strided; may be changed in place)."""
+        if self._uses_table_kernel(k):
+            self._norm_rope_in_place(k, positions, num_q_heads=0)
+            return k
+        k = self._normed(self.k_norm, k)
+        _, k = self.rotary_emb(positions, torch.empty_like(k), k)
+        return k
+
+    def scaled_values(self, v: Tensor) -> Tensor:
+        return v if self.value_scale is None else v * self.value_scale
+
+    def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return norm(x.reshape(-1, self.head_dim)).view(x.shape)
+
+    def _uses_table_kernel(self, x: Tensor) -> bool:
+        return self.table_rope and x.is_cuda and x.dtype == self.k_norm.weight.dtype == torch.bfloat16
+
+    def _norm_rope_in_place(self, qk: Tensor, positions: Tensor, num_q_heads: int) -> None:
+        """qk [T, >= (num_q_heads + num_kv_heads) * head_dim]: query heads, then key heads, then anything."""
+        from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+
+        table_qk_norm_rope_(
+            qk,
+            positions,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.rotary_emb.cos_sin_cache,
+            num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.k_norm.variance_epsilon,
+        )
+
+
+def _has_plain_table(rotary: nn.Module, spec: DraftSpec) -> bool:
+    """Whether RoPE rotates whole heads, halves against each other, by one cos/sin row per position."""
+    return (
+        isinstance(rotary, RotaryEmbedding)
+        and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
+        and rotary.position_start == 0
+        and rotary.is_neox_style
+        and rotary.rotary_dim == spec.head_dim
+        and spec.head_dim & (spec.head_dim - 1) == 0
+    )
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, spec: DraftSpec, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            spec.hidden_size,
+            [spec.intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+        )
+        self.down_proj = RowParallelLinear(
+            spec.intermediate_size,
+            spec.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+        )
+        self.act_fn = SiluAndMul()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate_up, _ = self.gate_up_proj(hidden_states)
+        output, _ = self.down_proj(self.act_fn(gate_up))
+        return output
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer whose residual additions are fused into the next norm.
+
+    No row count is special: 0 rows (an IDLE batch) issue the collectives of any other batch.
+    """
+
+    def __init__(
+        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.self_attn = DraftAttention(spec, layer_id, quant_config, f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.mlp = DraftMLP(spec, quant_config, f"{prefix}.mlp")
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states and residual [T, hidden]; the layer's output is the sum of the two returned."""
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, forward_batch)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual

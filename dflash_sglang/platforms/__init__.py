@@ -1,0 +1,1 @@
+"""SGLang platforms of this package."""

@@ -1,0 +1,94 @@
+"""The CPU platform: SGLang's own engine on a machine without an accelerator.
+
+Selected with `SGLANG_PLATFORM=dflash_cpu`. It answers SGLang's platform questions (which attention backend, which
+KV pool, whether DFLASH is supported) and, in the worker processes, replaces the launches of GPU kernels that have
+no platform question of their own (`cpu_hooks.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
+
+NAME = "dflash_cpu"
+# SGLang turns CUDA graphs and Triton allocators off by this very name, so the CPU attention is registered under it.
+ATTENTION_BACKEND = "torch_native"
+
+
+def activate() -> str | None:
+    """Entry point of group `sglang.srt.platforms`.
+
+    Returns the platform class's qualified name when `SGLANG_PLATFORM` selects it, else None: without the variable
+    SGLang activates every installed platform, and a machine with a GPU must keep its own.
+    """
+    if os.environ.get("SGLANG_PLATFORM") != NAME:
+        return None
+    return f"{__name__}.{CpuPlatform.__qualname__}"
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """SGLang platform for plain and DFLASH decoding with torch operators only."""
+
+    # SGLang asks an out-of-tree platform for its answers; the in-tree CPU platform is one of x86 AMX kernels.
+    _enum = PlatformEnum.OOT
+    device_name = NAME
+    capabilities = PlatformCapabilities()
+
+    def __init__(self) -> None:
+        # The draft worker consults this list, not supports_speculative_draft_attention_backend().
+        if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
+            add_draft_attention_backend_choices([ATTENTION_BACKEND])
+
+    def apply_server_args_defaults(self, server_args: object) -> None:
+        """Names the attention backend where the user named none; SGLang's default for x86 needs AMX kernels."""
+        if getattr(server_args, "attention_backend") is None:
+            setattr(server_args, "attention_backend", ATTENTION_BACKEND)
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return ATTENTION_BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "DFLASH"
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return algorithm == "DFLASH" and backend == ATTENTION_BACKEND
+
+    def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
+        """Returns the KV pool class for `kind`; None keeps SGLang's."""
+        if kind != "mha":
+            return None
+        from dflash_sglang.platforms.cpu_pool import CpuMHATokenToKVPool
+
+        return CpuMHATokenToKVPool
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        from dflash_sglang.platforms.cpu_ops import block_slots
+
+        return block_slots
+
+    def init_backend(self) -> None:
+        """Registers the attention backend and the hooks; SGLang calls it once in each worker process."""
+        from dflash_sglang.attention.torch_cpu import register
+        from dflash_sglang.platforms.cpu_hooks import ignore_record_stream_on_cpu, register_hooks
+
+        register(ATTENTION_BACKEND)
+        register_hooks()
+        ignore_record_stream_on_cpu()
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Applies the hooks (a no-op where `load_plugins()` has) and keeps the built-in draft off its Triton kernel."""
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        HookRegistry.apply_hooks()
+        for module in model.modules():
+            if getattr(module, "use_table_qk_norm_rope", False):
+                setattr(module, "use_table_qk_norm_rope", False)

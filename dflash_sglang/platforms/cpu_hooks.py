@@ -1,0 +1,63 @@
+"""Hooks for the places where SGLang reaches for a GPU kernel without asking the platform.
+
+Each function below says what it stands in for and what happens without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool
+
+SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
+
+
+def register_hooks() -> None:
+    """Registers the hooks; SGLang's `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
+    for target, hook, kind in (
+        # A Triton launch: "0 active drivers".
+        ("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token_pool, HookType.REPLACE),
+        (
+            "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
+            all_gather_over_gloo,
+            HookType.AROUND,
+        ),
+        (
+            "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
+            keep_dtype_of_input_embeds,
+            HookType.AROUND,
+        ),
+    ):
+        HookRegistry.register(target, hook, kind, source=SOURCE)
+
+
+def all_gather_over_gloo(
+    original: Callable[..., None], group: Any, output: torch.Tensor, input: torch.Tensor
+) -> None:
+    """Stands in for the custom operator of `GroupCoordinator.all_gather_into_tensor`, which has no CPU kernel."""
+    torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
+
+
+def keep_dtype_of_input_embeds(
+    original: Callable[..., dict[str, Any]], runner: Any, forward_batch: Any, pp_proxy_tensors: Any
+) -> dict[str, Any]:
+    """Undoes the model runner's cast of `input_embeds` to bfloat16, which a float32 draft cannot multiply."""
+    kwargs = original(runner, forward_batch, pp_proxy_tensors)
+    if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
+        kwargs["input_embeds"] = forward_batch.input_embeds
+    return kwargs
+
+
+def ignore_record_stream_on_cpu() -> None:
+    """Makes `Tensor.record_stream` a no-op for CPU tensors; it raises on `torch.cpu.Stream`, and CPU memory needs none."""
+    record_stream = torch.Tensor.record_stream
+
+    def record_stream_on_devices(self: torch.Tensor, stream: Any) -> None:
+        if self.device.type != "cpu":
+            record_stream(self, stream)
+
+    torch.Tensor.record_stream = record_stream_on_devices  # type: ignore[method-assign]

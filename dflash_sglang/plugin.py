@@ -1,0 +1,34 @@
+"""Entry point of SGLang's plugin group: registers the hooks. Imports nothing that could fail by itself."""
+
+import os
+
+
+def activate() -> None:
+    """Registers the hooks on SpeculativeAlgorithm.
+
+    SGLang logs and swallows an exception raised here, and would run its built-in worker. With
+    DFLASH_SGLANG_REQUIRE=1 it is turned into SystemExit, which ends the process.
+    """
+    try:
+        _register()
+    except Exception as error:
+        if os.environ.get("DFLASH_SGLANG_REQUIRE", "").strip() in ("", "0"):
+            raise
+        raise SystemExit(
+            f"DFLASH_SGLANG_REQUIRE=1: dflash_sglang cannot be activated, and the built-in worker would run: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _register() -> None:
+    import pkgutil
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from dflash_sglang.hooks import create_worker, handle_server_args
+
+    for name, hook in (("create_worker", create_worker), ("handle_server_args", handle_server_args)):
+        target = f"sglang.srt.speculative.spec_info.SpeculativeAlgorithm.{name}"
+        # SGLang would only log a target that does not exist.
+        pkgutil.resolve_name(target)
+        HookRegistry.register(target, hook, HookType.AROUND)

@@ -1,0 +1,1 @@
+"""What the scheduler calls: the draft input carried between steps and the slots it reserves."""

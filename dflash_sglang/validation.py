@@ -1,0 +1,268 @@
+"""What must fit between draft, target and server before anything is loaded: facts in, problems out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint import TensorFacts
+from dflash_sglang.config import DraftConfigError, DraftSpec
+
+GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
+# Formats of draft KV that the context-KV write knows; "auto" is the model's dtype.
+DRAFT_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+_UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why start-up ends: the field, its value, what was expected, and what to change."""
+
+    field: str
+    value: object
+    expected: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r}: expected {self.expected}. {self.fix}"
+
+
+class StartupError(ValueError):
+    """DFLASH cannot start with this draft, target and server; the message lists every problem."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("DFLASH cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """The target's text model."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def from_config(cls, config: Any) -> TargetFacts:
+        """From a transformers config of the text model, or a config.json (its `text_config` if nested)."""
+        if isinstance(config, Mapping):
+            config = {**config, **(config.get("text_config") or {})}
+            return cls(config["num_hidden_layers"], config["hidden_size"], config["vocab_size"])
+        # A looped target numbers its layers through all loops.
+        layers = config.num_hidden_layers * getattr(config, "num_loops", 1)
+        return cls(layers, config.hidden_size, config.vocab_size)
+
+
+@dataclass(frozen=True)
+class ParallelFacts:
+    """``draft_tp_size``: ranks over which one draft is split (the attention TP group)."""
+
+    draft_tp_size: int = 1
+    pp_size: int = 1
+
+
+@dataclass(frozen=True)
+class ServingFacts:
+    """The operator's side.
+
+    ``block_size``: --speculative-dflash-block-size or --speculative-num-draft-tokens, None for the trained
+    one. ``draft_attention_backend``: --speculative-draft-attention-backend, None to follow the target's.
+    ``supported_backends``: those that run the draft on this platform. ``kv_pool_flag``: a flag that changes
+    the layout of KV pools, or None. ``draft_kv_dtype``: of the draft's KV pool.
+    """
+
+    draft_path: str | None
+    block_size: int | None = None
+    draft_attention_backend: str | None = None
+    supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS
+    kv_pool_flag: str | None = None
+    draft_kv_dtype: str = "auto"
+
+
+def serving_problems(serving: ServingFacts, parallel: ParallelFacts) -> Iterator[Problem]:
+    """What is wrong whatever the draft is."""
+    if serving.draft_path is None:
+        yield Problem(
+            "--speculative-draft-model-path",
+            None,
+            "the DFlash draft's directory or repository",
+            "Add --speculative-draft-model-path.",
+        )
+    if parallel.pp_size != 1:
+        yield Problem(
+            "--pp-size", parallel.pp_size, "1 with DFLASH", "Remove --pp-size; use --tp-size instead."
+        )
+    if serving.kv_pool_flag is not None:
+        yield Problem(
+            serving.kv_pool_flag,
+            True,
+            "a KV pool with one row per slot and layer, into which context KV is written",
+            f"Remove {serving.kv_pool_flag}.",
+        )
+    if serving.draft_kv_dtype not in DRAFT_KV_DTYPES:
+        yield Problem(
+            "--speculative-draft-kv-cache-dtype",
+            serving.draft_kv_dtype,
+            "one of " + ", ".join(DRAFT_KV_DTYPES),
+            "Set --speculative-draft-kv-cache-dtype bf16 or fp8_e4m3; the target's may stay as it is.",
+        )
+
+
+def draft_problems(
+    spec: DraftSpec,
+    target: TargetFacts,
+    parallel: ParallelFacts,
+    serving: ServingFacts,
+    tensors: Mapping[str, TensorFacts] | None = None,
+) -> list[Problem]:
+    """What does not fit between a draft and the target and server it is to run with.
+
+    ``tensors``: the checkpoint's, where they can be read; without them the loader checks the shapes.
+    """
+    problems = [
+        *_block_problems(spec, serving),
+        *_mask_problems(spec, target),
+        *_shape_problems(spec, target, parallel),
+        *_backend_problems(spec, serving),
+    ]
+    try:
+        ids = spec.feature_layer_ids(target.num_layers)
+    except DraftConfigError as error:
+        return [*problems, config_problem(error)]
+    return [*problems, *_layer_id_problems(ids, target), *_fc_problems(spec, ids, tensors or {})]
+
+
+def config_problem(error: DraftConfigError) -> Problem:
+    """A field that DraftSpec refused, as a problem."""
+    return Problem(f"draft config {error.field}", error.value, error.expected, error.fix)
+
+
+def _block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
+    served = spec.block_size if serving.block_size is None else serving.block_size
+    field = "draft config block_size" if serving.block_size is None else "--speculative-dflash-block-size"
+    if served < 2:
+        yield Problem(
+            field,
+            served,
+            "at least 2: the last committed token and one proposal",
+            f"Set --speculative-dflash-block-size between 2 and {max(spec.block_size, 2)}.",
+        )
+    elif served > spec.block_size:
+        yield Problem(
+            field,
+            served,
+            f"at most the trained block of {spec.block_size}; beyond it proposals are noise",
+            f"Set --speculative-dflash-block-size {spec.block_size}, or remove it.",
+        )
+
+
+def _mask_problems(spec: DraftSpec, target: TargetFacts) -> Iterator[Problem]:
+    if spec.mask_token_id is None:
+        yield Problem(
+            "draft config mask_token_id",
+            None,
+            "the id in the target's vocabulary that stands for a position to be proposed",
+            "Add dflash_config.mask_token_id (the one it was trained with) to the draft's config.json.",
+        )
+    elif spec.mask_token_id >= target.vocab_size:
+        yield Problem(
+            "draft config mask_token_id",
+            spec.mask_token_id,
+            f"an id below the target's vocab_size of {target.vocab_size}",
+            "Correct dflash_config.mask_token_id, or serve the target that the draft was trained for.",
+        )
+
+
+def _shape_problems(spec: DraftSpec, target: TargetFacts, parallel: ParallelFacts) -> Iterator[Problem]:
+    other_target = "Serve the target that the draft was trained for."
+    if spec.hidden_size != target.hidden_size:
+        yield Problem(
+            "draft config hidden_size",
+            spec.hidden_size,
+            f"the target's hidden_size of {target.hidden_size} (embedding and head are the target's)",
+            other_target,
+        )
+    if spec.vocab_size != target.vocab_size:
+        yield Problem(
+            "draft config vocab_size",
+            spec.vocab_size,
+            f"the target's vocab_size of {target.vocab_size} (embedding and head are the target's)",
+            other_target,
+        )
+    if spec.num_target_layers is not None and spec.num_target_layers != target.num_layers:
+        yield Problem(
+            "draft config num_target_layers",
+            spec.num_target_layers,
+            f"the target's {target.num_layers} layers",
+            other_target,
+        )
+    tp = parallel.draft_tp_size
+    divisible = f"divisible by the draft's tensor parallel size of {tp}"
+    if spec.num_heads % tp:
+        yield Problem(
+            "draft config num_attention_heads",
+            spec.num_heads,
+            divisible,
+            "Change --tp-size or --attn-dp-size.",
+        )
+    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        yield Problem(
+            "draft config num_key_value_heads",
+            spec.num_kv_heads,
+            f"{divisible}, or a divisor of it",
+            "Change --tp-size or --attn-dp-size.",
+        )
+
+
+def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
+    backend, field = serving.draft_attention_backend, "--speculative-draft-attention-backend"
+    if backend is None:
+        return
+    if backend not in serving.supported_backends:
+        yield Problem(
+            field,
+            backend,
+            "one that attends non-causally from the block: " + ", ".join(serving.supported_backends),
+            f"Set {field} to one of these, or remove it.",
+        )
+    elif backend == "trtllm_mha":
+        sliding = all(layer.kind == "sliding_attention" for layer in spec.layers)
+        if not sliding and not all(layer.causal for layer in spec.layers):
+            others = [name for name in serving.supported_backends if name != backend]
+            yield Problem(
+                field,
+                backend,
+                "a backend for the draft's non-causal full_attention layers: " + ", ".join(others),
+                f"Set {field} to one of these, or remove it.",
+            )
+
+
+def _layer_id_problems(ids: tuple[int, ...], target: TargetFacts) -> Iterator[Problem]:
+    field, fix = (
+        "draft config target_layer_ids",
+        "Correct dflash_config.target_layer_ids, or serve its target.",
+    )
+    if any(i < 0 or i >= target.num_layers for i in ids):
+        yield Problem(
+            field, list(ids), f"layers of the target, 0 to {target.num_layers - 1} (its last layer)", fix
+        )
+    if len(set(ids)) != len(ids):
+        yield Problem(field, list(ids), "each layer once", fix)
+
+
+def _fc_problems(
+    spec: DraftSpec, ids: tuple[int, ...], tensors: Mapping[str, TensorFacts]
+) -> Iterator[Problem]:
+    fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
+    if fc is None or fc.dtype not in _UNPACKED_DTYPES:
+        return  # absent or packed: the loader knows the quantisation's layout and checks it
+    expected = (spec.hidden_size, len(ids) * spec.hidden_size)
+    if fc.shape != expected:
+        yield Problem(
+            "draft tensor fc.weight",
+            list(fc.shape),
+            f"{list(expected)}: [hidden_size, {len(ids)} target layers x hidden_size]",
+            "Make dflash_config.target_layer_ids name the layers the checkpoint was trained on.",
+        )

@@ -1,0 +1,142 @@
+"""One target forward over the block, and what the target says after every row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dflash_sglang.compat import (
+    CaptureHiddenMode,
+    DFlashVerifyInput,
+    GrammarTree,
+    SpecTpSync,
+    SpecTpSyncSite,
+    build_grammar_vocab_mask,
+    compute_spec_logprobs,
+    get_dp_tp_group,
+    get_parallel,
+)
+from dflash_sglang.kernels.accept import Accepted, accept
+from dflash_sglang.verify.sampling import adjust_logits, choose_tokens
+from dflash_sglang.verify.simulate import simulate, simulation_enabled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    from dflash_sglang.drafting.block import Block
+
+
+class Verified(NamedTuple):
+    """The outcome of one verify forward."""
+
+    target_ids: torch.Tensor  # [bs, block] the first commit_lens[b] of row b are committed
+    accepted: Accepted
+    features: torch.Tensor  # [bs * block, n_layers * hidden] captured target layers
+    forward: Any  # the target's GenerationBatchResult
+
+
+class Verifier:
+    def __init__(self, target_worker: TpModelWorker, block_size: int):
+        self._worker = target_worker
+        self._runner = target_worker.model_runner
+        self._block_size = block_size
+        self._tp_sync = SpecTpSync(get_dp_tp_group())
+        self._simulated = simulation_enabled()
+
+    def sync_prefill_tokens(self, next_token_ids: torch.Tensor) -> None:
+        """All ranks of a tensor-parallel group go on from rank 0's first token."""
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, next_token_ids)
+
+    def verify(
+        self,
+        batch: ScheduleBatch,
+        block: Block,
+        tokens: torch.Tensor,  # [bs, block] last committed token + proposals
+        grammar_barrier: Callable[[], None] | None,
+    ) -> Verified:
+        """Run the target over `tokens` and accept. Changes `batch`, which the scheduler restores."""
+        sampling_info = batch.sampling_info
+        # The host copy of the proposals starts before the target forward and is read after its launch.
+        grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
+        forward = self._forward(batch, block, tokens)
+        logits_output = forward.logits_output
+        logits = logits_output.next_token_logits
+        grammar_mask = None
+        if grammar_tree is not None:
+            grammar_mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar_tree,
+                sampling_info=sampling_info,
+                device=logits.device,
+                barrier=grammar_barrier,
+            )
+        adjust_logits(logits, sampling_info, grammar_mask, self._block_size)
+        consumed = logits
+        if batch.return_logprob and not sampling_info.is_all_greedy:
+            consumed = logits.clone()  # the sampler turns its input into probabilities
+        target_ids = choose_tokens(
+            consumed, sampling_info, block.positions.view(-1), self._runner.sampler, self._block_size
+        )
+        site = (
+            SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
+            if sampling_info.is_all_greedy
+            else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        )
+        self._tp_sync.sync(site, target_ids)
+        accepted = accept(tokens, target_ids, block.prefix_lens)
+        if self._simulated:
+            target_ids, accepted = simulate(tokens, target_ids, block.prefix_lens)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, logits_output, target_ids.view(-1), chain_stride=self._block_size)
+        features = logits_output.hidden_states
+        logits_output.hidden_states = None  # else overlap scheduling copies it to the host
+        return Verified(target_ids, accepted, features[: tokens.numel()], forward)
+
+    def verify_idle(self, batch: ScheduleBatch) -> None:
+        """Take part in the collectives of a verify that other data-parallel ranks run."""
+        device = self._runner.device
+        verify_input = self._verify_input(
+            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64, device=device)
+        )
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=True)
+        # Active ranks run eagerly while a rank is idle: a replayed graph would pad differently.
+        forward_batch.can_run_decode_cuda_graph = False
+        self._worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+
+    def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
+        attn_dp = get_parallel().attn_dp_enabled
+        verify_input = self._verify_input(tokens.view(-1), block.positions.view(-1), block.loc_plan)
+        batch.out_cache_loc = block.slots.view(-1)
+        batch.seq_lens = block.prefix_lens
+        batch.seq_lens_cpu = block.kv_len_bounds
+        batch.seq_lens_sum = int(block.kv_len_bounds.sum())
+        forward_batch, _ = verify_input.prepare_for_verify(
+            batch, self._worker, defer_metadata_init=attn_dp
+        )
+        if attn_dp and (batch.is_extend_in_batch or _any_rank_idle(forward_batch)):
+            # Ranks that are idle or prefilling count tokens unpadded; a replayed graph would disagree.
+            forward_batch.can_run_decode_cuda_graph = False
+        return self._worker.forward_batch_generation(
+            batch=None,
+            forward_batch=forward_batch,
+            is_verify=True,
+            skip_attn_backend_init=None if attn_dp else True,
+        )
+
+    def _verify_input(self, ids: torch.Tensor, positions: torch.Tensor, plan: Any = None) -> DFlashVerifyInput:
+        return DFlashVerifyInput(
+            draft_token=ids,
+            positions=positions,
+            draft_token_num=self._block_size,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=plan,
+        )
+
+
+def _any_rank_idle(forward_batch: Any) -> bool:
+    counts = forward_batch.original_global_num_tokens_cpu
+    return counts is not None and min(counts) == 0

@@ -1,0 +1,229 @@
+"""The DFLASH worker: its life from construction to serving, and the step, top to bottom."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_sglang.capture import ensure_capture
+from dflash_sglang.compat import (
+    BaseSpecWorker,
+    CaptureHiddenMode,
+    GenerationBatchResult,
+    async_h2d,
+    build_draft_tp_worker,
+    compute_position,
+    draft_pp_context,
+    draft_tp_context,
+    get_parallel,
+    get_spec,
+    model_draft_parallel_spec,
+    resolve_draft_parallel_layout,
+)
+from dflash_sglang.config import PluginConfig
+from dflash_sglang.drafting.block import BlockBuilder
+from dflash_sglang.drafting.proposer import Proposer
+from dflash_sglang.models.context_kv import ContextKV
+from dflash_sglang.observability import startup_line
+from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
+from dflash_sglang.verify.verifier import Verifier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class DFlashWorker(BaseSpecWorker):
+    """Drafts a block in one forward, verifies it in one forward, commits what agrees.
+
+    SGLang's scheduler constructs it, gives it memory, backends and graphs in that order, and then calls
+    `forward_batch_generation` once per step, in both overlap and synchronous scheduling.
+    """
+
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
+        super().__init__()
+        self._target_worker = target_worker
+        self.device = target_worker.device
+        target_runner = target_worker.model_runner
+        self.draft_parallel_layout = resolve_draft_parallel_layout(
+            model_draft_parallel_spec(
+                target_runner.spec_aux_config.draft_model_config, spec_algorithm=target_runner.spec_algorithm
+            ),
+            collapse_cp=True,
+        )
+        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+            bundle = build_draft_tp_worker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_model_config=target_runner.model_config,
+                algo_label="DFLASH",
+            )
+        self._draft_worker = bundle.draft_worker
+        self._draft_runner: ModelRunner = bundle.draft_model_runner
+        self._draft_model = bundle.draft_model
+        self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
+
+        target_model = target_runner.model
+        self._draft_model.bind_target(target_model)
+        self.draft_spec = self._draft_model.spec
+        ensure_capture(
+            target_model, self.draft_spec.feature_layer_ids(target_runner.model_config.num_hidden_layers)
+        )
+        self._context_kv = ContextKV(self._draft_model, PluginConfig.from_env().context_kv)
+        logger.info(startup_line(self, bundle.resolved_attention_backend))
+
+    # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        """The draft shares the target's requests and slots; its keys and values live in a pool of its own."""
+        with draft_tp_context(self.draft_parallel_layout):
+            self._draft_worker.alloc_memory_pool(
+                memory_pool_config=memory_pool_config,
+                req_to_token_pool=req_to_token_pool,
+                token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+            )
+        rows, row_width = req_to_token_pool.req_to_token.shape
+        self._reservation = SlotReservation(
+            rows, self.block_size, row_width, token_to_kv_pool_allocator.page_size, self.device
+        )
+        self._blocks = BlockBuilder(
+            self.target_worker.model_runner,
+            self.block_size,
+            self.draft_spec.mask_token_id,
+            self._reservation.row_limit,
+        )
+        self._proposer = Proposer(
+            self._draft_runner, self._draft_model.head, self.block_size, self.draft_parallel_layout
+        )
+        self._verifier = Verifier(self.target_worker, self.block_size)
+        self._context_kv.bind(self._draft_runner.token_to_kv_pool)
+
+    def init_attention_backends(self) -> None:
+        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+            self._draft_worker.init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+            # Under DP attention the ranks draft different batches, or none: no graph fits all of them.
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=not get_parallel().attn_dp_enabled)
+
+    @property
+    def context_kv_decision(self) -> str:
+        return self._context_kv.reason
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        return (self.target_worker.model_runner.attn_backend, self._draft_runner.attn_backend)
+
+    def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
+        return [("draft", self._draft_runner)]
+
+    # ---- The step ----------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """One step of a batch; `on_publish` takes the new lengths as soon as they are known on the device."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        if batch.forward_mode.is_idle():
+            return self._idle(batch, on_publish)
+        return self._decode(batch, on_publish, grammar_barrier)
+
+    def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
+        batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
+        block = self._blocks.build(batch)
+        tokens = self._proposer.propose(batch, block)
+        verified = self._verifier.verify(batch, block, tokens, grammar_barrier)
+        accepted = verified.accepted
+        if on_publish is not None:
+            on_publish(accepted.new_seq_lens)
+        # Context KV of every verified row, accepted or not: the next block starts at the first row that was
+        # not committed and overwrites the rest before anything reads it.
+        self._write_context_kv(verified.features, block.positions.view(-1), block.loc_plan)
+        return GenerationBatchResult(
+            logits_output=verified.forward.logits_output,
+            next_token_ids=verified.target_ids.view(-1),
+            accept_lens=accepted.commit_lens,
+            new_seq_lens=accepted.new_seq_lens,
+            next_draft_input=self._draft_input(accepted.bonus_tokens, accepted.new_seq_lens),
+            can_run_cuda_graph=verified.forward.can_run_cuda_graph,
+            speculative_num_draft_tokens=self.block_size,
+            routed_experts_output=verified.forward.routed_experts_output,
+            indexer_topk_output=verified.forward.indexer_topk_output,
+        )
+
+    def _prefill(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+        self._wait_for_fused_hicache_load(batch)
+        result = self.target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
+        )
+        loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
+        features, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        self._verifier.sync_prefill_tokens(result.next_token_ids)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        if batch.forward_mode.is_idle():
+            # A data-parallel neighbour prefills: the empty target forward above kept its collectives company.
+            result.next_draft_input = self._idle_draft_input()
+            return result
+        num_tokens = sum(batch.extend_lens)
+        positions, _ = compute_position(
+            self.target_worker.model_runner.prefill_attention_backend_str,
+            async_h2d(batch.prefix_lens, dtype=torch.int32, device=self.device),
+            async_h2d(batch.extend_lens, dtype=torch.int32, device=self.device),
+            num_tokens,
+        )
+        # Before the result is processed: the radix cache may take these slots right after.
+        self._write_context_kv(features[:num_tokens], positions, loc_plan)
+        result.next_draft_input = self._draft_input(result.next_token_ids, result.new_seq_lens)
+        return result
+
+    def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+        """A data-parallel rank without requests: the target's collectives of a verify, and nothing written."""
+        if get_parallel().attn_dp_enabled:
+            self._verifier.verify_idle(batch)
+        draft_input = self._idle_draft_input()
+        if on_publish is not None:
+            on_publish(draft_input.new_seq_lens)
+        return GenerationBatchResult(
+            next_token_ids=draft_input.bonus_tokens,
+            accept_lens=draft_input.new_seq_lens.int(),
+            new_seq_lens=draft_input.new_seq_lens,
+            next_draft_input=draft_input,
+            can_run_cuda_graph=False,
+            speculative_num_draft_tokens=self.block_size,
+        )
+
+    def _write_context_kv(self, features: torch.Tensor, positions: torch.Tensor, loc_plan: KVLocPlan) -> None:
+        """features [tokens, n_layers * hidden] at positions [tokens] into the slots that the plan writes."""
+        slots = loc_plan.write_ids(self._draft_runner.kv_index_translator)
+        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
+            self._context_kv.write(features, positions, slots)
+
+    def _draft_input(self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> DFlashDraftInput:
+        return DFlashDraftInput.create(bonus_tokens, new_seq_lens, self._reservation)
+
+    def _idle_draft_input(self) -> DFlashDraftInput:
+        empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        return self._draft_input(empty, empty)

@@ -1,0 +1,206 @@
+"""SGLang layers in a test process, without a server: one rank, a draft model, its KV pool, a plain attention."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.tiny import draft_config, draft_tensors, write_checkpoint
+
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("SGLANG_PLATFORM", "dflash_cpu")  # before SGLang is imported: it decides its operators
+
+
+def start_rank() -> None:
+    """Makes this process rank 0 of 1, which SGLang's layers require even without parallelism."""
+    from sglang.test.layer_ut_utils import init_single_process_dist
+
+    init_single_process_dist(master_port=29651 + os.getpid() % 1000)
+
+
+@contextmanager
+def defaults(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters are made with this dtype, on the device of the test run."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(DEVICE):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def hf_config(directory: Path) -> Any:
+    """What the draft model reads of a transformers config: where its checkpoint is."""
+    return SimpleNamespace(_name_or_path=str(directory))
+
+
+def make_draft(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    quant_config: Any = None,
+    tensors: dict[str, Tensor] | None = None,
+    **overrides: Any,
+) -> Any:
+    """The served draft model of `tests.tiny`'s config with `overrides`, its weights loaded."""
+    from dflash_sglang.models.draft import DFlashDraftModel
+
+    config = draft_config(**overrides)
+    tensors = draft_tensors(config) if tensors is None else tensors
+    write_checkpoint(directory, config, tensors)
+    with defaults(dtype):
+        model = DFlashDraftModel(hf_config(directory), quant_config)
+        model.load_weights(tensors.items())
+    return model.to(DEVICE)
+
+
+def make_pool(model: Any, slots: int = 256, dtype: torch.dtype = torch.float32) -> Any:
+    """SGLang's KV pool for the draft's layers, every row filled with 7; row 0 is the padding page."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    attention = model.layers[0].self_attn
+    pool = MHATokenToKVPool(
+        size=slots,
+        page_size=1,
+        dtype=dtype,
+        head_num=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        layer_num=len(model.layers),
+        device=DEVICE,
+        enable_memory_saver=False,
+    )
+    for layer in range(len(model.layers)):
+        for buffer in pool.get_kv_buffer(layer):
+            buffer.copy_(torch.full(buffer.shape, 7.0))
+    return pool
+
+
+class PlainAttention:
+    """Attention of one draft forward by a dense mask over every slot, request after request.
+
+    requests: (slots of positions 0.., position of the block's first row) of each; the block's rows are the
+    last positions. Written from the definition of LayerAttention, apart from the served backends.
+    """
+
+    def __init__(self, pool: Any, requests: list[tuple[Tensor, int]], block: int) -> None:
+        self.token_to_kv_pool, self.requests, self.block = pool, requests, block
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True
+    ) -> Tensor:
+        from sglang.srt.layers.radix_attention import AttentionType
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        own = [slots[start : start + self.block] for slots, start in self.requests]
+        if own:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(torch.cat(own)), k, v)
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        groups = layer.tp_q_head_num // layer.tp_k_head_num
+        out = torch.zeros_like(q)
+        for i, (slots, start) in enumerate(self.requests):
+            rows = slice(i * self.block, (i + 1) * self.block)
+            positions = torch.arange(start + self.block)
+            gap = positions[start:, None] - positions
+            visible = gap >= 0 if layer.attn_type is AttentionType.DECODER else torch.ones_like(gap).bool()
+            if layer.sliding_window_size >= 0:
+                visible &= gap.abs() <= layer.sliding_window_size
+            seen = slots[: start + self.block]
+            query = q[rows].view(self.block, -1, layer.head_dim)
+            key, value = (x[seen].to(q.dtype).repeat_interleave(groups, dim=1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scaling
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, value).reshape(self.block, -1)
+        return out
+
+
+def run_draft(model: Any, embeds: Tensor, positions: Tensor, attention: PlainAttention) -> Tensor:
+    """One draft forward: embeds [bs * block, hidden], positions [bs * block] -> hidden [bs * block, hidden]."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, moe_num_token_non_padded=None)
+    with forward_context(ForwardContext(attn_backend=attention)):
+        return model(torch.empty(0), positions, batch, input_embeds=embeds).hidden_states
+
+
+def int8_config(ignored: tuple[str, ...] = ()) -> Any:
+    """A weight-only int8 quantisation with one scale per output row, in plain torch.
+
+    Tensors `weight` (int8) and `weight_scale` (float32, [rows, 1]) per linear layer. `ignored`: names of
+    modules, as a checkpoint names them, that stay unquantised.
+    """
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.quantization.utils import is_layer_skipped
+    from sglang.srt.utils import set_weight_attrs
+
+    from dflash_sglang.models.draft import DFlashDraftModel
+
+    class Int8Method(LinearMethodBase):
+        def create_weights(self, layer, inputs, output_sizes, input_size, output_size, params_dtype, **attrs):
+            for name, columns, dtype in (("weight", inputs, torch.int8), ("weight_scale", 1, torch.float32)):
+                values = torch.zeros(sum(output_sizes), columns, dtype=dtype)
+                parameter = nn.Parameter(values, requires_grad=False)
+                set_weight_attrs(parameter, {"input_dim": 1, "output_dim": 0, **attrs})
+                layer.register_parameter(name, parameter)
+
+        def apply(self, layer, x, bias=None):
+            return torch.nn.functional.linear(x, dequantised(layer.weight, layer.weight_scale).to(x.dtype), bias)
+
+    class Int8Config(QuantizationConfig):
+        def get_quant_method(self, layer, prefix):
+            if not isinstance(layer, LinearBase):
+                return None
+            fused = DFlashDraftModel.packed_modules_mapping
+            skipped = is_layer_skipped(prefix, list(ignored), fused_mapping=fused)
+            return UnquantizedLinearMethod() if skipped else Int8Method()
+
+        def get_name(self):
+            return "int8_for_tests"
+
+        def get_supported_act_dtypes(self):
+            return [torch.float32, torch.bfloat16]
+
+        @classmethod
+        def get_min_capability(cls):
+            return 0
+
+        @staticmethod
+        def get_config_filenames():
+            return []
+
+        @classmethod
+        def from_config(cls, config):
+            return cls()
+
+        def get_scaled_act_names(self):
+            return []
+
+    return Int8Config()
+
+
+def quantised(tensors: dict[str, Tensor], ignored: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The checkpoint with the matrices of all but the `ignored` modules in int8, as int8_config reads it."""
+    out = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if tensor.ndim != 2 or module in ignored:
+            out[name] = tensor
+            continue
+        scale = tensor.abs().amax(dim=1, keepdim=True) / 127
+        out[name] = (tensor / scale).round().to(torch.int8)
+        out[f"{module}.weight_scale"] = scale
+    return out
+
+
+def dequantised(weight: Tensor, scale: Tensor) -> Tensor:
+    return weight.float() * scale

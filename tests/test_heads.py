@@ -1,0 +1,106 @@
+"""The borrowed head: where it is found, and greedy proposals from a vocabulary in shards (C13)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests import sglang_layers as layers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank() -> None:
+    layers.start_rank()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shards=st.sampled_from([1, 2, 4]),
+    vocabulary=st.integers(1, 40),
+    offset=st.sampled_from([0, 70_000, 2**31 - 100]),
+    values=st.lists(st.sampled_from([-3e38, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3e38]), min_size=80, max_size=80),
+)
+def test_the_argmax_over_shards_is_the_argmax_over_the_vocabulary_with_ties_to_the_lowest_id(
+    shards, vocabulary, offset, values
+):
+    from dflash_sglang.models.heads import merge_shards, pack_shard
+
+    logits = torch.tensor(values).view(2, 40)[:, :vocabulary]
+    rows = -(-vocabulary // shards)  # the last shards may be short or empty
+    parts = [logits[:, i * rows : (i + 1) * rows] for i in range(shards)]
+    packed = torch.stack([pack_shard(part, offset + i * rows) for i, part in enumerate(parts)])
+    assert merge_shards(packed).tolist() == [offset + row.index(max(row)) for row in logits.tolist()]
+
+
+class TwoRanks:
+    """The group of a rank whose peer's packed rows are known."""
+
+    world_size = 2
+
+    def __init__(self, peer: torch.Tensor) -> None:
+        self.peer = peer
+
+    def all_gather_into_tensor(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        out.copy_(torch.cat((own, self.peer)))
+
+
+def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding():
+    from dflash_sglang.models.heads import TargetHead, pack_shard
+
+    weight = torch.randn(100, 16)
+    hidden = torch.randn(30, 16)
+    padded = torch.cat((weight[64:], 100 * hidden.sign()[:28]))  # padding rows that would win every row
+    group = TwoRanks(pack_shard(hidden @ weight[:64].T, 0))
+    head = nn.Linear(16, 64, bias=False)
+    head.weight.data = padded
+    head.tp_group = group
+    head.shard_indices = SimpleNamespace(org_vocab_start_index=64, num_org_elements=36)
+    assert TargetHead(head).greedy(hidden).tolist() == (hidden @ weight.T).argmax(-1).tolist()
+
+
+def test_a_quantised_head_proposes_through_its_quantisation_method():
+    from dflash_sglang.models.heads import TargetHead
+
+    class Method:
+        def apply(self, layer, x, bias):
+            return x @ (layer.weight.float() * 0.1).T
+
+    head = nn.Module()
+    head.weight = nn.Parameter(torch.randint(-127, 127, (100, 16), dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="torch.int8: expected float16, bfloat16 or float32"):
+        TargetHead(head)
+    head.quant_method = Method()
+    hidden = torch.randn(5, 16)
+    assert TargetHead(head).greedy(hidden).tolist() == (hidden @ head.weight.float().T).argmax(-1).tolist()
+
+
+def test_head_and_embedding_are_found_tied_nested_behind_lora_or_by_their_weight():
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    from dflash_sglang.models.heads import find_embedding, find_head
+
+    def module(**children) -> nn.Module:
+        made = nn.Module()
+        for name, child in children.items():
+            setattr(made, name, child)
+        return made
+
+    table, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    tied = module(model=module(embed_tokens=table), lm_head=table)
+    assert find_embedding(tied) is table and find_head(tied) is table
+    wrapped = BaseLayerWithLoRA(head, None)
+    nested = module(language_model=module(model=module(embed_tokens=table), lm_head=wrapped))
+    assert find_embedding(nested) is table and find_head(nested) is head
+    by_weight = module(output=head)
+    by_weight.get_input_embeddings = lambda: table
+    by_weight.get_embed_and_head = lambda: (table.weight, head.weight)
+    assert find_embedding(by_weight) is table and find_head(by_weight) is head
+    with pytest.raises(ValueError, match=r"no LM head.*looked for lm_head"):
+        find_head(module(model=module(embed_tokens=table)))
+    with pytest.raises(ValueError, match=r"no token embedding.*get_input_embeddings"):
+        find_embedding(module(lm_head=head))

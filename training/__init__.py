@@ -1,0 +1,1 @@
+"""Plain-PyTorch training and reference decoding of the DFLASH pair shipped in ``dflash_sglang.pair``."""
