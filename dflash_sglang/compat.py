@@ -3,13 +3,19 @@
 One import per source module, sorted; add a name here, to `__all__` too, before using it elsewhere.
 """
 
+from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
+from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.layers.dp_attention import get_dp_tp_group
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput, should_apply_lm_head_quant_method
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -17,6 +23,8 @@ from sglang.srt.model_executor.forward_batch_info import (
     compute_position,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
+from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -48,16 +56,21 @@ __all__ = [
     "CaptureHiddenMode",
     "DFlashDraftInputV2",
     "DFlashVerifyInput",
+    "DraftParallelSpec",
+    "DraftTPExecution",
     "ForwardBatch",
     "ForwardMode",
     "GenerationBatchResult",
     "GrammarMask",
     "GrammarTree",
+    "KVWriteLoc",
     "LogitsProcessorOutput",
     "SamplingBatchInfo",
     "SpecTpSync",
     "SpecTpSyncSite",
     "SpeculativeAlgorithm",
+    "UnquantizedLinearMethod",
+    "WeightsMapper",
     "alloc_for_spec_decode",
     "apply_custom_logit_processor",
     "apply_scaling_penalties",
@@ -70,11 +83,16 @@ __all__ = [
     "draft_pp_context",
     "draft_tp_context",
     "enable_num_token_non_padded",
+    "fused_kv_norm_rope_write",
     "get_dp_tp_group",
     "get_parallel",
     "get_spec",
     "is_pin_memory_available",
+    "maybe_remap_kv_scale_name",
     "model_draft_parallel_spec",
     "resolve_draft_parallel_layout",
     "sample_simulated_acc_len",
+    "should_apply_lm_head_quant_method",
+    "table_qk_norm_rope_",
+    "unwrap_lora_layer",
 ]

@@ -1,4 +1,4 @@
-"""The two hooks on SGLang's SpeculativeAlgorithm: validation in the launcher, our worker in the scheduler."""
+"""The two hooks on SGLang: validation in the launcher, this package's worker in the scheduler."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from dflash_sglang.probe import check_symbols, check_version
 logger = logging.getLogger(__name__)
 
 
-def handle_server_args(original: Callable[..., None], algorithm: Any, server_args: Any) -> None:
-    """AROUND SpeculativeAlgorithm.handle_server_args: runs in the launcher, before any process starts.
+def handle_speculative_decoding(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND speculative_hook.handle_speculative_decoding: runs in the launcher, before any process starts.
 
     For DFLASH: raises StartupError, SGLangMismatchError or PluginConfigError where the launch cannot work.
+    It runs before SGLang reads the draft's config, so that the errors of a bad one are ours.
     """
-    if algorithm.is_dflash():
+    if (server_args.speculative_algorithm or "").upper() == "DFLASH":
         _served_by_built_in(server_args)
-    original(algorithm, server_args)
+    original(server_args)
 
 
 def create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
@@ -35,7 +36,7 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
     if other is not None:
         logger.warning("%s", other)
         return original(algorithm, server_args)
-    check_symbols()
+    check_symbols("dflash_sglang.compat")
     # Imported here: the registry imports every model of SGLang, and only the scheduler needs them.
     from sglang.srt.models.registry import ModelRegistry
 
@@ -48,6 +49,7 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
 def _served_by_built_in(server_args: Any) -> Foreign | None:
     """Why the built-in worker serves this launch, or None; ends start-up where it must not run or cannot."""
     check_version()
+    check_symbols("dflash_sglang.compat_args")
     from dflash_sglang.startup import check_startup
 
     PluginConfig.from_env()

@@ -4,7 +4,7 @@ import os
 
 
 def activate() -> None:
-    """Registers the hooks on SpeculativeAlgorithm.
+    """Registers the hooks.
 
     SGLang logs and swallows an exception raised here, and would run its built-in worker. With
     DFLASH_SGLANG_REQUIRE=1 it is turned into SystemExit, which ends the process.
@@ -25,10 +25,13 @@ def _register() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from dflash_sglang.hooks import create_worker, handle_server_args
+    from dflash_sglang.hooks import create_worker, handle_speculative_decoding
 
-    for name, hook in (("create_worker", create_worker), ("handle_server_args", handle_server_args)):
-        target = f"sglang.srt.speculative.spec_info.SpeculativeAlgorithm.{name}"
+    hooks = {
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker": create_worker,
+        "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding": handle_speculative_decoding,
+    }
+    for target, hook in hooks.items():
         # SGLang would only log a target that does not exist.
         pkgutil.resolve_name(target)
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -22,10 +22,13 @@ def check_version() -> None:
         )
 
 
-def check_symbols() -> None:
-    """Raises SGLangMismatchError naming the module and the name that SGLang lacks. Imports torch."""
+def check_symbols(module: str) -> None:
+    """Imports one of this package's modules of SGLang names.
+
+    Raises SGLangMismatchError naming the module and the name that SGLang lacks.
+    """
     try:
-        importlib.import_module("dflash_sglang.compat")
+        importlib.import_module(module)
     except ImportError as error:
         installed = importlib.metadata.version("sglang")
         raise SGLangMismatchError(

@@ -33,6 +33,8 @@ def check_startup(server_args: Any) -> Foreign | None:
     listing every problem, OSError where the draft's config.json cannot be found, and PluginConfigError.
     """
     cfg = resolving_view(server_args)
+    if cfg.speculative_algorithm is None:
+        return None  # --enable-return-aux-hidden-states reads DFLASH as a way to capture, and runs no worker
     if not _our_device(cfg.device):
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving, parallel = _serving_facts(cfg), _parallel_facts(cfg)

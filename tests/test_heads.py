@@ -12,6 +12,8 @@ from torch import nn
 
 from tests import sglang_layers as layers
 
+VALUES = (-3e38, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3e38)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def rank() -> None:
@@ -23,7 +25,9 @@ def rank() -> None:
     shards=st.sampled_from([1, 2, 4]),
     vocabulary=st.integers(1, 40),
     offset=st.sampled_from([0, 70_000, 2**31 - 100]),
-    values=st.lists(st.sampled_from([-3e38, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3e38]), min_size=80, max_size=80),
+    values=st.lists(
+        st.sampled_from([-3e38, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3e38]), min_size=80, max_size=80
+    ),
 )
 def test_the_argmax_over_shards_is_the_argmax_over_the_vocabulary_with_ties_to_the_lowest_id(
     shards, vocabulary, offset, values

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor, nn
 
+from dflash_sglang.compat import KVWriteLoc, UnquantizedLinearMethod, fused_kv_norm_rope_write
 from dflash_sglang.config.plugin_config import ContextKVForm
 from dflash_sglang.models.layers import DraftAttention
 
@@ -143,9 +142,6 @@ class _AllLayerWriter:
     """
 
     def __init__(self, attentions: list[DraftAttention], stack: _Stack, pool: Any) -> None:
-        from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
-
-        self._kernel = fused_kv_norm_rope_write
         self._stack = stack
         self._attention = attentions[0]
         self._num_layers = len(attentions)
@@ -161,7 +157,7 @@ class _AllLayerWriter:
         kv = self._stack.project(rows)
         if attention.value_scale is not None:
             kv[..., attention.kv_size :].mul_(attention.value_scale)
-        self._kernel(
+        fused_kv_norm_rope_write(
             kv,
             self._table,
             self._stack.k_norms,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.models.utils import WeightsMapper
 from torch import Tensor, nn
-from transformers.utils import cached_file
 
-from dflash_sglang.config import DraftSpec, read_config
+from dflash_sglang.checkpoint import draft_config
+from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput, WeightsMapper
+from dflash_sglang.config import DraftSpec
 from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.weights import STACKED, load_draft_weights
@@ -55,7 +52,8 @@ class DFlashDraftModel(nn.Module):
         because transformers drops fields on loading (a Qwen3 `sliding_window`, for one)."""
         super().__init__()
         self.config = config
-        self.spec = spec = DraftSpec.from_config(read_config(_directory(config)))
+        raw, _ = draft_config(config._name_or_path, getattr(config, "_commit_hash", None))
+        self.spec = spec = DraftSpec.from_config(raw)
         base = f"{prefix}." if prefix else ""
         # A checkpoint that names no target layers has one feature per draft layer.
         self.num_features = len(spec.target_layer_ids) if spec.target_layer_ids else spec.num_layers
@@ -149,15 +147,6 @@ class DFlashDraftModel(nn.Module):
                 "The draft has no embedding and no head of its own: call bind_target(target_model) first."
             )
         return self.borrowed
-
-
-def _directory(config: Any) -> Path:
-    """Directory of the checkpoint that a transformers config was loaded from (or its cached repo)."""
-    name = Path(config._name_or_path)
-    if name.is_dir():
-        return name
-    revision = getattr(config, "_commit_hash", None)
-    return Path(cached_file(str(name), "config.json", revision=revision, local_files_only=True)).parent
 
 
 EntryClass = [DFlashDraftModel]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
-from sglang.srt.lora.layers import unwrap_lora_layer
 from torch import Tensor, nn
+
+from dflash_sglang.compat import should_apply_lm_head_quant_method, unwrap_lora_layer
 
 _NESTED = ("language_model", "model", "text_model", "thinker", "llm")
 _DENSE = (torch.float16, torch.bfloat16, torch.float32)

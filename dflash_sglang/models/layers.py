@@ -12,6 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, get_rope
 from torch import Tensor, nn
 
+from dflash_sglang.compat import table_qk_norm_rope_
 from dflash_sglang.config import DraftSpec
 
 if TYPE_CHECKING:
@@ -81,14 +82,21 @@ class DraftAttention(nn.Module):
 
     def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
         """positions [T], hidden_states [T, hidden] of the block's rows -> [T, hidden]."""
+        if hidden_states.shape[0] == 0:  # IDLE: nothing to attend to, but the all-reduce of o_proj is due
+            attended = hidden_states.new_empty(0, self.q_size)
+        else:
+            attended = self._attend(positions, hidden_states, forward_batch)
+        output, _ = self.o_proj(attended)
+        return output
+
+    def _attend(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         if self._uses_table_kernel(qkv):
             self._norm_rope_in_place(qkv, positions, self.num_heads)
         else:
             q, k = self.rotary_emb(positions, self._normed(self.q_norm, q), self._normed(self.k_norm, k))
-        output, _ = self.o_proj(self.attn(q, k, self.scaled_values(v), forward_batch))
-        return output
+        return self.attn(q, k, self.scaled_values(v), forward_batch)
 
     def context_key_value(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of context rows through the layer's own quantisation method.
@@ -120,8 +128,6 @@ class DraftAttention(nn.Module):
 
     def _norm_rope_in_place(self, qk: Tensor, positions: Tensor, num_q_heads: int) -> None:
         """qk [T, >= (num_q_heads + num_kv_heads) * head_dim]: query heads, then key heads, then anything."""
-        from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
-
         table_qk_norm_rope_(
             qk,
             positions,
@@ -177,7 +183,7 @@ class DraftMLP(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm decoder layer whose residual additions are fused into the next norm.
 
-    No row count is special: 0 rows (an IDLE batch) issue the collectives of any other batch.
+    0 rows (an IDLE batch) issue the collectives of any other batch and write nothing.
     """
 
     def __init__(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from sglang.srt.model_loader.weight_utils import default_weight_loader, maybe_remap_kv_scale_name
+from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
+
+from dflash_sglang.compat import maybe_remap_kv_scale_name
 
 Shard = str | int | None
 

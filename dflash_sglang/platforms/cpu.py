@@ -1,14 +1,15 @@
 """The CPU platform: SGLang's own engine on a machine without an accelerator.
 
-Selected with `SGLANG_PLATFORM=dflash_cpu`. It answers SGLang's platform questions (which attention backend, which
-KV pool, whether DFLASH is supported) and, in the worker processes, replaces the launches of GPU kernels that have
-no platform question of their own (`cpu_hooks.py`).
+Selected with `SGLANG_PLATFORM=dflash_cpu`. It answers SGLang's platform questions (which attention backend,
+which KV pool, whether DFLASH is supported) and, in the worker processes, replaces the launches of GPU kernels
+that have no platform question of their own (`cpu_hooks.py`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
@@ -17,15 +18,15 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
 NAME = "dflash_cpu"
-# SGLang turns CUDA graphs and Triton allocators off by this very name, so the CPU attention is registered under it.
+# SGLang turns CUDA graphs and Triton slot writers off by this name: the CPU attention is registered under it.
 ATTENTION_BACKEND = "torch_native"
 
 
 def activate() -> str | None:
     """Entry point of group `sglang.srt.platforms`.
 
-    Returns the platform class's qualified name when `SGLANG_PLATFORM` selects it, else None: without the variable
-    SGLang activates every installed platform, and a machine with a GPU must keep its own.
+    Returns the platform class's qualified name when `SGLANG_PLATFORM` selects it, else None: without the
+    variable SGLang activates every installed platform, and a machine with a GPU must keep its own.
     """
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return None
@@ -45,10 +46,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
 
-    def apply_server_args_defaults(self, server_args: object) -> None:
-        """Names the attention backend where the user named none; SGLang's default for x86 needs AMX kernels."""
-        if getattr(server_args, "attention_backend") is None:
-            setattr(server_args, "attention_backend", ATTENTION_BACKEND)
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Names the attention backend where the user named none; SGLang's own for x86 needs AMX kernels."""
+        if server_args.attention_backend is None:
+            server_args.attention_backend = ATTENTION_BACKEND
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
@@ -85,10 +86,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         ignore_record_stream_on_cpu()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Applies the hooks (a no-op where `load_plugins()` has) and keeps the built-in draft off its Triton kernel."""
+        """Applies the hooks where `load_plugins()` has not; turns the built-in draft's Triton kernel off."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         HookRegistry.apply_hooks()
+        module: Any
         for module in model.modules():
             if getattr(module, "use_table_qk_norm_rope", False):
-                setattr(module, "use_table_qk_norm_rope", False)
+                module.use_table_qk_norm_rope = False

@@ -20,7 +20,11 @@ def register_hooks() -> None:
     """Registers the hooks; SGLang's `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
     for target, hook, kind in (
         # A Triton launch: "0 active drivers".
-        ("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token_pool, HookType.REPLACE),
+        (
+            "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+            assign_req_to_token_pool,
+            HookType.REPLACE,
+        ),
         (
             "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
             all_gather_over_gloo,
@@ -38,7 +42,7 @@ def register_hooks() -> None:
 def all_gather_over_gloo(
     original: Callable[..., None], group: Any, output: torch.Tensor, input: torch.Tensor
 ) -> None:
-    """Stands in for the custom operator of `GroupCoordinator.all_gather_into_tensor`, which has no CPU kernel."""
+    """Stands in for the custom operator behind `all_gather_into_tensor`, which has no CPU kernel."""
     torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
 
 
@@ -53,11 +57,11 @@ def keep_dtype_of_input_embeds(
 
 
 def ignore_record_stream_on_cpu() -> None:
-    """Makes `Tensor.record_stream` a no-op for CPU tensors; it raises on `torch.cpu.Stream`, and CPU memory needs none."""
+    """Makes `Tensor.record_stream`, which refuses a `torch.cpu.Stream`, a no-op for CPU tensors."""
     record_stream = torch.Tensor.record_stream
 
     def record_stream_on_devices(self: torch.Tensor, stream: Any) -> None:
         if self.device.type != "cpu":
             record_stream(self, stream)
 
-    torch.Tensor.record_stream = record_stream_on_devices  # type: ignore[method-assign]
+    torch.Tensor.record_stream = record_stream_on_devices

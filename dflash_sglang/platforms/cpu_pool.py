@@ -6,7 +6,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 
 class CpuMHATokenToKVPool(MHATokenToKVPool):
-    """KV pool of plain torch tensors. DFLASH verifies a chain and never moves slots, so no copy kernel is warmed up."""
+    """KV pool of torch tensors. DFLASH verifies a chain and never moves slots: nothing to warm up."""
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None

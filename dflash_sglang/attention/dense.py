@@ -1,0 +1,141 @@
+"""Attention over a slot-addressed KV cache in torch operators: groups of queries, their masks, their product.
+
+The queries of a forward are cut into groups that attend together: one padded group when every request has the
+same number of queries (decode, verify, draft block), else one per request and stretch of queries (prefill).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+# Queries of one request that attend together: bounds the mask, [queries * heads per kv head, context].
+MAX_QUERIES = 256
+
+
+@dataclass
+class QueryGroup:
+    """`rows` requests with `queries` queries each, which are consecutive positions."""
+
+    first_row: int  # of the group's queries among the forward's
+    # [rows, context] int64; past a request's context its first slot, so that masked reads are finite.
+    slots: torch.Tensor
+    query_positions: torch.Tensor  # [rows, queries]
+    context_lens: torch.Tensor  # [rows] positions 0 .. context_len-1 exist
+    masks: dict[tuple[bool, int | None, int, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(
+        self, causal: bool, window_left: int | None, heads: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Additive mask `[rows, 1, heads * queries, context]` (heads outer), or None if all is visible.
+
+        A query at q sees keys k <= q when causal, every k of its context otherwise; with a window also
+        |q - k| <= window_left.
+        """
+        key = (causal, window_left, heads, dtype)
+        if key not in self.masks:
+            self.masks[key] = self._build_mask(causal, window_left, heads, dtype)
+        return self.masks[key]
+
+    def _build_mask(
+        self, causal: bool, window_left: int | None, heads: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        rows, queries = self.query_positions.shape
+        keys = torch.arange(self.slots.shape[1])
+        distance = self.query_positions[:, :, None] - keys  # [rows, queries, context]
+        visible = (keys < self.context_lens[:, None])[:, None, :].expand_as(distance)
+        if causal:
+            visible = visible & (distance >= 0)
+        if window_left is not None:
+            visible = visible & (distance.abs() <= window_left)
+        if bool(visible.all()):
+            return None
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        return mask[:, None, None].expand(rows, 1, heads, queries, -1).reshape(rows, 1, heads * queries, -1)
+
+
+def group_queries(
+    req_to_token: torch.Tensor,  # [requests, context] slot of each position
+    req_pool_indices: torch.Tensor,  # [bs]
+    prefix_lens: list[int],
+    query_lens: list[int],
+) -> list[QueryGroup]:
+    """Cuts a forward's queries, which lie request after request, into groups.
+
+    Request i's queries are at the last positions of its context: prefix_lens[i] + 0 .. query_lens[i] - 1.
+    """
+    rows = req_pool_indices.long()
+    if query_lens and min(query_lens) == max(query_lens) <= MAX_QUERIES:
+        return [_group(req_to_token, rows, prefix_lens, query_lens, 0, 0, query_lens[0])]
+    groups = []
+    first_row = 0
+    for i, (prefix_len, query_len) in enumerate(zip(prefix_lens, query_lens, strict=True)):
+        for offset in range(0, query_len, MAX_QUERIES):
+            queries = min(MAX_QUERIES, query_len - offset)
+            groups.append(
+                _group(
+                    req_to_token,
+                    rows[i : i + 1],
+                    [prefix_len],
+                    [query_len],
+                    first_row + offset,
+                    offset,
+                    queries,
+                )
+            )
+        first_row += query_len
+    return groups
+
+
+def _group(
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    prefix_lens: list[int],
+    query_lens: list[int],
+    first_row: int,
+    offset: int,
+    queries: int,
+) -> QueryGroup:
+    prefix = torch.tensor(prefix_lens)
+    context_lens = prefix + torch.tensor(query_lens)
+    longest = int(context_lens.max())
+    slots = req_to_token[rows, :longest].long()
+    slots = torch.where(torch.arange(longest) < context_lens[:, None], slots, slots[:, :1])
+    return QueryGroup(first_row, slots, prefix[:, None] + offset + torch.arange(queries), context_lens)
+
+
+def attend(
+    query: torch.Tensor,  # [tokens, heads, head_dim]
+    key_cache: torch.Tensor,  # [slots, kv_heads, head_dim]
+    value_cache: torch.Tensor,  # [slots, kv_heads, v_head_dim]
+    groups: list[QueryGroup],
+    *,
+    causal: bool,
+    window_left: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Returns `[tokens, heads, v_head_dim]`; rows that no group covers (padding) are zero."""
+    tokens, heads, head_dim = query.shape
+    kv_heads, v_head_dim = value_cache.shape[1:]
+    shared = heads // kv_heads
+    output = query.new_zeros(tokens, heads, v_head_dim)
+    for group in groups:
+        (rows, queries), context = group.query_positions.shape, group.slots.shape[1]
+        span = slice(group.first_row, group.first_row + rows * queries)
+        flat = group.slots.reshape(-1)
+        # The query heads that share a kv head become rows of one product.
+        q = query[span].view(rows, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
+        k = key_cache.index_select(0, flat).view(rows, context, kv_heads, head_dim)
+        v = value_cache.index_select(0, flat).view(rows, context, kv_heads, v_head_dim)
+        out = scaled_dot_product_attention(
+            q.reshape(rows, kv_heads, shared * queries, head_dim),
+            k.to(query.dtype).transpose(1, 2),
+            v.to(query.dtype).transpose(1, 2),
+            attn_mask=group.mask(causal, window_left, shared, query.dtype),
+            scale=scale,
+        )
+        out = out.view(rows, kv_heads, shared, queries, v_head_dim).permute(0, 3, 1, 2, 4)
+        output[span] = out.reshape(rows * queries, heads, v_head_dim)
+    return output

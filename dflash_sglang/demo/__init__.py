@@ -1,0 +1,1 @@
+"""The demo: DFLASH beside plain decoding on a real server."""

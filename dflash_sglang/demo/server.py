@@ -1,0 +1,133 @@
+"""One SGLang server process: started, awaited, asked over HTTP, and ended with everything it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# Straight to the local server, whatever proxy the environment names.
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class ServerFailed(RuntimeError):
+    """The server process ended or did not become ready; the message ends with the tail of its log."""
+
+
+def free_port() -> int:
+    """Returns a TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A server process in a process group of its own; `with` ends the whole group, however it is left."""
+
+    def __init__(self, command: Sequence[str], *, port: int, environment: Mapping[str, str], log: Path):
+        self.command = list(command)
+        self.environment = dict(environment)
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as out:
+            self._process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the server is not started: use it in a `with` block")
+        return self._process
+
+    def wait_ready(self, timeout: float, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Returns once the server answers; calls `on_wait` about twice a second until then.
+
+        Raises ServerFailed when the process ends first or `timeout` seconds pass.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            if self.process.poll() is not None:
+                raise ServerFailed(
+                    f"the server ended with exit code {self.process.returncode}\n{self.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server was not ready after {timeout:.0f} s\n{self.log_tail()}")
+            on_wait()
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        try:
+            self.get("/health")
+        except OSError:  # refused, timed out, or an HTTP status that is not 200
+            return False
+        return True
+
+    def get(self, path: str) -> Any:
+        """Returns the decoded JSON body of GET `path`, or None when the body is empty."""
+        with _LOCAL.open(self.url + path, timeout=30) as answer:
+            body = answer.read()
+        return json.loads(body) if body else None
+
+    def generate(self, **request: Any) -> Any:
+        """POST /generate; `request` holds SGLang's fields (`text` or `input_ids`, `sampling_params`, ...)."""
+        with _LOCAL.open(self._post(request), timeout=600) as answer:
+            return json.loads(answer.read())
+
+    def stream(self, **request: Any) -> Iterator[dict[str, Any]]:
+        """Same as `generate`, with `stream`; yields each event's object, cumulative as SGLang sends it."""
+        with _LOCAL.open(self._post({**request, "stream": True}), timeout=600) as answer:
+            for line in answer:
+                if line.startswith(b"data:") and line.strip() != b"data: [DONE]":
+                    event = json.loads(line[len(b"data:") :])
+                    if "error" in event:
+                        raise ServerFailed(f"the server refused the request: {event['error']}")
+                    yield event
+
+    def _post(self, request: dict[str, Any]) -> urllib.request.Request:
+        return urllib.request.Request(
+            f"{self.url}/generate", json.dumps(request).encode(), {"Content-Type": "application/json"}
+        )
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 40) -> str:
+        return f"--- the last lines of {self.log} ---\n" + "\n".join(self.log_text().splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """Asks the process group to end and, after ten seconds, ends it."""
+        process = self.process
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()

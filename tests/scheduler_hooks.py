@@ -1,0 +1,155 @@
+"""Instruments for engine tests, inside the scheduler process of an engine under test.
+
+A plugin of SGLang like the package's own: `install(directory)` writes its distribution metadata, and the
+variable DFLASH_TEST_HOOKS chooses, comma-separated:
+
+oracle     proposals are the recorded continuation of the prompt (`record`), some tokens corrupted
+poison     after each decode step, K and V of the rows that were not committed become NaN in both pools
+sentinels  each step may change only its own slots, and a reservation only its own rows
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HOOKS_ENV = "DFLASH_TEST_HOOKS"
+RECORDS_ENV = "DFLASH_TEST_RECORDS"
+
+
+def install(directory: Path) -> Path:
+    """Write the plugin's metadata into `directory`, which then goes onto PYTHONPATH."""
+    info = directory / "dflash_test_hooks-0.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-test-hooks\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\ndflash_test_hooks = tests.scheduler_hooks:activate\n"
+    )
+    return directory
+
+
+def record(directory: Path, prompt_ids: list[int], output_ids: list[int]) -> None:
+    """From now on the oracle proposes `output_ids` after `prompt_ids`."""
+    _record_path(directory, prompt_ids).write_text(json.dumps(output_ids))
+
+
+def _record_path(directory: Path, prompt_ids: list[int]) -> Path:
+    return directory / (hashlib.sha256(json.dumps(prompt_ids).encode()).hexdigest() + ".json")
+
+
+def activate() -> None:
+    """Entry point: patches the worker class in the scheduler, before it serves."""
+    chosen = [name for name in os.environ.get(HOOKS_ENV, "").split(",") if name]
+    if not chosen:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def before_memory_pools(scheduler: Any) -> None:
+        from dflash_sglang.worker import DFlashWorker
+
+        for name in chosen:
+            _HOOKS[name](DFlashWorker)
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.init_memory_pools", before_memory_pools, HookType.BEFORE
+    )
+
+
+def _oracle(worker: type) -> None:
+    from dflash_sglang.drafting.proposer import Proposer
+
+    directory = Path(os.environ[RECORDS_ENV])
+    generator = torch.Generator().manual_seed(0)
+    propose = Proposer.propose
+
+    def with_oracle(self: Any, batch: Any, block: Any) -> torch.Tensor:
+        tokens = propose(self, batch, block)
+        for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
+            prompt = list(req.origin_input_ids)
+            path = _record_path(directory, prompt)
+            if not path.exists():
+                continue
+            start = prefix + 1 - len(prompt)
+            known = torch.tensor(json.loads(path.read_text())[start : start + block.size - 1])
+            wrong = torch.rand(known.shape, generator=generator) < 0.15
+            tokens[row, 1 : 1 + len(known)] = torch.where(wrong, (known + 1) % 250, known)
+        return tokens
+
+    Proposer.propose = with_oracle
+
+
+def _poison(worker: Any) -> None:
+    decode = worker._decode
+
+    def then_poison(self: Any, batch: Any, *args: Any) -> Any:
+        seq_lens, requests = batch.seq_lens.clone(), batch.req_pool_indices.clone()
+        result = decode(self, batch, *args)
+        table = self.target_worker.model_runner.req_to_token_pool.req_to_token
+        for request, old, new in zip(
+            requests.tolist(), seq_lens.tolist(), result.new_seq_lens.tolist(), strict=True
+        ):
+            rejected = table[request, new : old + self.block_size].long()
+            for pool in _pools(self):
+                for buffer in _buffers(pool):
+                    buffer[rejected] = float("nan")
+        return result
+
+    worker._decode = then_poison
+
+
+def _sentinels(worker: Any) -> None:
+    from dflash_sglang.scheduling.draft_input import SlotReservation
+
+    forward = worker.forward_batch_generation
+    reserve = SlotReservation.reserve
+
+    def guarded_forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        table = self.target_worker.model_runner.req_to_token_pool.req_to_token
+        before = [[buffer.clone() for buffer in _buffers(pool)] for pool in _pools(self)]
+        if batch.forward_mode.is_extend():
+            own = batch.out_cache_loc.clone()
+        else:
+            start = batch.seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
+            columns = start[:, None] + torch.arange(self.block_size)
+            own = table[batch.req_pool_indices.long()[:, None], columns]
+        own = set(own.flatten().tolist())
+        page_size = self._reservation.page_size
+        assert not own & set(range(page_size)), f"live slots in the padding page: {sorted(own)[:4]}"
+        table_before = table.clone()
+        result = forward(self, batch, *args, **kwargs)
+        assert torch.equal(table, table_before), "a forward changed req_to_token"
+        for pool, copies in zip(_pools(self), before, strict=True):
+            for buffer, copy in zip(_buffers(pool), copies, strict=True):
+                differs = (buffer != copy) & ~(buffer.isnan() & copy.isnan())
+                changed = set(differs.flatten(1).any(dim=1).nonzero().flatten().tolist())
+                assert changed <= own, f"slots {sorted(changed - own)} belong to no request of the batch"
+        return result
+
+    def guarded_reserve(self: Any, batch: Any) -> Any:
+        table = batch.req_to_token_pool.req_to_token
+        before = table.clone()
+        allocated = {req.kv.req_pool_idx: req.kv.kv_allocated_len for req in batch.reqs}
+        result = reserve(self, batch)
+        for row, column in (table != before).nonzero().tolist():
+            assert row in allocated, f"row {row} belongs to no request of the batch"
+            assert allocated[row] <= column < self.row_limit, f"column {column} of row {row}"
+        return result
+
+    worker.forward_batch_generation = guarded_forward
+    SlotReservation.reserve = guarded_reserve
+
+
+def _pools(worker: Any) -> list[Any]:
+    return [worker.target_worker.model_runner.token_to_kv_pool, worker._draft_runner.token_to_kv_pool]
+
+
+def _buffers(pool: Any) -> list[torch.Tensor]:
+    return [*pool.k_buffer, *pool.v_buffer]
+
+
+_HOOKS = {"oracle": _oracle, "poison": _poison, "sentinels": _sentinels}

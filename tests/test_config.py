@@ -1,0 +1,240 @@
+"""DraftSpec from every spelling of a plain DFlash config.json (C9, C12), and PluginConfig's schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dflash_sglang.config import (
+    DraftConfigError,
+    DraftSpec,
+    LayerAttention,
+    PluginConfig,
+    PluginConfigError,
+    RopeSpec,
+)
+from dflash_sglang.config.draft_spec import default_target_layer_ids
+from tests.tiny import draft_config
+
+
+def spec(**overrides: Any) -> DraftSpec:
+    return DraftSpec.from_config(draft_config(**overrides))
+
+
+# (is_causal, dflash_config.causal, sliding_window_non_causal) -> (full layer causal, sliding layer causal)
+CAUSALITY = {
+    (None, None, None): (False, True),
+    (None, None, False): (False, True),
+    (None, None, True): (False, False),
+    (None, True, None): (True, True),
+    (None, True, False): (True, True),
+    (None, True, True): (True, True),
+    (None, False, None): (False, False),
+    (None, False, False): (False, False),
+    (None, False, True): (False, False),
+    **{
+        (True, causal, sliding): (True, True)
+        for causal in (None, True, False)
+        for sliding in (None, True, False)
+    },
+    **{
+        (False, causal, sliding): (False, False)
+        for causal in (None, True, False)
+        for sliding in (None, True, False)
+    },
+}
+
+
+@pytest.mark.parametrize("sliding_flag_nested", [False, True])
+@pytest.mark.parametrize(("flags", "expected"), CAUSALITY.items(), ids=str)
+def test_causality_of_each_layer_kind_follows_the_first_flag_that_is_present(
+    flags: tuple, expected: tuple, sliding_flag_nested: bool
+) -> None:
+    is_causal, causal, non_causal_sliding = flags
+    nested: dict[str, Any] = {"causal": causal}
+    top: dict[str, Any] = {"is_causal": is_causal}
+    (nested if sliding_flag_nested else top)["sliding_window_non_causal"] = non_causal_sliding
+    sliding, full = spec(dflash_config=nested, **top).layers
+    assert (full.causal, sliding.causal) == expected
+
+
+def test_a_full_layer_stays_non_causal_when_only_sliding_layers_are_causal() -> None:
+    assert spec().layers == (
+        LayerAttention("sliding_attention", causal=True, window=16),
+        LayerAttention("full_attention", causal=False, window=None),
+    )
+
+
+def test_the_window_counts_the_current_token_and_comes_from_any_of_its_names() -> None:
+    only_swa = spec(
+        layer_types=None, sliding_window=None, dflash_config={"use_swa": True, "swa_window_size": 9}
+    )
+    assert [layer.window for layer in only_swa.layers] == [9, 9]
+    nested = spec(sliding_window=None, dflash_config={"sliding_window": 7})
+    assert [layer.window for layer in nested.layers] == [7, None]
+    # A window that no layer uses, as Hugging Face writes it into every Qwen3 config.
+    assert (
+        spec(layer_types=None, sliding_window=4096).layers
+        == (LayerAttention("full_attention", False, None),) * 2
+    )
+
+
+def test_block_size_mask_and_layer_ids_are_read_nested_first_and_then_from_the_top_level() -> None:
+    nested = spec(block_size=16, dflash_config={"block_size": 8, "mask_token_id": 5})
+    assert (nested.block_size, nested.mask_token_id, nested.target_layer_ids) == (8, 5, (1, 3, 4))
+    top = spec(
+        block_size=16,
+        mask_token_id=0,
+        target_layer_ids=[2, 0],
+        num_target_layers=None,
+        dflash_config={"mask_token_id": None, "target_layer_ids": None, "num_target_layers": 36},
+    )
+    assert (top.block_size, top.mask_token_id, top.target_layer_ids) == (16, 0, (2, 0))
+    assert top.num_target_layers == 36
+    assert spec(dflash_config={"mask_token_id": None}).mask_token_id is None
+
+
+def test_unsorted_target_layer_ids_keep_the_order_of_the_checkpoint() -> None:
+    assert spec(dflash_config={"target_layer_ids": [4, 0, 2]}).feature_layer_ids(5) == (4, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("target_layers", "draft_layers", "expected"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),  # the published Qwen3-4B draft
+        (64, 5, (1, 16, 31, 46, 61)),  # the published Qwen3.5-27B draft
+        (60, 6, (1, 12, 23, 35, 46, 57)),  # the published Gemma 4 31B draft
+        (28, 1, (14,)),
+    ],
+)
+def test_absent_layer_ids_are_spread_as_the_published_checkpoints_have_them(
+    target_layers: int, draft_layers: int, expected: tuple
+) -> None:
+    assert default_target_layer_ids(target_layers, draft_layers) == expected
+    assert spec(dflash_config={"target_layer_ids": None}).target_layer_ids is None
+
+
+def test_a_target_without_default_layer_ids_is_an_error() -> None:
+    with pytest.raises(DraftConfigError, match="target of 3 layers has no default"):
+        default_target_layer_ids(3, 2)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rope_theta": 5e6}, RopeSpec(5e6, None, 16, True)),
+        ({"rope_theta": 1, "rope_parameters": {"rope_theta": 7.0}}, RopeSpec(7.0, None, 16, True)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, RopeSpec(2e4, None, 16, True)),
+        ({"rope_scaling": YARN}, RopeSpec(1e4, YARN, 16, True)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            RopeSpec(1e4, {"rope_type": "linear", "factor": 2}, 16, True),
+        ),
+        ({"rope_parameters": {**YARN, "rope_theta": 3.0}}, RopeSpec(3.0, YARN, 16, True)),
+        ({"partial_rotary_factor": 0.5}, RopeSpec(1e4, None, 8, True)),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, RopeSpec(1e4, None, 4, True)),
+        ({"rope_scaling": {"rope_dim": 12, "partial_rotary_factor": 0.25}}, RopeSpec(1e4, None, 12, True)),
+        ({"rope_dim": 4}, RopeSpec(1e4, None, 4, True)),
+        ({"is_neox_style": False}, RopeSpec(1e4, None, 16, False)),
+        ({"rope_is_neox_style": False, "is_neox_style": True}, RopeSpec(1e4, None, 16, False)),
+    ],
+    ids=str,
+)
+def test_rope_is_read_from_every_spelling(fields: dict, expected: RopeSpec) -> None:
+    assert spec(**fields).rope == expected
+
+
+@pytest.mark.parametrize("kind", ["mrope", "default"])
+def test_the_m_rope_of_a_multimodal_target_becomes_plain_rope_over_the_whole_head(kind: str) -> None:
+    copied = {
+        "rope_type": kind,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    }
+    assert spec(rope_parameters={**copied, "rope_theta": 1e7}).rope == RopeSpec(1e7, None, 16, True)
+    assert spec(rope_scaling={**copied, "rope_dim": 4}).rope.rotary_dim == 4
+
+
+def test_shape_fields_have_the_defaults_of_the_published_format() -> None:
+    draft = spec(head_dim=None, num_key_value_heads=None, rms_norm_eps=None)
+    assert (draft.head_dim, draft.num_kv_heads, draft.rms_norm_eps) == (16, 4, 1e-6)
+    nested = dict(draft_config(), text_config={"hidden_size": 96, "head_dim": 24})
+    assert (DraftSpec.from_config(nested).hidden_size, DraftSpec.from_config(nested).head_dim) == (96, 24)
+
+
+def test_value_scale_and_quantisation_are_read() -> None:
+    scaled = spec(dflash_config={"attention_value_scale": 0.612}, quantization_config={"quant_method": "fp8"})
+    assert (scaled.attention_value_scale, scaled.quantization) == (0.612, "fp8")
+    assert (spec().attention_value_scale, spec().quantization) == (None, None)
+    modelopt = spec(quantization_config={"quant_algo": "W4A16_NVFP4"})
+    assert modelopt.quantization == "W4A16_NVFP4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "value"),
+    [
+        ({"block_size": None}, "block_size", None),
+        ({"dflash_config": {"block_size": "8"}}, "dflash_config.block_size", "8"),
+        ({"block_size": 8.0}, "block_size", 8.0),
+        ({"dflash_config": {"mask_token_id": -1}}, "dflash_config.mask_token_id", -1),
+        ({"dflash_config": {"mask_token_id": True}}, "dflash_config.mask_token_id", True),
+        ({"dflash_config": {"target_layer_ids": []}}, "dflash_config.target_layer_ids", []),
+        ({"dflash_config": {"target_layer_ids": [1, "3"]}}, "dflash_config.target_layer_ids", [1, "3"]),
+        ({"layer_types": ["full_attention"]}, "layer_types", ["full_attention"]),
+        ({"layer_types": ["full_attention", "linear"]}, "layer_types[1]", "linear"),
+        ({"sliding_window": None}, "sliding_window", None),
+        ({"sliding_window": 0}, "sliding_window", 0),
+        ({"is_causal": "no"}, "is_causal", "no"),
+        ({"dflash_config": {"causal": 1}}, "dflash_config.causal", 1),
+        ({"hidden_size": None}, "hidden_size", None),
+        ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+        ({"architectures": None}, "architectures", None),
+        ({"rope_scaling": {"rope_type": "fope"}}, "rope_scaling.rope_type", "fope"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters", None),
+        ({"rope_dim": 18}, "rope_dim", 18),
+        ({"quantization_config": {}, "compression_config": {"bits": 4}}, "quantization_config", {"bits": 4}),
+        ({"dflash_config": {"attention_value_scale": -1}}, "dflash_config.attention_value_scale", -1),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_served_is_named_with_its_value_and_what_to_change(
+    overrides: dict, field: str, value: object
+) -> None:
+    with pytest.raises(DraftConfigError) as raised:
+        spec(**overrides)
+    assert raised.value.field == field
+    if field != "rope_parameters":
+        assert raised.value.value == value
+    assert raised.value.expected in str(raised.value) and raised.value.fix in str(raised.value)
+
+
+def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
+    path = tmp_path / "plugin.json"
+    path.write_text(json.dumps({"context_kv": "per_layer"}))
+    assert PluginConfig.from_env({}) == PluginConfig(context_kv="auto")
+    assert (
+        PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": ' {"context_kv": "stacked"} '}).context_kv == "stacked"
+    )
+    assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": str(path)}).context_kv == "per_layer"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ('{"context_kvs": "auto"}', "unknown key 'context_kvs'. Known keys: context_kv"),
+        ('{"context_kv": "fast"}', "context_kv='fast'.*expected one of auto, stacked, per_layer"),
+        ('{"context_kv": 1}', r"context_kv=1 \(int\)"),
+        ('{"context_kv": ["auto"]}', r"context_kv=\['auto'\] \(list\)"),
+        ("{", "is not JSON"),
+        ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),
+    ],
+)
+def test_a_plugin_config_outside_the_schema_is_an_error_that_names_the_key(source: str, message: str) -> None:
+    with pytest.raises(PluginConfigError, match=message):
+        PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": source})

@@ -1,0 +1,256 @@
+"""The plugin: what it registers, which drafts it leaves to the built-in worker, and how REQUIRE ends start-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_sglang import hooks, plugin, probe
+from dflash_sglang.families import Foreign, foreign
+from tests.tiny import draft_config, make_pair
+
+WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+ARGUMENTS_TARGET = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "architectures='DFlash2DraftModel'"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "architectures='LiLiCorrDraftModel'"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "architectures='DFlashLagunaForCausalLM'"),
+        ({"architectures": ["NextYearsDraftModel"]}, "architectures='NextYearsDraftModel'"),
+        ({"dflash_config": {"projector_type": "domino"}}, "dflash_config.projector_type='domino'"),
+        ({"projector_type": "domino"}, "projector_type='domino'"),
+        ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size=2"),
+        ({"dflash_config": {"selector_rank": 256}}, "dflash_config.selector_rank=256"),
+        ({"dflash_config": {"lilicorr_num_layers": 2}}, "dflash_config.lilicorr_num_layers=2"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "dflash_config.attention_sink_bias=True"),
+        ({"dflash_config": {"output_multiplier": 0.5}}, "dflash_config.output_multiplier=0.5"),
+        ({"dflash_config": {"final_logit_softcapping": 30.0}}, "dflash_config.final_logit_softcapping=30.0"),
+        ({"has_embed_tokens": True, "has_lm_head": False}, "has_embed_tokens=True"),
+        ({"has_lm_head": True}, "has_lm_head=True"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
+        ({"draft_vocab_size": 32000}, "draft_vocab_size=32000"),
+        ({"sample_from_anchor": True}, "sample_from_anchor=True"),
+        ({"use_gemma_norm": True}, "use_gemma_norm=True"),
+        ({"hidden_act": "swigluoai"}, "hidden_act='swigluoai'"),
+    ],
+    ids=str,
+)
+def test_a_draft_of_another_family_is_told_from_a_plain_one_by_its_field(overrides: dict, field: str) -> None:
+    other = foreign(draft_config(**overrides))
+    assert str(other).startswith(f"draft config {field}: ")
+    assert str(other).endswith("SGLang's built-in DFlashWorkerV2 serves it, not dflash_sglang.")
+
+
+def test_a_mask_embedding_file_makes_a_draft_foreign(tmp_path: Path) -> None:
+    assert foreign(draft_config(), tmp_path) is None
+    (tmp_path / "mask_embedding.pt").touch()
+    assert str(foreign(draft_config(), tmp_path)).startswith("draft file='mask_embedding.pt'")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"final_logit_softcapping": 30.0},  # copied from a Gemma target
+        {"has_embed_tokens": False, "has_lm_head": False, "sample_from_anchor": False},
+        {"dflash_config": {"attention_sink_bias": False, "output_multiplier": 1.0, "conv_kernel_size": 0}},
+    ],
+    ids=str,
+)
+def test_a_plain_draft_is_ours_also_where_it_spells_out_what_it_is_not(overrides: dict) -> None:
+    assert foreign(draft_config(**overrides)) is None
+
+
+# ---- The hooks ---------------------------------------------------------------------------------------------
+
+
+class Algorithm:
+    def __init__(self, dflash: bool = True) -> None:
+        self.dflash = dflash
+
+    def is_dflash(self) -> bool:
+        return self.dflash
+
+
+def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
+    values = dict(
+        device="cpu",
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(draft),
+        speculative_draft_model_revision="main",
+        speculative_dflash_block_size=None,
+        speculative_num_draft_tokens=None,
+        speculative_draft_attention_backend=None,
+        speculative_draft_kv_cache_dtype=None,
+        kv_cache_dtype="auto",
+        enable_unified_memory=False,
+        enable_page_major_kv_layout=False,
+        enable_kv_cache_sharding=False,
+        tp_size=1,
+        attn_dp_size=1,
+        attn_cp_size=1,
+        pp_size=1,
+    )
+    return SimpleNamespace(**{**values, **overrides})
+
+
+class BuiltInWorker:
+    pass
+
+
+def built_in(algorithm: Algorithm, server_args: Any) -> type:
+    return BuiltInWorker
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Drafts on disk, and SGLang's views of server arguments replaced by the arguments themselves."""
+    from dflash_sglang import startup
+
+    target = SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320)
+    monkeypatch.setattr(startup, "resolving_view", lambda args: args)
+    monkeypatch.setattr(startup, "model_config_of", lambda args: SimpleNamespace(hf_text_config=target))
+    monkeypatch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
+    monkeypatch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
+    return SimpleNamespace(
+        plain=make_pair(tmp_path / "plain")[1],
+        domino=make_pair(tmp_path / "domino", draft={"dflash_config": {"projector_type": "domino"}})[1],
+        misfit=make_pair(tmp_path / "misfit", draft={"num_target_layers": 6})[1],
+    )
+
+
+def test_a_foreign_draft_gets_the_built_in_worker_and_one_warning(
+    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
+        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.domino)) is BuiltInWorker
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "dflash_config.projector_type='domino'" in record.message and "DFlashWorkerV2" in record.message
+
+
+def test_a_device_without_our_kernels_gets_the_built_in_worker(pair: SimpleNamespace) -> None:
+    assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain, device="npu")) is BuiltInWorker
+
+
+def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:
+    seen = []
+    assert hooks.create_worker(built_in, Algorithm(dflash=False), SimpleNamespace()) is BuiltInWorker
+    hooks.handle_speculative_decoding(seen.append, other := SimpleNamespace(speculative_algorithm="EAGLE3"))
+    hooks.handle_speculative_decoding(seen.append, none := SimpleNamespace(speculative_algorithm=None))
+    assert seen == [other, none]
+
+
+@pytest.mark.parametrize("run", ["create_worker", "handle_speculative_decoding"])
+def test_required_ends_the_process_where_the_built_in_worker_would_run(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
+    monkeypatch.setenv("DFLASH_SGLANG_REQUIRE", "1")
+    with pytest.raises(SystemExit, match="DFLASH_SGLANG_REQUIRE=1: .*projector_type='domino'"):
+        if run == "create_worker":
+            hooks.create_worker(built_in, Algorithm(), arguments(pair.domino))
+        else:
+            hooks.handle_speculative_decoding(lambda args: None, arguments(pair.domino))
+
+
+@pytest.mark.parametrize("run", ["create_worker", "handle_speculative_decoding"])
+def test_a_draft_that_does_not_fit_ends_start_up_in_both_processes(pair: SimpleNamespace, run: str) -> None:
+    with pytest.raises(ValueError, match="num_target_layers=6: expected the target's 5 layers"):
+        if run == "create_worker":
+            hooks.create_worker(built_in, Algorithm(), arguments(pair.misfit))
+        else:
+            hooks.handle_speculative_decoding(lambda args: None, arguments(pair.misfit))
+
+
+def test_dflash_on_another_sglang_version_is_an_error_that_names_both(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.importlib.metadata, "version", lambda name: "0.5.24")
+    with pytest.raises(probe.SGLangMismatchError, match="needs sglang==0.5.23, found sglang 0.5.24"):
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
+
+
+def test_a_missing_symbol_is_named_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups import model_override_base
+
+    monkeypatch.delitem(sys.modules, "dflash_sglang.compat_args", raising=False)
+    monkeypatch.delattr(model_override_base, "model_config_of")
+    with pytest.raises(
+        probe.SGLangMismatchError, match="'model_config_of' from 'sglang.srt.arg_groups.model_over"
+    ):
+        probe.check_symbols("dflash_sglang.compat_args")
+
+
+def test_a_misspelt_plugin_config_ends_start_up(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_SGLANG_CONFIG", '{"context_kvs": "auto"}')
+    with pytest.raises(ValueError, match="unknown key 'context_kvs'"):
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
+
+
+# ---- Activation --------------------------------------------------------------------------------------------
+
+
+def test_activate_registers_an_around_hook_on_the_worker_and_on_the_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    registered = []
+    monkeypatch.setattr(HookRegistry, "register", lambda *args: registered.append(args))
+    plugin.activate()
+    assert registered == [
+        (WORKER_TARGET, hooks.create_worker, HookType.AROUND),
+        (ARGUMENTS_TARGET, hooks.handle_speculative_decoding, HookType.AROUND),
+    ]
+
+
+def test_activation_is_light(tmp_path: Path) -> None:
+    """Every SGLang process activates the plugin; only the scheduler may pay for models and kernels."""
+    code = (
+        "import sys, dflash_sglang.plugin as p; p.activate();"
+        "heavy = [m for m in sys.modules if m.startswith(('dflash_sglang.compat', 'dflash_sglang.models', "
+        "'dflash_sglang.worker', 'sglang.srt.models', 'sglang.srt.managers.scheduler'))]; sys.exit(str(heavy or 0))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stderr.strip().splitlines()[-1] == "0", done.stderr[-2000:]
+
+
+BREAKAGES = {
+    "SGLang has no such method": "del sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+    "a module of the package does not import": "sys.modules['dflash_sglang.families'] = None",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breakage", BREAKAGES.values(), ids=BREAKAGES.keys())
+@pytest.mark.parametrize("require", ["1", "0"])
+def test_required_ends_every_process_whose_plugin_is_broken(breakage: str, require: str) -> None:
+    code = (
+        f"import sys, sglang.srt.speculative.spec_info; {breakage}\n"
+        "from sglang.srt.plugins import load_plugins; load_plugins(); print('built-in')"
+    )
+    environment = {**os.environ, "DFLASH_SGLANG_REQUIRE": require}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    if require == "1":
+        assert done.returncode == 1 and "built-in" not in done.stdout
+        assert "DFLASH_SGLANG_REQUIRE=1: dflash_sglang cannot be activated" in done.stderr
+    else:
+        assert done.returncode == 0 and "built-in" in done.stdout
+
+
+def test_foreign_names_the_field_and_the_reason() -> None:
+    assert str(Foreign("--device", "npu", "another device")).startswith("--device='npu': another device. ")

@@ -1,0 +1,322 @@
+"""Start-up refusals (C23): each row as a pure function, and all of them before a process is spawned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.checkpoint import TensorFacts, tensor_facts
+from dflash_sglang.config import DraftSpec
+from dflash_sglang.validation import (
+    ParallelFacts,
+    Problem,
+    ServingFacts,
+    TargetFacts,
+    draft_problems,
+    serving_problems,
+)
+from tests.tiny import draft_config, make_pair, target_config, write_checkpoint
+
+TARGET = TargetFacts.from_config(target_config())
+FC = {"fc.weight": TensorFacts("F32", (64, 192))}
+
+
+def problems(
+    target: TargetFacts = TARGET,
+    draft_tp_size: int = 1,
+    tensors: dict[str, TensorFacts] | None = None,
+    serving: dict[str, Any] | None = None,
+    **draft: Any,
+) -> list[Problem]:
+    return draft_problems(
+        DraftSpec.from_config(draft_config(**draft)),
+        target,
+        ParallelFacts(draft_tp_size=draft_tp_size),
+        ServingFacts(draft_path="draft", **(serving or {})),
+        FC if tensors is None else tensors,
+    )
+
+
+def test_a_matching_draft_target_and_server_have_no_problem() -> None:
+    assert problems() == []
+    assert problems(dflash_config={"target_layer_ids": [4, 0, 2]}) == []
+    assert list(serving_problems(ServingFacts(draft_path="draft"), ParallelFacts())) == []
+
+
+def test_the_target_is_described_by_its_text_config() -> None:
+    nested = {"vocab_size": 1, "text_config": target_config(vocab_size=77, num_hidden_layers=9)}
+    assert TargetFacts.from_config(nested) == TargetFacts(num_layers=9, hidden_size=64, vocab_size=77)
+
+
+ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
+    "no mask token id": ({"dflash_config": {"mask_token_id": None}}, "draft config mask_token_id", None),
+    "mask id outside the target's vocabulary": (
+        {"dflash_config": {"mask_token_id": 320}},
+        "draft config mask_token_id",
+        320,
+    ),
+    "layer id out of range": (
+        {"dflash_config": {"target_layer_ids": [1, 3, 5]}},
+        "draft config target_layer_ids",
+        [1, 3, 5],
+    ),
+    "negative layer id": (
+        {"dflash_config": {"target_layer_ids": [-1, 3, 4]}},
+        "draft config target_layer_ids",
+        [-1, 3, 4],
+    ),
+    "duplicate layer id": (
+        {"dflash_config": {"target_layer_ids": [1, 3, 3]}},
+        "draft config target_layer_ids",
+        [1, 3, 3],
+    ),
+    "fc of other features": (
+        {"tensors": {"fc.weight": TensorFacts("BF16", (64, 128))}},
+        "draft tensor fc.weight",
+        [64, 128],
+    ),
+    "hidden size": ({"target": TargetFacts(5, 128, 320)}, "draft config hidden_size", 64),
+    "vocabulary": ({"target": TargetFacts(5, 64, 384)}, "draft config vocab_size", 320),
+    "number of target layers": ({"target": TargetFacts(6, 64, 320)}, "draft config num_target_layers", 5),
+    "trained block of 1": ({"block_size": 1}, "draft config block_size", 1),
+    "served block of 1": ({"serving": {"block_size": 1}}, "--speculative-dflash-block-size", 1),
+    "served block above the trained one": (
+        {"serving": {"block_size": 9}},
+        "--speculative-dflash-block-size",
+        9,
+    ),
+    "heads": ({"draft_tp_size": 8}, "draft config num_attention_heads", 4),
+    "key-value heads": (
+        {"draft_tp_size": 4, "num_key_value_heads": 3, "num_attention_heads": 12},
+        "draft config num_key_value_heads",
+        3,
+    ),
+    "attention backend": (
+        {"serving": {"draft_attention_backend": "flex_attention"}},
+        "--speculative-draft-attention-backend",
+        "flex_attention",
+    ),
+    "attention backend without non-causal full layers": (
+        {"serving": {"draft_attention_backend": "trtllm_mha"}},
+        "--speculative-draft-attention-backend",
+        "trtllm_mha",
+    ),
+    "no default layer ids": (
+        {
+            "dflash_config": {"target_layer_ids": None},
+            "target": TargetFacts(3, 64, 320),
+            "num_target_layers": 3,
+        },
+        "draft config target_layer_ids",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "field", "value"), ROWS.values(), ids=ROWS.keys())
+def test_a_mismatch_is_one_problem_that_names_field_value_expectation_and_fix(
+    change: dict[str, Any], field: str, value: object
+) -> None:
+    (problem,) = problems(**change)
+    assert (problem.field, problem.value) == (field, value)
+    assert str(problem).startswith(f"{field}={value!r}: expected ") and problem.fix in str(problem)
+
+
+SERVING_ROWS: dict[str, tuple[ServingFacts, ParallelFacts, str, object]] = {
+    "no draft": (ServingFacts(None), ParallelFacts(), "--speculative-draft-model-path", None),
+    "pipeline": (ServingFacts("draft"), ParallelFacts(pp_size=2), "--pp-size", 2),
+    "pool layout": (
+        ServingFacts("draft", kv_pool_flag="--enable-unified-memory"),
+        ParallelFacts(),
+        "--enable-unified-memory",
+        True,
+    ),
+    "pool format": (
+        ServingFacts("draft", draft_kv_dtype="mxfp8"),
+        ParallelFacts(),
+        "--speculative-draft-kv-cache-dtype",
+        "mxfp8",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("serving", "parallel", "field", "value"), SERVING_ROWS.values(), ids=SERVING_ROWS.keys()
+)
+def test_a_server_that_cannot_run_any_draft_is_one_problem(
+    serving: ServingFacts, parallel: ParallelFacts, field: str, value: object
+) -> None:
+    (problem,) = serving_problems(serving, parallel)
+    assert (problem.field, problem.value) == (field, value)
+
+
+@pytest.mark.parametrize("served", [2, 5, 8])
+def test_a_served_block_up_to_the_trained_one_is_accepted(served: int) -> None:
+    assert problems(serving={"block_size": served}) == []
+
+
+@pytest.mark.parametrize("causality", [{"is_causal": True}, {"layer_types": ["sliding_attention"] * 2}])
+def test_trtllm_mha_serves_drafts_whose_layers_are_all_causal_or_all_sliding(causality: dict) -> None:
+    assert problems(serving={"draft_attention_backend": "trtllm_mha"}, **causality) == []
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_key_value_heads_may_be_replicated_over_more_ranks_than_there_are(tp: int) -> None:
+    assert problems(draft_tp_size=tp) == []
+
+
+def test_the_fc_of_a_packed_quantisation_is_left_to_the_loader() -> None:
+    assert problems(tensors={"fc.weight": TensorFacts("U8", (64, 96))}) == []
+    assert problems(tensors={"fc.weight_packed": TensorFacts("I32", (64, 24))}) == []
+    assert problems(tensors={"model.fc.weight": TensorFacts("F32", (64, 64))}) != []
+
+
+def test_tensor_facts_come_from_the_headers_of_every_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, draft_config(), {"a": torch.zeros(2, 3, dtype=torch.bfloat16)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    write_checkpoint(tmp_path, draft_config(), {"b": torch.zeros(4)})
+    assert tensor_facts(tmp_path) == {"a": TensorFacts("BF16", (2, 3)), "b": TensorFacts("F32", (4,))}
+    assert tensor_facts(tmp_path / "absent") == {}
+
+
+# ---- The launcher ------------------------------------------------------------------------------------------
+
+# Draft overrides, extra arguments, environment -> what the message has to contain.
+LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
+    "no draft": (None, [], ["--speculative-draft-model-path=None"]),
+    "several at once": (
+        {"block_size": 1, "vocab_size": 321, "dflash_config": {"mask_token_id": None}},
+        ["--pp-size", "2"],
+        [
+            "--pp-size=2",
+            "block_size=1",
+            "vocab_size=321",
+            "mask_token_id=None",
+            "Add dflash_config.mask_token_id",
+        ],
+    ),
+    "mask id": ({"dflash_config": {"mask_token_id": 320}}, [], ["mask_token_id=320", "vocab_size of 320"]),
+    "layer ids": (
+        {"dflash_config": {"target_layer_ids": [5, -1, 5]}},
+        [],
+        ["[5, -1, 5]", "0 to 4", "each layer once"],
+    ),
+    "fc": ({"dflash_config": {"target_layer_ids": [0, 1]}}, [], ["fc.weight=[64, 192]", "[64, 128]"]),
+    "hidden size": ({"hidden_size": 32}, [], ["hidden_size=32", "hidden_size of 64"]),
+    "target layers": ({"num_target_layers": 6}, [], ["num_target_layers=6", "5 layers"]),
+    "served block": (
+        {},
+        ["--speculative-dflash-block-size", "9"],
+        ["--speculative-dflash-block-size=9", "8"],
+    ),
+    "draft tokens": ({}, ["--speculative-num-draft-tokens", "1"], ["--speculative-dflash-block-size=1"]),
+    "heads": ({"num_attention_heads": 3}, ["--tp-size", "2"], ["num_attention_heads=3", "size of 2"]),
+    "backend": (
+        {},
+        ["--speculative-draft-attention-backend", "flashinfer"],
+        ["--speculative-draft-attention-backend='flashinfer'", "torch_native"],
+    ),
+    "window": ({"sliding_window": None}, [], ["sliding_window=None", "Add sliding_window"]),
+    "number of layer types": ({"num_hidden_layers": 3}, [], ["layer_types=", "3 layer types"]),
+    "layer type": (
+        {"layer_types": ["full_attention", "linear"]},
+        [],
+        ["layer_types[1]='linear'", "full_attention"],
+    ),
+    "required": (
+        {"architectures": ["DFlash2DraftModel"]},
+        [],
+        ["DFLASH_SGLANG_REQUIRE=1", "DFlash2DraftModel", "built-in DFlashWorkerV2 serves it"],
+    ),
+}
+
+RUN_LAUNCHES = """
+import json, os, sys
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+
+outcomes = {}
+for name, argv in json.load(open(sys.argv[1])).items():
+    os.environ["DFLASH_SGLANG_REQUIRE"] = "1" if name == "required" else "0"
+    try:
+        prepare_server_args(argv).resolve_once()
+        outcomes[name] = "started"
+    except (Exception, SystemExit) as error:
+        outcomes[name] = f"{type(error).__name__}: {error}"
+json.dump(outcomes, open(sys.argv[2], "w"))
+"""
+
+ENVIRONMENT = {**os.environ, "SGLANG_PLATFORM": "dflash_cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def launch_arguments(target: Path, draft: Path | None, extra: list[str]) -> list[str]:
+    arguments = [
+        "--model-path",
+        str(target),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--skip-tokenizer-init",
+    ]
+    arguments += ["--speculative-algorithm", "DFLASH", *extra]
+    return arguments if draft is None else [*arguments, "--speculative-draft-model-path", str(draft)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each launch ended with, from one process that resolves their arguments one after the other."""
+    root = tmp_path_factory.mktemp("launches")
+    target, draft = make_pair(root / "pair")
+    launches = {"good": launch_arguments(target, draft, [])}
+    for i, (name, (overrides, extra, _)) in enumerate(LAUNCHES.items()):
+        directory = None
+        if overrides is not None:
+            directory = root / f"draft{i}"
+            directory.mkdir()
+            (directory / "config.json").write_text(json.dumps(draft_config(**overrides)))
+            (directory / "model.safetensors").symlink_to(draft / "model.safetensors")
+        launches[name] = launch_arguments(target, directory, extra)
+    (root / "launches.json").write_text(json.dumps(launches))
+    command = [sys.executable, "-c", RUN_LAUNCHES, str(root / "launches.json"), str(root / "outcomes.json")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((root / "outcomes.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_good_launch_passes_the_launcher(outcomes: dict[str, str]) -> None:
+    assert outcomes["good"] == "started"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_bad_launch_ends_in_the_launcher_with_every_problem(outcomes: dict[str, str], name: str) -> None:
+    message = outcomes[name]
+    assert message.startswith("SystemExit" if name == "required" else "StartupError: DFLASH cannot start:")
+    for part in LAUNCHES[name][2]:
+        assert part in message
+
+
+@pytest.mark.slow
+def test_the_server_exits_before_it_spawns_a_process(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path, draft={"vocab_size": 384})
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *launch_arguments(target, draft, ["--port", "1"]),
+    ]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1
+    assert "draft config vocab_size=384: expected the target's vocab_size of 320" in done.stderr
+    assert "Load weight begin" not in done.stdout + done.stderr
