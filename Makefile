@@ -20,6 +20,7 @@ lint: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 
 demo: $(INSTALLED)
 	$(BIN)/dflash-sglang demo

@@ -88,7 +88,5 @@ def foreign(config: Mapping[str, Any], directory: Path | None = None) -> Foreign
         if row.is_foreign(value):
             return Foreign(f"draft config {path}", value, row.reason)
     if directory is not None and (directory / "mask_embedding.pt").is_file():
-        return Foreign(
-            "mask_embedding.pt", str(directory), "a trained mask embedding outside the target's table"
-        )
+        return Foreign("draft file", "mask_embedding.pt", "a mask embedding outside the target's table")
     return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,11 @@ if DEVICE == "cpu":
     os.environ.setdefault(
         "SGLANG_PLATFORM", "dflash_cpu"
     )  # before SGLang is imported: it decides its operators
+
+
+cpu_only = pytest.mark.skipif(
+    DEVICE == "cuda", reason="SGLang's CUDA norms have no float32 kernel: run with CUDA_VISIBLE_DEVICES=''"
+)
 
 
 def start_rank() -> None:

@@ -49,6 +49,7 @@ def written(model, form: str, features: Tensor, pool_dtype: torch.dtype) -> Iter
         yield key[SLOTS], value[SLOTS]
 
 
+@layers.cpu_only
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
 def test_both_forms_write_the_references_rows_into_the_given_slots_only(tmp_path, features, overrides):
     config = draft_config(**overrides)
@@ -74,7 +75,7 @@ def test_stacked_equals_per_layer_in_bfloat16(tmp_path, features, overrides, poo
         torch.testing.assert_close(v, wanted_v, rtol=step, atol=step / 8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=layers.cpu_only)])
 def test_keys_of_the_block_and_of_the_context_are_rounded_alike(tmp_path, dtype):
     model = layers.make_draft(tmp_path, dtype, attention_bias=True)
     attention = model.layers[0].self_attn
@@ -98,6 +99,7 @@ def test_keys_of_the_block_and_of_the_context_are_rounded_alike(tmp_path, dtype)
     assert torch.equal(pool.get_key_buffer(0)[slots].flatten(1), context_keys)
 
 
+@layers.cpu_only
 def test_quantised_weights_go_through_their_method_and_equal_the_dequantised_draft(tmp_path, features):
     from dflash_sglang.models.context_kv import ContextKV
 
@@ -122,6 +124,7 @@ def test_quantised_weights_go_through_their_method_and_equal_the_dequantised_dra
         ContextKV(model, "stacked")
 
 
+@layers.cpu_only
 def test_a_quantised_draft_with_a_dense_attention_takes_the_stacked_form(tmp_path):
     from dflash_sglang.models.context_kv import ContextKV
 
@@ -132,6 +135,7 @@ def test_a_quantised_draft_with_a_dense_attention_takes_the_stacked_form(tmp_pat
     assert context.reason.startswith("stacked (no qkv_proj is quantised)")
 
 
+@layers.cpu_only
 def test_a_weight_update_of_the_draft_reaches_the_stacked_projection(tmp_path, features):
     config = draft_config(attention_bias=True)
     model = layers.make_draft(tmp_path, attention_bias=True)

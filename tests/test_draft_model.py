@@ -32,6 +32,9 @@ VARIANTS = {
 }
 
 
+pytestmark = layers.cpu_only
+
+
 @pytest.fixture(scope="module", autouse=True)
 def rank() -> None:
     layers.start_rank()

@@ -9,6 +9,8 @@ from tests import sglang_layers as layers
 from tests.int8_quant import dequantised, int8_config, quantised
 from tests.tiny import draft_config, draft_tensors, write_checkpoint
 
+pytestmark = layers.cpu_only
+
 
 @pytest.fixture(scope="module", autouse=True)
 def rank() -> None:

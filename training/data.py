@@ -52,8 +52,8 @@ class Corpus:
 def build(root: Path) -> Corpus:
     """Reads every UTF-8 ``*.py`` below ``root``, site-packages excluded.
 
-    Held out are files of the library proper (no tests, no code-page tables), ASCII, 6 to 60 kB, that carry no notice of their own, so
-    that the prompts taken from them are under the Python Software Foundation licence alone.
+    Held out are files of the library proper (no tests, no code-page tables), ASCII, 6 to 60 kB, that carry no
+    notice of their own, so that the prompts are under the Python Software Foundation licence alone.
     """
     texts: dict[str, bytes] = {}
     for path in sorted(root.rglob("*.py")):
@@ -79,7 +79,7 @@ def build(root: Path) -> Corpus:
     held = sorted(random.Random(SEED).sample(candidates, HELD_OUT_FILES))
     train = [name for name in texts if name not in held]
     facts: dict[str, object] = {
-        "text": f"CPython {platform.python_version()} standard library, *.py with its tests, site-packages excluded",
+        "text": f"CPython {platform.python_version()} standard library, *.py, tests included",
         "licence": "Python Software Foundation License Version 2",
         "train_files": len(train),
         "train_bytes": sum(len(texts[n]) for n in train),

@@ -1,16 +1,19 @@
 """The draft's training objective and a batched count of its accept lengths.
 
-Objective (as published): blocks at random anchors of a sequence, each [anchor token, mask, mask, ...], over the
-target's own features of the positions before the anchor; cross entropy against the target's own argmax, weighted
-exp(-(k - 1) / 7) at the block's position k. A position counts only while the text before it in the block is what
-the target would have chosen: after the first departure the labels are no longer the greedy trajectory.
+Objective (as published): blocks at random anchors of a sequence, each [anchor token, mask, mask, ...], over
+the target's own features of the positions before the anchor; cross entropy against the target's own argmax,
+weighted exp(-(k - 1) / 7) at the block's position k. A position counts only while the text before it in the
+block is what the target would have chosen: after the first departure the labels are no longer the greedy
+trajectory.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from training.modeling import DraftModel, attention_biases
 
@@ -18,10 +21,9 @@ DECAY = 7.0
 
 
 def block_logits(
-    draft: DraftModel, embed: nn.Module, head: nn.Module, features: Tensor, ids: Tensor, anchors: Tensor,
-    biases: list[Tensor],
+    draft: DraftModel, target: Any, features: Tensor, ids: Tensor, anchors: Tensor, biases: list[Tensor]
 ) -> Tensor:
-    """Proposal logits of the blocks at ``anchors`` in every sequence.
+    """Proposal logits of the blocks at ``anchors`` in every sequence, with the target's embedding and head.
 
     features: [N, T, n_ids * hidden], ids: [N, T], anchors: [A] -> [N, A, block - 1, vocab].
     """
@@ -30,12 +32,13 @@ def block_logits(
     block = torch.full((len(ids), len(anchors), size), draft.shape.mask_token_id, device=ids.device)
     block[:, :, 0] = ids[:, anchors]
     context = draft.context_kv(features, torch.arange(ids.shape[1], device=ids.device))
-    hidden = draft(embed(block).flatten(1, 2), positions.flatten(), context, biases)
-    return head(hidden.unflatten(1, (len(anchors), size))[:, :, 1:]).float()
+    embeds = target.get_input_embeddings()(block).flatten(1, 2)
+    hidden = draft(embeds, positions.flatten(), context, biases)
+    return target.get_output_embeddings()(hidden.unflatten(1, (len(anchors), size))[:, :, 1:]).float()
 
 
 def biases_for(draft: DraftModel, length: int, anchors: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The score biases of the blocks at ``anchors`` over positions 0..length-1; shared between like layers."""
+    """The score biases of the blocks at ``anchors`` over positions 0..length-1, one per layer."""
     size = draft.shape.block_size
     positions = (anchors[:, None] + torch.arange(size, device=anchors.device)).flatten()
     context = torch.arange(length, device=anchors.device)
@@ -46,15 +49,20 @@ def biases_for(draft: DraftModel, length: int, anchors: Tensor, dtype: torch.dty
 
 
 def block_loss(
-    draft: DraftModel, embed: nn.Module, head: nn.Module, features: Tensor, ids: Tensor, best: Tensor,
-    anchors: Tensor, biases: list[Tensor],
+    draft: DraftModel,
+    target: Any,
+    features: Tensor,
+    ids: Tensor,
+    best: Tensor,
+    anchors: Tensor,
+    biases: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """(weighted cross entropy, mean accept length of the blocks, the bonus token counted).
 
     best: [N, T], the target's argmax after every position; anchors: [A], each <= T - block.
     """
     size = draft.shape.block_size
-    logits = block_logits(draft, embed, head, features, ids, anchors, biases)
+    logits = block_logits(draft, target, features, ids, anchors, biases)
     at = anchors[:, None] + torch.arange(1, size, device=anchors.device)
     labels, text = best[:, at - 1], ids[:, at]
     on_path = (text == labels).long().cumprod(-1)
@@ -67,17 +75,22 @@ def block_loss(
 
 @torch.no_grad()
 def walk_accept_length(
-    draft: DraftModel, embed: nn.Module, head: nn.Module, features: Tensor, ids: Tensor, prompt: int, tokens: int,
-    block_sizes: tuple[int, ...], dtype: torch.dtype,
+    draft: DraftModel,
+    target: Any,
+    features: Tensor,
+    ids: Tensor,
+    prompt: int,
+    tokens: int,
+    block_sizes: tuple[int, ...],
 ) -> dict[int, float]:
     """Mean accept length over greedily generated sequences, stepping as the decoding loop does.
 
-    ids: [N, T], T >= prompt + tokens + block, the text after ``prompt`` being the target's greedy continuation.
+    ids: [N, T], T >= prompt + tokens + block; the text after ``prompt`` is the target's greedy continuation.
     """
     size = draft.shape.block_size
     anchors = torch.arange(prompt, prompt + tokens, device=ids.device)
-    biases = biases_for(draft, ids.shape[1], anchors, dtype)
-    logits = block_logits(draft, embed, head, features, ids, anchors, biases)
+    biases = biases_for(draft, ids.shape[1], anchors, features.dtype)
+    logits = block_logits(draft, target, features, ids, anchors, biases)
     labels = ids[:, anchors[:, None] + torch.arange(1, size, device=ids.device)]
     agreed = (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu()  # [N, tokens]
     means = {}

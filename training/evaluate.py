@@ -28,11 +28,15 @@ def load_pair() -> tuple[Any, ReferenceDraft, Any]:
     """(target in float32, draft in float32, tokenizer)."""
     directories = pair_directories()
     target = AutoModelForCausalLM.from_pretrained(directories["target"], dtype=torch.float32)
-    return target.eval(), ReferenceDraft.load(directories["draft"]), AutoTokenizer.from_pretrained(directories["target"])
+    return (
+        target.eval(),
+        ReferenceDraft.load(directories["draft"]),
+        AutoTokenizer.from_pretrained(directories["target"]),
+    )
 
 
 def acceptance_by_position(accept_lengths: Sequence[int], block_size: int) -> list[float]:
-    """Share of the verify steps in which the proposal at position k of the block was accepted, k = 1 .. block-1."""
+    """Share of the verify steps that accepted the proposal at position k of the block, k = 1 .. block-1."""
     return [round(sum(n > k for n in accept_lengths) / len(accept_lengths), 4) for k in range(1, block_size)]
 
 
@@ -48,7 +52,9 @@ def measure(block_sizes: Sequence[int]) -> dict[str, Any]:
         "prompt_bytes": [min(map(len, prompts)), max(map(len, prompts))],
         "new_tokens": NEW_TOKENS,
         "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
         },
     }
     for size in block_sizes:
@@ -68,7 +74,9 @@ def measure(block_sizes: Sequence[int]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--training", type=Path, required=True, help="training.json of the run that made the pair")
+    parser.add_argument(
+        "--training", type=Path, required=True, help="training.json of the run that made the pair"
+    )
     args = parser.parse_args()
     directories = {name: Path(path) for name, path in pair_directories().items()}
     record = {

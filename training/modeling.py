@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ContextKV = list[tuple[Tensor, Tensor]]
-"""Per draft layer: keys (after k_norm and RoPE) and values (after the value scale), [..., T, kv_heads, head_dim]."""
+"""Per draft layer: keys (after k_norm and RoPE) and values (scaled), [..., T, kv_heads, head_dim] each."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,13 @@ class DraftShape:
         unknown = set(types) - {"full_attention", "sliding_attention"}
         if unknown or len(types) != layers:
             raise ValueError(
-                f"layer_types={list(types)}: expected {layers} entries, each full_attention or sliding_attention"
+                f"layer_types={list(types)}: expected {layers} of full_attention or sliding_attention"
             )
         window = config.get("sliding_window")
         if "sliding_attention" in types and window is None:
-            raise ValueError("sliding_window is absent: expected a width, because layer_types has sliding layers")
+            raise ValueError(
+                "sliding_window is absent: expected a width, because layer_types has sliding layers"
+            )
         theta, rotary_dim = _rope(config, head_dim)
         block = nested.get("block_size", config.get("block_size"))
         if block is None:
@@ -157,7 +159,9 @@ class Attention(nn.Module):
         k = self._rotate(self.k_norm(self.k_proj(rows).unflatten(-1, split)), positions)
         return k, self.v_proj(rows).unflatten(-1, split) * self.shape.value_scale
 
-    def forward(self, rows: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
+    def forward(
+        self, rows: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor
+    ) -> Tensor:
         """rows: [..., Q, hidden], bias: [Q, T + Q] added to the scores -> [..., Q, hidden]."""
         split = (self.shape.num_heads, self.shape.head_dim)
         q = self._rotate(self.q_norm(self.q_proj(rows).unflatten(-1, split)), positions)
@@ -215,7 +219,9 @@ class DraftModel(nn.Module):
         rows = self.context_rows(features)
         return [layer.self_attn.keys_values(rows, positions) for layer in self.layers]
 
-    def forward(self, embeds: Tensor, positions: Tensor, context: ContextKV, biases: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, context: ContextKV, biases: Sequence[Tensor]
+    ) -> Tensor:
         """Hidden rows after the final norm, for the target's head.
 
         embeds: [..., Q, hidden], positions: [Q], biases: per layer [Q, T + Q], 0 or -inf -> [..., Q, hidden].
@@ -231,12 +237,12 @@ def attention_biases(
 ) -> list[Tensor]:
     """Score bias of every layer for queries of one or several blocks over one shared context.
 
-    A query of the block that starts at position s sees the context rows at positions < s and the rows of its own
-    block; on a causal layer only keys at positions <= its own, on a sliding layer of window w (the current token
-    counted) only keys at q - w < k, and k < q + w too when the layer is non-causal.
+    A query of the block that starts at position s sees the context rows at positions < s and the rows of its
+    own block; on a causal layer only keys at positions <= its own; on a sliding layer of window w (counting
+    the current token) only keys at q - w < k, and k < q + w too when the layer is non-causal.
 
-    context_positions: [T]; positions, starts: [Q], the query's position and its block's first position (blocks
-    are told apart by their starts) -> per layer [Q, T + Q], float32, 0 where visible and -inf elsewhere.
+    context_positions: [T]; positions, starts: [Q], the query's position and its block's first position (by
+    which blocks are told apart) -> per layer [Q, T + Q], float32, 0 where visible and -inf elsewhere.
     """
     own = starts[:, None] == starts[None, :]
     base = torch.cat((context_positions[None, :] < starts[:, None], own), dim=1)

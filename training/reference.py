@@ -21,8 +21,11 @@ from training.modeling import ContextKV, DraftModel, attention_biases
 
 @dataclass(frozen=True)
 class Result:
-    """ids: the generated tokens, cut at max_new_tokens and after the EOS; accept_lengths: one entry per verify
-    step, not cut, so the last step may count tokens that ``ids`` no longer holds."""
+    """The outcome of one prompt.
+
+    ids: the generated tokens, cut at max_new_tokens and after the EOS; accept_lengths: one entry per verify
+    step, not cut, so the last step may count tokens that ``ids`` no longer holds.
+    """
 
     ids: list[int]
     accept_lengths: list[int]
@@ -50,9 +53,11 @@ class ReferenceDraft:
 
     @staticmethod
     def from_weights(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ReferenceDraft:
-        """Weights by z-lab name, with or without the prefix ``model.``; RuntimeError on a missing or extra one."""
+        """Weights by z-lab name, ``model.`` before it or not; RuntimeError if one is missing or extra."""
         model = DraftModel(config)
-        model.load_state_dict({name.removeprefix("model."): w.float() for name, w in weights.items()}, strict=True)
+        model.load_state_dict(
+            {name.removeprefix("model."): w.float() for name, w in weights.items()}, strict=True
+        )
         return ReferenceDraft(model)
 
     @torch.no_grad()
@@ -83,8 +88,8 @@ class ReferenceDraft:
 class Target:
     """A causal LM of ``transformers`` with its KV cache and the residual stream after chosen layers.
 
-    The features come from hooks on the decoder layers: ``hidden_states[-1]`` of transformers is after the final
-    norm, the feature of the last layer is before it.
+    The features come from hooks on the decoder layers: ``hidden_states[-1]`` of transformers is after the
+    final norm, the feature of the last layer is before it.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
@@ -95,7 +100,7 @@ class Target:
 
     def _hook(self, layer_id: int) -> Any:
         def capture(module: nn.Module, args: Any, output: Any) -> None:
-            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+            self._captured[layer_id] = output
 
         return capture
 
@@ -109,19 +114,22 @@ class Target:
             self._cache = None
         elif self._cache.get_seq_length() > keep:
             self._cache.crop(keep - self._cache.get_seq_length())
-        layers = self.model.get_submodule("model.layers")
-        handles = [layers.get_submodule(str(i)).register_forward_hook(self._hook(i)) for i in set(self.layer_ids)]
+        layers: Any = self.model.get_submodule("model.layers")
+        handles = [layers[i].register_forward_hook(self._hook(i)) for i in set(self.layer_ids)]
         device = next(self.model.parameters()).device
         try:
             out = self.model(
-                input_ids=torch.tensor([list(ids)], device=device), past_key_values=self._cache, use_cache=True
+                input_ids=torch.tensor([list(ids)], device=device),
+                past_key_values=self._cache,
+                use_cache=True,
             )
         finally:
             for handle in handles:
                 handle.remove()
         self._cache = out.past_key_values
-        features = torch.cat([self._captured[i][0] for i in self.layer_ids], dim=-1) if self.layer_ids else None
-        return out.logits[0].argmax(-1).tolist(), features if features is not None else out.logits.new_zeros(0)
+        features = [self._captured[i][0] for i in self.layer_ids]
+        empty = out.logits.new_zeros(len(ids), 0)
+        return out.logits[0].argmax(-1).tolist(), torch.cat([empty, *features], dim=-1)
 
 
 def eos_ids(model: Any) -> frozenset[int]:
@@ -138,7 +146,9 @@ def _finish(ids: list[int], limit: int, stops: frozenset[int]) -> tuple[list[int
     return ids, len(ids) == limit
 
 
-def plain_generate(target: Any, input_ids: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> list[int]:
+def plain_generate(
+    target: Any, input_ids: Sequence[int], max_new_tokens: int, ignore_eos: bool = False
+) -> list[int]:
     """Greedy tokens of the target alone, one per forward."""
     stops = frozenset() if ignore_eos else eos_ids(target)
     runner = Target(target, ())
@@ -165,8 +175,8 @@ def generate(
 ) -> Result:
     """Greedy DFLASH decoding of one prompt.
 
-    target: a ``transformers`` causal LM whose embedding and head the draft uses; block_size: tokens verified per
-    step, the trained one when absent. Raises ValueError for a block_size outside 2..trained.
+    target: a ``transformers`` causal LM whose embedding and head the draft uses; block_size: tokens verified
+    per step, the trained one when absent. Raises ValueError for a block_size outside 2..trained.
     """
     trained = draft.shape.block_size
     size = trained if block_size is None else block_size

@@ -1,4 +1,4 @@
-"""Batched operations of the target for training: residual stream, its own training, and generation in bulk."""
+"""Batched operations of the target for training: residual stream, loss, and generation in bulk."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class BulkGenerator:
         device = model.lm_head.weight.device
         shape = (rows, config.num_key_value_heads, length, config.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        self.values = [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
+        ]
 
     def _forward(self, ids: Tensor, start: int) -> Tensor:
         """ids: [N, T] at positions start.. -> logits of the last row, [N, vocab]."""
@@ -75,9 +77,11 @@ class BulkGenerator:
         for index, layer in enumerate(body.layers):
             attn = layer.self_attn
             x = layer.input_layernorm(h)
-            q = rotate(attn.q_norm(attn.q_proj(x).unflatten(-1, (-1, config.head_dim))), positions, THETA, 64, True)
-            k = rotate(attn.k_norm(attn.k_proj(x).unflatten(-1, (-1, config.head_dim))), positions, THETA, 64, True)
-            v = attn.v_proj(x).unflatten(-1, (-1, config.head_dim))
+            heads = (-1, config.head_dim)
+            q = attn.q_norm(attn.q_proj(x).unflatten(-1, heads))
+            k = attn.k_norm(attn.k_proj(x).unflatten(-1, heads))
+            q, k = (rotate(t, positions, THETA, config.head_dim, True) for t in (q, k))
+            v = attn.v_proj(x).unflatten(-1, heads)
             self.keys[index][:, :, start:stop] = k.transpose(1, 2)
             self.values[index][:, :, start:stop] = v.transpose(1, 2)
             out = F.scaled_dot_product_attention(
@@ -104,7 +108,9 @@ class BulkGenerator:
         return ids
 
 
-def greedy_with_breaks(rows: int, device: torch.device, temperature: float) -> Callable[[Tensor, int], Tensor]:
+def greedy_with_breaks(
+    rows: int, device: torch.device, temperature: float
+) -> Callable[[Tensor, int], Tensor]:
     """A pick rule: greedy for 176 tokens, then sampled for 48, and again.
 
     Half the rows begin with the greedy stretch, the others at a random phase. The sampled stretches take the

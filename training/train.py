@@ -1,8 +1,8 @@
 """Trains the pair: the target on text, then the draft on text that the target generated.
 
 ``python -m training.train --corpus corpus.npz --out DIR`` writes DIR/target, DIR/draft, DIR/prompts.json and
-DIR/training.json. Each training stage runs for a time budget with a cosine learning rate over it, so the number
-of steps depends on the machine; it is recorded. ``--smoke`` runs every stage for a few steps on a CPU.
+DIR/training.json. Each training stage runs for a time budget with a cosine learning rate over it; the number
+of steps depends on the machine and is recorded. ``--smoke`` runs every stage for a few steps on a CPU.
 """
 
 from __future__ import annotations
@@ -30,12 +30,26 @@ from training.target import BulkGenerator, features_and_argmax, greedy, greedy_w
 
 PROMPT_LENGTHS = (96, 288, 512, 24, 416, 160, 640, 48, 224, 352)
 FULL = {
-    "length": 1024, "max_steps": 10**6, "target_rows": 64, "rows": 4096, "rounds": 10, "draft_rows": 32,
-    "anchors": 48, "check_rows": 64, "check_tokens": 128,
+    "length": 1024,
+    "max_steps": 10**6,
+    "target_rows": 64,
+    "rows": 4096,
+    "rounds": 10,
+    "draft_rows": 32,
+    "anchors": 48,
+    "check_rows": 64,
+    "check_tokens": 128,
 }
 SMOKE = {
-    "length": 160, "max_steps": 3, "target_rows": 1, "rows": 4, "rounds": 1, "draft_rows": 1,
-    "anchors": 4, "check_rows": 2, "check_tokens": 8,
+    "length": 160,
+    "max_steps": 3,
+    "target_rows": 1,
+    "rows": 4,
+    "rounds": 1,
+    "draft_rows": 1,
+    "anchors": 4,
+    "check_rows": 2,
+    "check_tokens": 8,
 }
 BEGIN = time.monotonic()
 
@@ -45,7 +59,7 @@ def say(**facts: Any) -> None:
 
 
 def budgeted(seconds: float, max_steps: int, optimizer: torch.optim.Optimizer, peak: float) -> Iterator[int]:
-    """Yields step numbers until the budget ends, setting the learning rate: warm-up, then cosine over the time.
+    """Yields step numbers until the budget ends and sets the learning rate: warm-up, then cosine over time.
 
     The clock starts after the first step, which compiles.
     """
@@ -127,7 +141,8 @@ class Trainer:
             "tokens": (step + 1) * args.target_rows * args.length,
             "final_train_loss_nats_per_byte": round(loss.item(), 4),
             "held_out_loss_nats_per_byte": round(held_loss, 4),
-            "optimizer": f"AdamW, peak rate {args.target_rate}, weight decay 0.1, rows {args.target_rows} x {args.length}",
+            "optimizer": f"AdamW, peak rate {args.target_rate}, weight decay 0.1, "
+            f"rows {args.target_rows} x {args.length}",
         }
         say(**self.facts["target"])
         save_target(model, args.out / "target")
@@ -168,24 +183,24 @@ class Trainer:
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         layer_ids, size = draft.shape.target_layer_ids, draft.shape.block_size
-        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
         with self.autocast():
             features, best = features_and_argmax(model, sequences, layer_ids, chunk=256)
             check_features, _ = features_and_argmax(model, check, layer_ids, chunk=64)
         say(stage="features", gigabytes=round(features.nbytes / 1e9, 1))
         optimizer = adamw(draft, 0.05, self.cuda)
-        loss_of = self.compiled(lambda *inputs: block_loss(draft, embed, head, *inputs))
+        loss_of = self.compiled(lambda *inputs: block_loss(draft, model, *inputs))
 
         def validate() -> dict[int, float]:
             with self.autocast():
                 return walk_accept_length(
-                    draft, embed, head, check_features.to(self.dtype), check, 128, args.check_tokens, (16, 8), self.dtype
+                    draft, model, check_features.to(self.dtype), check, 128, args.check_tokens, (16, 8)
                 )
 
+        chance: dict[str, Any] = {"generator": self.random, "device": self.device}
         step, loss, accept = 0, torch.zeros(()), torch.zeros(())
         for step in budgeted(args.draft_seconds, args.max_steps, optimizer, args.draft_rate):
-            rows = torch.randint(0, len(sequences), (args.draft_rows,), generator=self.random, device=self.device)
-            anchors = torch.randperm(args.length - size, generator=self.random, device=self.device)[: args.anchors] + 1
+            rows = torch.randint(0, len(sequences), (args.draft_rows,), **chance)
+            anchors = torch.randperm(args.length - size, **chance)[: args.anchors] + 1
             biases = biases_for(draft, args.length, anchors, self.dtype)
             with self.autocast():
                 loss, accept = loss_of(

@@ -118,9 +118,8 @@ class _Stack:
         self.weight = weights[:, kv_rows].transpose(1, 2)  # [L, hidden, 2 * kv_size]
         self.bias: Tensor | None = None
         if attentions[0].qkv_proj.bias is not None:
-            self.bias = _shared([a.qkv_proj.bias for a in attentions])[
-                :, None, kv_rows
-            ]  # [L, 1, 2 * kv_size]
+            biases = _shared([a.qkv_proj.bias for a in attentions])
+            self.bias = biases[:, None, kv_rows]  # [L, 1, 2 * kv_size]
         self.k_norms = _shared([a.k_norm.weight for a in attentions])  # [L, head_dim]
 
     def project(self, rows: Tensor) -> Tensor:

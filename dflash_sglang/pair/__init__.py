@@ -11,7 +11,7 @@ _HERE = Path(__file__).resolve().parent
 def pair_directories() -> dict[str, str]:
     """Absolute paths of the two checkpoints, keys ``target`` and ``draft``.
 
-    Raises FileNotFoundError, naming the file, if a checkpoint is incomplete (an install without package data).
+    Raises FileNotFoundError, naming the file, if a checkpoint is incomplete.
     """
     directories = {name: _HERE / name for name in ("target", "draft")}
     for directory in directories.values():

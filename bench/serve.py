@@ -1,0 +1,174 @@
+"""Step time on a GPU, paired: this package's worker, the built-in one and no speculation on one machine.
+
+python -m bench.serve --target DIR --draft DIR --out FILE [--concurrency 1 32] [--rounds 3] [--accept-length 6.4]
+
+All three servers are up at once and take turns, so that a drift of the machine meets them alike; a figure is
+the median over the rounds. Acceptance is forced: the weights may be random (see `bench.random_pair`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.load import Load, Outcome, run
+from dflash_sglang.demo.server import Server, free_port
+
+OURS, BUILT_IN, PLAIN = "ours", "built_in", "plain"
+ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    OURS: {"DFLASH_SGLANG_REQUIRE": "1"},
+    BUILT_IN: {"SGLANG_PLUGINS": "none"},
+    PLAIN: {"SGLANG_PLUGINS": "none"},
+}
+SIGNATURE = {OURS: "dflash_sglang", BUILT_IN: "Initialized DFLASH draft runner"}
+READY_TIMEOUT = 400.0  # seconds; a first start compiles kernels
+
+
+def start(kind: str, arguments: argparse.Namespace, log: Path) -> Server:
+    """A ready server of one kind. Raises RuntimeError when its log does not show that kind's worker."""
+    port = free_port()
+    flags = [
+        "--model-path", arguments.target, "--skip-tokenizer-init", "--port", str(port), "--host", "127.0.0.1",
+        "--max-running-requests", str(max(arguments.concurrency)), "--min-free-slots-delay", "1",
+        "--mem-fraction-static", str(arguments.mem_fraction), "--max-total-tokens", str(arguments.max_tokens),
+        "--cuda-graph-max-bs-decode", str(max(arguments.concurrency)), *arguments.flags,
+    ]  # fmt: skip
+    if kind != PLAIN:
+        flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", arguments.draft]
+        flags += arguments.dflash_flags
+    environment = {
+        **os.environ, **ENVIRONMENT[kind], "SGLANG_SIMULATE_ACC_LEN": str(arguments.accept_length),
+    }  # fmt: skip
+    server = Server(
+        [sys.executable, "-m", "sglang.launch_server", *flags], port=port, environment=environment, log=log
+    )
+    server.__enter__()
+    try:
+        server.wait_ready(READY_TIMEOUT)
+        assert_worker(kind, server.log_text())
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def assert_worker(kind: str, log: str) -> None:
+    """The log must hold the line that only this kind's worker writes, and none of another's."""
+    for other, line in SIGNATURE.items():
+        if other == OURS:
+            line += f" {importlib.metadata.version('dflash_sglang')} worker active"
+        if (line in log) != (other == kind):
+            raise RuntimeError(f"{kind}: the log {'has' if line in log else 'lacks'} {line!r}")
+
+
+def measure(servers: Mapping[str, Server], arguments: argparse.Namespace) -> dict[str, Any]:
+    """{concurrency: {kind: {figure: [one value per round]}}}"""
+    figures: dict[str, Any] = {}
+    for concurrency in arguments.concurrency:
+        load = Load(concurrency, max(4, 2 * concurrency), arguments.input, arguments.output, arguments.temperature)
+        rounds: dict[str, list[Outcome]] = {kind: [] for kind in servers}
+        for server in servers.values():
+            run(server, dataclasses.replace(load, requests=concurrency, output_tokens=64))
+        for _ in range(arguments.rounds):
+            for kind, server in servers.items():
+                rounds[kind].append(run(server, load))
+                print(concurrency, kind, rounds[kind][-1], flush=True)
+        figures[str(concurrency)] = {
+            kind: {
+                field.name: [round(getattr(outcome, field.name), 4) for outcome in outcomes]
+                for field in dataclasses.fields(Outcome)
+            }
+            for kind, outcomes in rounds.items()
+        }
+    return figures
+
+
+def claims(figures: Mapping[str, Any], bound: float) -> list[dict[str, Any]]:
+    """One claim per concurrency: our step time over the built-in worker's, at most `bound`."""
+    out = []
+    for concurrency, kinds in figures.items():
+        ours, built_in = (statistics.median(kinds[kind]["step_ms"]) for kind in (OURS, BUILT_IN))
+        ratio = round(ours / built_in, 4)
+        out.append(
+            {
+                "what": f"step time over the built-in worker's at concurrency {concurrency}, median of rounds",
+                "value": ratio,
+                "bound": f"<= {bound}",
+                "ok": ratio <= bound,
+            }
+        )
+    return out
+
+
+def versions() -> dict[str, str]:
+    names = ("dflash_sglang", "sglang", "torch", "triton", "flashinfer-python")
+    gpu = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    return {
+        **{name: importlib.metadata.version(name) for name in names},
+        "python": platform.python_version(),
+        "gpu": gpu.stdout.strip(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--accept-length", type=float, default=6.4)
+    parser.add_argument("--input", type=int, default=256)
+    parser.add_argument("--output", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--bound", type=float, default=1.03, help="of the step-time ratio to the built-in worker")
+    parser.add_argument("--mem-fraction", type=float, default=0.7)
+    parser.add_argument("--max-tokens", type=int, default=60_000)
+    parser.add_argument("--kinds", nargs="+", choices=[OURS, BUILT_IN, PLAIN], default=[OURS, BUILT_IN, PLAIN])
+    parser.add_argument("--flags", nargs="*", default=[], help="more server flags, all three: --flags=--x 1")
+    parser.add_argument("--dflash-flags", nargs="*", default=[], help="more flags of the two DFLASH servers")
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
+        logs = {kind: Path(scratch) / f"{kind}.log" for kind in arguments.kinds}
+        servers: dict[str, Server] = {}
+        # The first start fills the compilation caches that the others then share.
+        first, *others = arguments.kinds
+        servers[first] = start(first, arguments, logs[first])
+        stack.callback(servers[first].stop)
+        with ThreadPoolExecutor() as pool:
+            starts = {kind: pool.submit(start, kind, arguments, logs[kind]) for kind in others}
+        for kind, started in starts.items():
+            servers[kind] = started.result()
+            stack.callback(servers[kind].stop)
+        figures = measure(servers, arguments)
+    report = {
+        "command": ["python", "-m", "bench.serve", *sys.argv[1:]],
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "figures": figures,
+        "claims": claims(figures, arguments.bound) if {OURS, BUILT_IN} <= set(servers) else [],
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["claims"], indent=1))
+    return 0 if all(claim["ok"] for claim in report["claims"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

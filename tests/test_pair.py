@@ -1,0 +1,137 @@
+"""The trained pair: its files, its tokenizer, and C25's reference side (accept length, losslessness)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.pair import held_out_prompts, pair_directories
+from training.draft import biases_for, block_logits
+from training.evaluate import load_pair
+from training.reference import Result, Target, generate, plain_generate
+
+RECORD = json.loads((Path(pair_directories()["draft"]).parent / "record.json").read_text())
+SUBSET = slice(2, None, 5)
+NEW_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any, Any]:
+    return load_pair()
+
+
+@pytest.fixture(scope="module")
+def prompts(pair: tuple[Any, Any, Any]) -> list[list[int]]:
+    return [pair[2].encode(text) for text in held_out_prompts()[SUBSET]]
+
+
+@pytest.fixture(scope="module")
+def decoded(pair: tuple[Any, Any, Any], prompts: list[list[int]]) -> dict[int, list[Result]]:
+    target, draft, _ = pair
+    return {
+        size: [generate(target, draft, ids, NEW_TOKENS, size, ignore_eos=True) for ids in prompts]
+        for size in (16, 8)
+    }
+
+
+def test_the_tokenizer_gives_every_text_back_byte_for_byte(pair: tuple[Any, Any, Any]) -> None:
+    tokenizer = pair[2]
+    for text in (
+        "  def f(x) :\r\n\treturn x , y !  ",
+        "é, 日本語, 🙂, \x00\x7f",
+        "<|not a special",
+        *held_out_prompts(),
+    ):
+        ids = tokenizer.encode(text)
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
+    specials = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.mask_token_id,
+    )
+    assert specials == (256, 257, 258, 259)
+
+
+def test_both_checkpoints_together_stay_within_15_megabytes() -> None:
+    sizes = [f.stat().st_size for d in pair_directories().values() for f in Path(d).iterdir() if f.is_file()]
+    assert sum(sizes) == sum(RECORD["bytes"].values())
+    assert sum(sizes) <= 15_000_000
+
+
+def test_the_draft_config_is_the_published_layout_without_a_causality_flag() -> None:
+    config = json.loads((Path(pair_directories()["draft"]) / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert (config["sliding_window"], config["block_size"], config["num_target_layers"]) == (128, 16, 5)
+    assert config["dflash_config"] == {"mask_token_id": 259, "target_layer_ids": [0, 2, 4]}
+    assert not {"is_causal", "sliding_window_non_causal"} & set(config)
+    target = json.loads((Path(pair_directories()["target"]) / "config.json").read_text())
+    assert target["architectures"] == ["Qwen3ForCausalLM"]
+    shared = ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings", "eos_token_id")
+    assert [config[name] for name in shared] == [target[name] for name in shared]
+    assert target["vocab_size"] % 64 == 0
+
+
+def test_the_held_out_prompts_span_64_to_600_bytes_in_order() -> None:
+    lengths = [len(text.encode()) for text in held_out_prompts()]
+    assert len(lengths) >= 64
+    assert (lengths[0], lengths[-1]) == (64, 600)
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [16, 8])
+def test_the_reference_accept_length_is_the_recorded_one(decoded: dict[int, list[Result]], size: int) -> None:
+    recorded = RECORD["evaluation"][f"block_{size}"]
+    per_prompt = [result.mean_accept_length for result in decoded[size]]
+    expected = recorded["accept_length_per_prompt"][SUBSET]
+    assert sum(per_prompt) / len(per_prompt) == pytest.approx(sum(expected) / len(expected), rel=0.01)
+    assert recorded["accept_length"] >= 4.0
+    assert max(n for result in decoded[size] for n in result.accept_lengths) == size
+
+
+@pytest.mark.slow
+def test_the_reference_output_is_plain_greedy_decoding_token_for_token(
+    pair: tuple[Any, Any, Any], prompts: list[list[int]], decoded: dict[int, list[Result]]
+) -> None:
+    target, draft, _ = pair
+    for index, ids in enumerate(prompts):
+        plain = plain_generate(target, ids, NEW_TOKENS, ignore_eos=True)
+        assert [decoded[size][index].ids for size in (16, 8)] == [plain, plain]
+    for limit in (1, 2, 3, 18):
+        assert generate(target, draft, prompts[0], limit, ignore_eos=True).ids == decoded[16][0].ids[:limit]
+
+
+def test_the_feature_of_the_last_target_layer_is_taken_before_the_final_norm(
+    pair: tuple[Any, Any, Any],
+) -> None:
+    target = pair[0]
+    ids = list(b"import os\n")
+    _, features = Target(target, (2, 4)).forward(ids, 0)
+    with torch.no_grad():
+        states = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        torch.testing.assert_close(features[:, :256], states[3][0])
+        torch.testing.assert_close(target.model.norm(features[:, 256:]), states[-1][0])
+        assert not torch.allclose(features[:, 256:], states[-1][0], atol=0.1)
+
+
+def test_many_blocks_over_a_shared_context_equal_each_block_alone(pair: tuple[Any, Any, Any]) -> None:
+    target, draft, _ = pair
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    ids = torch.tensor(list(held_out_prompts()[30].encode())[:200])
+    _, features = Target(target, draft.shape.target_layer_ids).forward(ids.tolist(), 0)
+    anchors = torch.tensor([170, 3, 90, 12])
+    with torch.no_grad():
+        biases = biases_for(draft.model, len(ids), anchors, torch.float32)
+        together = block_logits(draft.model, target, features[None], ids[None], anchors, biases)[0]
+        for anchor, logits in zip(anchors.tolist(), together, strict=True):
+            context = draft.context_kv(features[:anchor], torch.arange(anchor))
+            block = embed(torch.tensor([ids[anchor].item()] + [draft.shape.mask_token_id] * 15))
+            alone = head(draft.block(block, torch.arange(anchor, anchor + 16), context))[1:]
+            torch.testing.assert_close(alone, logits, rtol=1e-4, atol=1e-4)
