@@ -95,12 +95,12 @@ class Server:
 
     def generate(self, **request: Any) -> Any:
         """POST /generate; `request` holds SGLang's fields (`text` or `input_ids`, `sampling_params`, ...)."""
-        with _LOCAL.open(self._post(request), timeout=600) as answer:
+        with _LOCAL.open(self._request("/generate", request), timeout=600) as answer:
             return json.loads(answer.read())
 
     def stream(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Same as `generate`, with `stream`; yields each event's object, cumulative as SGLang sends it."""
-        with _LOCAL.open(self._post({**request, "stream": True}), timeout=600) as answer:
+        with _LOCAL.open(self._request("/generate", {**request, "stream": True}), timeout=600) as answer:
             for line in answer:
                 if line.startswith(b"data:") and line.strip() != b"data: [DONE]":
                     event = json.loads(line[len(b"data:") :])
@@ -108,9 +108,13 @@ class Server:
                         raise ServerFailed(f"the server refused the request: {event['error']}")
                     yield event
 
-    def _post(self, request: dict[str, Any]) -> urllib.request.Request:
+    def post(self, path: str, **body: Any) -> None:
+        """POST `path` with a JSON body, for calls whose answer is their HTTP status."""
+        _LOCAL.open(self._request(path, body), timeout=60).close()
+
+    def _request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
         return urllib.request.Request(
-            f"{self.url}/generate", json.dumps(request).encode(), {"Content-Type": "application/json"}
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
 
     def log_text(self) -> str:
