@@ -75,9 +75,8 @@ def main() -> None:
         {**SHAPE, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": arguments.layers},
     )
     ids = [1 + i * (arguments.layers - 4) // (DRAFT_LAYERS - 1) for i in range(DRAFT_LAYERS)]
-    draft = {
-        "fc.weight": matrix(HIDDEN, len(ids) * HIDDEN), "hidden_norm.weight": ones(HIDDEN), "norm.weight": ones(HIDDEN)
-    }  # fmt: skip
+    draft = {name: ones(HIDDEN) for name in ("hidden_norm.weight", "norm.weight")}
+    draft["fc.weight"] = matrix(HIDDEN, len(ids) * HIDDEN)
     for i in range(DRAFT_LAYERS):
         draft |= layer(f"layers.{i}")
     save(

@@ -117,7 +117,9 @@ def claims(figures: Mapping[str, Any], bound: float) -> list[dict[str, Any]]:
 def versions() -> dict[str, str]:
     names = ("dflash_sglang", "sglang", "torch", "triton", "flashinfer-python")
     gpu = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
     )
     return {
         **{name: importlib.metadata.version(name) for name in names},

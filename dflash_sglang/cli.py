@@ -28,9 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="serve the packaged pair with and without DFLASH and compare")
     available = len(held_out_prompts())
     demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
-    demo.add_argument(
-        "--prompts", type=_between(1, available), default=8, help="held-out prompts (default 8)"
-    )
+    demo.add_argument("--prompts", type=_between(1, available), default=8, help="held-out prompts (default 8)")
     demo.add_argument("--max-new-tokens", type=_between(2, 1024), default=128, help="default 128")
     return parser
 

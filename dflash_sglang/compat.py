@@ -34,6 +34,7 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_LEN,
@@ -69,6 +70,7 @@ __all__ = [
     "SpecTpSync",
     "SpecTpSyncSite",
     "SpeculativeAlgorithm",
+    "SpeculativeSamplingMaskCapture",
     "UnquantizedLinearMethod",
     "WeightsMapper",
     "alloc_for_spec_decode",

@@ -21,7 +21,7 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     decisions = {
         "draft": f"{spec.architecture} ({spec.num_layers} layers: {layers})",
         "block": f"{worker.block_size} (trained {spec.block_size})",
-        "target_layers": list(spec.target_layer_ids),
+        "target_layers": list(worker.feature_layer_ids),
         "mask_token_id": spec.mask_token_id,
         "draft_attention": draft_backend,
         "draft_quantization": spec.quantization or "none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_sglang.checkpoint import draft_config, tensor_facts
-from dflash_sglang.compat_args import model_config_of, resolving_view
+from dflash_sglang.compat_args import mambaish_config, model_config_of, resolving_view
 from dflash_sglang.config import DraftConfigError, DraftSpec
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.validation import (
@@ -25,6 +25,19 @@ _KV_POOL_FLAGS = {
     "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
 }
 
+# Launches of features that this package's worker does not take part in: field, its flag, value when off, reason.
+_FLAGS_OF_THE_BUILT_IN_WORKER = (
+    ("enable_dp_attention", "--enable-dp-attention", False, "data-parallel attention"),
+    ("disaggregation_mode", "--disaggregation-mode", "null", "prefill and decode on different servers"),
+    (
+        "speculative_draft_window_size",
+        "--speculative-draft-window-size",
+        None,
+        "a window imposed on the draft",
+    ),
+    ("enable_two_batch_overlap", "--enable-two-batch-overlap", False, "two overlapping halves of a batch"),
+)
+
 
 def check_startup(server_args: Any) -> Foreign | None:
     """None when this package's worker can run the launch, else why the built-in worker does.
@@ -37,23 +50,35 @@ def check_startup(server_args: Any) -> Foreign | None:
         return None  # --enable-return-aux-hidden-states reads DFLASH as a way to capture, and runs no worker
     if not _our_device(cfg.device):
         return Foreign("--device", cfg.device, "a device without kernels of this package")
+    for field, flag, off, reason in _FLAGS_OF_THE_BUILT_IN_WORKER:
+        if getattr(cfg, field) != off:
+            return Foreign(flag, getattr(cfg, field), reason)
     serving, parallel = _serving_facts(cfg), _parallel_facts(cfg)
     problems = list(serving_problems(serving, parallel))
     if serving.draft_path is None:
         raise StartupError(problems)
     config, directory = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)
-    other = foreign(config, directory)
+    target_config = model_config_of(server_args)
+    other = foreign(config, directory) or _recurrent(target_config)
     if other is not None:
         return other
     try:
         spec = DraftSpec.from_config(config)
     except DraftConfigError as error:
         raise StartupError([*problems, config_problem(error)]) from error
-    target = TargetFacts.from_config(model_config_of(server_args).hf_text_config)
+    target = TargetFacts.from_config(target_config.hf_text_config)
     problems += draft_problems(spec, target, parallel, serving, tensor_facts(directory))
     if problems:
         raise StartupError(problems)
     return None
+
+
+def _recurrent(target_config: Any) -> Foreign | None:
+    """A target whose recurrent state has to be committed for the accepted rows only."""
+    if mambaish_config(target_config) is None:
+        return None
+    architectures = target_config.hf_config.architectures
+    return Foreign("target config architectures", architectures, "a target with recurrent layers")
 
 
 def _our_device(device: str) -> bool:

@@ -91,9 +91,7 @@ def serving_problems(serving: ServingFacts, parallel: ParallelFacts) -> Iterator
             "Add --speculative-draft-model-path.",
         )
     if parallel.pp_size != 1:
-        yield Problem(
-            "--pp-size", parallel.pp_size, "1 with DFLASH", "Remove --pp-size; use --tp-size instead."
-        )
+        yield Problem("--pp-size", parallel.pp_size, "1 with DFLASH", "Remove --pp-size; use --tp-size instead.")
     if serving.kv_pool_flag is not None:
         yield Problem(
             serving.kv_pool_flag,
@@ -252,9 +250,7 @@ def _layer_id_problems(ids: tuple[int, ...], target: TargetFacts) -> Iterator[Pr
         yield Problem(field, list(ids), "each layer once", fix)
 
 
-def _fc_problems(
-    spec: DraftSpec, ids: tuple[int, ...], tensors: Mapping[str, TensorFacts]
-) -> Iterator[Problem]:
+def _fc_problems(spec: DraftSpec, ids: tuple[int, ...], tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
     fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
     if fc is None or fc.dtype not in _UNPACKED_DTYPES:
         return  # absent or packed: the loader knows the quantisation's layout and checks it

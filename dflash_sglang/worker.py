@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_sglang.capture import ensure_capture
+from dflash_sglang.checkpoint import draft_config
 from dflash_sglang.compat import (
     BaseSpecWorker,
     CaptureHiddenMode,
@@ -22,7 +23,7 @@ from dflash_sglang.compat import (
     model_draft_parallel_spec,
     resolve_draft_parallel_layout,
 )
-from dflash_sglang.config import PluginConfig
+from dflash_sglang.config import DraftSpec, PluginConfig
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.models.context_kv import ContextKV
@@ -54,6 +55,13 @@ class DFlashWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self.device = target_worker.device
         target_runner = target_worker.model_runner
+        target_model = target_runner.model
+        config, _ = draft_config(
+            get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision
+        )
+        self.draft_spec = DraftSpec.from_config(config)
+        self.feature_layer_ids = self.draft_spec.feature_layer_ids(target_runner.model_config.num_hidden_layers)
+        ensure_capture(target_model, self.feature_layer_ids)
         self.draft_parallel_layout = resolve_draft_parallel_layout(
             model_draft_parallel_spec(
                 target_runner.spec_aux_config.draft_model_config, spec_algorithm=target_runner.spec_algorithm
@@ -73,12 +81,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_model = bundle.draft_model
         self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
 
-        target_model = target_runner.model
         self._draft_model.bind_target(target_model)
-        self.draft_spec = self._draft_model.spec
-        ensure_capture(
-            target_model, self.draft_spec.feature_layer_ids(target_runner.model_config.num_hidden_layers)
-        )
         self._context_kv = ContextKV(self._draft_model, PluginConfig.from_env().context_kv)
         logger.info(startup_line(self, bundle.resolved_attention_backend))
 
@@ -101,6 +104,7 @@ class DFlashWorker(BaseSpecWorker):
         self._reservation = SlotReservation(
             rows, self.block_size, row_width, token_to_kv_pool_allocator.page_size, self.device
         )
+        assert self.draft_spec.mask_token_id is not None  # start-up validation refuses a draft without
         self._blocks = BlockBuilder(
             self.target_worker.model_runner,
             self.block_size,

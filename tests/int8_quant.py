@@ -35,9 +35,7 @@ def int8_config(ignored: tuple[str, ...] = ()) -> Any:
                 layer.register_parameter(name, parameter)
 
         def apply(self, layer, x, bias=None):
-            return torch.nn.functional.linear(
-                x, dequantised(layer.weight, layer.weight_scale).to(x.dtype), bias
-            )
+            return torch.nn.functional.linear(x, dequantised(layer.weight, layer.weight_scale).to(x.dtype), bias)
 
     class Int8Config(QuantizationConfig):
         def get_quant_method(self, layer, prefix):

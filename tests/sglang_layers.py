@@ -17,9 +17,7 @@ from tests.tiny import draft_config, draft_tensors, write_checkpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 if DEVICE == "cpu":
-    os.environ.setdefault(
-        "SGLANG_PLATFORM", "dflash_cpu"
-    )  # before SGLang is imported: it decides its operators
+    os.environ.setdefault("SGLANG_PLATFORM", "dflash_cpu")  # before SGLang is imported: it decides its operators
 
 
 cpu_only = pytest.mark.skipif(

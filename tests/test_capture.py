@@ -125,9 +125,7 @@ def test_a_body_that_cannot_be_found_is_refused_only_where_it_would_have_to_reor
     ensure_capture(target := DFlashTarget(), [0, 1])
     del target.language_model.model.layers_to_capture
     ensure_capture(target, [0, 1])
-    with pytest.raises(
-        CaptureError, match=r"target_layer_ids=\[1, 0\]: DFlashTarget captures in layer order"
-    ):
+    with pytest.raises(CaptureError, match=r"target_layer_ids=\[1, 0\]: DFlashTarget captures in layer order"):
         ensure_capture(target, [1, 0])
 
 

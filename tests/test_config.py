@@ -34,11 +34,7 @@ CAUSALITY = {
     (None, False, None): (False, False),
     (None, False, False): (False, False),
     (None, False, True): (False, False),
-    **{
-        (True, causal, sliding): (True, True)
-        for causal in (None, True, False)
-        for sliding in (None, True, False)
-    },
+    **{(True, causal, sliding): (True, True) for causal in (None, True, False) for sliding in (None, True, False)},
     **{
         (False, causal, sliding): (False, False)
         for causal in (None, True, False)
@@ -68,16 +64,13 @@ def test_a_full_layer_stays_non_causal_when_only_sliding_layers_are_causal() -> 
 
 
 def test_the_window_counts_the_current_token_and_comes_from_any_of_its_names() -> None:
-    only_swa = spec(
-        layer_types=None, sliding_window=None, dflash_config={"use_swa": True, "swa_window_size": 9}
-    )
+    only_swa = spec(layer_types=None, sliding_window=None, dflash_config={"use_swa": True, "swa_window_size": 9})
     assert [layer.window for layer in only_swa.layers] == [9, 9]
     nested = spec(sliding_window=None, dflash_config={"sliding_window": 7})
     assert [layer.window for layer in nested.layers] == [7, None]
     # A window that no layer uses, as Hugging Face writes it into every Qwen3 config.
     assert (
-        spec(layer_types=None, sliding_window=4096).layers
-        == (LayerAttention("full_attention", False, None),) * 2
+        spec(layer_types=None, sliding_window=4096).layers == (LayerAttention("full_attention", False, None),) * 2
     )
 
 
@@ -218,9 +211,7 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
     path = tmp_path / "plugin.json"
     path.write_text(json.dumps({"context_kv": "per_layer"}))
     assert PluginConfig.from_env({}) == PluginConfig(context_kv="auto")
-    assert (
-        PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": ' {"context_kv": "stacked"} '}).context_kv == "stacked"
-    )
+    assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": ' {"context_kv": "stacked"} '}).context_kv == "stacked"
     assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": str(path)}).context_kv == "per_layer"
 
 

@@ -110,9 +110,7 @@ class Pool:
         return self.value
 
 
-def seen_positions(
-    prefix_len: int, queries: int, *, window: int | None = None, **batch: Any
-) -> list[list[int]]:
+def seen_positions(prefix_len: int, queries: int, *, window: int | None = None, **batch: Any) -> list[list[int]]:
     """The positions each query of one request reads, through the backend: value t is the t-th unit vector."""
     attn_type = batch.pop("attn_type", AttentionType.DECODER)
     total = prefix_len + queries
@@ -121,13 +119,9 @@ def seen_positions(
     units = torch.eye(total)[:, None]
     pool.value[slots[:prefix_len]] = units[:prefix_len]
     backend = TorchCpuAttention(
-        SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=slots[None].int()), token_to_kv_pool=pool
-        )
+        SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=slots[None].int()), token_to_kv_pool=pool)
     )
-    forward_batch = SimpleNamespace(
-        req_pool_indices=torch.tensor([0]), out_cache_loc=slots[prefix_len:], **batch
-    )
+    forward_batch = SimpleNamespace(req_pool_indices=torch.tensor([0]), out_cache_loc=slots[prefix_len:], **batch)
     layer = SimpleNamespace(
         layer_id=0,
         is_cross_attention=False,
@@ -251,7 +245,7 @@ def expected(pair: Any, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "speculative, arguments",
     [
-        (False, dict(page_size=16, chunked_prefill_size=64, enable_mixed_chunk=True)),
+        (False, dict(page_size=16, chunked_prefill_size=64, enable_mixed_chunk=True, device=None)),
         (True, dict(chunked_prefill_size=64)),
     ],
     ids=["plain-page16-mixed", "built-in-dflash-overlap"],

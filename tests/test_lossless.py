@@ -31,7 +31,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, hooks="poison"
     ),
     "pages_of_64_mixed_chunks": dict(
-        page_size=64, chunked_prefill_size=128, enable_mixed_chunk=True, max_total_tokens=6400, hooks="sentinels"
+        page_size=64,
+        chunked_prefill_size=128,
+        enable_mixed_chunk=True,
+        max_total_tokens=6400,
+        hooks="sentinels",
     ),
     "retracting": dict(hooks="poison", env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}),
 }
@@ -41,7 +45,9 @@ def prompts() -> list[list[int]]:
     """Prompts of 1 to 700 tokens, cut from held-out text."""
     directory = pair_directories()["target"]
     text = "\n".join(held_out_prompts())
-    ids = AutoTokenizer.from_pretrained(directory, model_max_length=1_000_000).encode(text, add_special_tokens=False)
+    ids = AutoTokenizer.from_pretrained(directory, model_max_length=1_000_000).encode(
+        text, add_special_tokens=False
+    )
     return [ids[1000 * i : 1000 * i + length] for i, length in enumerate(LENGTHS)]
 
 
@@ -66,7 +72,13 @@ def requests(continuation: dict[int, list[int]]) -> list[dict[str, Any]]:
     asked += [request(by_length[300], stop=[text[k : k + 2]]) for k in (3, 9, 16, 20)]
     asked.append(request(by_length[127], ignore_eos=False, max_new_tokens=200))
     asked.append(request(by_length[33], regex="(ab|cd){4,9}!", ignore_eos=False))
-    asked.append(request(by_length[33], json_schema='{"type":"object","properties":{"a":{"type":"integer"}}}', ignore_eos=False))
+    asked.append(
+        request(
+            by_length[33],
+            json_schema='{"type":"object","properties":{"a":{"type":"integer"}}}',
+            ignore_eos=False,
+        )
+    )
     asked.append(request(by_length[64], logit_bias={str(following[0]): -100, str(following[5]): -3}))
     asked.append(dict(request(by_length[64]), return_logprob=True, top_logprobs_num=3))
     return asked
@@ -106,7 +118,11 @@ def ours(request, plain, tmp_path_factory) -> Any:
     }
     pair = pair_directories()
     with serve(
-        Path(pair["target"]), Path(pair["draft"]), environment=environment, skip_tokenizer_init=None, **arguments
+        Path(pair["target"]),
+        Path(pair["draft"]),
+        environment=environment,
+        skip_tokenizer_init=None,
+        **arguments,
     ) as server:
         yield server, records
         if request.param == "retracting":
@@ -155,7 +171,10 @@ def test_outputs_equal_plain_decoding_in_a_batch(ours, plain):
 def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
     server, records = ours
     for asked, answer in zip(plain["asked"], plain["answers"], strict=True):
-        if asked["sampling_params"]["max_new_tokens"] == NEW_TOKENS and answer["meta_info"]["completion_tokens"] == NEW_TOKENS:
+        if (
+            asked["sampling_params"]["max_new_tokens"] == NEW_TOKENS
+            and answer["meta_info"]["completion_tokens"] == NEW_TOKENS
+        ):
             scheduler_hooks.record(records, asked["input_ids"], answer["output_ids"])
     answers = ask_at_once(server, plain["asked"])
     for path in records.iterdir():

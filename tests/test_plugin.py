@@ -191,9 +191,7 @@ def test_a_missing_symbol_is_named_with_its_module(monkeypatch: pytest.MonkeyPat
         probe.check_symbols("dflash_sglang.compat_args")
 
 
-def test_a_misspelt_plugin_config_ends_start_up(
-    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_plugin_config_ends_start_up(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_SGLANG_CONFIG", '{"context_kvs": "auto"}')
     with pytest.raises(ValueError, match="unknown key 'context_kvs'"):
         hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))

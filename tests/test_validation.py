@@ -147,9 +147,7 @@ SERVING_ROWS: dict[str, tuple[ServingFacts, ParallelFacts, str, object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("serving", "parallel", "field", "value"), SERVING_ROWS.values(), ids=SERVING_ROWS.keys()
-)
+@pytest.mark.parametrize(("serving", "parallel", "field", "value"), SERVING_ROWS.values(), ids=SERVING_ROWS.keys())
 def test_a_server_that_cannot_run_any_draft_is_one_problem(
     serving: ServingFacts, parallel: ParallelFacts, field: str, value: object
 ) -> None:

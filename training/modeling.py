@@ -60,9 +60,7 @@ class DraftShape:
             )
         window = config.get("sliding_window")
         if "sliding_attention" in types and window is None:
-            raise ValueError(
-                "sliding_window is absent: expected a width, because layer_types has sliding layers"
-            )
+            raise ValueError("sliding_window is absent: expected a width, because layer_types has sliding layers")
         theta, rotary_dim = _rope(config, head_dim)
         block = nested.get("block_size", config.get("block_size"))
         if block is None:
@@ -159,9 +157,7 @@ class Attention(nn.Module):
         k = self._rotate(self.k_norm(self.k_proj(rows).unflatten(-1, split)), positions)
         return k, self.v_proj(rows).unflatten(-1, split) * self.shape.value_scale
 
-    def forward(
-        self, rows: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor
-    ) -> Tensor:
+    def forward(self, rows: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
         """rows: [..., Q, hidden], bias: [Q, T + Q] added to the scores -> [..., Q, hidden]."""
         split = (self.shape.num_heads, self.shape.head_dim)
         q = self._rotate(self.q_norm(self.q_proj(rows).unflatten(-1, split)), positions)
@@ -219,9 +215,7 @@ class DraftModel(nn.Module):
         rows = self.context_rows(features)
         return [layer.self_attn.keys_values(rows, positions) for layer in self.layers]
 
-    def forward(
-        self, embeds: Tensor, positions: Tensor, context: ContextKV, biases: Sequence[Tensor]
-    ) -> Tensor:
+    def forward(self, embeds: Tensor, positions: Tensor, context: ContextKV, biases: Sequence[Tensor]) -> Tensor:
         """Hidden rows after the final norm, for the target's head.
 
         embeds: [..., Q, hidden], positions: [Q], biases: per layer [Q, T + Q], 0 or -inf -> [..., Q, hidden].

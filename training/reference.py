@@ -55,9 +55,7 @@ class ReferenceDraft:
     def from_weights(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ReferenceDraft:
         """Weights by z-lab name, ``model.`` before it or not; RuntimeError if one is missing or extra."""
         model = DraftModel(config)
-        model.load_state_dict(
-            {name.removeprefix("model."): w.float() for name, w in weights.items()}, strict=True
-        )
+        model.load_state_dict({name.removeprefix("model."): w.float() for name, w in weights.items()}, strict=True)
         return ReferenceDraft(model)
 
     @torch.no_grad()

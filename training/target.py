@@ -63,9 +63,7 @@ class BulkGenerator:
         device = model.lm_head.weight.device
         shape = (rows, config.num_key_value_heads, length, config.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.values = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
-        ]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
 
     def _forward(self, ids: Tensor, start: int) -> Tensor:
         """ids: [N, T] at positions start.. -> logits of the last row, [N, vocab]."""
@@ -108,9 +106,7 @@ class BulkGenerator:
         return ids
 
 
-def greedy_with_breaks(
-    rows: int, device: torch.device, temperature: float
-) -> Callable[[Tensor, int], Tensor]:
+def greedy_with_breaks(rows: int, device: torch.device, temperature: float) -> Callable[[Tensor, int], Tensor]:
     """A pick rule: greedy for 176 tokens, then sampled for 48, and again.
 
     Half the rows begin with the greedy stretch, the others at a random phase. The sampled stretches take the

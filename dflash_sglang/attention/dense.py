@@ -26,9 +26,7 @@ class QueryGroup:
     context_lens: torch.Tensor  # [rows] positions 0 .. context_len-1 exist
     masks: dict[tuple[bool, int | None, int, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(
-        self, causal: bool, window_left: int | None, heads: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    def mask(self, causal: bool, window_left: int | None, heads: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask `[rows, 1, heads * queries, context]` (heads outer), or None if all is visible.
 
         A query at q sees keys k <= q when causal, every k of its context otherwise; with a window also

@@ -62,9 +62,7 @@ def as_float(found: tuple[str, Any]) -> float:
     """The number of a found field, which must be positive."""
     field, value = found
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise DraftConfigError(
-            field, value, "a positive number", f"Correct {field} in the draft's config.json."
-        )
+        raise DraftConfigError(field, value, "a positive number", f"Correct {field} in the draft's config.json.")
     return float(value)
 
 

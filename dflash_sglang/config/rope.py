@@ -61,9 +61,7 @@ def rope(fields: Fields, head_dim: int) -> RopeSpec:
     )
 
 
-def _first(
-    fields: Fields, params: Mapping[str, Any], source: str, name: str, default: Any
-) -> tuple[str, Any]:
+def _first(fields: Fields, params: Mapping[str, Any], source: str, name: str, default: Any) -> tuple[str, Any]:
     if params.get(name) is not None:
         return f"{source}.{name}", params[name]
     return fields.shape(name, default)

@@ -72,9 +72,7 @@ class Server:
         deadline = time.monotonic() + timeout
         while not self._answers():
             if self.process.poll() is not None:
-                raise ServerFailed(
-                    f"the server ended with exit code {self.process.returncode}\n{self.log_tail()}"
-                )
+                raise ServerFailed(f"the server ended with exit code {self.process.returncode}\n{self.log_tail()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the server was not ready after {timeout:.0f} s\n{self.log_tail()}")
             on_wait()
@@ -89,9 +87,13 @@ class Server:
 
     def get(self, path: str) -> Any:
         """Returns the decoded JSON body of GET `path`, or None when the body is empty."""
-        with _LOCAL.open(self.url + path, timeout=30) as answer:
-            body = answer.read()
+        body = self.text(path)
         return json.loads(body) if body else None
+
+    def text(self, path: str) -> str:
+        """Returns the body of GET `path`."""
+        with _LOCAL.open(self.url + path, timeout=30) as answer:
+            return answer.read().decode()
 
     def generate(self, **request: Any) -> Any:
         """POST /generate; `request` holds SGLang's fields (`text` or `input_ids`, `sampling_params`, ...)."""

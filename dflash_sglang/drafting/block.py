@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.kernels.prepare_block import prepare_block
+from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, prepare_block
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -44,30 +44,34 @@ class BlockBuilder:
         self._row_limit = row_limit
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
         max_requests = self._req_to_token.shape[0]
-        shape, device = (max_requests, block_size), self._req_to_token.device
-        self._ids = torch.empty(shape, dtype=torch.int64, device=device)
-        self._positions = torch.empty(shape, dtype=torch.int64, device=device)
-        self._slots = torch.empty(shape, dtype=torch.int64, device=device)
-        self._prefix_lens = torch.empty(max_requests, dtype=torch.int64, device=device)
+
+        def buffer(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int64, device=self._req_to_token.device)
+
+        self._buffers = BlockTensors(
+            ids=buffer(max_requests, block_size),
+            positions=buffer(max_requests, block_size),
+            slots=buffer(max_requests, block_size),
+            prefix_lens=buffer(max_requests),
+        )
 
     def build(self, batch: ScheduleBatch) -> Block:
         """The blocks of a decode batch whose slots `prepare_for_decode` has reserved."""
-        bs, block_size = len(batch.reqs), self._ids.shape[1]
-        ids, positions, slots = self._ids[:bs], self._positions[:bs], self._slots[:bs]
-        prefix_lens = self._prefix_lens[:bs]
-        prepare_block(
-            batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token,
-            self._mask_token_id, self._row_limit, ids, positions, slots, prefix_lens,
-        )  # fmt: skip
+        bs, block_size = len(batch.reqs), self._buffers.ids.shape[1]
+        tensors = BlockTensors(*(buffer[:bs] for buffer in self._buffers))
+        sources = BlockSources(
+            batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
+        )
+        prepare_block(sources, self._mask_token_id, self._row_limit, tensors)
         if batch.seq_lens_cpu is not None:
             kv_len_bounds = (batch.seq_lens_cpu + block_size).clamp_(max=self._row_limit)
         else:
             kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
         loc_plan = self._runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
-            seq_lens=prefix_lens,
+            seq_lens=tensors.prefix_lens,
             seq_lens_cpu=kv_len_bounds - block_size,
-            write_virtual=slots.view(-1),
+            write_virtual=tensors.slots.view(-1),
             read_extent=block_size,
         )
-        return Block(ids, positions, slots, prefix_lens, kv_len_bounds, loc_plan)
+        return Block(*tensors, kv_len_bounds, loc_plan)

@@ -50,9 +50,7 @@ def accept_triton(tokens: torch.Tensor, target_ids: torch.Tensor, prefix_lens: t
         torch.empty(bs, dtype=torch.int64, device=tokens.device),
         torch.empty(bs, dtype=torch.int64, device=tokens.device),
     )
-    _accept_kernel[(bs,)](
-        tokens, target_ids, prefix_lens, *out, BLOCK=block, LANES=triton.next_power_of_2(block)
-    )
+    _accept_kernel[(bs,)](tokens, target_ids, prefix_lens, *out, BLOCK=block, LANES=triton.next_power_of_2(block))
     return out
 
 

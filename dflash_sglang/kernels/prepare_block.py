@@ -2,68 +2,81 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 
-def prepare_block(
-    bonus_tokens: torch.Tensor,  # [bs] last committed token of each request
-    seq_lens: torch.Tensor,  # [bs] committed tokens whose KV is written
-    req_pool_indices: torch.Tensor,  # [bs] row of req_to_token
-    req_to_token: torch.Tensor,  # [max_requests, row_width] int32 slots
-    mask_token_id: int,
-    row_limit: int,
-    ids: torch.Tensor,  # out [bs, block]
-    positions: torch.Tensor,  # out [bs, block]
-    slots: torch.Tensor,  # out [bs, block]
-    prefix_lens: torch.Tensor,  # out [bs]
-) -> None:
+class BlockTensors(NamedTuple):
+    """What `prepare_block` fills."""
+
+    ids: torch.Tensor  # [bs, block]
+    positions: torch.Tensor  # [bs, block]
+    slots: torch.Tensor  # [bs, block]
+    prefix_lens: torch.Tensor  # [bs]
+
+
+class BlockSources(NamedTuple):
+    """What `prepare_block` reads."""
+
+    bonus_tokens: torch.Tensor  # [bs] last committed token of each request
+    seq_lens: torch.Tensor  # [bs] committed tokens whose KV is written
+    req_pool_indices: torch.Tensor  # [bs] row of req_to_token
+    req_to_token: torch.Tensor  # [max_requests, row_width] int32 slots
+
+
+def prepare_block(sources: BlockSources, mask_token_id: int, row_limit: int, out: BlockTensors) -> None:
     """Fill the block of every request: last token + masks, at the positions after its prefix.
 
     A request that outran its row (it has already finished, and its result is still in flight) is moved
     back so that the block ends at `row_limit`: it then only touches slots of its own that nothing commits.
     """
-    if seq_lens.is_cuda:
-        launch = prepare_block_triton
-    else:
-        launch = prepare_block_torch
-    launch(
-        bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, row_limit,
-        ids, positions, slots, prefix_lens,
-    )  # fmt: skip
+    launch = prepare_block_triton if sources.seq_lens.is_cuda else prepare_block_torch
+    launch(sources, mask_token_id, row_limit, out)
 
 
-def prepare_block_torch(
-    bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, row_limit, ids, positions, slots, prefix_lens
-) -> None:  # fmt: skip
+def prepare_block_torch(sources: BlockSources, mask_token_id: int, row_limit: int, out: BlockTensors) -> None:
     """The definition of `prepare_block` in torch operations."""
-    block = ids.shape[1]
-    torch.clamp(seq_lens, max=row_limit - block, out=prefix_lens)
-    ids.fill_(mask_token_id)
-    ids[:, 0] = bonus_tokens
-    torch.add(prefix_lens[:, None], torch.arange(block, device=ids.device), out=positions)
-    slots.copy_(req_to_token[req_pool_indices.long()[:, None], positions])
+    block = out.ids.shape[1]
+    torch.clamp(sources.seq_lens, max=row_limit - block, out=out.prefix_lens)
+    out.ids.fill_(mask_token_id)
+    out.ids[:, 0] = sources.bonus_tokens
+    torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
+    out.slots.copy_(sources.req_to_token[sources.req_pool_indices.long()[:, None], out.positions])
 
 
-def prepare_block_triton(
-    bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, row_limit, ids, positions, slots, prefix_lens
-) -> None:  # fmt: skip
+def prepare_block_triton(sources: BlockSources, mask_token_id: int, row_limit: int, out: BlockTensors) -> None:
     """`prepare_block` as one Triton launch, one program per request."""
-    bs, block = ids.shape
+    bs, block = out.ids.shape
     _prepare_block_kernel[(bs,)](
-        bonus_tokens, seq_lens, req_pool_indices, req_to_token, ids, positions, slots, prefix_lens,
-        req_to_token.stride(0), mask_token_id, row_limit,
-        BLOCK=block, LANES=triton.next_power_of_2(block),
-    )  # fmt: skip
+        *sources,
+        *out,
+        sources.req_to_token.stride(0),
+        mask_token_id,
+        row_limit,
+        BLOCK=block,
+        LANES=triton.next_power_of_2(block),
+    )
 
 
 @triton.jit
 def _prepare_block_kernel(
-    bonus_ptr, seq_lens_ptr, req_ptr, req_to_token_ptr, ids_ptr, positions_ptr, slots_ptr, prefix_ptr,
-    row_stride, mask_token_id, row_limit,
-    BLOCK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    bonus_ptr,
+    seq_lens_ptr,
+    req_ptr,
+    req_to_token_ptr,
+    ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    prefix_ptr,
+    row_stride,
+    mask_token_id,
+    row_limit,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
     request = tl.program_id(0)
     lane = tl.arange(0, LANES)
     live = lane < BLOCK

@@ -46,6 +46,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
 
+    def get_device(self, device_id: int = 0) -> str:
+        """The default of `--device`; the in-tree CPU mixin's `torch.device` is not what SGLang parses."""
+        return "cpu"
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Names the attention backend where the user named none; SGLang's own for x86 needs AMX kernels."""
         if server_args.attention_backend is None:

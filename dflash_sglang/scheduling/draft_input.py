@@ -29,9 +29,7 @@ class SlotReservation:
         self.page_size = page_size
         self.row_limit = row_width // page_size * page_size
         pinned = is_pin_memory_available(device)
-        self._host = [
-            torch.empty(2 * max_requests, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)
-        ]
+        self._host = [torch.empty(2 * max_requests, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
         self._device = torch.empty(2 * max_requests, dtype=torch.int32, device=device)
         self._turn = 0
 
@@ -103,6 +101,8 @@ class DFlashDraftInput(DFlashDraftInputV2):
         batch.maybe_evict_swa()
         if batch.sampling_info.penalizer_orchestrator.is_required:
             batch.cumulate_penalty_output_tokens()
+        if batch.sampling_info.sampling_mask_batch_indices is not None:
+            self.max_top_k = max(req.sampling_params.top_k for req in batch.reqs)
         committed, reserved = self.reservation.reserve(batch)
         for req in batch.reqs:
             req.decode_batch_idx += 1

@@ -12,6 +12,7 @@ from dflash_sglang.compat import (
     GrammarTree,
     SpecTpSync,
     SpecTpSyncSite,
+    SpeculativeSamplingMaskCapture,
     build_grammar_vocab_mask,
     compute_spec_logprobs,
     get_dp_tp_group,
@@ -59,7 +60,7 @@ class Verifier:
         grammar_barrier: Callable[[], None] | None,
     ) -> Verified:
         """Run the target over `tokens` and accept. Changes `batch`, which the scheduler restores."""
-        sampling_info = batch.sampling_info
+        sampling_info, draft_input = batch.sampling_info, batch.spec_info
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
         forward = self._forward(batch, block, tokens)
@@ -76,7 +77,8 @@ class Verifier:
             )
         adjust_logits(logits, sampling_info, grammar_mask, self._block_size)
         consumed = logits
-        if batch.return_logprob and not sampling_info.is_all_greedy:
+        reread = batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None
+        if reread and not sampling_info.is_all_greedy:
             consumed = logits.clone()  # the sampler turns its input into probabilities
         target_ids = choose_tokens(
             consumed, sampling_info, block.positions.view(-1), self._runner.sampler, self._block_size
@@ -90,6 +92,17 @@ class Verifier:
         accepted = accept(tokens, target_ids, block.prefix_lens)
         if self._simulated:
             target_ids, accepted = simulate(tokens, target_ids, block.prefix_lens)
+        sampling_masks = SpeculativeSamplingMaskCapture.from_logits(
+            sampling_info,
+            next_token_logits=logits,
+            draft_input=draft_input,
+            draft_token_num=self._block_size,
+            bs=block.batch_size,
+        )
+        if sampling_masks is not None:
+            logits_output.sampling_mask_output = sampling_masks.build_output(
+                out_tokens=target_ids, commit_lens=accepted.commit_lens
+            )
         if batch.return_logprob:
             compute_spec_logprobs(batch, logits_output, target_ids.view(-1), chain_stride=self._block_size)
         features = logits_output.hidden_states
@@ -114,9 +127,7 @@ class Verifier:
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
         batch.seq_lens_sum = int(block.kv_len_bounds.sum())
-        forward_batch, _ = verify_input.prepare_for_verify(
-            batch, self._worker, defer_metadata_init=attn_dp
-        )
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=attn_dp)
         if attn_dp and (batch.is_extend_in_batch or _any_rank_idle(forward_batch)):
             # Ranks that are idle or prefilling count tokens unpadded; a replayed graph would disagree.
             forward_batch.can_run_decode_cuda_graph = False

@@ -23,11 +23,12 @@ def slot_table(rows: int, width: int) -> torch.Tensor:
 
 
 def prepare(device, launch, bonus, seq_lens, requests, table, block, row_limit):
-    bs = len(bonus)
-    shape = (bs, block)
-    out = [torch.full(shape, -7, device=device) for _ in range(3)] + [torch.full((bs,), -7, device=device)]
+    out = block_kernels.BlockTensors(
+        *(torch.full((len(bonus), block), -7, device=device) for _ in range(3)),
+        torch.full((len(bonus),), -7, device=device),
+    )
     launch(
-        *(torch.tensor(x, device=device) for x in (bonus, seq_lens, requests)), table.to(device), MASK, row_limit, *out
+        block_kernels.BlockSources(*on(device, bonus, seq_lens, requests), table.to(device)), MASK, row_limit, out
     )
     return out
 
