@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -143,8 +144,8 @@ def main() -> int:
     parser.add_argument("--mem-fraction", type=float, default=0.7)
     parser.add_argument("--max-tokens", type=int, default=60_000)
     parser.add_argument("--kinds", nargs="+", choices=[OURS, BUILT_IN, PLAIN], default=[OURS, BUILT_IN, PLAIN])
-    parser.add_argument("--flags", nargs="*", default=[], help="more server flags, all three: --flags=--x 1")
-    parser.add_argument("--dflash-flags", nargs="*", default=[], help="more flags of the two DFLASH servers")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
+    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of the DFLASH servers")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:

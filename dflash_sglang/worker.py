@@ -83,7 +83,8 @@ class DFlashWorker(BaseSpecWorker):
 
         self._draft_model.bind_target(target_model)
         self._context_kv = ContextKV(self._draft_model, PluginConfig.from_env().context_kv)
-        logger.info(startup_line(self, bundle.resolved_attention_backend))
+        if get_parallel().tp_rank == 0:
+            logger.info(startup_line(self, bundle.resolved_attention_backend))
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
@@ -116,6 +117,8 @@ class DFlashWorker(BaseSpecWorker):
         )
         self._verifier = Verifier(self.target_worker, self.block_size)
         self._context_kv.bind(self._draft_runner.token_to_kv_pool)
+        if get_parallel().tp_rank == 0:
+            logger.info("dflash_sglang context KV: %s", self.context_kv_decision)
 
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
@@ -148,7 +151,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """One step of a batch; `on_publish` takes the new lengths as soon as they are known on the device."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._prefill(batch, on_publish)
+            return self._prefill(batch, on_publish, grammar_barrier)
         if batch.forward_mode.is_idle():
             return self._idle(batch, on_publish)
         return self._decode(batch, on_publish, grammar_barrier)
@@ -176,8 +179,11 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=verified.forward.indexer_topk_output,
         )
 
-    def _prefill(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+    def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self._wait_for_fused_hicache_load(batch)
+        if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
+            # A mixed batch samples for decoding requests too: their grammars must know the last step's tokens.
+            grammar_barrier()
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )

@@ -153,3 +153,32 @@ def test_a_weight_update_of_the_draft_reaches_the_stacked_projection(tmp_path, f
     for layer, kv in enumerate(expected):
         for buffer, wanted in zip(pool.get_kv_buffer(layer), kv, strict=True):
             torch.testing.assert_close(buffer[SLOTS].cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(layers.DEVICE == "cpu", reason="SGLang's fp8 method needs a CUDA GPU")
+def test_an_fp8_draft_writes_the_rows_that_its_own_layers_compute(tmp_path):
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    from dflash_sglang.models.context_kv import ContextKV
+
+    shape = dict(hidden_size=256, head_dim=64, intermediate_size=512)
+    features = torch.randn(5, 3 * 256, generator=torch.Generator().manual_seed(11)).to(layers.DEVICE).bfloat16()
+    dense = layers.make_draft(tmp_path / "dense", torch.bfloat16, **shape)
+    fp8 = Fp8Config(is_checkpoint_fp8_serialized=False, activation_scheme="dynamic")
+    model = layers.make_draft(tmp_path / "fp8", torch.bfloat16, fp8, **shape)
+    for module in model.modules():
+        if getattr(module, "quant_method", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
+    assert model.layers[0].self_attn.qkv_proj.weight.dtype == torch.float8_e4m3fn
+    context = ContextKV(model)
+    assert context.form == "per_layer"
+    rows = context.project(features)
+    positions = POSITIONS.to(layers.DEVICE)
+    written_rows = written(model, "auto", features, torch.bfloat16)
+    dense_rows = written(dense, "auto", features, torch.bfloat16)
+    for layer, of_fp8, of_dense in zip(model.layers, written_rows, dense_rows, strict=True):
+        own = layer.self_attn.context_key_value(rows, positions)
+        for got, computed, unquantised in zip(of_fp8, own, of_dense, strict=True):
+            assert torch.equal(got.flatten(1), computed.float().cpu())
+            assert (got - unquantised).norm() < 0.1 * unquantised.norm()

@@ -125,8 +125,9 @@ def ours(request, plain, tmp_path_factory) -> Any:
         **arguments,
     ) as server:
         yield server, records
+        print(server.log_tail(60))  # shown with a failure
         if request.param == "retracting":
-            assert "Retract requests" in server.log_text()
+            assert "Testing retraction" in server.log_text()
 
 
 def ask_at_once(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,7 +183,7 @@ def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
     assert_equal(answers, plain)
     histogram = [0] * 16
     for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+        for accepted, count in enumerate(answer["meta_info"].get("spec_correct_drafts_histogram", [])):
             histogram[accepted] += count
     assert sum(count > 0 for count in histogram) >= 12, f"accepted proposals per step: {histogram}"
 

@@ -49,12 +49,13 @@ class ContextKV:
         else:
             self._why = obstacle or "no qkv_proj is quantised"
         self._stack = _Stack(self._attentions) if self.form == "stacked" else None
-        self._why_writer = "no pool is bound"
+        self._why_writer: str | None = None
 
     @property
     def reason(self) -> str:
         """Form of the projection and way to the pool with their reasons, for the start-up line."""
-        return f"{self.form} ({self._why}), {self._why_writer}"
+        projection = f"{self.form} ({self._why})"
+        return projection if self._why_writer is None else f"{projection}, {self._why_writer}"
 
     def bind(self, pool: Any) -> None:
         """pool: the draft's token-to-KV pool, when its buffers have their final addresses; before capture."""

@@ -1,0 +1,98 @@
+"""Accept length of the trained pair on this machine against the reference loop's, and its speed.
+
+python -m bench.pair --out FILE
+
+Serves the pair in bfloat16 with this package's worker and without speculation, sends the held-out prompts one
+by one, greedy, as many new tokens as the record has, and compares with `dflash_sglang/pair/record.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.serve import ENVIRONMENT, OURS, PLAIN, READY_TIMEOUT, assert_worker, versions
+from dflash_sglang import pair
+from dflash_sglang.demo.server import Server, free_port
+
+TOLERANCE = 0.02
+
+
+def decode(kind: str, prompts: list[list[int]], new_tokens: int, log: Path) -> dict[str, Any]:
+    """One server of a kind: its outputs, verify steps and tokens per second."""
+    directories, port = pair.pair_directories(), free_port()
+    flags = ["--model-path", directories["target"], "--skip-tokenizer-init", "--port", str(port)]
+    flags += ["--max-total-tokens", "60000", "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "8"]
+    if kind == OURS:
+        flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", directories["draft"]]
+    command = [sys.executable, "-m", "sglang.launch_server", *flags]
+    with Server(command, port=port, environment={**os.environ, **ENVIRONMENT[kind]}, log=log) as server:
+        server.wait_ready(READY_TIMEOUT)
+        assert_worker(kind, server.log_text())
+        sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+        server.generate(input_ids=prompts[0], sampling_params=sampling)
+        server.post("/flush_cache")
+        start = time.perf_counter()
+        answers = [server.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+        elapsed = time.perf_counter() - start
+    outputs = [answer["output_ids"] for answer in answers]
+    steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    after_the_first = sum(len(output) - 1 for output in outputs)
+    return {
+        "outputs": outputs,
+        "verify_steps": steps,
+        "new_tokens_after_the_first_per_step": after_the_first / steps if steps else 1.0,
+        "tokens_per_second": sum(map(len, outputs)) / elapsed,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    arguments = parser.parse_args()
+    record = json.loads((Path(pair.__file__).parent / "record.json").read_text())["evaluation"]
+    prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    with tempfile.TemporaryDirectory() as scratch:
+        results = {
+            kind: decode(kind, prompts, record["new_tokens"], Path(scratch) / kind) for kind in (OURS, PLAIN)
+        }
+    ours, plain = (results[kind].pop("outputs") for kind in (OURS, PLAIN))
+    reference = record["block_16"]["new_tokens_after_the_first_per_step"]
+    ratio = results[OURS]["new_tokens_after_the_first_per_step"] / reference
+    report = {
+        "command": ["python", "-m", "bench.pair", *sys.argv[1:]],
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "prompts": len(prompts),
+        "new_tokens": record["new_tokens"],
+        "reference_new_tokens_after_the_first_per_step": reference,
+        "figures": results,
+        "outputs_equal_to_plain_decoding": sum(a == b for a, b in zip(ours, plain, strict=True)),
+        "claims": [
+            {
+                "what": "accept length over the reference loop's, block 16, bfloat16, CUDA graphs",
+                "value": round(ratio, 4),
+                "bound": f"within {TOLERANCE:.0%} of 1",
+                "ok": abs(ratio - 1) <= TOLERANCE,
+            }
+        ],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(
+        json.dumps(
+            {key: report[key] for key in ("figures", "outputs_equal_to_plain_decoding", "claims")}, indent=1
+        )
+    )
+    return 0 if all(claim["ok"] for claim in report["claims"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
