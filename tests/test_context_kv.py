@@ -68,10 +68,11 @@ def test_both_forms_write_the_references_rows_into_the_given_slots_only(tmp_path
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
 def test_stacked_equals_per_layer_in_bfloat16(tmp_path, features, overrides, pool_dtype):
     model = layers.make_draft(tmp_path, torch.bfloat16, **overrides)
-    step = torch.finfo(pool_dtype).eps  # one rounding of the pool's type where the order of a sum shows
+    # One rounding where the order of a sum shows; rotation carries it from a large element to a small one.
+    step = torch.finfo(pool_dtype).eps
     forms = [written(model, form, features, pool_dtype) for form in ("stacked", "per_layer")]
     for (k, v), (wanted_k, wanted_v) in zip(*forms, strict=True):
-        torch.testing.assert_close(k, wanted_k, rtol=step, atol=step / 8)
+        torch.testing.assert_close(k, wanted_k, rtol=step, atol=step * float(wanted_k.abs().max()))
         torch.testing.assert_close(v, wanted_v, rtol=step, atol=step / 8)
 
 
