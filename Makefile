@@ -28,10 +28,11 @@ demo: $(INSTALLED)
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
-# The dependencies as wheels only, then the project itself, editable.
+# The dependencies as wheels only, then the project itself, editable. Bytecode is compiled once, here: every server
+# is several processes that import SGLang, twice as fast with it.
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --only-binary :all: --requirement pyproject.toml --extra test
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --only-binary :all: --compile-bytecode --requirement pyproject.toml --extra test
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 64, 127, 300, 700)
 NEW_TOKENS = 60
+BLOCK = 16
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "synchronous_pages_of_16_chunked": dict(
@@ -66,7 +67,7 @@ def requests(continuation: dict[int, list[int]]) -> list[dict[str, Any]]:
     asked = [request(prompt) for prompt in by_length.values()]
     asked += [request(by_length[64], max_new_tokens=n) for n in (1, 2, 3)]
     following = continuation[64]
-    first_seen = [k for k in range(NEW_TOKENS) if following.index(following[k]) == k]
+    first_seen = [k for k in range(2 * BLOCK) if following.index(following[k]) == k]
     asked += [request(by_length[64], stop_token_ids=[following[k]]) for k in first_seen]
     text = bytes(i for i in continuation[300] if i < 256).decode(errors="replace")
     asked += [request(by_length[300], stop=[text[k : k + 2]]) for k in (3, 9, 16, 20)]
@@ -181,7 +182,7 @@ def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
     for path in records.iterdir():
         path.unlink()
     assert_equal(answers, plain)
-    histogram = [0] * 16
+    histogram = [0] * BLOCK
     for answer in answers:
         for accepted, count in enumerate(answer["meta_info"].get("spec_correct_drafts_histogram", [])):
             histogram[accepted] += count

@@ -100,6 +100,10 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         attn_dp_size=1,
         attn_cp_size=1,
         pp_size=1,
+        enable_dp_attention=False,
+        disaggregation_mode="null",
+        speculative_draft_window_size=None,
+        enable_two_batch_overlap=False,
     )
     return SimpleNamespace(**{**values, **overrides})
 
@@ -119,7 +123,11 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     target = SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320)
     monkeypatch.setattr(startup, "resolving_view", lambda args: args)
-    monkeypatch.setattr(startup, "model_config_of", lambda args: SimpleNamespace(hf_text_config=target))
+    model_config = SimpleNamespace(
+        hf_text_config=target, hf_config=SimpleNamespace(architectures=["TargetForCausalLM"])
+    )
+    monkeypatch.setattr(startup, "model_config_of", lambda args: model_config)
+    monkeypatch.setattr(startup, "mambaish_config", lambda config: None)
     monkeypatch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
     monkeypatch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
     return SimpleNamespace(
@@ -139,8 +147,34 @@ def test_a_foreign_draft_gets_the_built_in_worker_and_one_warning(
     assert "dflash_config.projector_type='domino'" in record.message and "DFlashWorkerV2" in record.message
 
 
-def test_a_device_without_our_kernels_gets_the_built_in_worker(pair: SimpleNamespace) -> None:
-    assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain, device="npu")) is BuiltInWorker
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"device": "npu"}, "--device='npu'"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention=True"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode='decode'"),
+        ({"speculative_draft_window_size": 64}, "--speculative-draft-window-size=64"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap=True"),
+    ],
+    ids=str,
+)
+def test_a_launch_outside_of_our_worker_gets_the_built_in_one_and_a_warning(
+    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture, overrides: dict, named: str
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
+        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain, **overrides)) is BuiltInWorker
+    assert named in caplog.text and "DFlashWorkerV2" in caplog.text
+
+
+def test_a_target_with_recurrent_layers_gets_the_built_in_worker(
+    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_sglang import startup
+
+    monkeypatch.setattr(startup, "mambaish_config", lambda config: object())
+    with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
+        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain)) is BuiltInWorker
+    assert "target config architectures=['TargetForCausalLM']" in caplog.text
 
 
 def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:

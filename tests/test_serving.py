@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def test_the_engine_api_serves_a_narrower_block_with_the_reference_loops_accept_
 
 
 def test_sglang_serve_runs_our_worker(served):
-    with serve(TARGET, DRAFT, environment=REQUIRE, command=("-m", "sglang.cli.main", "serve")) as server:
+    sglang = str(Path(sys.executable).parent / "sglang")
+    with serve(TARGET, DRAFT, environment=REQUIRE, command=(sglang, "serve")) as server:
         answer = server.generate(input_ids=prompts()[0], sampling_params=greedy_params(NEW_TOKENS))
         assert "dflash_sglang" in server.log_text() and "worker active" in server.log_text()
     assert answer["output_ids"] == served["plain"]["answers"][0]["output_ids"]

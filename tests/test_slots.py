@@ -101,7 +101,8 @@ def reservation(block: int, row_width: int, page: int) -> Any:
     data=st.data(),
 )
 def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(block, page, context, data):
-    row_width = context + 2 * block + page
+    # As SGLang sizes a row: too short for two blocks past the context limit where pages are of one token.
+    row_width = context + (4 + block if page == 1 else 2 * block + page - 1)
     committed = data.draw(st.lists(st.integers(1, context), min_size=1, max_size=8))
     allocated = [-(-(c + data.draw(st.integers(0, 2 * block))) // page) * page for c in committed]
     limit = row_width // page * page

@@ -1,0 +1,39 @@
+"""An IDLE batch: empty results of the usual types, the target's collectives where ranks depend on them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+class Verifier:
+    def __init__(self) -> None:
+        self.idle_batches = 0
+
+    def verify_idle(self, batch) -> None:
+        self.idle_batches += 1
+
+
+@pytest.mark.parametrize("data_parallel_attention", [False, True])
+def test_an_idle_step_publishes_nothing_and_verifies_only_for_data_parallel_neighbours(
+    monkeypatch, data_parallel_attention
+):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from dflash_sglang import worker as module
+    from dflash_sglang.scheduling.draft_input import DFlashDraftInput
+
+    monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=data_parallel_attention))
+    worker = object.__new__(module.DFlashWorker)
+    worker.device, worker.block_size, worker._reservation, worker._verifier = "cpu", 16, None, Verifier()
+    published: list[torch.Tensor] = []
+    batch = SimpleNamespace(forward_mode=ForwardMode.IDLE, is_extend_in_batch=False)
+    result = worker.forward_batch_generation(batch, on_publish=published.append)
+    assert worker._verifier.idle_batches == int(data_parallel_attention)
+    assert [lens.tolist() for lens in published] == [[]]
+    assert result.next_token_ids.tolist() == result.accept_lens.tolist() == result.new_seq_lens.tolist() == []
+    assert (result.accept_lens.dtype, result.next_token_ids.dtype) == (torch.int32, torch.int64)
+    assert isinstance(result.next_draft_input, DFlashDraftInput)
+    assert result.next_draft_input.bonus_tokens.shape == (0,)
