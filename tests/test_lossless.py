@@ -151,22 +151,32 @@ def logprob_values(answer: dict[str, Any], field: str) -> list[float]:
     return [number for triple in triples for number in triple[:2]]
 
 
-def test_outputs_equal_plain_decoding_one_by_one_and_after_a_prefix_hit(ours, plain):
+def test_outputs_equal_plain_decoding_one_by_one_cold_and_warm(ours, plain):
     server, _ = ours
     server.post("/flush_cache")
     cold = [server.generate(**one) for one in plain["asked"]]
     assert_equal(cold, plain)
     warm = [server.generate(**one) for one in plain["asked"]]
     assert_equal(warm, plain)
-    longest = LENGTHS.index(700)
-    assert warm[longest]["meta_info"]["cached_tokens"] >= 640
     # Proposals are the draft's: a row of NaN among the keys that it reads would leave none accepted.
     whole = cold[: len(LENGTHS)]
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in whole)
     assert sum(len(answer["output_ids"]) - 1 for answer in whole) >= 3 * steps
-    # Acceptance after the hit is the cold run's: the context KV in the cache is complete.
-    steps = [a[longest]["meta_info"]["spec_verify_ct"] for a in (cold, warm)]
-    assert steps[0] == steps[1]
+
+
+def test_acceptance_after_a_prefix_hit_is_the_cold_runs(ours):
+    """The next turn of a conversation: rows that verify wrote serve as well as rows that prefill writes."""
+    server, _ = ours
+    prompt = prompts()[LENGTHS.index(700)]
+    server.post("/flush_cache")
+    answer = server.generate(**request(prompt, max_new_tokens=200))
+    turn = request(prompt + answer["output_ids"], max_new_tokens=100)
+    after_hit = server.generate(**turn)
+    server.post("/flush_cache")
+    cold = server.generate(**turn)
+    assert after_hit["meta_info"]["cached_tokens"] >= 832 > cold["meta_info"]["cached_tokens"]
+    assert after_hit["output_ids"] == cold["output_ids"]
+    assert after_hit["meta_info"]["spec_verify_ct"] == cold["meta_info"]["spec_verify_ct"]
 
 
 def test_outputs_equal_plain_decoding_in_a_batch(ours, plain):
