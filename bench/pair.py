@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.serve import ENVIRONMENT, OURS, PLAIN, READY_TIMEOUT, assert_worker, versions
+from bench.serve import ENVIRONMENT, OURS, PLAIN, versions, wait_for
 from dflash_sglang import pair
 from dflash_sglang.demo.server import Server, free_port
 
@@ -34,8 +34,7 @@ def decode(kind: str, prompts: list[list[int]], new_tokens: int, log: Path) -> d
         flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", directories["draft"]]
     command = [sys.executable, "-m", "sglang.launch_server", *flags]
     with Server(command, port=port, environment={**os.environ, **ENVIRONMENT[kind]}, log=log) as server:
-        server.wait_ready(READY_TIMEOUT)
-        assert_worker(kind, server.log_text())
+        wait_for(kind, server)
         sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
         server.generate(input_ids=prompts[0], sampling_params=sampling)
         server.post("/flush_cache")

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ SIGNATURE = {OURS: "dflash_sglang", BUILT_IN: "Initialized DFLASH draft runner"}
 READY_TIMEOUT = 400.0  # seconds; a first start compiles kernels
 
 
-def start(kind: str, arguments: argparse.Namespace, log: Path) -> Server:
-    """A ready server of one kind. Raises RuntimeError when its log does not show that kind's worker."""
+def server_of(kind: str, arguments: argparse.Namespace, log: Path) -> Server:
+    """The server of one kind on a free port, not started yet."""
     port = free_port()
     flags = [
         "--model-path", arguments.target, "--skip-tokenizer-init", "--port", str(port), "--host", "127.0.0.1",
@@ -54,17 +53,14 @@ def start(kind: str, arguments: argparse.Namespace, log: Path) -> Server:
     environment = {
         **os.environ, **ENVIRONMENT[kind], "SGLANG_SIMULATE_ACC_LEN": str(arguments.accept_length),
     }  # fmt: skip
-    server = Server(
-        [sys.executable, "-m", "sglang.launch_server", *flags], port=port, environment=environment, log=log
-    )
-    server.__enter__()
-    try:
-        server.wait_ready(READY_TIMEOUT)
-        assert_worker(kind, server.log_text())
-    except BaseException:
-        server.stop()
-        raise
-    return server
+    command = [sys.executable, "-m", "sglang.launch_server", *flags]
+    return Server(command, port=port, environment=environment, log=log)
+
+
+def wait_for(kind: str, server: Server) -> None:
+    """Returns once a started server is ready. Raises RuntimeError when its log shows another kind's worker."""
+    server.wait_ready(READY_TIMEOUT)
+    assert_worker(kind, server.log_text())
 
 
 def assert_worker(kind: str, log: str) -> None:
@@ -149,17 +145,13 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
-        logs = {kind: Path(scratch) / f"{kind}.log" for kind in arguments.kinds}
         servers: dict[str, Server] = {}
-        # The first start fills the compilation caches that the others then share.
-        first, *others = arguments.kinds
-        servers[first] = start(first, arguments, logs[first])
-        stack.callback(servers[first].stop)
-        with ThreadPoolExecutor() as pool:
-            starts = {kind: pool.submit(start, kind, arguments, logs[kind]) for kind in others}
-        for kind, started in starts.items():
-            servers[kind] = started.result()
-            stack.callback(servers[kind].stop)
+        # The first start fills the compilation caches that the others, started together, then share.
+        for together in (arguments.kinds[:1], arguments.kinds[1:]):
+            for kind in together:
+                servers[kind] = stack.enter_context(server_of(kind, arguments, Path(scratch) / f"{kind}.log"))
+            for kind in together:
+                wait_for(kind, servers[kind])
         figures = measure(servers, arguments)
     report = {
         "command": ["python", "-m", "bench.serve", *sys.argv[1:]],

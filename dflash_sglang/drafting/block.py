@@ -24,6 +24,7 @@ class Block:
     slots: torch.Tensor  # [bs, block] as req_to_token names them
     prefix_lens: torch.Tensor  # [bs] committed tokens with KV
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
+    kv_len_bounds_sum: int
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
 
     @property
@@ -74,4 +75,4 @@ class BlockBuilder:
             write_virtual=tensors.slots.view(-1),
             read_extent=block_size,
         )
-        return Block(*tensors, kv_len_bounds, loc_plan)
+        return Block(*tensors, kv_len_bounds, int(kv_len_bounds.sum()), loc_plan)

@@ -77,7 +77,7 @@ class Proposer:
             req_pool_indices=batch.req_pool_indices,
             seq_lens=block.prefix_lens,
             out_cache_loc=block.slots.view(-1),
-            seq_lens_sum=int(block.kv_len_bounds.sum()),
+            seq_lens_sum=block.kv_len_bounds_sum,
             seq_lens_cpu=block.kv_len_bounds,
             positions=block.positions.view(-1),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,

@@ -126,7 +126,7 @@ class Verifier:
         batch.out_cache_loc = block.slots.view(-1)
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
-        batch.seq_lens_sum = int(block.kv_len_bounds.sum())
+        batch.seq_lens_sum = block.kv_len_bounds_sum
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=attn_dp)
         if attn_dp and (batch.is_extend_in_batch or _any_rank_idle(forward_batch)):
             # Ranks that are idle or prefilling count tokens unpadded; a replayed graph would disagree.
