@@ -25,9 +25,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
-from sglang.srt.runtime_context import get_parallel, get_spec
-from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
@@ -66,6 +65,7 @@ __all__ = [
     "GrammarTree",
     "KVWriteLoc",
     "LogitsProcessorOutput",
+    "ProcessorEntry",
     "SamplingBatchInfo",
     "SpecTpSync",
     "SpecTpSyncSite",
@@ -75,7 +75,6 @@ __all__ = [
     "WeightsMapper",
     "alloc_for_spec_decode",
     "apply_custom_logit_processor",
-    "apply_scaling_penalties",
     "async_h2d",
     "build_draft_tp_worker",
     "build_grammar_vocab_mask",
@@ -87,6 +86,7 @@ __all__ = [
     "enable_num_token_non_padded",
     "fused_kv_norm_rope_write",
     "get_dp_tp_group",
+    "get_exec",
     "get_parallel",
     "get_spec",
     "is_pin_memory_available",

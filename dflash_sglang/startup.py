@@ -11,6 +11,7 @@ from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.validation import (
     GPU_DRAFT_BACKENDS,
     ParallelFacts,
+    Problem,
     ServingFacts,
     StartupError,
     TargetFacts,
@@ -38,6 +39,17 @@ _FLAGS_OF_THE_BUILT_IN_WORKER = (
     ("enable_two_batch_overlap", "--enable-two-batch-overlap", False, "two overlapping halves of a batch"),
 )
 
+# Features that would silently do something else under speculation: field, its flag, value when off, why.
+_REFUSED_FEATURES = (
+    (
+        "return_hidden_states_mode",
+        "--enable-return-hidden-states",
+        None,
+        "unset with DFLASH: the hidden states of a verify go to the draft",
+    ),
+    ("enable_watermark", "--enable-watermark", False, "unset with DFLASH, which does not watermark drafted tokens"),
+)
+
 
 def check_startup(server_args: Any) -> Foreign | None:
     """None when this package's worker can run the launch, else why the built-in worker does.
@@ -55,6 +67,10 @@ def check_startup(server_args: Any) -> Foreign | None:
             return Foreign(flag, getattr(cfg, field), reason)
     serving, parallel = _serving_facts(cfg), _parallel_facts(cfg)
     problems = list(serving_problems(serving, parallel))
+    for field, flag, off, expected in _REFUSED_FEATURES:
+        if getattr(cfg, field) != off:
+            fix = f"Remove {flag}, or serve without speculation."
+            problems.append(Problem(flag, getattr(cfg, field), expected, fix))
     if serving.draft_path is None:
         raise StartupError(problems)
     config, directory = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)

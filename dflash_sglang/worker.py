@@ -82,7 +82,8 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
 
         self._draft_model.bind_target(target_model)
-        self._context_kv = ContextKV(self._draft_model, PluginConfig.from_env().context_kv)
+        self._config = PluginConfig.from_env()
+        self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self, bundle.resolved_attention_backend))
 
@@ -113,7 +114,11 @@ class DFlashWorker(BaseSpecWorker):
             self._reservation.row_limit,
         )
         self._proposer = Proposer(
-            self._draft_runner, self._draft_model.head, self.block_size, self.draft_parallel_layout
+            self._draft_runner,
+            self._draft_model.head,
+            self.block_size,
+            self.draft_parallel_layout,
+            drawn=self._config.proposals == "drawn",
         )
         self._verifier = Verifier(self.target_worker, self.block_size)
         self._context_kv.bind(self._draft_runner.token_to_kv_pool)
@@ -159,8 +164,8 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         block = self._blocks.build(batch)
-        tokens = self._proposer.propose(batch, block)
-        verified = self._verifier.verify(batch, block, tokens, grammar_barrier)
+        proposals = self._proposer.propose(batch, block)
+        verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
         accepted = verified.accepted
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
@@ -184,12 +189,13 @@ class DFlashWorker(BaseSpecWorker):
         if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
             # A mixed batch samples for decoding requests too: their grammars must know the last step's tokens.
             grammar_barrier()
+        self._verifier.before_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
         loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
         features, result.logits_output.hidden_states = result.logits_output.hidden_states, None
-        self._verifier.sync_prefill_tokens(result.next_token_ids)
+        self._verifier.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)

@@ -14,6 +14,7 @@ import pytest
 
 from dflash_sglang import hooks, plugin, probe
 from dflash_sglang.families import Foreign, foreign
+from dflash_sglang.validation import StartupError
 from tests.tiny import draft_config, make_pair
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -104,6 +105,8 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         disaggregation_mode="null",
         speculative_draft_window_size=None,
         enable_two_batch_overlap=False,
+        return_hidden_states_mode=None,
+        enable_watermark=False,
     )
     return SimpleNamespace(**{**values, **overrides})
 
@@ -145,6 +148,18 @@ def test_a_foreign_draft_gets_the_built_in_worker_and_one_warning(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "dflash_config.projector_type='domino'" in record.message and "DFlashWorkerV2" in record.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("return_hidden_states_mode", "full", "--enable-return-hidden-states='full'"),
+        ("enable_watermark", True, "--enable-watermark=True"),
+    ],
+)
+def test_a_feature_that_speculation_would_change_silently_is_refused(pair, field, value, flag) -> None:
+    with pytest.raises(StartupError, match=f"{flag}: expected unset with DFLASH.*Remove --enable"):
+        hooks.create_worker(built_in, Algorithm(), arguments(pair.plain, **{field: value}))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
+ProposalKind = Literal["argmax", "drawn"]
 
 
 class PluginConfigError(ValueError):
@@ -26,9 +27,13 @@ class PluginConfig:
     ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers, needs
     unquantised weights), "per_layer" (through each layer's quantisation method), or "auto" (stacked
     where the weights allow it).
+
+    ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest token), or "drawn"
+    (from the draft's own distribution, verified against it).
     """
 
     context_kv: ContextKVForm = "auto"
+    proposals: ProposalKind = "argmax"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:
@@ -66,7 +71,7 @@ def required(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _checked(key: str, value: Any) -> Any:
-    choices = get_args(ContextKVForm)
+    choices = get_args(get_type_hints(PluginConfig)[key])
     if value not in choices:
         raise PluginConfigError(
             f"{CONFIG_ENV}: {key}={value!r} ({type(value).__name__}): expected one of {', '.join(choices)}."

@@ -11,10 +11,14 @@ from dflash_sglang.compat import (
     DFlashVerifyInput,
     ForwardBatch,
     ForwardMode,
+    SpecTpSync,
+    SpecTpSyncSite,
     SpeculativeAlgorithm,
     draft_tp_context,
     enable_num_token_non_padded,
+    get_dp_tp_group,
 )
+from dflash_sglang.drafting.proposals import DRAWN_FROM, Proposals
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -25,19 +29,25 @@ if TYPE_CHECKING:
 
 
 class Proposer:
-    """One draft forward per step; its graph ends with the head and the argmax.
+    """One draft forward per step; its graph ends with the head and its likeliest tokens.
 
     `tokens` of a step live in one buffer, row b = last committed token + proposals of request b, whether a
     graph or the eager forward wrote them.
     """
 
-    def __init__(self, runner: ModelRunner, head: TargetHead, block_size: int, parallel_layout: Any):
+    def __init__(self, runner: ModelRunner, head: TargetHead, block_size: int, parallel_layout: Any, drawn: bool):
         self._runner = runner
         self._head = head
         self._block_size = block_size
         self._layout = parallel_layout
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         self._tokens = torch.zeros((max_requests, block_size), dtype=torch.int64, device=runner.device)
+        # What proposals are drawn from; without drawing, the head needs no more than its argmax.
+        shape = (max_requests, block_size - 1, DRAWN_FROM if drawn else 0)
+        self._candidates = torch.zeros(shape, dtype=torch.int64, device=runner.device)
+        self._logits = torch.zeros(shape, dtype=torch.float32, device=runner.device)
+        self._drawn = drawn
+        self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._spec_info = DFlashVerifyInput(
             draft_token=torch.empty(0, dtype=torch.int64, device=runner.device),
             positions=torch.empty(0, dtype=torch.int64, device=runner.device),
@@ -46,14 +56,27 @@ class Proposer:
         )
         runner.capture_tail_hooks.append(self._capture_tail)
 
-    def propose(self, batch: ScheduleBatch, block: Block) -> torch.Tensor:
-        """[bs, block] int64: the last committed token of each request and the draft's proposals."""
+    def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
+        """One draft forward. Drawn proposals are for sampled requests without seeds: a seed's output must not
+        depend on what was proposed."""
         forward_batch = self._forward_batch(batch, block)
         with torch.inference_mode(), draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
             if not out.can_run_graph:
                 self._write_tokens(block.ids, out.logits_output.hidden_states)
-        return self._tokens[: block.batch_size]
+        tokens = self._tokens[: block.batch_size]
+        info = batch.sampling_info
+        if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
+            return Proposals.certain(tokens)
+        proposals = Proposals.drawn(
+            tokens,
+            self._candidates[: block.batch_size],
+            self._logits[: block.batch_size],
+            info.temperatures.view(-1),
+            info.top_ks <= 1,
+        )
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
+        return proposals
 
     def _capture_tail(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """SGLang's capture hook: the last nodes of the draft graph."""
@@ -63,10 +86,16 @@ class Proposer:
     def _write_tokens(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """ids [bs, block], hidden_states [bs * block (+ padding), hidden]."""
         bs, block_size = ids.shape
-        drafted = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:]
+        drafted = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:].flatten(0, 1)
         tokens = self._tokens[:bs]
         tokens[:, 0] = ids[:, 0]
-        tokens[:, 1:] = self._head.greedy(drafted.flatten(0, 1)).view(bs, block_size - 1)
+        if self._drawn:
+            candidates, logits = self._head.likeliest(drafted, DRAWN_FROM)
+            self._candidates[:bs] = candidates.view(bs, block_size - 1, DRAWN_FROM)
+            self._logits[:bs] = logits.view(bs, block_size - 1, DRAWN_FROM)
+            tokens[:, 1:] = self._candidates[:bs, :, 0]
+        else:
+            tokens[:, 1:] = self._head.greedy(drafted).view(bs, block_size - 1)
 
     def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
         num_tokens = block.ids.numel()

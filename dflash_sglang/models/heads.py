@@ -1,4 +1,4 @@
-"""The target's embedding and head as the draft borrows them, and greedy proposals from a sharded head."""
+"""The target's embedding and head as the draft borrows them, and the likeliest tokens of a sharded head."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _nested(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class TargetHead:
-    """Greedy proposals with the target's head, dense or quantised, sharded over the vocabulary or not.
+    """Proposals with the target's head, dense or quantised, sharded over the vocabulary or not.
 
     lm_head: a ParallelLMHead, a tied VocabParallelEmbedding or a linear module with a weight [vocab, hidden].
     Raises ValueError for a head whose weight is neither dense nor served by its quantisation method.
@@ -108,6 +108,26 @@ class TargetHead:
         gathered = packed.new_empty(self.group.world_size * packed.shape[0])
         self.group.all_gather_into_tensor(gathered, packed)
         return merge_shards(gathered.view(self.group.world_size, -1))
+
+    @torch.no_grad()
+    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """hidden [N, hidden] -> ids [N, count] int64 and logits [N, count] float32 of the largest logits over the
+        whole vocabulary, descending. Collective over the head's TP group; capturable in a CUDA graph."""
+        logits = self.logits(hidden).float()
+        if self.group is None:
+            values, ids = logits.topk(count, dim=-1)
+            return ids, values
+        values, ids = logits.topk(min(count, self.rows), dim=-1)
+        shape = (self.group.world_size, len(hidden), count)
+        values, ids = (
+            nn.functional.pad(values, (0, count - values.shape[1]), value=float("-inf")),
+            nn.functional.pad(ids + self.first_id, (0, count - ids.shape[1])),
+        )
+        all_values, all_ids = values.new_empty(shape), ids.new_empty(shape)
+        self.group.all_gather_into_tensor(all_values, values.contiguous())
+        self.group.all_gather_into_tensor(all_ids, ids.contiguous())
+        values, best = all_values.transpose(0, 1).flatten(1).topk(count, dim=-1)
+        return all_ids.transpose(0, 1).flatten(1).gather(1, best), values
 
 
 def pack_shard(logits: Tensor, first_id: int) -> Tensor:

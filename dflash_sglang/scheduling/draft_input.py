@@ -99,8 +99,6 @@ class DFlashDraftInput(DFlashDraftInputV2):
             return
         assert self.reservation is not None
         batch.maybe_evict_swa()
-        if batch.sampling_info.penalizer_orchestrator.is_required:
-            batch.cumulate_penalty_output_tokens()
         if batch.sampling_info.sampling_mask_batch_indices is not None:
             self.max_top_k = max(req.sampling_params.top_k for req in batch.reqs)
         committed, reserved = self.reservation.reserve(batch)

@@ -1,7 +1,7 @@
 """The target's token after every verified row, chosen as plain decoding chooses it.
 
-Each row of a block is a decode step of its request: SGLang's own adjustments, filters and sampler run over
-`[bs * block, vocab]` logits with every per-request parameter repeated for the rows of its block.
+Each row of a block is a decode step of its request: for greedy and seeded requests the argmax or SGLang's own
+sampler runs over `[bs * block, vocab]` logits, every per-request parameter repeated for the rows of its block.
 """
 
 from __future__ import annotations
@@ -15,43 +15,34 @@ from dflash_sglang.compat import (
     GrammarMask,
     LogitsProcessorOutput,
     SamplingBatchInfo,
-    apply_custom_logit_processor,
-    apply_scaling_penalties,
 )
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampler import Sampler
 
 
-def adjust_logits(
+def mask_and_bias(
     logits: torch.Tensor,  # [bs * block, vocab], changed in place
     info: SamplingBatchInfo,
     grammar_mask: GrammarMask | None,
     block_size: int,
 ) -> None:
-    """Penalties, grammar, logit bias and custom processors, in the order of SGLang's decode step."""
-    if info.acc_additive_penalties is not None:
-        _rows(logits, block_size).add_(info.acc_additive_penalties[:, None])
-    if info.acc_scaling_penalties is not None:
-        apply_scaling_penalties(logits, _repeat(info.acc_scaling_penalties, block_size))
+    """Grammar, then logit bias, as SGLang's decode step applies them after the penalties."""
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     if info.logit_bias is not None:
-        _rows(logits, block_size).add_(info.logit_bias[:, None])
-    if info.has_custom_logit_processor:
-        apply_custom_logit_processor(logits, info, num_tokens_in_batch=block_size)
+        logits.view(-1, block_size, logits.shape[-1]).add_(info.logit_bias[:, None])
 
 
-def choose_tokens(
-    logits: torch.Tensor,  # [bs * block, vocab] adjusted; consumed when sampling
+def seeded_tokens(
+    logits: torch.Tensor,  # [bs * block, vocab] adjusted; consumed
     info: SamplingBatchInfo,
     positions: torch.Tensor,  # [bs * block] position of the row's input token, as seeds count them
     sampler: Sampler,
     block_size: int,
 ) -> torch.Tensor:
-    """[bs, block] int64: argmax where every request is greedy, else SGLang's sampler over all rows."""
-    if info.is_all_greedy:
-        return logits.argmax(dim=-1).view(-1, block_size)
+    """[bs, block] int64: SGLang's sampler over all rows. A row's token follows from its seed, its position and
+    its logits alone, so that it is the token of plain decoding whatever was proposed."""
     chosen = sampler(
         LogitsProcessorOutput(next_token_logits=logits),
         rows_of(info, block_size),
@@ -64,7 +55,7 @@ def choose_tokens(
 
 
 def rows_of(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
-    """The parameters of a batch, one entry per verified row; what `adjust_logits` has applied is left out."""
+    """The parameters of a batch, one entry per verified row; what is in the logits already is left out."""
     return dataclasses.replace(
         info,
         temperatures=_repeat(info.temperatures, block_size),
@@ -87,7 +78,3 @@ def rows_of(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
 
 def _repeat(per_request: torch.Tensor, block_size: int) -> torch.Tensor:
     return per_request.repeat_interleave(block_size, dim=0)
-
-
-def _rows(logits: torch.Tensor, block_size: int) -> torch.Tensor:
-    return logits.view(-1, block_size, logits.shape[-1])

@@ -16,10 +16,14 @@ from dflash_sglang.compat import (
     build_grammar_vocab_mask,
     compute_spec_logprobs,
     get_dp_tp_group,
+    get_exec,
     get_parallel,
 )
 from dflash_sglang.kernels.accept import Accepted, accept
-from dflash_sglang.verify.sampling import adjust_logits, choose_tokens
+from dflash_sglang.verify.custom_processors import CustomProcessors
+from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
+from dflash_sglang.verify.rejection import committed, rejection_sample
+from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.simulate import simulate, simulation_enabled
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from dflash_sglang.drafting.block import Block
+    from dflash_sglang.drafting.proposals import Proposals
 
 
 class Verified(NamedTuple):
@@ -47,25 +52,39 @@ class Verifier:
         self._block_size = block_size
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._simulated = simulation_enabled()
+        self._by_kernels = get_exec().kernel.sampling_backend == "flashinfer"
+        max_requests = self._runner.req_to_token_pool.req_to_token.shape[0]
+        self._penalties = Penalties(self._runner.model_config.vocab_size, self._runner.device)
+        self._processors = CustomProcessors(max_requests, block_size, self._runner.device)
 
-    def sync_prefill_tokens(self, next_token_ids: torch.Tensor) -> None:
-        """All ranks of a tensor-parallel group go on from rank 0's first token."""
+    def before_prefill(self, batch: ScheduleBatch) -> None:
+        """The target's own sampler draws the first tokens: give it the penalties."""
+        self._penalties.begin(batch)
+
+    def after_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
+        """All ranks of a tensor-parallel group go on from rank 0's first tokens, [bs]."""
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, next_token_ids)
+        penalised = self._penalties.of(batch)
+        self._note(batch, penalised, next_token_ids[:, None], torch.ones_like(next_token_ids))
 
     def verify(
         self,
         batch: ScheduleBatch,
         block: Block,
-        tokens: torch.Tensor,  # [bs, block] last committed token + proposals
+        proposals: Proposals,
         grammar_barrier: Callable[[], None] | None,
     ) -> Verified:
-        """Run the target over `tokens` and accept. Changes `batch`, which the scheduler restores."""
+        """Run the target over the proposals and accept. Changes `batch`, which the scheduler restores."""
+        tokens = proposals.tokens
         sampling_info, draft_input = batch.sampling_info, batch.spec_info
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
         forward = self._forward(batch, block, tokens)
         logits_output = forward.logits_output
         logits = logits_output.next_token_logits
+        penalised = self._penalties.of(batch)
+        if penalised is not None:
+            self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
         grammar_mask = None
         if grammar_tree is not None:
             grammar_mask = build_grammar_vocab_mask(
@@ -75,23 +94,11 @@ class Verifier:
                 device=logits.device,
                 barrier=grammar_barrier,
             )
-        adjust_logits(logits, sampling_info, grammar_mask, self._block_size)
-        consumed = logits
-        reread = batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None
-        if reread and not sampling_info.is_all_greedy:
-            consumed = logits.clone()  # the sampler turns its input into probabilities
-        target_ids = choose_tokens(
-            consumed, sampling_info, block.positions.view(-1), self._runner.sampler, self._block_size
-        )
-        site = (
-            SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
-            if sampling_info.is_all_greedy
-            else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
-        )
-        self._tp_sync.sync(site, target_ids)
-        accepted = accept(tokens, target_ids, block.prefix_lens)
-        if self._simulated:
-            target_ids, accepted = simulate(tokens, target_ids, block.prefix_lens)
+        mask_and_bias(logits, sampling_info, grammar_mask, self._block_size)
+        if sampling_info.has_custom_logit_processor:
+            self._processors.apply(logits, batch, tokens, block.prefix_lens)
+        target_ids, accepted = self._accept(batch, block, proposals, logits)
+        self._note(batch, penalised, target_ids, accepted.commit_lens)
         sampling_masks = SpeculativeSamplingMaskCapture.from_logits(
             sampling_info,
             next_token_logits=logits,
@@ -108,6 +115,40 @@ class Verifier:
         features = logits_output.hidden_states
         logits_output.hidden_states = None  # else overlap scheduling copies it to the host
         return Verified(target_ids, accepted, features[: tokens.numel()], forward)
+
+    def _accept(
+        self, batch: ScheduleBatch, block: Block, proposals: Proposals, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, Accepted]:
+        """(target_ids, accepted), the same on all ranks of a tensor-parallel group. Keeps the logits."""
+        info = batch.sampling_info
+        if info.is_all_greedy:
+            target_ids = logits.argmax(dim=-1).view(-1, self._block_size)
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
+            accepted = accept(proposals.tokens, target_ids, block.prefix_lens)
+        elif info.sampling_seed is not None:
+            positions = block.positions.view(-1)
+            target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, self._block_size)
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
+            accepted = accept(proposals.tokens, target_ids, block.prefix_lens)
+        else:
+            token_ids = rejection_sample(logits, info, proposals, self._by_kernels)
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, token_ids)
+            target_ids, accepted = committed(token_ids, block.prefix_lens)
+        if self._simulated:
+            target_ids, accepted = simulate(proposals.tokens, target_ids, block.prefix_lens)
+        return target_ids, accepted
+
+    def _note(
+        self,
+        batch: ScheduleBatch,
+        penalised: PenalisedRequests | None,
+        token_ids: torch.Tensor,  # [bs, at most block], committed up to
+        commit_lens: torch.Tensor,  # [bs]
+    ) -> None:
+        """What a step commits, for what depends on a request's output so far."""
+        if penalised is not None:
+            self._penalties.count(penalised, token_ids, commit_lens)
+        self._processors.note(batch, token_ids, commit_lens)
 
     def verify_idle(self, batch: ScheduleBatch) -> None:
         """Take part in the collectives of a verify that other data-parallel ranks run."""

@@ -1,0 +1,48 @@
+"""Proposals of a step: certain (the draft's argmax) or drawn from the draft's own distribution."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DRAWN_FROM = 16  # the likeliest tokens of the draft that a drawn proposal comes from
+
+
+class Proposals(NamedTuple):
+    """What the draft proposes, and what else it could have proposed."""
+
+    tokens: Tensor  # [bs, block] last committed token + proposals
+    candidates: Tensor  # [bs, block - 1, K] the ids that each proposal was drawn from
+    probs: Tensor  # [bs, block - 1, K] float32, their probabilities
+
+    @classmethod
+    def certain(cls, tokens: Tensor) -> Proposals:
+        """Of a draft that always proposes `tokens[:, 1:]`."""
+        candidates = tokens[:, 1:, None]
+        return cls(tokens, candidates, torch.ones_like(candidates, dtype=torch.float32))
+
+    @classmethod
+    def drawn(
+        cls,
+        tokens: Tensor,  # [bs, block], written: the proposals
+        candidates: Tensor,  # [bs, block - 1, K], the likeliest first
+        logits: Tensor,  # [bs, block - 1, K] float32
+        temperatures: Tensor,  # [bs]
+        greedy: Tensor,  # [bs] bool: requests that are to get the likeliest candidate
+    ) -> Proposals:
+        """Draws every proposal from the softmax of its candidates' logits at the request's temperature."""
+        probs = (logits / temperatures[:, None, None]).softmax(dim=-1)
+        likeliest = torch.zeros_like(probs)
+        likeliest[..., 0] = 1
+        probs = torch.where(greedy[:, None, None], likeliest, probs)
+        index = draw(probs)[..., None]
+        tokens[:, 1:] = candidates.gather(-1, index).squeeze(-1)
+        return cls(tokens, candidates, probs)
+
+
+def draw(weights: Tensor) -> Tensor:
+    """weights [..., n], not negative, some positive -> indices [...] int64, each in proportion to its weight."""
+    noise = torch.empty_like(weights).exponential_().clamp_(min=torch.finfo(weights.dtype).tiny)
+    return (weights / noise).argmax(dim=-1)

@@ -1,0 +1,217 @@
+"""Frequency, presence and repetition penalties and `min_new_tokens`, at every verified row.
+
+Each output token is penalised by exactly the output tokens before it: row k of a block has seen the proposals
+up to its own input. (SGLang's penalizers are fed from the host, which under overlap scheduling knows the
+tokens of a step only after the next one was launched; they are not used here.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_sglang.compat import async_h2d
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+class PenalisedRequests(NamedTuple):
+    """The n penalised requests of a batch."""
+
+    index: Tensor  # [n] their rows of the batch
+    counts: Tensor  # [n] their rows of the table of counts
+    frequency: Tensor  # [n, 1, 1] float32, as the next two
+    presence: Tensor
+    repetition: Tensor
+    min_new_tokens: Tensor  # [n]
+    prompt_lens: Tensor  # [n]
+    never_first: Tensor | None  # [n, 1, vocab] bool, tokens that end the request; None: no min_new_tokens
+
+
+class Penalties:
+    """Counts the output tokens of penalised requests on the device, where the accept of a step is known.
+
+    A request's row of the table is found by its row of `req_to_token`, which it keeps from prefill to its end;
+    the table grows with the number of penalised requests, 4 bytes per token of the vocabulary each.
+    """
+
+    def __init__(self, vocab_size: int, device: str):
+        self._vocab_size = vocab_size
+        self._row_of: dict[int, int] = {}
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+
+    def begin(self, batch: ScheduleBatch) -> None:
+        """Before a prefill: count what its requests have put out so far (retracted ones have), and let
+        SGLang's sampler apply it."""
+        if not batch.reqs:
+            return
+        decoding = set(map(id, batch.decoding_reqs or ())) if batch.forward_mode.is_mixed() else set()
+        for slot, req in zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True):
+            if id(req) in decoding:
+                continue
+            if not is_penalised(req):
+                self._row_of.pop(slot, None)
+                continue
+            row = self._row(slot)  # may grow the table
+            counts = self._counts[row].zero_()
+            if len(req.output_ids):
+                ids = async_h2d(list(req.output_ids), dtype=torch.int64, device=counts.device)
+                counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        requests = self.of(batch)
+        if requests is not None:
+            info = batch.sampling_info
+            counts = self._counts[requests.counts, None]
+            additive = counts.new_zeros((len(batch.reqs), self._vocab_size), dtype=torch.float32)
+            of_requests = -_additive(counts, requests)
+            num_outputs = batch.seq_lens[requests.index] - requests.prompt_lens
+            _forbid_end(of_requests, requests, num_outputs[:, None])
+            additive[requests.index] = of_requests.squeeze(1)
+            scaling = torch.ones_like(additive)
+            scaling[requests.index] = _scaling(counts, requests).squeeze(1)
+            info.acc_additive_penalties, info.acc_scaling_penalties = additive, scaling
+
+    def of(self, batch: ScheduleBatch) -> PenalisedRequests | None:
+        """The penalised requests of a batch whose requests have begun; None without any."""
+        info = batch.sampling_info
+        if info.acc_additive_penalties is None:  # what SGLang prepares for any penalised batch
+            return None
+        found = [i for i, req in enumerate(batch.reqs) if is_penalised(req)]
+        if not found:
+            return None
+        slots = batch.req_pool_indices_cpu.tolist()
+        reqs = [batch.reqs[i] for i in found]
+        device = self._counts.device
+        integers = async_h2d(
+            [
+                found,
+                [self._row_of[slots[i]] for i in found],
+                [req.sampling_params.min_new_tokens for req in reqs],
+                [len(req.origin_input_ids) for req in reqs],
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+        factors = async_h2d(
+            [
+                [req.sampling_params.frequency_penalty for req in reqs],
+                [req.sampling_params.presence_penalty for req in reqs],
+                [req.sampling_params.repetition_penalty for req in reqs],
+            ],
+            dtype=torch.float32,
+            device=device,
+        )
+        return PenalisedRequests(
+            integers[0],
+            integers[1],
+            factors[0, :, None, None],
+            factors[1, :, None, None],
+            factors[2, :, None, None],
+            integers[2],
+            integers[3],
+            self._never_first(reqs),
+        )
+
+    def apply(
+        self,
+        logits: Tensor,  # [bs * block, vocab], changed in place
+        requests: PenalisedRequests,
+        tokens: Tensor,  # [bs, block] last committed token + proposals
+        prefix_lens: Tensor,  # [bs] committed tokens with KV
+    ) -> None:
+        """Penalise every row by the output tokens before it, the row's own input included."""
+        block_size = tokens.shape[1]
+        blocks = logits.view(-1, block_size, logits.shape[-1])
+        rows = blocks[requests.index]  # [n, block, vocab]
+        proposals = tokens[requests.index, 1:]  # [n, block - 1]
+        ids = proposals[:, None].expand(-1, block_size, -1)
+        raw = rows.gather(2, ids)
+        counts = self._counts[requests.counts, None]
+        rows = _penalised(rows, counts, requests)
+        # Then again the few entries whose count grows within the block.
+        counts = counts.expand(-1, block_size, -1).gather(2, ids) + _occurrences(proposals)
+        rows.scatter_(2, ids, _penalised(raw, counts, requests))
+        offsets = torch.arange(block_size, device=logits.device)
+        num_outputs = (prefix_lens[requests.index] + 1 - requests.prompt_lens)[:, None] + offsets
+        _forbid_end(rows, requests, num_outputs)
+        blocks[requests.index] = rows
+
+    def count(self, requests: PenalisedRequests, token_ids: Tensor, commit_lens: Tensor) -> None:
+        """Add `token_ids[b, :commit_lens[b]]` of a batch, [bs, block] and [bs], to its requests' counts."""
+        ids = token_ids[requests.index].long()
+        offsets = torch.arange(ids.shape[1], device=ids.device)
+        committed = offsets < commit_lens[requests.index, None]
+        entries = requests.counts[:, None] * self._vocab_size + ids
+        self._counts.view(-1).scatter_add_(0, entries.flatten(), committed.flatten().int())
+
+    def _row(self, slot: int) -> int:
+        row = self._row_of.get(slot)
+        if row is None:
+            free = set(range(len(self._counts))).difference(self._row_of.values())
+            if not free:
+                added = max(1, len(self._counts))
+                free = set(range(len(self._counts), len(self._counts) + added))
+                self._counts = torch.cat([self._counts, self._counts.new_zeros((added, self._vocab_size))])
+            row = self._row_of[slot] = min(free)
+        return row
+
+    def _never_first(self, reqs: list[Req]) -> Tensor | None:
+        if not any(req.sampling_params.min_new_tokens for req in reqs):
+            return None
+        ends = [sorted(end_ids(req)) for req in reqs]
+        entries = [(i, token) for i, ids in enumerate(ends) for token in ids if token < self._vocab_size]
+        mask = torch.zeros((len(reqs), self._vocab_size), dtype=torch.bool, device=self._counts.device)
+        if entries:
+            rows, ids = async_h2d(list(zip(*entries, strict=True)), dtype=torch.int64, device=mask.device)
+            mask[rows, ids] = True
+        return mask[:, None]
+
+
+def is_penalised(req: Req) -> bool:
+    params = req.sampling_params
+    return (
+        params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens > 0
+    )
+
+
+def end_ids(req: Req) -> set[int]:
+    """Tokens that end a request: its stop tokens, the model's and the tokenizer's."""
+    ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    if req.tokenizer is not None:
+        ids |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
+    return ids - {None}
+
+
+def _additive(counts: Tensor, requests: PenalisedRequests) -> Tensor:
+    return requests.frequency * counts + requests.presence * (counts > 0)
+
+
+def _scaling(counts: Tensor, requests: PenalisedRequests) -> Tensor:
+    return torch.where(counts > 0, requests.repetition, 1.0)
+
+
+def _penalised(logits: Tensor, counts: Tensor, requests: PenalisedRequests) -> Tensor:
+    """logits [n, rows, ids] and how often each id was put out before, broadcastable to it."""
+    logits = logits - _additive(counts, requests)
+    scaling = _scaling(counts, requests)
+    return torch.where(logits < 0, logits * scaling, logits / scaling)
+
+
+def _occurrences(proposals: Tensor) -> Tensor:
+    """proposals [n, block - 1] -> [n, block, block - 1]: how often row k has seen proposal i in its block."""
+    n, width = proposals.shape
+    seen = torch.ones((width + 1, width), dtype=torch.int32, device=proposals.device).tril(-1)
+    same = proposals[:, :, None] == proposals[:, None, :]  # [n, j, i]
+    return torch.einsum("kj,nji->nki", seen.float(), same.float()).int()
+
+
+def _forbid_end(rows: Tensor, requests: PenalisedRequests, num_outputs: Tensor) -> None:
+    """rows [n, rows, vocab], num_outputs [n, rows]: no end before `min_new_tokens` output tokens."""
+    if requests.never_first is not None:
+        too_early = num_outputs < requests.min_new_tokens[:, None]
+        rows.masked_fill_(too_early[:, :, None] & requests.never_first, float("-inf"))

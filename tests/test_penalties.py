@@ -1,0 +1,156 @@
+"""Penalties at every verified row, against SGLang's own penalizers fed one output token at a time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+VOCAB = 9
+PARAMETERS = st.fixed_dictionaries(
+    dict(
+        frequency_penalty=st.sampled_from([0.0, 0.5, -1.25]),
+        presence_penalty=st.sampled_from([0.0, 0.75, -0.5]),
+        repetition_penalty=st.sampled_from([1.0, 1.5, 0.5]),
+        min_new_tokens=st.sampled_from([0, 3, 6]),
+    )
+)
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+def request(parameters: dict[str, Any], prompt: int, outputs: list[int]) -> Any:
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(stop_token_ids={2}, **parameters),
+        origin_input_ids=[1] * prompt,
+        output_ids=list(outputs),
+        eos_token_ids={4},
+        tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=5),
+    )
+
+
+def batch_of(reqs: list[Any], slots: list[int], mixed_with: list[Any] | None = None) -> Any:
+    from dflash_sglang.verify.penalties import is_penalised
+
+    prepared = torch.zeros(len(reqs), VOCAB) if any(map(is_penalised, reqs)) else None
+    return SimpleNamespace(
+        reqs=reqs,
+        req_pool_indices_cpu=torch.tensor(slots),
+        seq_lens=torch.tensor([len(r.origin_input_ids) + len(r.output_ids) for r in reqs]),
+        decoding_reqs=mixed_with,
+        forward_mode=SimpleNamespace(is_mixed=lambda: mixed_with is not None),
+        sampling_info=SimpleNamespace(acc_additive_penalties=prepared, acc_scaling_penalties=None),
+    )
+
+
+def reference(logits: torch.Tensor, req: Any, outputs: list[int]) -> torch.Tensor:
+    """logits [vocab] of one decode step of SGLang after `outputs`."""
+    from sglang.srt.sampling import penaltylib
+
+    batch = type("Batch", (), {"reqs": [req], "device": "cpu"})()  # weakly referenced
+    penalizers = {
+        penaltylib.BatchedFrequencyPenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
+        penaltylib.BatchedPresencePenalizer,
+        penaltylib.BatchedRepetitionPenalizer,
+    }
+    orchestrator = penaltylib.BatchedPenalizerOrchestrator(VOCAB, batch, penalizers)
+    for token in outputs:
+        orchestrator.cumulate_output_tokens(torch.tensor([token]))
+    additive = torch.zeros(1, VOCAB)
+    orchestrator.accumulate_additive_penalties(additive)
+    scaling = orchestrator.accumulate_scaling_penalties()
+    row = logits + additive[0]
+    return row if scaling is None else torch.where(row < 0, row * scaling[0], row / scaling[0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), block=st.integers(2, 6), seed=st.integers(0, 99))
+def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed):
+    """Two steps of a batch, with a request that has been retracted and one that has no penalty."""
+    from dflash_sglang.verify.penalties import Penalties
+
+    reqs = [
+        request(data.draw(PARAMETERS), data.draw(st.integers(1, 5)), data.draw(st.lists(TOKENS, max_size=3)))
+        for _ in range(3)
+    ]
+    slots = [5, 2, 7]
+    penalties = Penalties(VOCAB, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+
+    batch = batch_of(reqs, slots)
+    penalties.begin(batch)
+    info = batch.sampling_info
+    if info.acc_scaling_penalties is not None:
+        logits = torch.randn(3, VOCAB, generator=generator)
+        prefill = logits + info.acc_additive_penalties
+        scaling = info.acc_scaling_penalties
+        prefill = torch.where(prefill < 0, prefill * scaling, prefill / scaling)
+        for row, raw, req in zip(prefill, logits, reqs, strict=True):
+            torch.testing.assert_close(row, reference(raw, req, req.output_ids))
+    outputs = [[*req.output_ids, data.draw(TOKENS)] for req in reqs]
+    penalised = penalties.of(batch)
+    if penalised is not None:
+        penalties.count(penalised, torch.tensor([out[-1:] for out in outputs]), torch.ones(3, dtype=torch.long))
+
+    for _ in range(2):
+        tokens = torch.tensor(
+            [[out[-1], *data.draw(st.lists(TOKENS, min_size=block - 1, max_size=block - 1))] for out in outputs]
+        )
+        prefix_lens = torch.tensor(
+            [len(req.origin_input_ids) + len(out) - 1 for req, out in zip(reqs, outputs, strict=True)]
+        )
+        logits = torch.randn(3 * block, VOCAB, generator=generator)
+        got = logits.clone()
+        penalised = penalties.of(batch)
+        if penalised is not None:
+            penalties.apply(got, penalised, tokens, prefix_lens)
+        for b, req in enumerate(reqs):
+            for k in range(block):
+                expected = reference(logits[b * block + k], req, outputs[b] + tokens[b, 1 : k + 1].tolist())
+                torch.testing.assert_close(got[b * block + k], expected, msg=f"request {b}, row {k}")
+        commit = [data.draw(st.integers(1, block)) for _ in reqs]
+        ids = torch.randint(VOCAB, (3, block), generator=generator)
+        if penalised is not None:
+            penalties.count(penalised, ids, torch.tensor(commit))
+        outputs = [out + ids[b, : commit[b]].tolist() for b, out in enumerate(outputs)]
+
+
+PENALISED = dict(frequency_penalty=1.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0)
+PLAIN = dict(PENALISED, frequency_penalty=0.0)
+
+
+def counted(penalties: Any, batch: Any) -> list[list[int]]:
+    return penalties._counts[penalties.of(batch).counts].tolist()
+
+
+def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
+    from dflash_sglang.verify.penalties import Penalties
+
+    penalties = Penalties(VOCAB, "cpu")
+    first = batch_of([request(PENALISED, 3, [7, 7])], [4])
+    penalties.begin(first)
+    assert counted(penalties, first) == [[0, 0, 0, 0, 0, 0, 0, 2, 0]]
+    penalties.begin(batch_of([request(PLAIN, 3, [])], [4]))
+    other = batch_of([request(PENALISED, 3, []), request(PENALISED, 2, [1])], [4, 6])
+    penalties.begin(other)
+    assert counted(penalties, other) == [[0] * VOCAB, [0, 1, 0, 0, 0, 0, 0, 0, 0]]
+    assert len(penalties._counts) == 2
+
+
+def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
+    from dflash_sglang.verify.penalties import Penalties
+
+    penalties = Penalties(VOCAB, "cpu")
+    decoding = request(PENALISED, 3, [])
+    batch = batch_of([decoding], [1])
+    penalties.begin(batch)
+    penalties.count(penalties.of(batch), torch.tensor([[6, 6, 2]]), torch.tensor([2]))
+    mixed = batch_of([request(PENALISED, 5, [3]), decoding], [8, 1], mixed_with=[decoding])
+    penalties.begin(mixed)
+    assert counted(penalties, mixed)[1] == [0, 0, 0, 0, 0, 0, 2, 0, 0]
+    assert mixed.sampling_info.acc_additive_penalties[1, 6] == pytest.approx(-2.0)
+    assert mixed.sampling_info.acc_additive_penalties[0, 3] == pytest.approx(-1.0)
