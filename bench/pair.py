@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,28 @@ from dflash_sglang.demo.server import Server, free_port
 TOLERANCE = 0.02
 
 
-def decode(kind: str, prompts: list[list[int]], new_tokens: int, log: Path) -> dict[str, Any]:
-    """One server of a kind: its outputs, verify steps and tokens per second."""
+def pair_server(
+    kind: str, log: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Server:
+    """A server of the trained pair of a kind, not started yet."""
     directories, port = pair.pair_directories(), free_port()
-    flags = ["--model-path", directories["target"], "--skip-tokenizer-init", "--port", str(port)]
-    flags += ["--max-total-tokens", "60000", "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "8"]
+    arguments = ["--model-path", directories["target"], "--skip-tokenizer-init", "--port", str(port)]
+    arguments += ["--max-total-tokens", "60000", "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "8"]
     if kind == OURS:
-        flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", directories["draft"]]
-    command = [sys.executable, "-m", "sglang.launch_server", *flags]
-    with Server(command, port=port, environment={**os.environ, **ENVIRONMENT[kind]}, log=log) as server:
-        wait_for(kind, server)
-        sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
-        server.generate(input_ids=prompts[0], sampling_params=sampling)
-        server.post("/flush_cache")
-        start = time.perf_counter()
-        answers = [server.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
-        elapsed = time.perf_counter() - start
+        arguments += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", directories["draft"]]
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments, *flags]
+    environment = {**os.environ, **ENVIRONMENT[kind], **(environment or {})}
+    return Server(command, port=port, environment=environment, log=log)
+
+
+def decode(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Prompts one by one on a ready server: its outputs, verify steps and tokens per second."""
+    sampling = dict(max_new_tokens=new_tokens, ignore_eos=True, **sampling)
+    server.generate(input_ids=prompts[0], sampling_params=sampling)
+    server.post("/flush_cache")
+    start = time.perf_counter()
+    answers = [server.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+    elapsed = time.perf_counter() - start
     outputs = [answer["output_ids"] for answer in answers]
     steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
     after_the_first = sum(len(output) - 1 for output in outputs)
@@ -58,10 +65,12 @@ def main() -> int:
     arguments = parser.parse_args()
     record = json.loads((Path(pair.__file__).parent / "record.json").read_text())["evaluation"]
     prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
-        results = {
-            kind: decode(kind, prompts, record["new_tokens"], Path(scratch) / kind) for kind in (OURS, PLAIN)
-        }
+        for kind in (OURS, PLAIN):
+            with pair_server(kind, Path(scratch) / kind) as server:
+                wait_for(kind, server)
+                results[kind] = decode(server, prompts, record["new_tokens"], temperature=0)
     ours, plain = (results[kind].pop("outputs") for kind in (OURS, PLAIN))
     reference = record["block_16"]["new_tokens_after_the_first_per_step"]
     ratio = results[OURS]["new_tokens_after_the_first_per_step"] / reference

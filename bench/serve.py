@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -134,15 +135,14 @@ def claims(figures: Mapping[str, Any], bound: float, sampled_bound: float) -> li
 
 def versions() -> dict[str, str]:
     names = ("dflash_sglang", "sglang", "torch", "triton", "flashinfer-python")
-    gpu = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    )
+    gpu = "none"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     return {
         **{name: importlib.metadata.version(name) for name in names},
         "python": platform.python_version(),
-        "gpu": gpu.stdout.strip(),
+        "gpu": gpu,
     }
 
 

@@ -6,6 +6,8 @@ variable DFLASH_TEST_HOOKS chooses, comma-separated:
 oracle     proposals are the recorded continuation of the prompt (`record`), some tokens corrupted
 poison     after each decode step, K and V of the rows that were not committed become NaN in both pools
 sentinels  each step may change only its own slots, and a reservation only its own rows
+seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
+           does SGLang's hash of seed and position, and a generator takes its place
 """
 
 from __future__ import annotations
@@ -144,6 +146,29 @@ def _sentinels(worker: Any) -> None:
     SlotReservation.reserve = guarded_reserve
 
 
+def _seeds(worker: type) -> None:
+    from sglang.srt.layers import sampler
+
+    from dflash_sglang.compat import SamplingBatchInfo
+
+    def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        noise = torch.empty_like(logprobs)
+        for row, seed, position in zip(noise, seeds.tolist(), positions.tolist(), strict=True):
+            row.exponential_(generator=torch.Generator().manual_seed(1_000_003 * seed + position))
+        return (logprobs - noise.log()).argmax(dim=1, keepdim=True)
+
+    sampler.multinomial_with_seed = draw
+
+    build = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
+        info = build(cls, batch, vocab_size)
+        info.sampling_seed = torch.tensor([req.sampling_params.sampling_seed or 42 for req in batch.reqs])
+        return info
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
+
+
 def _pools(worker: Any) -> list[Any]:
     return [worker.target_worker.model_runner.token_to_kv_pool, worker._draft_runner.token_to_kv_pool]
 
@@ -152,4 +177,4 @@ def _buffers(pool: Any) -> list[torch.Tensor]:
     return [*pool.k_buffer, *pool.v_buffer]
 
 
-_HOOKS = {"oracle": _oracle, "poison": _poison, "sentinels": _sentinels}
+_HOOKS = {"oracle": _oracle, "poison": _poison, "sentinels": _sentinels, "seeds": _seeds}

@@ -61,7 +61,7 @@ def requests(continuation: dict[int, list[int]]) -> list[dict[str, Any]]:
     """What is asked of every server. `continuation`: plain greedy output after a prompt, by its length.
 
     Lengths, a limit of 1 to 3 tokens, a stop token at every offset of a block, stop strings, EOS, grammars,
-    logit bias and logprobs.
+    logit bias, logprobs and penalties.
     """
     by_length = {len(prompt): prompt for prompt in prompts()}
     asked = [request(prompt) for prompt in by_length.values()]
@@ -82,6 +82,8 @@ def requests(continuation: dict[int, list[int]]) -> list[dict[str, Any]]:
     )
     asked.append(request(by_length[64], logit_bias={str(following[0]): -100, str(following[5]): -3}))
     asked.append(dict(request(by_length[64]), return_logprob=True, top_logprobs_num=3))
+    asked.append(request(by_length[17], frequency_penalty=0.6, presence_penalty=0.3))
+    asked.append(request(by_length[127], repetition_penalty=1.3, min_new_tokens=30))
     return asked
 
 
@@ -98,8 +100,9 @@ def essence(answer: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    """The requests and their answers without speculation."""
-    with serve(Path(pair_directories()["target"]), skip_tokenizer_init=None) as server:
+    """The requests and their answers without speculation (nor overlap: there, penalties lag one token)."""
+    arguments = dict(skip_tokenizer_init=None, disable_overlap_schedule=True)
+    with serve(Path(pair_directories()["target"]), **arguments) as server:
         continuation = {len(p): server.generate(**request(p))["output_ids"] for p in prompts()}
         asked = requests(continuation)
         return {"asked": asked, "answers": [server.generate(**one) for one in asked]}

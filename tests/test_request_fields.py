@@ -2,7 +2,7 @@
 
 A table of requests goes to a server without speculation once and to ours one by one and all at once. Each field
 must have had an effect on the plain server. Plain runs without overlap scheduling: with it, SGLang's own
-penalties and stateful logit processors lag one token behind.
+penalties and stateful logit processors lag one token behind. Both servers sample with seeds.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "regex": dict(regex="([a-f]{2,5}[.] ){3}", ignore_eos=False),
     "json_schema": dict(json_schema=SCHEMA, ignore_eos=False),
     "ebnf": dict(ebnf='root ::= "yes " | "no " root', ignore_eos=False),
+    # With a filter each: SGLang seeds filtered and unfiltered batches differently.
+    "sampling_seed": dict(temperature=1.0, top_p=0.999, sampling_seed=7),
+    "sampling_seed and filters": dict(temperature=0.8, top_k=12, top_p=0.9, sampling_seed=8),
+    "sampling_seed and penalties": dict(temperature=1.0, top_k=200, frequency_penalty=0.4, sampling_seed=9),
     "regex and penalties": dict(regex="[a-z ]{30,40}", presence_penalty=1.0, ignore_eos=False),
 }
 NO_REPEAT = DeepseekOCRNoRepeatNGramLogitProcessor().to_str()
@@ -93,7 +97,8 @@ def table() -> dict[str, list[dict[str, Any]]]:
     requests = {name: [with_field(base, field) for base in base_requests()] for name, field in fields.items()}
     requests["logprobs"] = [with_field(base, LOGPROBS) for base in base_requests()]
     requests["logprobs and penalties"] = [
-        with_field(base, {**LOGPROBS, "sampling_params": SAMPLING["all additive penalties"]}) for base in base_requests()
+        with_field(base, {**LOGPROBS, "sampling_params": SAMPLING["all additive penalties"]})
+        for base in base_requests()
     ]
     requests["n"] = [with_field(base, dict(sampling_params=dict(n=2))) for base in base_requests()]
     return requests
@@ -131,10 +136,20 @@ def pair() -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[str, list[Any]]:
+def environment(tmp_path_factory) -> dict[str, str]:
+    hooks = scheduler_hooks.install(tmp_path_factory.mktemp("hooks"))
+    return {"PYTHONPATH": f"{hooks}:{Path(__file__).parents[1]}", scheduler_hooks.HOOKS_ENV: "seeds"}
+
+
+@pytest.fixture(scope="module")
+def plain(environment) -> dict[str, list[Any]]:
     """{field: answers} of the server without speculation, and "" for the requests without any field."""
     with serve(
-        pair()[0], skip_tokenizer_init=None, enable_custom_logit_processor=True, disable_overlap_schedule=True
+        pair()[0],
+        environment=environment,
+        skip_tokenizer_init=None,
+        enable_custom_logit_processor=True,
+        disable_overlap_schedule=True,
     ) as server:
         return {
             name: [server.generate(**request) for request in requests]
@@ -143,12 +158,8 @@ def plain() -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Server:
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(tmp_path_factory.mktemp('hooks'))}:{Path(__file__).parents[1]}",
-        scheduler_hooks.HOOKS_ENV: "poison",
-    }
+def ours(environment) -> Server:
+    environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
     with serve(
         *pair(), environment=environment, skip_tokenizer_init=None, enable_custom_logit_processor=True
     ) as server:

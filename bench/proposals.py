@@ -1,0 +1,92 @@
+"""What to propose to sampled requests: the argmax of the draft, or tokens drawn from its distribution.
+
+python -m bench.proposals --out FILE [--flags "..."]
+
+Serves the pair with each kind of proposals and sends the held-out prompts one by one, sampled; three rounds, by
+turns. The better kind is the default of DFLASH_SGLANG_CONFIG's `proposals`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+from bench.pair import decode, pair_server
+from bench.serve import OURS, versions, wait_for
+from dflash_sglang import pair
+from dflash_sglang.config.plugin_config import CONFIG_ENV, PluginConfig, ProposalKind
+
+NEW_TOKENS = 128
+SAMPLING: dict[str, dict[str, float]] = {
+    "temperature 0.7": dict(temperature=0.7),
+    "temperature 1.0": dict(temperature=1.0),
+    "temperature 0.7, top-p 0.95": dict(temperature=0.7, top_p=0.95),
+    "temperature 1.0, top-k 20": dict(temperature=1.0, top_k=20),
+}
+FIGURES = ("new_tokens_after_the_first_per_step", "tokens_per_second")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
+    arguments = parser.parse_args()
+    prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    kinds = get_args(ProposalKind)
+    figures: dict[str, Any] = {name: {kind: {f: [] for f in FIGURES} for kind in kinds} for name in SAMPLING}
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
+        servers = {}
+        for kind in kinds:
+            environment = {CONFIG_ENV: json.dumps({"proposals": kind})}
+            server = pair_server(OURS, Path(scratch) / f"{kind}.log", arguments.flags, environment)
+            servers[kind] = stack.enter_context(server)
+        for server in servers.values():
+            wait_for(OURS, server)
+        for name, sampling in SAMPLING.items():
+            for server in servers.values():
+                decode(server, prompts[:4], NEW_TOKENS, **sampling)
+            for _ in range(arguments.rounds):
+                for kind, server in servers.items():
+                    result = decode(server, prompts, NEW_TOKENS, **sampling)
+                    for figure in FIGURES:
+                        figures[name][kind][figure].append(round(result[figure], 3))
+            print(name, json.dumps(figures[name]), flush=True)
+    default = PluginConfig().proposals
+    claims = []
+    for name in ("temperature 0.7", "temperature 1.0"):
+        speed = {kind: statistics.median(figures[name][kind]["tokens_per_second"]) for kind in kinds}
+        value = round(speed[default] / max(speed.values()), 3)
+        claims.append(
+            {
+                "what": f"tokens per second of the default proposals ({default}) over the best kind's, {name}",
+                "value": value,
+                "bound": ">= 1.0",
+                "ok": value >= 1.0,
+            }
+        )
+    report = {
+        "command": ["python", "-m", "bench.proposals", *sys.argv[1:]],
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "prompts": len(prompts),
+        "new_tokens": NEW_TOKENS,
+        "figures": figures,
+        "claims": claims,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(claims, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
