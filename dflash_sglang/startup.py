@@ -47,7 +47,12 @@ _REFUSED_FEATURES = (
         None,
         "unset with DFLASH: the hidden states of a verify go to the draft",
     ),
-    ("enable_watermark", "--enable-watermark", False, "unset with DFLASH, which does not watermark drafted tokens"),
+    (
+        "enable_watermark",
+        "--enable-watermark",
+        False,
+        "unset with DFLASH, which does not watermark",
+    ),
 )
 
 

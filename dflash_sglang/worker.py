@@ -27,6 +27,7 @@ from dflash_sglang.config import DraftSpec, PluginConfig
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.models.context_kv import ContextKV
+from dflash_sglang.models.updates import DraftWeightUpdater
 from dflash_sglang.observability import startup_line
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.verify.verifier import Verifier
@@ -84,6 +85,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_model.bind_target(target_model)
         self._config = PluginConfig.from_env()
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
+        self._draft_runner.weight_updater = DraftWeightUpdater(self._draft_runner.weight_updater)
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self, bundle.resolved_attention_backend))
 

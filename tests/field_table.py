@@ -7,11 +7,11 @@ answer equals the plain server's; "ignored": every answer is the one without the
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from tests.engines import BUILT_IN_WORKER, serve
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.test_request_fields import base_requests, essence, pair, table, with_field
 
 # Filters that leave one token: whatever is drawn, the output is greedy decoding's.
@@ -39,7 +39,6 @@ def answers(draft: Path | None, environment: dict[str, str], **arguments: Any) -
         environment=environment,
         skip_tokenizer_init=None,
         enable_custom_logit_processor=True,
-        fresh=True,
         **arguments,
     ) as server:
         return {name: [essence(server.generate(**one)) for one in asked] for name, asked in requests().items()}
@@ -54,13 +53,13 @@ def verdict(name: str, got: dict[str, list[Any]], plain: dict[str, list[Any]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU instead of float32 on the CPU")
-    arguments: dict[str, Any] = {}
-    if parser.parse_args().gpu:
-        os.environ["SGLANG_PLATFORM"] = ""
-        arguments = dict(device="cuda", dtype="bfloat16", mem_fraction_static=0.3, cuda_graph_max_bs_decode=8)
-    plain = answers(None, BUILT_IN_WORKER, disable_overlap_schedule=True, **arguments)
-    built_in = answers(pair()[1], BUILT_IN_WORKER, **arguments)
-    ours = answers(pair()[1], {"DFLASH_SGLANG_REQUIRE": "1"}, **arguments)
+    on_gpu = parser.parse_args().gpu
+    arguments = {**ON_DEVICE, "cuda_graph_max_bs_decode": 8} if on_gpu else {}
+    environment = DEVICE_ENVIRONMENT if on_gpu else {}
+    built_in_worker = {**environment, **BUILT_IN_WORKER}
+    plain = answers(None, built_in_worker, disable_overlap_schedule=True, **arguments)
+    built_in = answers(pair()[1], built_in_worker, **arguments)
+    ours = answers(pair()[1], {**environment, "DFLASH_SGLANG_REQUIRE": "1"}, **arguments)
     print("| field | plain SGLang | built-in DFLASH | this package |\n|---|---|---|---|")
     for name in requests():
         if name:
