@@ -7,6 +7,9 @@ answer equals the plain server's; "ignored": every answer is the one without the
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,17 @@ def requests() -> dict[str, list[dict[str, Any]]]:
     }
     seeded = {name for name in table() if name.startswith("sampling_seed")}
     return {"": base_requests(), **{k: v for k, v in table().items() if k not in seeded}, **filters}
+
+
+def without_the_last_layer(directory: Path) -> Path:
+    """The trained draft, fed other layers of the target: the built-in worker cannot capture the last one."""
+    shutil.copytree(pair()[1], directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    ids = config["dflash_config"]["target_layer_ids"]
+    config["dflash_config"]["target_layer_ids"] = list(range(len(ids)))
+    path.write_text(json.dumps(config))
+    return directory
 
 
 def answers(draft: Path | None, environment: dict[str, str], **arguments: Any) -> dict[str, list[Any]]:
@@ -58,8 +72,10 @@ def main() -> None:
     environment = DEVICE_ENVIRONMENT if on_gpu else {}
     built_in_worker = {**environment, **BUILT_IN_WORKER}
     plain = answers(None, built_in_worker, disable_overlap_schedule=True, **arguments)
-    built_in = answers(pair()[1], built_in_worker, **arguments)
-    ours = answers(pair()[1], {**environment, "DFLASH_SGLANG_REQUIRE": "1"}, **arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        draft = without_the_last_layer(Path(directory) / "draft")
+        built_in = answers(draft, built_in_worker, **arguments)
+        ours = answers(draft, {**environment, "DFLASH_SGLANG_REQUIRE": "1"}, **arguments)
     print("| field | plain SGLang | built-in DFLASH | this package |\n|---|---|---|---|")
     for name in requests():
         if name:
