@@ -1,19 +1,26 @@
-"""Real SGLang engines on the CPU platform: a server or `sgl.Engine`, float32, ended with the test."""
+"""Real SGLang engines on the CPU platform: a server or `sgl.Engine`, float32, ended with the test.
+
+They are forked from a process that has SGLang imported (`zygote.py`). `fresh=True` starts a new interpreter
+instead, for a test about the launch itself.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from dflash_sglang.demo.server import Server, free_port
+from tests import zygote
 
+LAUNCH = ("-m", "sglang.launch_server")
 READY_TIMEOUT = 400.0  # seconds; importing SGLang alone takes tens on a busy machine
 BUILT_IN_WORKER = {"SGLANG_PLUGINS": "none"}  # the CPU platform stays, our plugin does not load
 
@@ -66,14 +73,19 @@ def serve(
     draft: Path | None = None,
     *,
     environment: Mapping[str, str] | None = None,
-    command: Sequence[str] = ("-m", "sglang.launch_server"),
+    command: Sequence[str] = LAUNCH,
+    fresh: bool = False,
     **arguments: Any,
 ) -> Iterator[Server]:
-    """A ready `sglang.launch_server` on a free port; everything it started is ended on leaving the block."""
+    """A ready `sglang.launch_server` on a free port; everything it started is ended on leaving the block.
+
+    A `command` of its own is always a fresh interpreter.
+    """
+    kind = Server if fresh or command != LAUNCH else _ForkedServer
     port = free_port()
     flags = as_flags(engine_arguments(target, draft, **arguments))
     with tempfile.TemporaryDirectory() as directory:
-        with Server(
+        with kind(
             [sys.executable, *command, *flags, "--port", str(port)],
             port=port,
             environment=cpu_environment(environment),
@@ -81,6 +93,27 @@ def serve(
         ) as server:
             server.wait_ready(READY_TIMEOUT)
             yield server
+
+
+class _ForkedServer(Server):
+    """Forked by the zygote, and ended at once: the orderly end of `Server` takes six seconds."""
+
+    def __enter__(self) -> Server:
+        self._process = zygote.start(self.command, self.environment, self.log)
+        return self
+
+    def stop(self) -> None:
+        """Ends the launcher, which SGLang's processes follow, and half a second later what is left."""
+        group = self.process.pid
+        with suppress(ProcessLookupError):
+            os.kill(group, signal.SIGKILL)
+        self.process.wait()
+        deadline = time.monotonic() + 0.5  # multiprocessing's resource tracker cleans up
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(0.02)
+            os.killpg(group, signal.SIGKILL)
 
 
 def greedy(
@@ -104,6 +137,7 @@ def run_engine(
     *,
     environment: Mapping[str, str] | None = None,
     timeout: float = 500,
+    fresh: bool = False,
     **arguments: Any,
 ) -> list[Any]:
     """Runs `sgl.Engine(**arguments)` in a process of its own; returns what each `generate(**request)` gave.
@@ -111,25 +145,15 @@ def run_engine(
     Raises EngineFailed with the process's output when it ends with an error.
     """
     job = {"engine": engine_arguments(target, draft, **arguments), "requests": list(requests)}
+    variables = cpu_environment(environment)
+    variables["PYTHONPATH"] = ":".join(filter(None, [variables.get("PYTHONPATH"), str(Path(__file__).parents[1])]))
     with tempfile.TemporaryDirectory() as directory:
-        answers = Path(directory) / "answers.json"
-        process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(job), str(answers)],
-            env=cpu_environment(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        finally:
-            try:
-                os.killpg(process.pid, 9)
-            except ProcessLookupError:
-                pass
+        answers, log = Path(directory) / "answers.json", Path(directory) / "engine.log"
+        command = [sys.executable, "-m", "tests.engines", json.dumps(job), str(answers)]
+        with (Server if fresh else _ForkedServer)(command, port=0, environment=variables, log=log) as engine:
+            code = engine.process.wait(timeout)
         if not answers.exists():
-            raise EngineFailed(f"sgl.Engine ended with exit code {process.returncode}\n{output[-8000:]}")
+            raise EngineFailed(f"sgl.Engine ended with exit code {code}\n{engine.log_text()[-8000:]}")
         return json.loads(answers.read_text())
 
 

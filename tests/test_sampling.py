@@ -169,6 +169,9 @@ def test_greedy_requests_beside_sampled_ones_commit_what_agrees_with_the_argmax(
     tokens = torch.cat([torch.zeros(4, 1, dtype=torch.long), best[:, :-1]], dim=1)
     tokens[1, 2] = (tokens[1, 2] + 1) % VOCAB
     tokens[2, 1] = (tokens[2, 1] + 1) % VOCAB
+    logits[1 * BLOCK + 1] = logits[2 * BLOCK] = torch.tensor([0.0, 3.0, 1.0, 3.0, 3.0, 0.0, 2.0])  # ties
+    best[1, 1] = best[2, 0] = 1
+    tokens[2, 1] = 3
     info = sampling_info(4, is_any_greedy=True, need_top_k_sampling=True)
     info.top_ks[:3] = 1
     token_ids = rejection_sample(logits, info, Proposals.certain(tokens), kernels=False)
@@ -179,6 +182,16 @@ def test_greedy_requests_beside_sampled_ones_commit_what_agrees_with_the_argmax(
     assert [target_ids[i, :n].tolist() for i, n in enumerate([3, 2, 1])] == [
         best[0].tolist(), best[1, :2].tolist(), best[2, :1].tolist(),
     ]  # fmt: skip
+
+
+def test_drawn_proposals_give_greedy_requests_the_likeliest_candidate():
+    torch.manual_seed(0)
+    tokens, candidates = torch.zeros(64, 3, dtype=torch.long), torch.arange(4).expand(64, 2, 4) + 5
+    greedy = torch.arange(64) < 32
+    proposals = Proposals.drawn(tokens, candidates, torch.zeros(64, 2, 4), torch.ones(64), greedy)
+    assert (proposals.tokens[:32, 1:] == 5).all() and (proposals.probs[:32, :, 0] == 1).all()
+    assert set(proposals.tokens[32:, 1:].flatten().tolist()) == {5, 6, 7, 8}
+    assert (proposals.probs[32:] == 0.25).all()
 
 
 class Recorded:

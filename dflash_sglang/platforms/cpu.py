@@ -17,6 +17,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
+from dflash_sglang.platforms.cpu_hooks import register_rank_hooks
+
 NAME = "dflash_cpu"
 # SGLang turns CUDA graphs and Triton slot writers off by this name: the CPU attention is registered under it.
 ATTENTION_BACKEND = "torch_native"
@@ -45,6 +47,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The draft worker consults this list, not supports_speculative_draft_attention_backend().
         if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        register_rank_hooks()
 
     def get_device(self, device_id: int = 0) -> str:
         """The default of `--device`; the in-tree CPU mixin's `torch.device` is not what SGLang parses."""
@@ -60,6 +63,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
         return ATTENTION_BACKEND
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Nothing is compiled: inductor needs a C++ compiler, and tens of seconds of a sharded server's start."""
+        return "eager"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm == "DFLASH"

@@ -1,4 +1,4 @@
-"""Hooks for the places where SGLang reaches for a GPU kernel without asking the platform.
+"""Hooks for the places where SGLang reaches for a GPU, or for its own CPU engine, without asking the platform.
 
 Each function below says what it stands in for and what happens without it.
 """
@@ -14,6 +14,16 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
+
+
+def register_rank_hooks() -> None:
+    """Registers the hooks on a rank's way to its process group and weights, in time for `load_plugins()`."""
+    for target, hook in (
+        ("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", leave_threads_unbound),
+        ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", leave_threads_unbound),
+        ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", keep_config),
+    ):
+        HookRegistry.register(target, hook, HookType.REPLACE, source=SOURCE)
 
 
 def register_hooks() -> None:
@@ -39,11 +49,27 @@ def register_hooks() -> None:
         HookRegistry.register(target, hook, kind, source=SOURCE)
 
 
+def leave_threads_unbound(**_: Any) -> None:
+    """Stands in for the set-up of threads and shared memory by sgl-kernel's CPU build; ranks talk over gloo.
+
+    Without it SGLang refuses more ranks than NUMA nodes, and on ARM calls the build whether it exists or not.
+    """
+
+
+def keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """Stands in for padding a model's heads to the TP size, which the weight loader does not follow.
+
+    Without it a model with fewer KV heads than ranks does not load.
+    """
+    return model_config
+
+
 def all_gather_over_gloo(
     original: Callable[..., None], group: Any, output: torch.Tensor, input: torch.Tensor
 ) -> None:
     """Stands in for the custom operator behind `all_gather_into_tensor`, which has no CPU kernel."""
-    torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
+    # Flat, because gloo takes no output of [ranks, *input.shape], which NCCL takes.
+    torch.distributed.all_gather_into_tensor(output.view(-1), input.reshape(-1), group=group.device_group)
 
 
 def keep_dtype_of_input_embeds(
