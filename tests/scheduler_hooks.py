@@ -63,14 +63,15 @@ def activate() -> None:
 
 
 def _oracle(worker: type) -> None:
+    from dflash_sglang.drafting.proposals import Proposals
     from dflash_sglang.drafting.proposer import Proposer
 
     directory = Path(os.environ[RECORDS_ENV])
     generator = torch.Generator().manual_seed(0)
     propose = Proposer.propose
 
-    def with_oracle(self: Any, batch: Any, block: Any) -> torch.Tensor:
-        tokens = propose(self, batch, block)
+    def with_oracle(self: Any, batch: Any, block: Any) -> Proposals:
+        tokens = propose(self, batch, block).tokens
         for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
             prompt = list(req.origin_input_ids)
             path = _record_path(directory, prompt)
@@ -80,7 +81,7 @@ def _oracle(worker: type) -> None:
             known = torch.tensor(json.loads(path.read_text())[start : start + block.size - 1])
             wrong = torch.rand(known.shape, generator=generator) < 0.15
             tokens[row, 1 : 1 + len(known)] = torch.where(wrong, (known + 1) % 250, known)
-        return tokens
+        return Proposals.certain(tokens)
 
     Proposer.propose = with_oracle
 
@@ -109,27 +110,33 @@ def _sentinels(worker: Any) -> None:
 
     forward = worker.forward_batch_generation
     reserve = SlotReservation.reserve
+    copies: list[torch.Tensor] = []
 
     def guarded_forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
-        before = [[buffer.clone() for buffer in _buffers(pool)] for pool in _pools(self)]
+        buffers = [buffer.view(torch.int32) for pool in _pools(self) for buffer in _buffers(pool)]  # NaN is equal
+        if not copies:
+            copies.extend(torch.empty_like(buffer) for buffer in buffers)
+        for buffer, copy in zip(buffers, copies, strict=True):
+            copy.copy_(buffer)
         if batch.forward_mode.is_extend():
             own = batch.out_cache_loc.clone()
         else:
             start = batch.seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
             columns = start[:, None] + torch.arange(self.block_size)
             own = table[batch.req_pool_indices.long()[:, None], columns]
-        own = set(own.flatten().tolist())
+        slots = own.flatten().long()
+        own = set(slots.tolist())
         page_size = self._reservation.page_size
         assert not own & set(range(page_size)), f"live slots in the padding page: {sorted(own)[:4]}"
         table_before = table.clone()
         result = forward(self, batch, *args, **kwargs)
         assert torch.equal(table, table_before), "a forward changed req_to_token"
-        for pool, copies in zip(_pools(self), before, strict=True):
-            for buffer, copy in zip(_buffers(pool), copies, strict=True):
-                differs = (buffer != copy) & ~(buffer.isnan() & copy.isnan())
-                changed = set(differs.flatten(1).any(dim=1).nonzero().flatten().tolist())
-                assert changed <= own, f"slots {sorted(changed - own)} belong to no request of the batch"
+        for buffer, copy in zip(buffers, copies, strict=True):
+            copy[slots] = buffer[slots]
+            if not torch.equal(buffer, copy):
+                changed = (buffer != copy).flatten(1).any(dim=1).nonzero().flatten().tolist()
+                raise AssertionError(f"slots {changed} belong to no request of the batch")
         return result
 
     def guarded_reserve(self: Any, batch: Any) -> Any:
