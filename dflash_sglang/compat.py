@@ -13,6 +13,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -66,6 +67,7 @@ __all__ = [
     "KVWriteLoc",
     "LogitsProcessorOutput",
     "ProcessorEntry",
+    "Req",
     "SamplingBatchInfo",
     "SpecTpSync",
     "SpecTpSyncSite",

@@ -29,6 +29,7 @@ from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.updates import DraftWeightUpdater
 from dflash_sglang.observability import startup_line
+from dflash_sglang.scheduling import stops
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.verify.verifier import Verifier
 
@@ -61,6 +62,7 @@ class DFlashWorker(BaseSpecWorker):
             get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision
         )
         self.draft_spec = DraftSpec.from_config(config)
+        stops.install()
         self.feature_layer_ids = self.draft_spec.feature_layer_ids(target_runner.model_config.num_hidden_layers)
         ensure_capture(target_model, self.feature_layer_ids)
         self.draft_parallel_layout = resolve_draft_parallel_layout(

@@ -47,7 +47,7 @@ def engine_arguments(target: Path, draft: Path | None, **overrides: Any) -> dict
         device="cpu",
         dtype="float32",
         skip_tokenizer_init=True,
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.5,
         max_total_tokens=20000,
     )
     if draft is not None:

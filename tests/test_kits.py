@@ -53,7 +53,7 @@ from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
 from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
 from sglang.test.kits.json_mode_kit import JSONModeMixin
 from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
-from sglang.test.kits.matched_stop_kit import MANY_NEW_TOKENS_PROMPT, MatchedStopMixin
+from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
 from sglang.test.kits.spec_decoding_kit import SpecDecodingMixin
@@ -66,7 +66,6 @@ from tests.kits import MOST_NEW_TOKENS, ON_GPU, PROMPTS, TARGET, OnServer, Serve
 pytestmark = [pytest.mark.slow, pytest.mark.gpu] if ON_GPU else [pytest.mark.slow]
 
 TEXT = OnServer.tokenizer.encode("\n".join(held_out_prompts()))
-END = "if __name__ == '__main__':\n    unittest.main()"  # EOS is the target's next token after this line
 KL_DIVERGENCE = 0.003 if ON_GPU else 1e-6  # of logprobs while decoding from those of a prefill
 
 
@@ -137,9 +136,10 @@ class TestSpecCorrectness(spec_kits.SpecCorrectnessKit, OnServer):
 class TestMatchedStop(MatchedStopMixin, OnServer):
     def test_finish_stop_eos(self) -> None:
         """The kit's own test names the EOS tokens of Llama."""
+        end = "if __name__ == '__main__':\n    unittest.main()"
         stopped = dict(max_tokens=1000, finish_reason="stop", matched_stop=self.tokenizer.eos_token_id)
-        self._run_completions_generation(f"{END}\n", **stopped)
-        self._run_chat_completions_generation(END, **stopped)
+        self._run_completions_generation(end + "\n", **stopped)
+        self._run_chat_completions_generation(end, **stopped)
 
 
 class TestGrammars(
@@ -183,10 +183,12 @@ class TestSpecSamplingMask(spec_kits.SpecSamplingMaskKit, OnServer):
 
 class TestSpecPenalty(spec_kits.SpecPenaltyKit, OnServer):
     def run_decode(self, sampling_params: dict[str, Any]) -> None:
-        """As the kit's fixture, which looks at the status alone; a prompt calls for EOS where EOS has to wait."""
+        """As the kit's fixture, which looks at the status alone; EOS comes as soon as `min_new_tokens` lets it."""
+        wait = sampling_params.get("min_new_tokens")
+        eos = {"ignore_eos": True} if wait is None else {"logit_bias": {str(self.tokenizer.eos_token_id): 100}}
         answer = self.server.generate(
-            text=f"{END}\n" if "min_new_tokens" in sampling_params else MANY_NEW_TOKENS_PROMPT,
-            sampling_params={"max_new_tokens": 48, "temperature": 0.7, **sampling_params},
+            text="Human: Write a travel blog post to Hawaii.\n\nAssistant:",
+            sampling_params={"max_new_tokens": 48, "temperature": 0.7, **eos, **sampling_params},
             return_logprob=True,
             top_logprobs_num=5,
             return_text_in_logprobs=True,
@@ -195,7 +197,7 @@ class TestSpecPenalty(spec_kits.SpecPenaltyKit, OnServer):
         logprobs = answer["meta_info"]["output_token_logprobs"]
         self.assertEqual([token for _, token, _ in logprobs], answer["output_ids"])
         self.assertTrue(all(math.isfinite(logprob) and logprob <= 0 for logprob, _, _ in logprobs))
-        self.assertIn(len(logprobs), range(sampling_params.get("min_new_tokens", 1), 49))
+        self.assertEqual(len(logprobs), 48 if wait is None else wait + 1)
 
 
 class TestSpecFeature(spec_kits.SpecFeatureKit, OnServer):

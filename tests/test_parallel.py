@@ -57,6 +57,10 @@ def sampled_requests(greedy: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(greedy, sampling_params=greedy["sampling_params"] | params) for params in SAMPLED]
 
 
+def next_turns(asked: dict[str, Any], answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(asked, input_ids=asked["input_ids"] + answer["output_ids"]) for answer in answers]
+
+
 def ask(server: Server, asked: Sequence[dict[str, Any]], *, together: bool) -> list[dict[str, Any]]:
     """The answers, in order. Raises ServerFailed with the server's log where one fails or does not come."""
     pool = ThreadPoolExecutor(len(asked) if together else 1)
@@ -150,37 +154,46 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         TARGET, DRAFT, environment=watched(directory), tp_size=2, skip_tokenizer_init=None, **RANKS
     ) as server:
         greedy = {"singly": ask(server, requests(), together=False)}
-        # Not last: what follows waits for every rank to have written down its steps.
         sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        turns = next_turns(requests()[SAMPLED_PROMPT], sampled)
+        after_hit = ask(server, turns, together=True)
         greedy["together, warm"] = ask(server, requests(), together=True)
         server.post("/flush_cache?timeout=60")  # waits for the scheduler to be idle
-        greedy["together, cold"] = ask(server, requests(), together=True)
-        return dict(greedy=greedy, sampled=sampled, directory=directory, log=server.log_text())
+        greedy["together, cold"] = ask(server, requests() + turns, together=True)
+        cold = [greedy["together, cold"].pop() for _ in turns][::-1]
+        log = server.log_text()
+    return dict(greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory, log=log)
 
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Random models that do not divide by two: one KV head, and a tied head whose second shard ends in padding.
+    """Random models that do not divide by two: one KV head, and a tied head of 32 tokens and 8.
 
     Sampled requests get drawn proposals, greedy ones an oracle's. `expected` is the greedy output by transformers.
     """
     directory = tmp_path_factory.mktemp("uneven")
-    shape = dict(num_key_value_heads=1, vocab_size=300, tie_word_embeddings=True)
+    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
     target, draft = tiny.make_pair(directory, target=shape, draft=shape)
     ids = random.Random(0)
-    prompts = [[ids.randrange(4, 300) for _ in range(length)] for length in LENGTHS]
+    prompts = [[ids.randrange(4, 40) for _ in range(length)] for length in LENGTHS]
     expected = continuations(target, prompts)
     asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
     environment = watched(directory, **{scheduler_hooks.HOOKS_ENV: "oracle", CONFIG_ENV: '{"proposals": "drawn"}'})
     with serve(target, draft, environment=environment, tp_size=2, **RANKS) as server:
         sampled = ask(server, sampled_requests(asked[SAMPLED_PROMPT]), together=True)
+        turns = next_turns(asked[SAMPLED_PROMPT], sampled)
+        after_hit = ask(server, turns, together=True)
+        server.post("/flush_cache?timeout=60")
+        cold = ask(server, turns, together=True)
         for prompt, output in zip(prompts, expected, strict=True):
             scheduler_hooks.record(directory, prompt, output)
         greedy = {
             "together": ask(server, asked, together=True),
             "singly": ask(server, asked, together=False),
         }
-    return dict(expected=expected, greedy=greedy, sampled=sampled, directory=directory)
+    return dict(
+        expected=expected, greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory
+    )
 
 
 def continuations(target: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -260,7 +273,11 @@ def assert_sampled(answers: list[dict[str, Any]], greedy: list[int]) -> None:
 
 
 def assert_same_on_all_ranks(served: dict[str, Any]) -> None:
+    """All ranks committed what was answered, and keep the keys and values of those very tokens."""
     for answer in served["sampled"]:
         for rank in range(2):
             ids = committed(served["directory"], rank, answer["meta_info"]["id"])
             assert ids[:NEW_TOKENS] == answer["output_ids"], f"rank {rank}"
+    assert all(answer["meta_info"]["cached_tokens"] >= NEW_TOKENS for answer in served["after_hit"])
+    for after_hit, cold in zip(served["after_hit"], served["cold"], strict=True):
+        assert after_hit["output_ids"] == cold["output_ids"]

@@ -44,6 +44,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "stop_token_ids": dict(stop_token_ids=[SPACE], ignore_eos=False),
     "stop": dict(stop=["r ", "t "], ignore_eos=False),
     "stop and no_stop_trim": dict(stop=["r ", "t "], no_stop_trim=True, ignore_eos=False),
+    # The one listed first comes last in what prompt 0 gives.
+    "several stop strings": dict(stop=["object", "socket"], ignore_eos=False),
+    "stop and stop_token_ids": dict(stop=["object"], stop_token_ids=[ord("k")], ignore_eos=False),
     "stop_regex": dict(stop_regex=["[aeiou][st]"], ignore_eos=False),
     "min_new_tokens with stop_token_ids": dict(stop_token_ids=[SPACE], min_new_tokens=21, ignore_eos=False),
     "regex": dict(regex="([a-f]{2,5}[.] ){3}", ignore_eos=False),

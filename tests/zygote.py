@@ -42,7 +42,15 @@ PRELOAD = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenize
 # those that import the model runner, which starts the platform, and those that import every model:
 LATER = """clip falcon_h1 falcon_mamba granitemoehybrid jet_nemotron jet_vlm llama_embedding mamba mindspore
 nano_nemotron_vl nemotron_h nemotron_h_mtp registry roberta xverse""".split()
-MAY_DIFFER = ("DFLASH_", "SGLANG_PLUGINS", "SGLANG_TEST_RETRACT", "PYTHONPATH", "PYTEST_CURRENT_TEST")
+MAY_DIFFER = (
+    "DFLASH_",
+    "SGLANG_PLUGINS",
+    "SGLANG_TEST_RETRACT",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK",
+    "SGLANG_CHECK_KV",
+    "PYTHONPATH",
+    "PYTEST_CURRENT_TEST",
+)
 RETRACTION = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")  # of the scheduler's module
 SPARES = 3  # two schedulers and a detokenizer
 
