@@ -44,7 +44,7 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int, **
     """Prompts one by one on a ready server: its outputs, verify steps and tokens per second."""
     sampling = dict(max_new_tokens=new_tokens, ignore_eos=True, **sampling)
     server.generate(input_ids=prompts[0], sampling_params=sampling)
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     start = time.perf_counter()
     answers = [server.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
     elapsed = time.perf_counter() - start

@@ -71,7 +71,8 @@ def _oracle(worker: type) -> None:
     propose = Proposer.propose
 
     def with_oracle(self: Any, batch: Any, block: Any) -> Proposals:
-        tokens = propose(self, batch, block).tokens
+        proposals = propose(self, batch, block)
+        tokens, replaced = proposals.tokens, False
         for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
             prompt = list(req.origin_input_ids)
             path = _record_path(directory, prompt)
@@ -81,7 +82,8 @@ def _oracle(worker: type) -> None:
             known = torch.tensor(json.loads(path.read_text())[start : start + block.size - 1])
             wrong = torch.rand(known.shape, generator=generator) < 0.15
             tokens[row, 1 : 1 + len(known)] = torch.where(wrong, (known + 1) % 250, known)
-        return Proposals.certain(tokens)
+            replaced = True
+        return Proposals.certain(tokens) if replaced else proposals
 
     Proposer.propose = with_oracle
 

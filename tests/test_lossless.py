@@ -156,7 +156,7 @@ def logprob_values(answer: dict[str, Any], field: str) -> list[float]:
 
 def test_outputs_equal_plain_decoding_one_by_one_cold_and_warm(ours, plain):
     server, _ = ours
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     cold = [server.generate(**one) for one in plain["asked"]]
     assert_equal(cold, plain)
     warm = [server.generate(**one) for one in plain["asked"]]
@@ -171,11 +171,11 @@ def test_acceptance_after_a_prefix_hit_is_the_cold_runs(ours):
     """The next turn of a conversation: rows that verify wrote serve as well as rows that prefill writes."""
     server, _ = ours
     prompt = prompts()[LENGTHS.index(700)]
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     answer = server.generate(**request(prompt, max_new_tokens=200))
     turn = request(prompt + answer["output_ids"], max_new_tokens=100)
     after_hit = server.generate(**turn)
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     cold = server.generate(**turn)
     assert after_hit["meta_info"]["cached_tokens"] >= 832 > cold["meta_info"]["cached_tokens"]
     assert after_hit["output_ids"] == cold["output_ids"]

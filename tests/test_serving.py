@@ -35,7 +35,7 @@ def decode(server: Server) -> dict[str, Any]:
     """The answers to the held-out prompts, sent as one batch, and the output tokens per second of some alone."""
     asked = prompts()
     answers = server.generate(input_ids=asked, sampling_params=greedy_params(NEW_TOKENS))
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     start = time.perf_counter()
     alone = [server.generate(input_ids=p, sampling_params=greedy_params(NEW_TOKENS)) for p in asked[:TIMED]]
     elapsed = time.perf_counter() - start

@@ -71,7 +71,7 @@ def test_requests_at_the_context_limit_touch_only_their_own_slots(tiny, plain, p
             together = pool.map(lambda item: ask(server, *item[1], seed=item[0]), enumerate(AT_THE_LIMIT))
             assert [outline(answer) for answer in together] == plain
         time.sleep(2)  # idle: SGLang's own check of the pools runs, and would end the server
-        server.post("/flush_cache")
+        server.post("/flush_cache?timeout=60")
         assert outline(ask(server, *AT_THE_LIMIT[0])) == plain[0]
 
 

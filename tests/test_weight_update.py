@@ -33,7 +33,7 @@ def changed_copy(checkpoint: Path, directory: Path, change: Any) -> Path:
 
 def decode(server: Server) -> tuple[list[list[int]], int]:
     """(outputs, verify steps) of the prompts, on an empty cache."""
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     sampling = dict(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     answers = server.generate(input_ids=PROMPTS, sampling_params=sampling)
     steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
