@@ -31,16 +31,22 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text) for text in pair.held_out_prompts()]
 
 
-def decode(server: Server) -> dict[str, Any]:
-    """The answers to the held-out prompts, sent as one batch, and the output tokens per second of some alone."""
-    asked = prompts()
-    answers = server.generate(input_ids=asked, sampling_params=greedy_params(NEW_TOKENS))
+def batch(server: Server) -> list[dict[str, Any]]:
+    """The answers to the held-out prompts, sent as one batch."""
+    answers = server.generate(input_ids=prompts(), sampling_params=greedy_params(NEW_TOKENS))
     server.post("/flush_cache?timeout=60")
-    start = time.perf_counter()
-    alone = [server.generate(input_ids=p, sampling_params=greedy_params(NEW_TOKENS)) for p in asked[:TIMED]]
-    elapsed = time.perf_counter() - start
-    assert [answer["output_ids"] for answer in alone] == [answer["output_ids"] for answer in answers[:TIMED]]
-    return dict(answers=answers, speed=TIMED * NEW_TOKENS / elapsed)
+    return answers
+
+
+def seconds(servers: tuple[Server, ...]) -> list[float]:
+    """Time that each server takes for some prompts one by one; they take turns, each meeting a busy machine."""
+    spent = [0.0 for _ in servers]
+    for prompt in prompts()[:TIMED]:
+        for i, server in enumerate(servers):
+            start = time.perf_counter()
+            server.generate(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS))
+            spent[i] += time.perf_counter() - start
+    return spent
 
 
 def tokens_per_step(answers: list[dict[str, Any]]) -> float:
@@ -51,11 +57,10 @@ def tokens_per_step(answers: list[dict[str, Any]]) -> float:
 
 @pytest.fixture(scope="module")
 def served() -> dict[str, Any]:
-    """Answers, speed, log and metrics of our server and of one without speculation, one after the other."""
-    with serve(TARGET, DRAFT, environment=REQUIRE, enable_metrics=True) as server:
-        ours = {**decode(server), "log": server.log_text(), "metrics": server.text("/metrics")}
-    with serve(TARGET) as server:
-        return {"ours": ours, "plain": decode(server)}
+    """Answers, log and metrics of our server and of one without speculation, and their time for some prompts."""
+    with serve(TARGET, DRAFT, environment=REQUIRE, enable_metrics=True) as server, serve(TARGET) as plain:
+        ours = dict(answers=batch(server), log=server.log_text(), metrics=server.text("/metrics"))
+        return {"ours": ours, "plain": dict(answers=batch(plain)), "seconds": seconds((server, plain))}
 
 
 def test_greedy_output_over_http_equals_plain_decoding_on_every_held_out_prompt(served):
@@ -71,7 +76,8 @@ def test_the_accept_length_is_the_reference_loops_at_block_16(served):
 
 
 def test_decoding_is_at_least_one_and_a_half_times_as_fast_as_without_speculation(served):
-    assert served["ours"]["speed"] >= 1.5 * served["plain"]["speed"]
+    ours, plain = served["seconds"]
+    assert plain >= 1.5 * ours
 
 
 def test_the_log_names_the_worker_and_its_decisions_in_one_line(served):
