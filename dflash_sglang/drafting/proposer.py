@@ -46,6 +46,7 @@ class Proposer:
         shape = (max_requests, block_size - 1, DRAWN_FROM if drawn else 0)
         self._candidates = torch.zeros(shape, dtype=torch.int64, device=runner.device)
         self._logits = torch.zeros(shape, dtype=torch.float32, device=runner.device)
+        self._ones = torch.ones((max_requests, block_size - 1, 1), dtype=torch.float32, device=runner.device)
         self._drawn = drawn
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._spec_info = DFlashVerifyInput(
@@ -67,7 +68,7 @@ class Proposer:
         tokens = self._tokens[: block.batch_size]
         info = batch.sampling_info
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
-            return Proposals.certain(tokens)
+            return Proposals.certain(tokens, self._ones[: block.batch_size])
         proposals = Proposals.drawn(
             tokens,
             self._candidates[: block.batch_size],
