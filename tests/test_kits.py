@@ -259,7 +259,7 @@ def test_every_turn_of_a_conversation_hits_the_turns_before(servers: Servers, tm
 
 class TestAbortAll(AbortAllMixin, OnServer):
     abort_all_num_requests = 16
-    abort_all_sleep = 1.0
+    abort_all_sleep = 0.4 if ON_GPU else 1.0
 
 
 class TestPauseResume(PauseResumeInPlaceMixin, OnServer):
