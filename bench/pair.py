@@ -9,7 +9,6 @@ by one, greedy, as many new tokens as the record has, and compares with `dflash_
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -19,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.serve import ENVIRONMENT, OURS, PLAIN, versions, wait_for
+from bench import report
+from bench.serve import ENVIRONMENT, OURS, PLAIN, wait_for
 from dflash_sglang import pair
 from dflash_sglang.demo.server import Server, free_port
 
@@ -74,32 +74,17 @@ def main() -> int:
     ours, plain = (results[kind].pop("outputs") for kind in (OURS, PLAIN))
     reference = record["block_16"]["new_tokens_after_the_first_per_step"]
     ratio = results[OURS]["new_tokens_after_the_first_per_step"] / reference
-    report = {
-        "command": ["python", "-m", "bench.pair", *sys.argv[1:]],
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "prompts": len(prompts),
-        "new_tokens": record["new_tokens"],
-        "reference_new_tokens_after_the_first_per_step": reference,
-        "figures": results,
-        "outputs_equal_to_plain_decoding": sum(a == b for a, b in zip(ours, plain, strict=True)),
-        "claims": [
-            {
-                "what": "accept length over the reference loop's, block 16, bfloat16, CUDA graphs",
-                "value": round(ratio, 4),
-                "bound": f"within {TOLERANCE:.0%} of 1",
-                "ok": abs(ratio - 1) <= TOLERANCE,
-            }
-        ],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(
-        json.dumps(
-            {key: report[key] for key in ("figures", "outputs_equal_to_plain_decoding", "claims")}, indent=1
-        )
+    what = "accept length over the reference loop's, block 16, bfloat16, CUDA graphs"
+    return report.finish(
+        "bench.pair",
+        arguments.out,
+        [report.claim(what, round(ratio, 4), f"within {TOLERANCE:.0%} of 1", abs(ratio - 1) <= TOLERANCE)],
+        figures=results,
+        reference_new_tokens_after_the_first_per_step=reference,
+        outputs_equal_to_plain_decoding=sum(a == b for a, b in zip(ours, plain, strict=True)),
+        prompts=len(prompts),
+        new_tokens=record["new_tokens"],
     )
-    return 0 if all(claim["ok"] for claim in report["claims"]) else 1
 
 
 if __name__ == "__main__":

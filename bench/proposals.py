@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import shlex
 import statistics
@@ -19,8 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
+from bench import report
 from bench.pair import decode, pair_server
-from bench.serve import OURS, versions, wait_for
+from bench.serve import OURS, wait_for
 from dflash_sglang import pair
 from dflash_sglang.config.plugin_config import CONFIG_ENV, PluginConfig, ProposalKind
 
@@ -62,28 +62,11 @@ def main() -> int:
     claims = []
     for name in SAMPLING:
         speed = {kind: statistics.median(figures[name][kind]["tokens_per_second"]) for kind in kinds}
-        value = round(speed[default] / max(speed.values()), 3)
-        claims.append(
-            {
-                "what": f"tokens per second of the default proposals ({default}) over the best kind's, {name}",
-                "value": value,
-                "bound": ">= 1.0",
-                "ok": value >= 1.0,
-            }
-        )
-    report = {
-        "command": ["python", "-m", "bench.proposals", *sys.argv[1:]],
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "prompts": len(prompts),
-        "new_tokens": NEW_TOKENS,
-        "figures": figures,
-        "claims": claims,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(claims, indent=1))
-    return 0
+        what = f"tokens per second of the default proposals ({default}) over the best kind's, {name}"
+        claims.append(report.at_least(what, round(speed[default] / max(speed.values()), 3), 1.0))
+    return report.finish(
+        "bench.proposals", arguments.out, claims, figures=figures, prompts=len(prompts), new_tokens=NEW_TOKENS
+    )
 
 
 if __name__ == "__main__":

@@ -12,21 +12,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import importlib.metadata
-import json
 import os
-import platform
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import report
 from bench.load import Load, Outcome, run
 from dflash_sglang.demo.server import Server, free_port
 
@@ -112,9 +108,8 @@ def claims(figures: Mapping[str, Any], bound: float, sampled_bound: float) -> li
     """Per concurrency: our step time over the built-in worker's, and our sampled step over our greedy one."""
     out = []
 
-    def claim(what: str, ours: float, other: float, at_most: float) -> None:
-        ratio = round(ours / other, 4)
-        out.append({"what": what, "value": ratio, "bound": f"<= {at_most}", "ok": ratio <= at_most})
+    def claim(what: str, ours: float, other: float, bound: float) -> None:
+        out.append(report.at_most(what, round(ours / other, 4), bound))
 
     for concurrency, by_sampling in figures.items():
         step = {
@@ -131,19 +126,6 @@ def claims(figures: Mapping[str, Any], bound: float, sampled_bound: float) -> li
             what = f"sampled step time over the greedy one {where}"
             claim(what, step["sampled", OURS], step["greedy", OURS], sampled_bound)
     return out
-
-
-def versions() -> dict[str, str]:
-    names = ("dflash_sglang", "sglang", "torch", "triton", "flashinfer-python")
-    gpu = "none"
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    return {
-        **{name: importlib.metadata.version(name) for name in names},
-        "python": platform.python_version(),
-        "gpu": gpu,
-    }
 
 
 def main() -> int:
@@ -167,7 +149,6 @@ def main() -> int:
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
     parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of the DFLASH servers")
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         servers: dict[str, Server] = {}
         # The first start fills the compilation caches that the others, started together, then share.
@@ -177,16 +158,8 @@ def main() -> int:
             for kind in together:
                 wait_for(kind, servers[kind])
         figures = measure(servers, arguments)
-    report = {
-        "command": ["python", "-m", "bench.serve", *sys.argv[1:]],
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "figures": figures,
-        "claims": claims(figures, arguments.bound, arguments.sampled_bound),
-    }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["claims"], indent=1))
-    return 0 if all(claim["ok"] for claim in report["claims"]) else 1
+    claimed = claims(figures, arguments.bound, arguments.sampled_bound)
+    return report.finish("bench.serve", arguments.out, claimed, figures=figures)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import pytest
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests import soak
 from tests.engines import greedy_params, serve
+from tests.soak import driver
 
 pytestmark = pytest.mark.slow
 
@@ -186,7 +186,7 @@ def neighbours() -> list[dict[str, Any]]:
 
 def send(server: Server, name: str, body: bytes) -> tuple[int, Any]:
     try:
-        return essence(body, *soak.call(server.url, "POST", "/generate", body))
+        return essence(body, *driver.call(server.url, "POST", "/generate", body))
     except (OSError, http.client.HTTPException) as error:
         raise AssertionError(
             f"no answer to {name}, or to another request sent with it: {server.log_tail()}"
@@ -215,7 +215,7 @@ def harass(server: Server) -> dict[str, Any]:
         return {
             "answers": answers,
             "beside": [one for future in beside for one in future.result()],
-            "held": soak.held_tokens(server.url),
+            "held": driver.held_tokens(server.url),
             "log": server.log_text(),
         }
 

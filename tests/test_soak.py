@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from dflash_sglang.pair import pair_directories
-from tests import soak
 from tests.engines import serve
+from tests.soak import checks, requests, run
+from tests.soak.driver import Outcome
+from tests.soak.requests import Request
 
 REQUESTS, CONCURRENCY, SEED = 2000, 24, 1
 TIE = 1e-4  # of two logprobs; float32 rounds them by a third of that
@@ -33,12 +35,12 @@ def soaked() -> dict[str, Any]:
         chunked_prefill_size=256,
         max_total_tokens=1800,
     ) as server:
-        ours = soak.soak(server.url, REQUESTS, CONCURRENCY, SEED)
+        ours = run.soak(server.url, REQUESTS, CONCURRENCY, SEED)
         log = server.log_text()
         print(server.log_tail(60))  # shown with a failure
     with serve(target, environment=CHECKED, **FLAGS, disable_overlap_schedule=True) as server:
-        plain = soak.plain_answers(server.url, ours.greedy, CONCURRENCY)
-    return {"ours": ours, "log": log, "comparison": soak.compare(ours.greedy, plain)}
+        plain = run.plain_answers(server.url, ours.greedy, CONCURRENCY)
+    return {"ours": ours, "log": log, "comparison": checks.compare(ours.greedy, plain)}
 
 
 @pytest.mark.slow
@@ -73,7 +75,7 @@ def test_greedy_outputs_of_the_soak_equal_plain_decoding(soaked):
 
 # ---- The checks themselves -----------------------------------------------------------------------------------
 
-REQUEST = soak.Request(
+REQUEST = Request(
     dict(
         rid="a",
         input_ids=[1, 2, 3],
@@ -105,17 +107,17 @@ LENGTH = {"type": "length", "length": 4}
 STOPPED = {"type": "stop", "matched": 9}
 
 
-def outcome(*answers: dict[str, Any], **sampling: Any) -> soak.Outcome:
+def outcome(*answers: dict[str, Any], **sampling: Any) -> Outcome:
     request = copy.deepcopy(REQUEST)
     request.body["sampling_params"].update(sampling)
-    return soak.Outcome(request, 200, list(answers), [one["output_ids"] for one in answers])
+    return Outcome(request, 200, list(answers), [one["output_ids"] for one in answers])
 
 
 def test_a_proper_answer_has_no_problems():
     eos = frozenset([257])
-    assert soak.problems(outcome(answer([5, 6, 7, 8], LENGTH)), eos) == []
-    assert soak.problems(outcome(answer([5, 9], STOPPED)), eos) == []
-    assert soak.problems(outcome(answer([5, 257], {"type": "stop", "matched": 257})), eos) == []
+    assert checks.problems(outcome(answer([5, 6, 7, 8], LENGTH)), eos) == []
+    assert checks.problems(outcome(answer([5, 9], STOPPED)), eos) == []
+    assert checks.problems(outcome(answer([5, 257], {"type": "stop", "matched": 257})), eos) == []
 
 
 @pytest.mark.parametrize(
@@ -140,32 +142,32 @@ def test_a_proper_answer_has_no_problems():
         (outcome(answer([5, 9], STOPPED, output_top_logprobs=[[], []])), "another size"),
         (outcome(answer([5, 9], STOPPED, input_token_logprobs=[])), "input_token_logprobs"),
         (outcome(answer([5, 9], STOPPED), answer([5, 9], STOPPED)), "2 answers"),
-        (soak.Outcome(REQUEST, 200, [answer([5, 9], STOPPED)], [[6], [5, 9]]), "took back"),
-        (soak.Outcome(REQUEST, 500, error="no"), "status 500: no"),
+        (Outcome(REQUEST, 200, [answer([5, 9], STOPPED)], [[6], [5, 9]]), "took back"),
+        (Outcome(REQUEST, 500, error="no"), "status 500: no"),
     ],
 )
 def test_a_wrong_answer_is_a_problem(wrong, problem):
-    assert problem in " ".join(soak.problems(wrong, frozenset([257])))
+    assert problem in " ".join(checks.problems(wrong, frozenset([257])))
 
 
 def test_a_divergence_is_a_tie_only_where_plains_two_best_tokens_are_close():
     plain = answer([5, 6, 7, 8], LENGTH)
     rows = plain["meta_info"]["output_top_logprobs"] = [[[-0.5, i, None], [-1.5, 0, None]] for i in [5, 6, 7, 8]]
     other = outcome(answer([5, 6, 1, 8], LENGTH))
-    assert len(soak.compare([other], [outcome(plain)]).defects(tie=0.9)) == 1
+    assert len(checks.compare([other], [outcome(plain)]).defects(tie=0.9)) == 1
     rows[2] = [[-0.5, 7, None], [-0.6, 1, None]]
-    compared = soak.compare([other], [outcome(plain)])
+    compared = checks.compare([other], [outcome(plain)])
     assert compared.defects(tie=0.2) == [] and len(compared.divergences) == 1
     assert len(compared.defects(tie=0.05)) == 1
     shorter = outcome(answer([5, 6], {"type": "stop", "matched": 6}))
-    assert len(soak.compare([shorter], [outcome(plain)]).defects(tie=100)) == 1
-    assert soak.compare([outcome(answer([5, 6, 7, 8], LENGTH))], [outcome(plain)]).divergences == []
+    assert len(checks.compare([shorter], [outcome(plain)]).defects(tie=100)) == 1
+    assert checks.compare([outcome(answer([5, 6, 7, 8], LENGTH))], [outcome(plain)]).divergences == []
 
 
 def test_the_same_seed_gives_the_same_requests():
-    corpus = soak.corpus_of(pair_directories()["target"])
-    asked = soak.requests(300, 5, corpus)
-    assert asked == soak.requests(300, 5, corpus) != soak.requests(300, 6, corpus)
+    corpus = requests.corpus_of(pair_directories()["target"])
+    asked = requests.requests(300, 5, corpus)
+    assert asked == requests.requests(300, 5, corpus) != requests.requests(300, 6, corpus)
     lengths = [len(one.body["input_ids"]) for one in asked]
-    assert min(lengths) == 1 and 300 < max(lengths) <= soak.LONGEST_PROMPT
+    assert min(lengths) == 1 and 300 < max(lengths) <= requests.LONGEST_PROMPT
     assert {one.abort for one in asked} == {None, "disconnect", "abort_request"}

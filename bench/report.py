@@ -1,0 +1,59 @@
+"""The reports that measurements leave in `bench/results`: figures with their command, versions and claims."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+VERSIONS_OF = ("dflash_sglang", "sglang", "torch", "triton", "flashinfer-python")
+
+
+def claim(what: str, value: Any, bound: str, ok: bool) -> dict[str, Any]:
+    return {"what": what, "value": value, "bound": bound, "ok": bool(ok)}
+
+
+def at_most(what: str, value: float, bound: float) -> dict[str, Any]:
+    return claim(what, value, f"<= {bound}", value <= bound)
+
+
+def at_least(what: str, value: float, bound: float) -> dict[str, Any]:
+    return claim(what, value, f">= {bound}", value >= bound)
+
+
+def finish(module: str, out: Path | None, claims: Sequence[Mapping[str, Any]], **more: Any) -> int:
+    """Prints the claims, writes a report to `out` where given; returns the exit status: 0 where every claim holds.
+
+    `module` was run with this process's arguments; `more`: what else the report holds, figures first.
+    """
+    report = {
+        "command": ["python", "-m", module, *sys.argv[1:]],
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        **more,
+        "claims": claims,
+    }
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(claims, indent=1))
+    return 0 if all(one["ok"] for one in claims) else 1
+
+
+def versions() -> dict[str, str]:
+    gpu = "none"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        **{name: importlib.metadata.version(name) for name in VERSIONS_OF},
+        "python": platform.python_version(),
+        "gpu": gpu,
+    }

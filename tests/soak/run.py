@@ -1,0 +1,97 @@
+"""A whole soak of a server, and what is claimed of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bench.report import claim
+from tests.soak.checks import as_plain, problems
+from tests.soak.driver import Outcome, ask, call, drive, held_tokens
+from tests.soak.requests import Request, corpus_of, requests
+
+
+@dataclass
+class Soak:
+    """A soaked server: what it answered, and what it held before and after."""
+
+    outcomes: list[Outcome]
+    eos_ids: frozenset[int]
+    seconds: float
+    held_before: int
+    held_after: int
+    alive: bool  # it answers after the soak, and gives its whole cache back
+
+    @property
+    def finished(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if not outcome.aborted]
+
+    @property
+    def greedy(self) -> list[Outcome]:
+        """What plain decoding must repeat: requests without randomness that no abort met."""
+        return [outcome for outcome in self.finished if outcome.request.greedy and outcome.status == 200]
+
+    def problems(self) -> dict[str, list[str]]:
+        """By request id."""
+        found = {o.request.body["rid"]: problems(o, self.eos_ids) for o in self.finished}
+        return {rid: what for rid, what in found.items() if what}
+
+    def figures(self) -> dict[str, Any]:
+        answers = [answer["meta_info"] for outcome in self.finished for answer in outcome.answers]
+        tokens = sum(meta["completion_tokens"] for meta in answers)
+        steps = sum(meta.get("spec_verify_ct", 0) for meta in answers)
+        return {
+            "requests": len(self.outcomes),
+            "seconds": round(self.seconds, 2),
+            "answered": len(self.finished),
+            "aborted": dict(Counter(o.request.abort for o in self.outcomes if o.aborted)),
+            "answered before their abort": sum(o.request.abort is not None for o in self.finished),
+            "answers": len(answers),
+            "output_tokens": tokens,
+            "finish_reasons": dict(Counter(meta["finish_reason"]["type"] for meta in answers)),
+            "tokens_per_verify_step": round((tokens - len(answers)) / steps, 3) if steps else None,
+            "held_tokens": {"before": self.held_before, "after": self.held_after},
+        }
+
+
+def soak(url: str, count: int, concurrency: int, seed: int) -> Soak:
+    """Drives a server with `count` requests. What it holds is read before its cache is given back."""
+    corpus = corpus_of(json.loads(call(url, "GET", "/model_info")[1])["tokenizer_path"])
+    asked = requests(count, seed, corpus)
+    before = held_tokens(url)
+    start = time.perf_counter()
+    outcomes = drive(url, asked, concurrency)
+    seconds = time.perf_counter() - start
+    after, alive = -1, False
+    with suppress(OSError, http.client.HTTPException):  # of a server that is gone
+        after = held_tokens(url)
+        flushed = call(url, "POST", "/flush_cache?timeout=60")[0] == 200 and held_tokens(url) == 0
+        again = ask(url, Request(as_plain(asked[0]).body))
+        alive = flushed and not problems(again, corpus.eos_ids)
+    return Soak(outcomes, corpus.eos_ids, seconds, before, after, alive)
+
+
+def plain_answers(url: str, greedy: Sequence[Outcome], concurrency: int) -> list[Outcome]:
+    return drive(url, [as_plain(outcome.request) for outcome in greedy], concurrency)
+
+
+def claims(soaked: Soak) -> list[dict[str, Any]]:
+    wrong = soaked.problems()
+    kinds = soaked.figures()["aborted"]
+    return [
+        claim("requests that ran to their end and were not answered properly", len(wrong), "0", not wrong),
+        claim("aborts that met their request, of both kinds", kinds, "> 0 each", len(kinds) == 2),
+        claim(
+            "token slots held by the idle server after the soak",
+            soaked.held_after,
+            f"{soaked.held_before}, as before",
+            soaked.held_after == soaked.held_before,
+        ),
+        claim("the server answers afterwards and gives its cache back", soaked.alive, "true", soaked.alive),
+    ]
