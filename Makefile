@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 INSTALLED := $(VENV)/.dflash-sglang
 
 export OMP_NUM_THREADS ?= 1
@@ -19,7 +20,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 
 demo: $(INSTALLED)

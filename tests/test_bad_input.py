@@ -164,7 +164,7 @@ def batch_with(**sampling: Any) -> dict[str, Any]:
 
 
 def essence(body: bytes, status: int, answer: bytes) -> tuple[int, Any]:
-    """(status, what a user sees of an answer): ids of greedy output, numbers of sampled, messages whole."""
+    """(status, what a user sees of an answer): greedy ids, what is certain of sampled ones, messages whole."""
     text = re.sub(r"\[\d\d:\d\d:\d\d\] ", "", answer.decode(errors="replace"))  # xgrammar tells the time
     if text.startswith("data:"):
         events = [json.loads(line[len("data:") :]) for line in text.splitlines() if line.startswith("data: {")]
@@ -174,8 +174,13 @@ def essence(body: bytes, status: int, answer: bytes) -> tuple[int, Any]:
     answers = json.loads(text)
     seen = []
     for one in answers if isinstance(answers, list) else [answers]:
-        ids = one["output_ids"]
-        seen.append((ids if b'"temperature": 0,' in body else len(ids), one["meta_info"]["finish_reason"]))
+        ids, finish = one["output_ids"], one["meta_info"]["finish_reason"]
+        if b'"temperature": 0,' in body:
+            seen.append((ids, finish))
+        elif b'"ignore_eos": true' in body:
+            seen.append((len(ids), finish))
+        else:  # a draw decides where it ends
+            seen.append(finish["type"] in ("stop", "length"))
     return status, seen
 
 

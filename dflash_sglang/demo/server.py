@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+PORTS = range(12000, 32000)
 # Straight to the local server, whatever proxy the environment names.
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -25,10 +27,16 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """Returns a TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a TCP port of the loopback interface that was free a moment ago.
+
+    It lies below the range from which systems give out ports: a server listens long after it has opened sockets of
+    its own, none of which may take its port.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port of 127.0.0.1 is free from {PORTS.start} to {PORTS.stop - 1}")
 
 
 class Server:
