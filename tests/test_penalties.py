@@ -135,6 +135,9 @@ def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
     penalties.begin(first)
     assert counted(penalties, first) == [[0, 0, 0, 0, 0, 0, 0, 2, 0]]
     penalties.begin(batch_of([request(PLAIN, 3, [])], [4]))
+    penalties.begin(batch_of([request(PENALISED, 3, [])], [9]))
+    assert len(penalties._counts) == 1, "the row that the first request had serves the next"
+    penalties.begin(batch_of([request(PLAIN, 3, [])], [9]))
     other = batch_of([request(PENALISED, 3, []), request(PENALISED, 2, [1])], [4, 6])
     penalties.begin(other)
     assert counted(penalties, other) == [[0] * VOCAB, [0, 1, 0, 0, 0, 0, 0, 0, 0]]
