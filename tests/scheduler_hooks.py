@@ -5,6 +5,7 @@ variable DFLASH_TEST_HOOKS chooses, comma-separated:
 
 oracle     proposals are the recorded continuation of the prompt (`record`), some tokens corrupted
 poison     after each decode step, K and V of the rows that were not committed become NaN in both pools
+features   every write of context KV leaves its positions and features in a file (`features_at`)
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -13,6 +14,7 @@ seeds      requests sample with their seeds, as under --enable-deterministic-inf
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -42,6 +44,16 @@ def record(directory: Path, prompt_ids: list[int], output_ids: list[int]) -> Non
 
 def _record_path(directory: Path, prompt_ids: list[int]) -> Path:
     return directory / (hashlib.sha256(json.dumps(prompt_ids).encode()).hexdigest() + ".json")
+
+
+def features_at(directory: Path) -> dict[int, torch.Tensor]:
+    """The features last captured at each position, [n_layers * hidden]; forgets them."""
+    by_position = {}
+    for path in sorted(directory.glob("*.features"), key=lambda path: int(path.stem)):
+        positions, features = torch.load(path)
+        by_position |= dict(zip(positions.tolist(), features, strict=True))
+        path.unlink()
+    return by_position
 
 
 def activate() -> None:
@@ -105,6 +117,18 @@ def _poison(worker: Any) -> None:
         return result
 
     worker._decode = then_poison
+
+
+def _features(worker: Any) -> None:
+    directory = Path(os.environ[RECORDS_ENV])
+    write = worker._write_context_kv
+    count = itertools.count()
+
+    def noting(self: Any, features: torch.Tensor, positions: torch.Tensor, loc_plan: Any) -> None:
+        torch.save((positions.cpu(), features.float().cpu()), directory / f"{next(count)}.features")
+        write(self, features, positions, loc_plan)
+
+    worker._write_context_kv = noting
 
 
 def _sentinels(worker: Any) -> None:
@@ -186,4 +210,10 @@ def _buffers(pool: Any) -> list[torch.Tensor]:
     return [*pool.k_buffer, *pool.v_buffer]
 
 
-_HOOKS = {"oracle": _oracle, "poison": _poison, "sentinels": _sentinels, "seeds": _seeds}
+_HOOKS = {
+    "oracle": _oracle,
+    "poison": _poison,
+    "features": _features,
+    "sentinels": _sentinels,
+    "seeds": _seeds,
+}
