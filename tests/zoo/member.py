@@ -39,7 +39,7 @@ class Member:
 
     config: gives the transformers config of the target, `architectures` apart. model_class: of transformers, by
     name; its name is the architecture. arguments: of any server that serves it. draft: overrides of the draft's
-    config.json. on_gpu_only: why the CPU platform cannot run it, or None. finish: changes the random model.
+    config.json. on_gpu_only: why the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers processor that lies beside it.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Member:
     draft: Mapping[str, Any] = field(default_factory=dict)
     on_gpu_only: str | None = None
     finish: Callable[[Any], None] = lambda model: None
+    processor: Callable[[], Any] | None = None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -72,6 +73,8 @@ def pair(name: str) -> tuple[Path, Path]:
     directory = Path(_directory().name) / name.replace(" ", "_")
     model = _random_model(member)
     model.save_pretrained(directory / "target")
+    if member.processor is not None:
+        member.processor().save_pretrained(directory / "target")
     text = model.config.get_text_config()
     overrides = dict(member.draft)
     nested = {"target_layer_ids": list(FEATURES), **overrides.pop("dflash_config", {})}
