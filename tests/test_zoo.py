@@ -137,12 +137,8 @@ def layer_outputs(name: str) -> list[torch.Tensor]:
     """What each layer of the target in transformers gives for the third prompt, [tokens, hidden]."""
     model = reference(name)
     outputs: list[torch.Tensor] = []
-    for layer in decoder_layers(model):
+    for layer in model.get_decoder().layers:
         layer.register_forward_hook(lambda module, args, out: outputs.append(out[0] if out.ndim == 3 else out))
     with torch.no_grad():
         model(torch.tensor([prompts(name)[2]]))
     return outputs
-
-
-def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    return next(m.layers for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.zoo import processors
 from tests.zoo.member import TEXT, Member, register
-from tests.zoo.vision import tokenizer
 
 
 def qwen3() -> Any:
@@ -49,7 +49,13 @@ def gemma3() -> Any:
         **{**TEXT, "tie_word_embeddings": True},
         query_pre_attn_scalar=16,
         sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=[
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
     )
 
 
@@ -65,7 +71,13 @@ def gemma4() -> Any:
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=0,
         sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        layer_types=[
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
         final_logit_softcapping=30.0,
     )
     vision = dict(
@@ -80,16 +92,5 @@ def gemma4() -> Any:
     return Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
 
 
-def gemma4_processor() -> Any:
-    from transformers import Gemma4AudioFeatureExtractor, Gemma4ImageProcessor, Gemma4Processor, Gemma4VideoProcessor
-
-    return Gemma4Processor(
-        feature_extractor=Gemma4AudioFeatureExtractor(),
-        image_processor=Gemma4ImageProcessor(),
-        tokenizer=tokenizer(),
-        video_processor=Gemma4VideoProcessor(),
-    )
-
-
 register(Member("Gemma 3", "Gemma3ForCausalLM", gemma3))
-register(Member("Gemma 4", "Gemma4ForConditionalGeneration", gemma4, processor=gemma4_processor))
+register(Member("Gemma 4", "Gemma4ForConditionalGeneration", gemma4, processor=processors.gemma4))

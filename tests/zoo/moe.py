@@ -31,7 +31,13 @@ def gpt_oss() -> Any:
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=[
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
         rope_parameters=dict(
             rope_type="yarn",
             rope_theta=150000.0,
@@ -50,4 +56,12 @@ def keep_sinks_in_bfloat16(model: Any) -> None:
         layer.self_attn.sinks.copy_(layer.self_attn.sinks.bfloat16())
 
 
-register(Member("gpt-oss", "GptOssForCausalLM", gpt_oss, arguments=dict(moe_runner_backend="triton"), finish=keep_sinks_in_bfloat16))
+register(
+    Member(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        gpt_oss,
+        arguments=dict(moe_runner_backend="triton"),
+        finish=keep_sinks_in_bfloat16,
+    )
+)
