@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-
 # Bodies of SGLang that capture a layer's output without the residual that it has yet to be added to. Their layers
 # return (output, residual).
 _WITHOUT_RESIDUAL = ("Gemma3TextModel",)

@@ -37,9 +37,10 @@ TEXT: dict[str, Any] = dict(
 class Member:
     """A target and the draft that goes with it.
 
-    config: gives the transformers config of the target, `architectures` apart. model_class: of transformers, by
-    name; its name is the architecture. arguments: of any server that serves it. draft: overrides of the draft's
-    config.json. on_gpu_only: why the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers processor that lies beside it.
+    model_class: of transformers, by name; its name is the architecture. config: gives the transformers config of the
+    target. arguments: of any server that serves it. draft: overrides of the draft's config.json. on_gpu_only: why
+    the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers
+    processor that lies beside it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What multimodal targets read their requests with: one token per byte as the trained pair's, and tokens of images."""
+"""What multimodal targets read their requests with: a token per byte, as the trained pair's, and those of images."""
 
 from __future__ import annotations
 
