@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests import scheduler_hooks
 from tests.engines import greedy, greedy_params, serve
 from tests.zoo import ZOO, pair, reference
 from tests.zoo.member import BLOCK, LAYERS
+from tests.zoo.processors import image_url, with_image
 
 pytestmark = pytest.mark.slow
 
@@ -41,22 +43,39 @@ TARGETS = [
 ]
 
 
-def prompts(name: str) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(4, 250, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def next_turns(name: str, outputs: list[list[int]]) -> list[list[int]]:
-    """Prompts that begin with what the server has just computed."""
-    return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(name), outputs, strict=True)]
+class Asked(NamedTuple):
+    """Outputs of the prompts, of prompts that begin with these outputs, and of the one with an image, if any."""
+
+    first: list[list[int]]
+    next_turns: list[list[int]]
+    image: list[int] | None
+
+    def next_prompts(self) -> list[list[int]]:
+        return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(), self.first, strict=True)]
 
 
 @functools.cache
-def plain(name: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Outputs without speculation of the prompts, and of their next turns."""
+def plain(name: str) -> Asked:
+    """What a server without speculation answers."""
     with serve(pair(name)[0], **COMMON, **ZOO[name].arguments) as server:
-        first = greedy(server, prompts(name), NEW_TOKENS)
-        return first, greedy(server, next_turns(name, first), NEW_TOKENS)
+        asked = Asked(greedy(server, prompts(), NEW_TOKENS), [], None)
+        next_turns = greedy(server, asked.next_prompts(), NEW_TOKENS)
+        image = ask_with_image(server, name)["output_ids"] if ZOO[name].image_prompt else None
+        return Asked(asked.first, next_turns, image)
+
+
+def ask_with_image(server: Server, name: str) -> dict[str, Any]:
+    return server.generate(
+        input_ids=ZOO[name].image_prompt,
+        image_data=[image_url()],
+        rid="image",
+        sampling_params=greedy_params(NEW_TOKENS),
+    )
 
 
 @contextmanager
@@ -80,26 +99,50 @@ def ours(name: str, directory: Path, **arguments: Any) -> Iterator[tuple[Server,
 def test_output_equals_plain_decoding_and_the_draft_sees_the_target_as_transformers_does(
     target: str, configuration: str, tmp_path: Path
 ) -> None:
-    expected, expected_next = plain(target)
+    expected = plain(target)
     with ours(target, tmp_path, **CONFIGURATIONS[configuration]) as (server, records):
-        (unaided,) = greedy(server, prompts(target)[2:3], NEW_TOKENS)
+        (unaided,) = greedy(server, prompts()[2:3], NEW_TOKENS)
         captured = scheduler_hooks.features_at(records)
-        for asked, outputs in (prompts(target), expected), (next_turns(target, expected), expected_next):
+        for asked, outputs in (
+            (prompts(), expected.first),
+            (expected.next_prompts(), expected.next_turns),
+            (["image"], [expected.image or []]),
+        ):
             for prompt, output in zip(asked, outputs, strict=True):
                 scheduler_hooks.record(records, prompt, output)
         server.post("/flush_cache?timeout=60")
-        first = generate(server, prompts(target))
-        second = generate(server, next_turns(target, expected))
+        first = generate(server, prompts())
+        next_turns = generate(server, expected.next_prompts())
+        if expected.image is not None:
+            assert_image_request(target, server, records, expected.image)
         borrowed = scheduler_hooks.borrowed(records)
-    assert unaided == expected[2]
-    assert [answer["output_ids"] for answer in first] == expected
-    assert [answer["output_ids"] for answer in second] == expected_next
-    for prompt, answer in zip(prompts(target), second, strict=True):
+    assert unaided == expected.first[2]
+    assert [answer["output_ids"] for answer in first] == expected.first
+    assert [answer["output_ids"] for answer in next_turns] == expected.next_turns
+    for prompt, answer in zip(prompts(), next_turns, strict=True):
         assert answer["meta_info"]["cached_tokens"] >= len(prompt) // 16 * 16
-    histogram = accept_histogram([*first, *second])
+    histogram = accept_histogram([*first, *next_turns])
     assert sum(count > 0 for count in histogram) >= BLOCK - 1, f"accepted proposals per step: {histogram}"
-    assert_features(target, captured)
+    assert_features(target, captured, torch.tensor([prompts()[2] + expected.first[2][:-1]]))
     assert_borrowed(target, *borrowed)
+
+
+def assert_image_request(name: str, server: Server, records: Path, expected: list[int]) -> None:
+    """Beside a text request, and again on a warm prefix cache."""
+    scheduler_hooks.features_at(records)
+    alone = ask_with_image(server, name)
+    captured = scheduler_hooks.features_at(records)
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(generate, server, prompts()[:1])
+        again = ask_with_image(server, name)
+        assert beside.result()[0]["output_ids"] == plain(name).first[0]
+    assert alone["output_ids"] == again["output_ids"] == expected
+    assert again["meta_info"]["cached_tokens"] >= len(ZOO[name].image_prompt)
+    assert len(expected) > 2 * alone["meta_info"]["spec_verify_ct"]
+    # The draft's positions count tokens, those of the image too.
+    inputs = with_image(pair(name)[0], ZOO[name].image_prompt)
+    assert sorted(captured)[: inputs["input_ids"].shape[1]] == list(range(inputs["input_ids"].shape[1]))
+    assert_features(name, captured, **inputs)
 
 
 def generate(server: Server, asked: list[list[int]]) -> list[dict[str, Any]]:
@@ -114,10 +157,10 @@ def accept_histogram(answers: list[dict[str, Any]]) -> list[int]:
     return histogram
 
 
-def assert_features(name: str, captured: dict[int, torch.Tensor]) -> None:
-    """Of the third prompt and its unaided output: the first, the last and a middle layer, in the draft's order."""
-    expected = layer_outputs(name)
-    features = torch.stack([captured[i] for i in range(len(expected[0]))])
+def assert_features(name: str, captured: dict[int, torch.Tensor], input_ids: torch.Tensor, **images: Any) -> None:
+    """The first, the last and a middle layer, in the draft's order, at the positions of `input_ids` [1, n]."""
+    expected = residuals(reference(name), input_ids, images)
+    features = torch.stack([captured[i] for i in range(input_ids.shape[1])])
     ids = ZOO[name].feature_layers
     assert {0, LAYERS - 1} < set(ids) and list(ids) != sorted(ids)
     for layer, feature in zip(ids, features.chunk(len(ids), dim=-1), strict=True):
@@ -126,16 +169,14 @@ def assert_features(name: str, captured: dict[int, torch.Tensor]) -> None:
         )
 
 
-@functools.cache
-def layer_outputs(name: str) -> list[torch.Tensor]:
-    """What each layer of the target in transformers gives for the third prompt and its output, [tokens, hidden]."""
-    model = reference(name)
-    outputs: list[torch.Tensor] = []
-    for layer in model.get_decoder().layers:
-        layer.register_forward_hook(lambda module, args, out: outputs.append(out[0] if out.ndim == 3 else out))
+def residuals(model: Any, input_ids: torch.Tensor, images: dict[str, Any]) -> list[torch.Tensor]:
+    """After each layer of a transformers model, [n, hidden]: what its next layer, or its final norm, is given."""
+    seen: list[torch.Tensor] = []
+    for module in (*model.get_decoder().layers[1:], model.get_decoder().norm):
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[0].view(-1, args[0].shape[-1])))
     with torch.no_grad():
-        model(torch.tensor([prompts(name)[2] + plain(name)[0][2][:-1]]))
-    return outputs
+        model(input_ids, **images)
+    return seen
 
 
 def assert_borrowed(name: str, ids: torch.Tensor, embeddings: torch.Tensor, logits: torch.Tensor) -> None:
