@@ -6,7 +6,7 @@ Drafts are random, so an oracle drives accept lengths through their whole range.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dflash_sglang.demo.server import Server
+from dflash_sglang.demo.server import Server, ServerFailed
 from tests import scheduler_hooks
 from tests.engines import greedy, greedy_params, serve
-from tests.zoo import ZOO, pair, reference
-from tests.zoo.member import BLOCK, LAYERS
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.zoo import ZOO, Member, pair, reference
+from tests.zoo.member import BLOCK, FEATURES, LAYERS
 from tests.zoo.processors import image_url, with_image
 
 pytestmark = pytest.mark.slow
@@ -34,13 +35,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def matrix(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.matrix(target=name, draft="z-lab", kv="model dtype", outcome="works")
+def param(member: Member) -> Any:
+    outcome = "refused" if member.refused else "works"
+    mark = pytest.mark.matrix(target=member.name, draft="z-lab", kv="model dtype", outcome=outcome)
+    return pytest.param(member.name, id=member.name, marks=mark)
 
 
-TARGETS = [
-    pytest.param(name, id=name, marks=matrix(name)) for name, member in ZOO.items() if member.on_gpu_only is None
-]
+ON_CPU = [member for member in ZOO.values() if member.on_gpu_only is None]
 
 
 def prompts() -> list[list[int]]:
@@ -79,22 +80,25 @@ def ask_with_image(server: Server, name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def ours(name: str, directory: Path, **arguments: Any) -> Iterator[tuple[Server, Path]]:
+def ours(
+    name: str, directory: Path, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> Iterator[tuple[Server, Path]]:
     """A server of the member with our worker, and where its instruments leave their files."""
     records = directory / "records"
     records.mkdir()
     environment = {
+        **(environment or {}),
         "DFLASH_SGLANG_REQUIRE": "1",
         "PYTHONPATH": f"{scheduler_hooks.install(directory / 'hooks')}:{Path(__file__).parents[1]}",
         scheduler_hooks.HOOKS_ENV: "oracle,features",
         scheduler_hooks.RECORDS_ENV: str(records),
     }
-    with serve(*pair(name), environment=environment, **COMMON, **ZOO[name].arguments, **arguments) as server:
+    with serve(*pair(name), environment=environment, **{**COMMON, **ZOO[name].arguments, **arguments}) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [param(member) for member in ON_CPU if not member.refused])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_output_equals_plain_decoding_and_the_draft_sees_the_target_as_transformers_does(
     target: str, configuration: str, tmp_path: Path
@@ -185,3 +189,28 @@ def assert_borrowed(name: str, ids: torch.Tensor, embeddings: torch.Tensor, logi
     with torch.no_grad():
         torch.testing.assert_close(embeddings, model.get_input_embeddings()(ids))
         torch.testing.assert_close(logits, model.get_output_embeddings()(embeddings), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", [param(member) for member in ON_CPU if member.refused])
+def test_a_target_that_cannot_be_served_ends_start_up_with_the_reason(target: str) -> None:
+    with pytest.raises(ServerFailed) as failed:
+        with serve(*pair(target), **COMMON):
+            pass
+    assert f"CaptureError: {ZOO[target].refused}\n" in str(failed.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", ["Gemma 3", "gpt-oss"])
+def test_captured_graphs_hand_over_the_features_of_transformers(target: str, tmp_path: Path) -> None:
+    """Bodies whose layers are observed from outside, and whose KV lies in two pools; verify runs in a graph."""
+    flags = dict(attention_backend="triton", cuda_graph_max_bs_decode=4, **ON_DEVICE)
+    with ours(target, tmp_path, DEVICE_ENVIRONMENT, **flags) as (server, records):
+        (output,) = greedy(server, prompts()[2:3], NEW_TOKENS)
+        captured = scheduler_hooks.features_at(records)
+    expected = residuals(reference(target), torch.tensor([prompts()[2] + output[:-1]]), {})
+    features = torch.stack([captured[i] for i in range(LENGTHS[2] + NEW_TOKENS - 1)])
+    for layer, feature in zip(FEATURES, features.chunk(len(FEATURES), dim=-1), strict=True):
+        error = (feature - expected[layer]).norm(dim=-1) / expected[layer].norm(dim=-1)
+        # bfloat16; a token that a router sends elsewhere differs more.
+        assert error.median() < 0.03, f"layer {layer}"
+        assert error[LENGTHS[2] :].median() < 0.03, f"layer {layer}, rows of verify"

@@ -41,6 +41,7 @@ class Member:
     config. arguments: of any server that serves it. draft: overrides of the draft's config.json. on_gpu_only: why
     the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers
     processor that lies beside it. image_prompt: ids of a prompt with an image, of a target that reads images.
+    refused: what start-up says, or None.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Member:
     finish: Callable[[Any], None] = lambda model: None
     processor: Callable[[], Any] | None = None
     image_prompt: tuple[int, ...] = ()
+    refused: str | None = None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
