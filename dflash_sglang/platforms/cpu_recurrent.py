@@ -87,7 +87,7 @@ def causal_conv1d_update(
     intermediate_state_indices: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Decode and verify. Returns the shape of x."""
+    """Decode and verify. Returns the shape and layout of x."""
     slots = conv_state_indices.long()
     out, windows = _convolve(conv_state[slots], x.view(*x.shape[:2], -1), weight, bias)
     conv_state[slots] = windows[:, -1].to(conv_state.dtype)
@@ -95,7 +95,7 @@ def causal_conv1d_update(
         rows = intermediate_state_indices.long()
         for step in range(windows.shape[1]):  # windows may share memory
             intermediate_conv_window[rows, step] = windows[:, step].to(intermediate_conv_window.dtype)
-    return out.view_as(x)
+    return torch.empty_like(x).copy_(out.view(x.shape))  # x's strides
 
 
 def _delta_rule(
