@@ -1,7 +1,7 @@
 """Targets with gated delta nets: output through our worker equals plain decoding's, float32 on the CPU.
 
-The target's states remember hundreds of tokens (`tests.zoo.recurrent`), so that a state of one rejected row, or one
-that the prefix cache keeps at the wrong place, shows in what follows. The reference keeps no prefixes at all.
+The target's states remember hundreds of tokens (`tests.zoo.recurrent`): a state of a rejected row, or one that the
+prefix cache keeps at the wrong place, shows in what follows. The reference keeps no prefixes at all.
 """
 
 from __future__ import annotations
