@@ -37,9 +37,10 @@ TEXT: dict[str, Any] = dict(
 class Member:
     """A target and the draft that goes with it.
 
-    config: gives the transformers config of the target, `architectures` apart. model_class: of transformers, by
-    name; its name is the architecture. arguments: of any server that serves it. draft: overrides of the draft's
-    config.json. on_gpu_only: why the CPU platform cannot run it, or None. finish: changes the random model.
+    model_class: of transformers, by name; its name is the architecture. config: gives the transformers config of the
+    target. arguments: of any server that serves it. draft: overrides of the draft's config.json. on_gpu_only: why
+    the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers
+    processor that lies beside it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Member:
     draft: Mapping[str, Any] = field(default_factory=dict)
     on_gpu_only: str | None = None
     finish: Callable[[Any], None] = lambda model: None
+    processor: Callable[[], Any] | None = None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -72,6 +74,8 @@ def pair(name: str) -> tuple[Path, Path]:
     directory = Path(_directory().name) / name.replace(" ", "_")
     model = _random_model(member)
     model.save_pretrained(directory / "target")
+    if member.processor is not None:
+        member.processor().save_pretrained(directory / "target")
     text = model.config.get_text_config()
     overrides = dict(member.draft)
     nested = {"target_layer_ids": list(FEATURES), **overrides.pop("dflash_config", {})}
@@ -108,7 +112,7 @@ def _random_model(member: Member) -> Any:
     torch.manual_seed(0)  # of the class's own start
     model = getattr(transformers, member.model_class)(member.config()).float()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim >= 2:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
