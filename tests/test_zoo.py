@@ -95,7 +95,7 @@ def test_output_equals_plain_decoding_and_the_draft_sees_the_target_as_transform
     assert [answer["output_ids"] for answer in first] == expected
     assert [answer["output_ids"] for answer in second] == expected_next
     for prompt, answer in zip(prompts(target), second, strict=True):
-        assert answer["meta_info"]["cached_tokens"] >= len(prompt) // 16 * 16
+        assert len(prompt) - answer["meta_info"]["cached_tokens"] < ZOO[target].prefix_grid
     histogram = accept_histogram([*first, *second])
     assert sum(count > 0 for count in histogram) >= BLOCK - 1, f"accepted proposals per step: {histogram}"
     assert_features(target, captured)

@@ -47,6 +47,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The draft worker consults this list, not supports_speculative_draft_attention_backend().
         if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        # SGLang rounds the inputs that convolutions remember to bfloat16, whatever --dtype says.
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         register_rank_hooks()
 
     def get_device(self, device_id: int = 0) -> str:

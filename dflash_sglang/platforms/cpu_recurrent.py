@@ -30,9 +30,11 @@ def register(source: HookSource) -> None:
         ("mamba.mamba_state_scatter_triton", scatter_mamba_states_after_mtp_verify),
         ("attention.fla.chunk", chunk_gated_delta_rule),
         ("attention.fla.fused_recurrent", fused_recurrent_gated_delta_rule_packed_decode),
+        ("attention.fla.fused_norm_gate", rms_norm_gated),
         ("attention.fla.layernorm_gated", layernorm_fn),
         ("attention.linear.fused_gdn_gating", fused_gdn_gating),
         ("attention.linear.fused_sigmoid_gating_recurrent", fused_sigmoid_gating_delta_rule_update),
+        ("attention.triton_gdn_fused_proj", fused_qkvzba_split_reshape_cat),
         ("attention.triton_gdn_fused_proj", fused_qkvzba_split_reshape_cat_contiguous),
         ("elementwise.elementwise", fused_sigmoid_mul),
     ):
@@ -263,6 +265,24 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - v_size, v_size], dim=-1)
     b, a = mixed_ba.split(num_heads_v, dim=-1)
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of Qwen3-Next, whose q, k, v, z and b, a lie key head after key head."""
+    shared = num_heads_v // num_heads_qk
+    by_head = mixed_qkvz.view(len(mixed_qkvz), num_heads_qk, -1)
+    q, k, v, z = by_head.split([head_qk, head_qk, shared * head_v, shared * head_v], dim=-1)
+    b, a = mixed_ba.view(len(mixed_ba), num_heads_qk, -1).split(shared, dim=-1)
+    qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
+    return qkv, z.reshape(-1, num_heads_v, head_v), b.flatten(1), a.flatten(1)
+
+
+def rms_norm_gated(
+    x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, activation: str, eps: float, **_: Any
+) -> Tensor:
+    return layernorm_fn(x, weight, bias, g, eps, activation)
 
 
 def layernorm_fn(

@@ -51,6 +51,7 @@ class Member:
     on_gpu_only: str | None = None
     finish: Callable[[Any], None] = lambda model: None
     processor: Callable[[], Any] | None = None
+    prefix_grid: int = 16  # tokens between the ends of prefixes that the cache hands on, pages of 16 or less
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

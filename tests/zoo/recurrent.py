@@ -55,5 +55,24 @@ def remembering(model: Any) -> None:
             parameter.copy_(torch.linspace(0.002, 0.1, parameter.numel()).log())
 
 
-register(Member("Qwen3.5", "Qwen3_5ForCausalLM", qwen35, finish=remembering))
-register(Member("Qwen3-Next", "Qwen3NextForCausalLM", qwen3_next, finish=remembering))
+def qwen35_wide() -> Any:
+    """Head sizes of the checkpoints on the hub, for which there are kernels of FlashInfer."""
+    config = qwen35()
+    config.head_dim = 64
+    config.linear_key_head_dim = config.linear_value_head_dim = 128
+    return config
+
+
+register(Member("Qwen3.5", "Qwen3_5ForCausalLM", qwen35, finish=remembering, prefix_grid=64))
+register(Member("Qwen3-Next", "Qwen3NextForCausalLM", qwen3_next, finish=remembering, prefix_grid=64))
+register(
+    Member(
+        "Qwen3.5, wide heads",
+        "Qwen3_5ForCausalLM",
+        qwen35_wide,
+        draft=dict(head_dim=64),
+        on_gpu_only="as Qwen3.5 but for the kernels that it takes on a GPU",
+        finish=remembering,
+        prefix_grid=64,
+    )
+)
