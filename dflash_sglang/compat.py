@@ -6,6 +6,7 @@ One import per source module, sorted; add a name here, to `__all__` too, before 
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, should_apply_lm_head_quant_method
@@ -16,7 +17,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MambaPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -26,7 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, mamba_track_grid
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -43,6 +44,7 @@ from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
     check_simulate_acc_token_mode,
+    commit_mamba_states_after_verify,
     draft_pp_context,
     draft_tp_context,
     sample_simulated_acc_len,
@@ -66,6 +68,7 @@ __all__ = [
     "GrammarTree",
     "KVWriteLoc",
     "LogitsProcessorOutput",
+    "MambaPool",
     "ProcessorEntry",
     "Req",
     "SamplingBatchInfo",
@@ -81,6 +84,7 @@ __all__ = [
     "build_draft_tp_worker",
     "build_grammar_vocab_mask",
     "check_simulate_acc_token_mode",
+    "commit_mamba_states_after_verify",
     "compute_position",
     "compute_spec_logprobs",
     "draft_pp_context",
@@ -92,6 +96,8 @@ __all__ = [
     "get_parallel",
     "get_spec",
     "is_pin_memory_available",
+    "mamba_track_grid",
+    "mambaish_config",
     "maybe_remap_kv_scale_name",
     "model_draft_parallel_spec",
     "resolve_draft_parallel_layout",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_sglang.checkpoint import draft_config, tensor_facts
-from dflash_sglang.compat_args import mambaish_config, model_config_of, resolving_view
+from dflash_sglang.compat_args import hybrid_gdn_config, mambaish_config, model_config_of, resolving_view
 from dflash_sglang.config import DraftConfigError, DraftSpec
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.validation import (
@@ -53,6 +53,18 @@ _REFUSED_FEATURES = (
         False,
         "unset with DFLASH, which does not watermark",
     ),
+    (
+        "enable_linear_replayssm",
+        "--enable-linear-replayssm",
+        False,
+        "unset with DFLASH, whose verify keeps the recurrent state of every row",
+    ),
+    (
+        "enable_linear_replayssm_spec",
+        "--enable-linear-replayssm-spec",
+        False,
+        "unset with DFLASH, whose verify keeps the recurrent state of every row",
+    ),
 )
 
 
@@ -95,11 +107,11 @@ def check_startup(server_args: Any) -> Foreign | None:
 
 
 def _recurrent(target_config: Any) -> Foreign | None:
-    """A target whose recurrent state has to be committed for the accepted rows only."""
-    if mambaish_config(target_config) is None:
+    """A target with recurrent layers of another kind: Mamba, KDA, lightning attention, short convolutions."""
+    if mambaish_config(target_config) is None or hybrid_gdn_config(target_config) is not None:
         return None
     architectures = target_config.hf_config.architectures
-    return Foreign("target config architectures", architectures, "a target with recurrent layers")
+    return Foreign("target config architectures", architectures, "recurrent layers other than gated delta nets")
 
 
 def _our_device(device: str) -> bool:

@@ -132,6 +132,7 @@ class DFlashWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             self._draft_worker.init_attention_backends()
+        self._verifier.bind_attention_backends()
 
     def init_cuda_graphs(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):

@@ -107,6 +107,8 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         enable_two_batch_overlap=False,
         return_hidden_states_mode=None,
         enable_watermark=False,
+        enable_linear_replayssm=False,
+        enable_linear_replayssm_spec=False,
     )
     return SimpleNamespace(**{**values, **overrides})
 
@@ -179,17 +181,6 @@ def test_a_launch_outside_of_our_worker_gets_the_built_in_one_and_a_warning(
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
         assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain, **overrides)) is BuiltInWorker
     assert named in caplog.text and "DFlashWorkerV2" in caplog.text
-
-
-def test_a_target_with_recurrent_layers_gets_the_built_in_worker(
-    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dflash_sglang import startup
-
-    monkeypatch.setattr(startup, "mambaish_config", lambda config: object())
-    with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
-        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain)) is BuiltInWorker
-    assert "target config architectures=['TargetForCausalLM']" in caplog.text
 
 
 def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:

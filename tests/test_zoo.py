@@ -124,7 +124,7 @@ def test_output_equals_plain_decoding_and_the_draft_sees_the_target_as_transform
     assert [answer["output_ids"] for answer in first] == expected.first
     assert [answer["output_ids"] for answer in next_turns] == expected.next_turns
     for prompt, answer in zip(prompts(), next_turns, strict=True):
-        assert answer["meta_info"]["cached_tokens"] >= len(prompt) // 16 * 16
+        assert len(prompt) - answer["meta_info"]["cached_tokens"] < ZOO[target].prefix_grid
     histogram = accept_histogram([*first, *next_turns])
     assert sum(count > 0 for count in histogram) >= BLOCK - 1, f"accepted proposals per step: {histogram}"
     assert_features(target, captured, torch.tensor([prompts()[2] + expected.first[2][:-1]]))

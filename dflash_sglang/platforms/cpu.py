@@ -47,6 +47,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The draft worker consults this list, not supports_speculative_draft_attention_backend().
         if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        # SGLang rounds the inputs that convolutions remember to bfloat16, whatever --dtype says.
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         register_rank_hooks()
 
     def get_device(self, device_id: int = 0) -> str:
@@ -87,6 +89,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return block_slots
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Recurrent states are kept for the prefix cache: `cpu_recurrent.py` writes them."""
+        return True
+
     def init_backend(self) -> None:
         """Registers the attention backend and the hooks; SGLang calls it once in each worker process."""
         from dflash_sglang.attention.torch_cpu import register
@@ -98,8 +104,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Applies the hooks where `load_plugins()` has not; turns the built-in draft's Triton kernel off."""
+        from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
         from sglang.srt.plugins.hook_registry import HookRegistry
 
+        from dflash_sglang.platforms import cpu_recurrent
+        from dflash_sglang.platforms.cpu_hooks import SOURCE
+
+        if any(isinstance(module, RadixLinearAttention) for module in model.modules()):
+            cpu_recurrent.register(SOURCE)
         HookRegistry.apply_hooks()
         module: Any
         for module in model.modules():

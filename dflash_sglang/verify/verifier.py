@@ -22,6 +22,7 @@ from dflash_sglang.compat import (
 from dflash_sglang.kernels.accept import Accepted, accept
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
+from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.rejection import committed, rejection_sample
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.simulate import simulate, simulation_enabled
@@ -56,6 +57,11 @@ class Verifier:
         max_requests = self._runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(self._runner.model_config.vocab_size, self._runner.device)
         self._processors = CustomProcessors(max_requests, block_size, self._runner.device)
+        self._recurrent: RecurrentStates | None = None
+
+    def bind_attention_backends(self) -> None:
+        """Once the target's exist. Raises StartupError where the target's recurrent states cannot be committed."""
+        self._recurrent = RecurrentStates.of(self._worker, self._block_size)
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
@@ -98,6 +104,8 @@ class Verifier:
         if sampling_info.has_custom_logit_processor:
             self._processors.apply(logits, batch, tokens, block.prefix_lens)
         target_ids, accepted = self._accept(batch, block, proposals, logits)
+        if self._recurrent is not None:
+            self._recurrent.commit(batch, accepted.commit_lens)
         self._note(batch, penalised, target_ids, accepted.commit_lens)
         sampling_masks = SpeculativeSamplingMaskCapture.from_logits(
             sampling_info,

@@ -4,7 +4,7 @@
 test run. A module of this package adds members with `register`: a function that gives the transformers config.
 """
 
-from tests.zoo import dense, mla, moe, vision
+from tests.zoo import dense, mla, moe, recurrent, vision
 from tests.zoo.member import ZOO, Member, pair, reference, register
 
-__all__ = ["ZOO", "Member", "dense", "mla", "moe", "pair", "reference", "register", "vision"]
+__all__ = ["ZOO", "Member", "dense", "mla", "moe", "pair", "recurrent", "reference", "register", "vision"]

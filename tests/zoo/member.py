@@ -54,6 +54,7 @@ class Member:
     processor: Callable[[], Any] | None = None
     image_prompt: tuple[int, ...] = ()
     refused: str | None = None
+    prefix_grid: int = 16  # tokens between the ends of prefixes that the cache hands on, pages of 16 or less
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""Recurrent states of the target: a verify commits those of the accepted rows only.
+
+A verify forward leaves every request's state as it was, and keeps the state after each of its rows aside. Once the
+accept is known, the state after the last accepted row becomes the request's. Where the accepted rows cross a
+boundary of the prefix cache's grid, the state at the boundary goes to the slot that the cache takes when the
+request ends or hands its prefix on. SGLang picks that slot (`prepare_for_verify`) and moves the states.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_sglang.compat import (
+    MambaPool,
+    commit_mamba_states_after_verify,
+    get_exec,
+    mamba_track_grid,
+    mambaish_config,
+)
+from dflash_sglang.validation import Problem, StartupError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+
+class RecurrentStates:
+    """The states of a target whose pools and attention backends exist."""
+
+    def __init__(self, target_worker: TpModelWorker, block_size: int) -> None:
+        self._worker = target_worker
+        self._block_size = block_size
+        runner = target_worker.model_runner
+        max_requests = runner.req_to_token_pool.req_to_token.shape[0]
+        # SGLang commits along a tree of proposals: here row i follows row i - 1.
+        rows = torch.arange(max_requests * block_size, device=runner.device)
+        self._chain = rows.view(max_requests, block_size)
+
+    @classmethod
+    def of(cls, target_worker: TpModelWorker, block_size: int) -> RecurrentStates | None:
+        """None for a target without recurrent layers. Raises StartupError where states cannot be committed."""
+        runner = target_worker.model_runner
+        if mambaish_config(runner.model_config) is None:
+            return None
+        # Without this method SGLang's commit does nothing.
+        if not hasattr(runner.attn_backend, "update_mamba_state_after_mtp_verify"):
+            raise StartupError([_problem_of_backend(type(runner.attn_backend).__name__)])
+        if not isinstance(runner.req_to_token_pool.mamba_pool.mamba_cache, MambaPool.SpeculativeState):
+            raise StartupError([_problem_of_backend("a state pool without a state per verified row")])
+        mamba = get_exec().mamba
+        if mamba.enable_mamba_extra_buffer:
+            grid = mamba_track_grid(runner.page_size)
+            # Two steps in flight write to one slot: the second must not cross a boundary that follows the first's.
+            if grid < 2 * block_size:
+                raise StartupError([_problem_of_grid(mamba.mamba_track_interval, grid, block_size)])
+        return cls(target_worker, block_size)
+
+    def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor) -> None:
+        """After the verify of `batch`, whose seq_lens are still the prefixes. commit_lens [bs], on the device."""
+        commit_mamba_states_after_verify(
+            target_worker=self._worker,
+            batch=batch,
+            accept_lens=commit_lens,
+            accept_index=self._chain[: commit_lens.shape[0]],
+            draft_token_num=self._block_size,
+        )
+
+
+def _problem_of_backend(found: str) -> Problem:
+    return Problem(
+        "target's linear-attention backend",
+        found,
+        "one that keeps a recurrent state for every verified row",
+        "Remove the flags that choose the linear-attention backend, or serve without speculation.",
+    )
+
+
+def _problem_of_grid(interval: int, grid: int, block_size: int) -> Problem:
+    return Problem(
+        "--mamba-track-interval",
+        interval,
+        f"states of the prefix cache at least two blocks ({2 * block_size} tokens) apart, not {grid}",
+        f"Set --mamba-track-interval to a multiple of 64 from {-(-2 * block_size // 64) * 64} on.",
+    )

@@ -1,0 +1,78 @@
+"""Targets with recurrent layers: gated delta nets beside full attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.zoo.member import TEXT, Member, register
+
+DELTA_NET: dict[str, Any] = dict(
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
+
+
+def qwen35() -> Any:
+    """The text model of Qwen3.5 and Qwen3.6, dense."""
+    from transformers import Qwen3_5TextConfig
+
+    return _with_interval(Qwen3_5TextConfig(**TEXT, **DELTA_NET, rope_parameters=ROPE))
+
+
+def qwen3_next() -> Any:
+    """Qwen3-Next and Qwen3-Coder-Next: experts in every layer."""
+    from transformers import Qwen3NextConfig
+
+    return _with_interval(
+        Qwen3NextConfig(
+            **TEXT,
+            **DELTA_NET,
+            rope_parameters=ROPE,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def _with_interval(config: Any) -> Any:
+    """As in the checkpoints on the hub: SGLang reads it in place of `layer_types`. Layer 3 attends fully."""
+    config.full_attention_interval = 4
+    return config
+
+
+def remembering(model: Any) -> None:
+    """Slow decays: a state remembers tens to hundreds of tokens, so that a wrong one shows long after."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.copy_(torch.linspace(0.002, 0.1, parameter.numel()).log())
+
+
+def qwen35_wide() -> Any:
+    """Head sizes of the checkpoints on the hub, for which there are kernels of FlashInfer."""
+    config = qwen35()
+    config.head_dim = 64
+    config.linear_key_head_dim = config.linear_value_head_dim = 128
+    return config
+
+
+register(Member("Qwen3.5", "Qwen3_5ForCausalLM", qwen35, finish=remembering, prefix_grid=64))
+register(Member("Qwen3-Next", "Qwen3NextForCausalLM", qwen3_next, finish=remembering, prefix_grid=64))
+register(
+    Member(
+        "Qwen3.5, wide heads",
+        "Qwen3_5ForCausalLM",
+        qwen35_wide,
+        draft=dict(head_dim=64),
+        on_gpu_only="as Qwen3.5 but for the kernels that it takes on a GPU",
+        finish=remembering,
+        prefix_grid=64,
+    )
+)
