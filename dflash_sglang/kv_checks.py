@@ -36,7 +36,7 @@ def kv_problems(serving: ServingFacts) -> Iterator[Problem]:
             field,
             dtype,
             f"a format that the draft's attention backend {reader} reads; {dtype} is read by {readers}",
-            "Set --speculative-draft-kv-cache-dtype bf16, or --speculative-draft-attention-backend to one of these.",
+            "Change --speculative-draft-attention-backend, or set --speculative-draft-kv-cache-dtype bf16.",
         )
 
 

@@ -82,7 +82,7 @@ def _scaling(params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
             f"{source}.rope_type",
             kind,
             "frequencies that stay as a sequence grows: " + ", ".join(_SCALING_TYPES),
-            "Keys in the cache keep the rotation that they were written with; serve a draft trained with one of these.",
+            "Cached keys keep the rotation they were written with; serve a draft trained with one of these.",
         )
     if kind not in _SCALING_TYPES:
         raise DraftConfigError(

@@ -99,7 +99,7 @@ class DFlashDraftModel(nn.Module):
         return max(windows) - 1 if windows else None
 
     def cover_positions(self, count: int) -> None:
-        """Extends the RoPE tables to positions 0..count-1, before capture: a position beyond would read garbage."""
+        """Extends the RoPE tables to positions 0..count-1; before capture. Beyond them, rotation reads garbage."""
         for layer in self.layers:
             layer.self_attn.rotary_emb._ensure_cos_sin_cache_length(count - 1)
 

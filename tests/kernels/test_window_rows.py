@@ -18,9 +18,7 @@ def seen_columns(prefix: int, span: kernels.Span) -> list[int]:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("sinks", [0, 32])
 @pytest.mark.parametrize("window", [9, 40, 1500])
-def test_a_row_holds_the_sinks_the_window_and_the_block_and_nothing_else_changes(
-    twin, device, window, sinks, page
-):
+def test_a_row_holds_the_sinks_the_window_and_the_block_and_no_more(twin, device, window, sinks, page):
     width, block = 4096, 8
     span = kernels.Span(window, sinks, page)
     table = torch.randperm(6 * width, generator=torch.Generator().manual_seed(1)).view(6, width).int()
