@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,8 @@ def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_tra
     model.cover_positions(9000)  # whatever the table covered by itself
     attention = model.layers[1].self_attn
     positions = torch.cat((torch.arange(4 * TRAINED), torch.tensor([1000, 8999])))
-    k, q = torch.randn(2, len(positions), 2, attention.kv_size, generator=torch.Generator().manual_seed(2))[
-        :, :, 0
-    ]
+    generator = torch.Generator().manual_seed(2)
+    k, q = torch.randn(2, len(positions), attention.kv_size, generator=generator)
     with torch.no_grad():
         normed = attention.k_norm(k.reshape(-1, 16)).view(k.shape)
         keys = attention.finished_keys(k.clone(), positions)
@@ -111,10 +111,8 @@ def test_a_draft_of_fewer_positions_than_the_target_proposes_as_well_beyond_them
     pair = {name: Path(directory) for name, directory in pair_directories().items()}
     short = tmp_path / "draft"
     short.mkdir()
-    config = (pair["draft"] / "config.json").read_text()
-    (short / "config.json").write_text(
-        config.replace('"max_position_embeddings": 4096', '"max_position_embeddings": 64')
-    )
+    config = json.loads((pair["draft"] / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     (short / "model.safetensors").symlink_to(pair["draft"] / "model.safetensors")
     prompt = list("\n".join(held_out_prompts()).encode())[:900]
     answers = []
