@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+# Bodies of SGLang that capture a layer's output without the residual that it has yet to be added to. Their layers
+# return (output, residual).
+_WITHOUT_RESIDUAL = ("Gemma3TextModel",)
+
 
 class CaptureError(ValueError):
     """The target's class cannot deliver the features that the draft asks for."""
@@ -24,20 +28,24 @@ def ensure_capture(target_model: torch.nn.Module, layer_ids: Sequence[int]) -> N
     `set_dflash_layers_to_capture`, which exists afterwards even where the class only has
     `set_eagle3_layers_to_capture` (the same contract under another name). A target that already delivers
     these layers is left as it is; otherwise its transformer body is made to return the features in this
-    order, the last layer's taken at the final norm. All of it runs inside captured graphs.
+    order, the last layer's taken at the final norm, and all of them at the layers where the body's own captures
+    are no residual stream. All of it runs inside captured graphs.
 
     Raises CaptureError where the class has no capture method, or cannot reorder.
     """
     ids = tuple(layer_ids)
     set_layers = _capture_method(target_model)
     body = _body(target_model)
+    if body is not None and not hasattr(body, "set_dflash_layers_to_capture"):
+        # Qwen3-VL's wrapper calls it on its body, which has it in the mixture-of-experts model alone.
+        body.set_dflash_layers_to_capture = functools.partial(setattr, body, "layers_to_capture")
     if body is None and list(ids) != sorted(ids):
         raise CaptureError(
             f"target_layer_ids={list(ids)}: {type(target_model).__name__} captures in layer order and has no "
             "transformer body (a module with layers and layers_to_capture) to reorder at. "
             "Serve this draft on another target class."
         )
-    if body is not None and (list(ids) != sorted(ids) or ids[-1] == _last_layer(body)):
+    if body is not None and (list(ids) != sorted(ids) or ids[-1] == _last_layer(body) or _without_residual(body)):
         features = _OrderedFeatures(body, ids)
         features.install()
         set_layers = functools.partial(_set_model_layers, set_layers, features)
@@ -85,26 +93,34 @@ def _last_layer(body: Any) -> int:
     return len(body.layers) - 1
 
 
+def _without_residual(body: Any) -> bool:
+    return any(base.__name__ in _WITHOUT_RESIDUAL for base in type(body).__mro__)
+
+
 class _OrderedFeatures:
-    """Arranges what a transformer body captures, and adds the last layer's output."""
+    """Arranges what a transformer body captures, and adds what it does not: at most the last layer's output."""
 
     def __init__(self, body: Any, ids: tuple[int, ...]) -> None:
         self._body = body
         self._ids = ids
         # Without a final norm to observe, the body is trusted with its last layer and checked when it runs.
         self._last = _last_layer(body) if _last_layer(body) in ids and hasattr(body, "norm") else None
-        self._last_output: torch.Tensor | None = None
-        self.model_ids = sorted(i for i in ids if i != self._last)
+        self._observed: dict[int, torch.Tensor] = {}  # layer -> its output, seen from outside
+        at_layers = ids if _without_residual(body) else ()
+        self.model_ids = sorted(i for i in ids if i != self._last and i not in at_layers)
 
     def install(self) -> None:
-        if self._last is not None:
+        if _without_residual(self._body):
+            for i in self._ids:
+                self._body.layers[i].register_forward_hook(functools.partial(self._keep_output, i))
+        elif self._last is not None:
             self._body.norm.register_forward_hook(self._keep_residual)
         run = self._body.forward
 
         # SGLang reads the signature of a body's forward, and swaps the attribute to replay a prefill graph.
         @functools.wraps(run)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._last_output = None
+            self._observed.clear()
             return self._arrange(run(*args, **kwargs))
 
         self._body.forward = forward
@@ -112,7 +128,12 @@ class _OrderedFeatures:
     def _keep_residual(self, norm: torch.nn.Module, args: tuple, output: Any) -> None:
         """The final norm's input: `norm(x, residual)` returns the sum it normalised, `norm(x)` does not."""
         summed = output[1] if isinstance(output, tuple) else args[0]
-        self._last_output = summed.clone()
+        assert self._last is not None
+        self._observed[self._last] = summed.clone()
+
+    def _keep_output(self, i: int, layer: torch.nn.Module, args: tuple, output: Any) -> None:
+        hidden, residual = output
+        self._observed[i] = hidden + residual
 
     def _arrange(self, output: Any) -> Any:
         hidden, captured = output if isinstance(output, tuple) else (output, [])
@@ -123,14 +144,12 @@ class _OrderedFeatures:
                 f"target_layer_ids={list(self._ids)}: {type(self._body).__name__} captured {len(captured)} "
                 f"of the layers {self.model_ids}. This target class cannot serve the draft."
             )
-        by_layer = dict(zip(self.model_ids, captured, strict=True))
-        if self._last is not None:
-            by_layer[self._last] = self._last_feature(hidden)
+        by_layer = self._observed | dict(zip(self.model_ids, captured, strict=True))
+        if self._last is not None and self._last not in by_layer:
+            by_layer[self._last] = self._unobserved_last(hidden)
         return hidden, [by_layer[i] for i in self._ids]
 
-    def _last_feature(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._last_output is not None:
-            return self._last_output
+    def _unobserved_last(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.shape[0] == 0:
             return hidden  # an idle batch skips the final norm
         raise CaptureError(

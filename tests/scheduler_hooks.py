@@ -5,6 +5,8 @@ variable DFLASH_TEST_HOOKS chooses, comma-separated:
 
 oracle     proposals are the recorded continuation of the prompt (`record`), some tokens corrupted
 poison     after each decode step, K and V of the rows that were not committed become NaN in both pools
+features   every write of context KV leaves its positions and features in a file (`features_at`), and the first
+           one what the draft borrows of the target (`borrowed`)
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -13,6 +15,7 @@ seeds      requests sample with their seeds, as under --enable-deterministic-inf
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -35,13 +38,28 @@ def install(directory: Path) -> Path:
     return directory
 
 
-def record(directory: Path, prompt_ids: list[int], output_ids: list[int]) -> None:
-    """From now on the oracle proposes `output_ids` after `prompt_ids`."""
-    _record_path(directory, prompt_ids).write_text(json.dumps(output_ids))
+def record(directory: Path, prompt: list[int] | str, output_ids: list[int]) -> None:
+    """From now on the oracle proposes `output_ids` after `prompt`: its ids, or the rid of its request."""
+    _record_path(directory, prompt).write_text(json.dumps(output_ids))
 
 
-def _record_path(directory: Path, prompt_ids: list[int]) -> Path:
-    return directory / (hashlib.sha256(json.dumps(prompt_ids).encode()).hexdigest() + ".json")
+def _record_path(directory: Path, prompt: list[int] | str) -> Path:
+    return directory / (hashlib.sha256(json.dumps(prompt).encode()).hexdigest() + ".json")
+
+
+def features_at(directory: Path) -> dict[int, torch.Tensor]:
+    """The features last captured at each position, [n_layers * hidden]; forgets them."""
+    by_position = {}
+    for path in sorted(directory.glob("*.features"), key=lambda path: int(path.stem)):
+        positions, features = torch.load(path)
+        by_position |= dict(zip(positions.tolist(), features, strict=True))
+        path.unlink()
+    return by_position
+
+
+def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [n], the draft's embeddings of them [n, hidden], and the logits [n, vocab] that its head gives these."""
+    return torch.load(directory / "borrowed")
 
 
 def activate() -> None:
@@ -75,11 +93,11 @@ def _oracle(worker: type) -> None:
         tokens, replaced = proposals.tokens, False
         for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
             prompt = list(req.origin_input_ids)
-            path = _record_path(directory, prompt)
-            if not path.exists():
+            paths = [path for key in (prompt, req.rid) if (path := _record_path(directory, key)).exists()]
+            if not paths:
                 continue
             start = prefix + 1 - len(prompt)
-            known = torch.tensor(json.loads(path.read_text())[start : start + block.size - 1])
+            known = torch.tensor(json.loads(paths[0].read_text())[start : start + block.size - 1])
             wrong = torch.rand(known.shape, generator=generator) < 0.15
             tokens[row, 1 : 1 + len(known)] = torch.where(wrong, (known + 1) % 250, known)
             replaced = True
@@ -105,6 +123,25 @@ def _poison(worker: Any) -> None:
         return result
 
     worker._decode = then_poison
+
+
+def _features(worker: Any) -> None:
+    directory = Path(os.environ[RECORDS_ENV])
+    write = worker._write_context_kv
+    count = itertools.count()
+
+    def noting(self: Any, features: torch.Tensor, positions: torch.Tensor, loc_plan: Any) -> None:
+        if not (directory / "borrowed").exists():
+            model = self._draft_model
+            ids = torch.tensor([self.draft_spec.mask_token_id, 7], device=features.device)
+            with torch.no_grad():
+                embeddings = model.forward_embed(ids)
+                tensors = (ids, embeddings, model.head.logits(embeddings))
+            torch.save(tuple(tensor.cpu() for tensor in tensors), directory / "borrowed")
+        torch.save((positions.cpu(), features.float().cpu()), directory / f"{next(count)}.features")
+        write(self, features, positions, loc_plan)
+
+    worker._write_context_kv = noting
 
 
 def _sentinels(worker: Any) -> None:
@@ -186,4 +223,10 @@ def _buffers(pool: Any) -> list[torch.Tensor]:
     return [*pool.k_buffer, *pool.v_buffer]
 
 
-_HOOKS = {"oracle": _oracle, "poison": _poison, "sentinels": _sentinels, "seeds": _seeds}
+_HOOKS = {
+    "oracle": _oracle,
+    "poison": _poison,
+    "features": _features,
+    "sentinels": _sentinels,
+    "seeds": _seeds,
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # Queries of one request that attend together: bounds the mask, [queries * heads per kv head, context].
 MAX_QUERIES = 256
@@ -113,6 +113,7 @@ def attend(
     causal: bool,
     window_left: int | None,
     scale: float,
+    sinks: torch.Tensor | None = None,  # [heads] logits that take weight from the keys, and have no value
 ) -> torch.Tensor:
     """Returns `[tokens, heads, v_head_dim]`; rows that no group covers (padding) are zero."""
     tokens, heads, head_dim = query.shape
@@ -127,13 +128,26 @@ def attend(
         q = query[span].view(rows, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
         k = key_cache.index_select(0, flat).view(rows, context, kv_heads, head_dim)
         v = value_cache.index_select(0, flat).view(rows, context, kv_heads, v_head_dim)
+        k, v = k.to(query.dtype).transpose(1, 2), v.to(query.dtype).transpose(1, 2)
+        mask = group.mask(causal, window_left, shared, query.dtype)
+        if sinks is not None:
+            k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+            mask = _with_sinks(mask, sinks.to(query.dtype).view(kv_heads, shared), rows, queries, context)
         out = scaled_dot_product_attention(
-            q.reshape(rows, kv_heads, shared * queries, head_dim),
-            k.to(query.dtype).transpose(1, 2),
-            v.to(query.dtype).transpose(1, 2),
-            attn_mask=group.mask(causal, window_left, shared, query.dtype),
-            scale=scale,
+            q.reshape(rows, kv_heads, shared * queries, head_dim), k, v, attn_mask=mask, scale=scale
         )
         out = out.view(rows, kv_heads, shared, queries, v_head_dim).permute(0, 3, 1, 2, 4)
         output[span] = out.reshape(rows * queries, heads, v_head_dim)
     return output
+
+
+def _with_sinks(
+    mask: torch.Tensor | None, sinks: torch.Tensor, rows: int, queries: int, context: int
+) -> torch.Tensor:
+    """A sink is one key more, whose score is its logit: `[rows, kv_heads, shared * queries, context + 1]`."""
+    kv_heads, shared = sinks.shape
+    scores = sinks.new_zeros(rows, kv_heads, shared * queries, context + 1)
+    if mask is not None:
+        scores[..., :context] = mask
+    scores[..., context] = sinks.repeat_interleave(queries, dim=1)
+    return scores

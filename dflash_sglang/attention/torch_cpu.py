@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
 from dflash_sglang.attention.dense import QueryGroup, attend, group_queries
 
@@ -22,8 +25,12 @@ NON_CAUSAL = (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL)
 
 
 def register(name: str) -> None:
-    """Makes `TorchCpuAttention` the attention backend that SGLang builds for `name`."""
+    """Makes `TorchCpuAttention` the attention backend that SGLang builds for `name`.
+
+    MLA models attend over their latent rows with it in every forward mode.
+    """
     register_attention_backend(name)(TorchCpuAttention)
+    AttentionBackendRegistry.register(name, lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
 class TorchCpuAttention(AttentionBackend):
@@ -33,12 +40,10 @@ class TorchCpuAttention(AttentionBackend):
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        if isinstance(self.token_to_kv_pool, SWAKVPool):
-            raise NotImplementedError(
-                "KV pool SWAKVPool: the CPU platform reads one pool for all layers. "
-                "Start the server with --disable-hybrid-swa-memory."
-            )
         self.groups: list[QueryGroup] = []
+        # Of a hybrid pool, whose sliding layers keep their rows in slots of their own.
+        self.sliding_groups: list[QueryGroup] = []
+        self.sliding_write: torch.Tensor | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Cuts the forward's queries into groups, once for all layers."""
@@ -46,6 +51,11 @@ class TorchCpuAttention(AttentionBackend):
         self.groups = group_queries(
             self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, prefix_lens, query_lens
         )
+        pool = self.token_to_kv_pool
+        if isinstance(pool, SWAKVPool):
+            translate = pool.translate_loc_from_full_to_swa
+            self.sliding_groups = [replace(group, slots=translate(group.slots).long()) for group in self.groups]
+            self.sliding_write = translate(forward_batch.out_cache_loc)
 
     def forward_decode(
         self,
@@ -55,9 +65,10 @@ class TorchCpuAttention(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Same as `forward_extend`: a decode step is an extend by one query."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def forward_extend(
         self,
@@ -67,6 +78,7 @@ class TorchCpuAttention(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,  # [heads]
     ) -> torch.Tensor:
         """Writes the tokens' keys and values, then attends. Returns `[tokens, heads * v_head_dim]`.
 
@@ -79,18 +91,24 @@ class TorchCpuAttention(AttentionBackend):
                 "Serve this model on a GPU."
             )
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            slots = KVWriteLoc(forward_batch.out_cache_loc, self.sliding_write)
+            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
         window_left = layer.sliding_window_size
         output = attend(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            self.groups,
+            self.sliding_groups if self._in_sliding_pool(layer) else self.groups,
             causal=layer.attn_type not in NON_CAUSAL,
             window_left=None if window_left is None or window_left < 0 else window_left,
             scale=layer.scaling,
+            sinks=sinks,
         )
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _in_sliding_pool(self, layer: RadixAttention) -> bool:
+        pool = self.token_to_kv_pool
+        return isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]
 
     def support_triton(self) -> bool:
         return False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool
+from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool, softcap_
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
 
@@ -35,6 +35,7 @@ def register_hooks() -> None:
             assign_req_to_token_pool,
             HookType.REPLACE,
         ),
+        ("sglang.srt.layers.logits_processor.fused_softcap", softcap_, HookType.REPLACE),  # a Triton launch
         (
             "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
             all_gather_over_gloo,

@@ -35,3 +35,8 @@ def assign_req_to_token_pool(
     offset = torch.arange(rows.numel(), device=rows.device) - torch.repeat_interleave(first, lengths)
     columns = torch.repeat_interleave(start_offset.long(), lengths) + offset
     req_to_token[rows, columns] = out_cache_loc[: rows.numel()].to(req_to_token.dtype)
+
+
+def softcap_(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """logits [..., vocab], written: kept within -cap .. cap, in their order."""
+    return logits.div_(cap).tanh_().mul_(cap)

@@ -1,0 +1,122 @@
+"""What a member of the zoo is, and how its checkpoints are made."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import draft_config, draft_tensors, write_checkpoint
+
+LAYERS = 5
+BLOCK = 8
+FEATURES = (2, 4, 0)  # unsorted: a middle layer, the last, the first
+# Fields of a text model; a draft of `tests.tiny` fits it.
+TEXT: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    max_position_embeddings=4096,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A target and the draft that goes with it.
+
+    model_class: of transformers, by name; its name is the architecture. config: gives the transformers config of the
+    target. arguments: of any server that serves it. draft: overrides of the draft's config.json. on_gpu_only: why
+    the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers
+    processor that lies beside it.
+    """
+
+    name: str
+    model_class: str
+    config: Callable[[], Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    on_gpu_only: str | None = None
+    finish: Callable[[Any], None] = lambda model: None
+    processor: Callable[[], Any] | None = None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers that the draft reads, in the draft's order."""
+        return tuple(self.draft.get("dflash_config", {}).get("target_layer_ids", FEATURES))
+
+
+ZOO: dict[str, Member] = {}
+
+
+def register(member: Member) -> Member:
+    assert member.name not in ZOO, member.name
+    ZOO[member.name] = member
+    return member
+
+
+@functools.cache
+def pair(name: str) -> tuple[Path, Path]:
+    """The directories of the member's target and draft checkpoints, float32, made at the first call."""
+    member = ZOO[name]
+    directory = Path(_directory().name) / name.replace(" ", "_")
+    model = _random_model(member)
+    model.save_pretrained(directory / "target")
+    if member.processor is not None:
+        member.processor().save_pretrained(directory / "target")
+    text = model.config.get_text_config()
+    overrides = dict(member.draft)
+    nested = {"target_layer_ids": list(FEATURES), **overrides.pop("dflash_config", {})}
+    config = draft_config(
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_target_layers=text.num_hidden_layers,
+        block_size=BLOCK,
+        dflash_config=nested,
+        **overrides,
+    )
+    return directory / "target", write_checkpoint(directory / "draft", config, draft_tensors(config))
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the test run ends."""
+    return tempfile.TemporaryDirectory(prefix="zoo")
+
+
+def reference(name: str) -> Any:
+    """The member's target as transformers reads it from its checkpoint."""
+    import transformers
+
+    model_class = getattr(transformers, ZOO[name].model_class)
+    return model_class.from_pretrained(pair(name)[0], dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _random_model(member: Member) -> Any:
+    """Seeded weights: matrices that keep the scale of their input, the rest near what the class starts with."""
+    import transformers
+
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)  # of the class's own start
+    model = getattr(transformers, member.model_class)(member.config()).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)
+        member.finish(model)
+    return model

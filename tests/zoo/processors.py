@@ -1,0 +1,72 @@
+"""What multimodal targets read their requests with: a token per byte, as the trained pair's, and those of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# In place of and around an image, and the ids that a Qwen tokenizer of the zoo gives them.
+IMAGE, VIDEO, START, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+IMAGE_IDS = dict(image_token_id=260, video_token_id=261, vision_start_token_id=262, vision_end_token_id=263)
+PIXELS = dict(min_pixels=4 * 28 * 28, max_pixels=16 * 28 * 28)
+TEMPLATE = "{{ messages[0]['content'] }}"
+
+
+def tokenizer(**named: str) -> Any:
+    """`named`: special tokens that the tokenizer has as attributes."""
+    from transformers import AutoTokenizer
+
+    from dflash_sglang.pair import pair_directories
+
+    return AutoTokenizer.from_pretrained(pair_directories()["target"], extra_special_tokens=named)
+
+
+def qwen_tokenizer() -> Any:
+    tokens = tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": [IMAGE, VIDEO, START, END]})
+    assert tokens.convert_tokens_to_ids([IMAGE, VIDEO, START, END]) == list(IMAGE_IDS.values())
+    return tokens
+
+
+def qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**PIXELS),
+        tokenizer=qwen_tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(),
+        chat_template=TEMPLATE,
+    )
+
+
+def qwen3_vl() -> Any:
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(patch_size=16, **PIXELS),
+        tokenizer=qwen_tokenizer(),
+        video_processor=Qwen3VLVideoProcessor(),
+        chat_template=TEMPLATE,
+    )
+
+
+def gemma4() -> Any:
+    from transformers import (
+        Gemma4AudioFeatureExtractor,
+        Gemma4ImageProcessor,
+        Gemma4Processor,
+        Gemma4VideoProcessor,
+    )
+
+    return Gemma4Processor(
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+        image_processor=Gemma4ImageProcessor(),
+        tokenizer=tokenizer(
+            image_token="<|image|>",
+            boi_token="<|image>",
+            eoi_token="<image|>",
+            audio_token="<|audio|>",
+            boa_token="<|audio>",
+            eoa_token="<audio|>",
+        ),
+        video_processor=Gemma4VideoProcessor(),
+    )
