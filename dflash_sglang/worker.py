@@ -18,6 +18,7 @@ from dflash_sglang.compat import (
     compute_position,
     draft_pp_context,
     draft_tp_context,
+    envs,
     get_parallel,
     get_spec,
     model_draft_parallel_spec,
@@ -72,7 +73,9 @@ class DFlashWorker(BaseSpecWorker):
             ),
             collapse_cp=True,
         )
-        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+        # The draft's max_position_embeddings bounds nothing: `cover_positions` makes the tables long enough.
+        longer = envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.override(True)
+        with longer, draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             bundle = build_draft_tp_worker(
                 server_args=server_args,
                 gpu_id=gpu_id,

@@ -51,10 +51,6 @@ class DraftWindow:
         sinks = get_spec().speculative_draft_sink_size or 0
         return cls(get_spec().speculative_draft_window_size, sinks, page_size, target_table, draft_table)
 
-    def __str__(self) -> str:
-        sinks = f" after {self.span.sinks} sinks" if self.span.sinks else ""
-        return f"{self.span.window}{sinks}"
-
     def cut(self, req_pool_indices: torch.Tensor, block: Block) -> Seen:
         """Writes the batch's rows of the draft's table; one launch. req_pool_indices [bs]."""
         prefix_lens = self._prefix_lens[: block.batch_size]
