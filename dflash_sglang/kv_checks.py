@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.validation import Problem, ServingFacts
@@ -37,6 +38,17 @@ def kv_problems(serving: ServingFacts) -> Iterator[Problem]:
             dtype,
             f"a format that the draft's attention backend {reader} reads; {dtype} is read by {readers}",
             "Change --speculative-draft-attention-backend, or set --speculative-draft-kv-cache-dtype bf16.",
+        )
+
+
+def pool_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A raw config.json of a draft that would make SGLang give its sliding layers a pool of their own."""
+    if config.get("is_hybrid_swa") or (config.get("text_config") or {}).get("is_hybrid_swa"):
+        yield Problem(
+            "draft config is_hybrid_swa",
+            True,
+            "false: context KV is written into one pool for all layers of the draft, at the target's slots",
+            "Remove it from the draft's config.json; layer_types and sliding_window say which layers slide.",
         )
 
 

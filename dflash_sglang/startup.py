@@ -8,7 +8,7 @@ from dflash_sglang.checkpoint import draft_config, tensor_facts
 from dflash_sglang.compat_args import mambaish_config, model_config_of, resolving_view
 from dflash_sglang.config import DraftConfigError, DraftSpec
 from dflash_sglang.families import Foreign, foreign
-from dflash_sglang.kv_checks import kv_problems, window_problems
+from dflash_sglang.kv_checks import kv_problems, pool_problems, window_problems
 from dflash_sglang.validation import (
     GPU_DRAFT_BACKENDS,
     ParallelFacts,
@@ -84,7 +84,7 @@ def check_startup(server_args: Any) -> Foreign | None:
         raise StartupError([*problems, config_problem(error)]) from error
     target = TargetFacts.from_config(target_config.hf_text_config)
     problems += draft_problems(spec, target, parallel, serving, tensor_facts(directory))
-    problems += window_problems(spec, serving)
+    problems += [*window_problems(spec, serving), *pool_problems(config)]
     if problems:
         raise StartupError(problems)
     return None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.kv_checks import kv_problems
+from dflash_sglang.kv_checks import kv_problems, pool_problems
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.validation import ServingFacts
 from tests import sglang_layers as layers
@@ -182,6 +182,17 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_a_format_that_cannot_be_served_is_one_problem(serving, says, fix):
     (problem,) = kv_problems(ServingFacts("draft", **serving))
     assert str(problem).startswith(says) and fix in str(problem)
+
+
+@pytest.mark.matrix(draft="z-lab, is_hybrid_swa", outcome="refused")
+def test_a_draft_that_asks_for_a_hybrid_pool_of_its_own_is_one_problem():
+    for config in ({"is_hybrid_swa": True}, {"text_config": {"is_hybrid_swa": True}}):
+        (problem,) = pool_problems(config)
+        assert str(problem).startswith(
+            "draft config is_hybrid_swa=True: expected false: context KV is written into"
+        )
+        assert "Remove it from the draft's config.json" in str(problem)
+    assert list(pool_problems({"is_hybrid_swa": False})) == []
 
 
 @pytest.mark.parametrize(
