@@ -8,6 +8,7 @@ from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_r
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
+from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, should_apply_lm_head_quant_method
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -90,6 +91,7 @@ __all__ = [
     "draft_pp_context",
     "draft_tp_context",
     "enable_num_token_non_padded",
+    "envs",
     "fused_kv_norm_rope_write",
     "get_dp_tp_group",
     "get_exec",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dflash_sglang import __version__
+from dflash_sglang.compat import get_spec
+from dflash_sglang.drafting.window import is_imposed
 
 if TYPE_CHECKING:
     from dflash_sglang.worker import DFlashWorker
@@ -27,6 +29,12 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
         "draft_quantization": spec.quantization or "none",
         "context_kv": worker.context_kv_decision,
     }
+    context = worker.target_worker.model_runner.model_config.context_len
+    if context > spec.max_position_embeddings:
+        decisions["positions"] = f"{context} (max_position_embeddings {spec.max_position_embeddings})"
+    if is_imposed():
+        sinks = get_spec().speculative_draft_sink_size or 0
+        decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     return f"dflash_sglang {__version__} worker active: " + " ".join(
         f"{key}={value};" for key, value in decisions.items()
     )

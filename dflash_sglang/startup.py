@@ -8,6 +8,7 @@ from dflash_sglang.checkpoint import draft_config, tensor_facts
 from dflash_sglang.compat_args import hybrid_gdn_config, mambaish_config, model_config_of, resolving_view
 from dflash_sglang.config import DraftConfigError, DraftSpec
 from dflash_sglang.families import Foreign, foreign
+from dflash_sglang.kv_checks import kv_problems, pool_problems, window_problems
 from dflash_sglang.validation import (
     GPU_DRAFT_BACKENDS,
     ParallelFacts,
@@ -27,15 +28,9 @@ _KV_POOL_FLAGS = {
 }
 
 # Launches of features that this package's worker does not take part in: field, its flag, value when off, reason.
-_FLAGS_OF_THE_BUILT_IN_WORKER = (
+_FLAGS_OF_THE_BUILT_IN_WORKER: tuple[tuple[str, str, object, str], ...] = (
     ("enable_dp_attention", "--enable-dp-attention", False, "data-parallel attention"),
     ("disaggregation_mode", "--disaggregation-mode", "null", "prefill and decode on different servers"),
-    (
-        "speculative_draft_window_size",
-        "--speculative-draft-window-size",
-        None,
-        "a window imposed on the draft",
-    ),
     ("enable_two_batch_overlap", "--enable-two-batch-overlap", False, "two overlapping halves of a batch"),
 )
 
@@ -83,7 +78,7 @@ def check_startup(server_args: Any) -> Foreign | None:
         if getattr(cfg, field) != off:
             return Foreign(flag, getattr(cfg, field), reason)
     serving, parallel = _serving_facts(cfg), _parallel_facts(cfg)
-    problems = list(serving_problems(serving, parallel))
+    problems = [*serving_problems(serving, parallel), *kv_problems(serving)]
     for field, flag, off, expected in _REFUSED_FEATURES:
         if getattr(cfg, field) != off:
             fix = f"Remove {flag}, or serve without speculation."
@@ -101,6 +96,7 @@ def check_startup(server_args: Any) -> Foreign | None:
         raise StartupError([*problems, config_problem(error)]) from error
     target = TargetFacts.from_config(target_config.hf_text_config)
     problems += draft_problems(spec, target, parallel, serving, tensor_facts(directory))
+    problems += [*window_problems(spec, serving), *pool_problems(config)]
     if problems:
         raise StartupError(problems)
     return None
@@ -126,7 +122,13 @@ def _serving_facts(cfg: Any) -> ServingFacts:
         draft_attention_backend=cfg.speculative_draft_attention_backend,
         supported_backends=("torch_native",) if cfg.device == "cpu" else GPU_DRAFT_BACKENDS,
         kv_pool_flag=next((flag for field, flag in _KV_POOL_FLAGS.items() if getattr(cfg, field)), None),
-        draft_kv_dtype=cfg.speculative_draft_kv_cache_dtype or cfg.kv_cache_dtype,
+        kv_dtype=cfg.kv_cache_dtype,
+        draft_kv_dtype=cfg.speculative_draft_kv_cache_dtype,
+        draft_reader=(
+            cfg.speculative_draft_attention_backend or cfg.prefill_attention_backend or cfg.attention_backend
+        ),
+        draft_window=cfg.speculative_draft_window_size,
+        draft_sinks=cfg.speculative_draft_sink_size,
     )
 
 

@@ -10,8 +10,6 @@ from dflash_sglang.checkpoint import TensorFacts
 from dflash_sglang.config import DraftConfigError, DraftSpec
 
 GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
-# Formats of draft KV that the context-KV write knows; "auto" is the model's dtype.
-DRAFT_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 _UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
 
 
@@ -70,7 +68,10 @@ class ServingFacts:
     ``block_size``: --speculative-dflash-block-size or --speculative-num-draft-tokens, None for the trained
     one. ``draft_attention_backend``: --speculative-draft-attention-backend, None to follow the target's.
     ``supported_backends``: those that run the draft on this platform. ``kv_pool_flag``: a flag that changes
-    the layout of KV pools, or None. ``draft_kv_dtype``: of the draft's KV pool.
+    the layout of KV pools, or None. ``kv_dtype``: --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool,
+    None to follow it. ``draft_reader``: the attention backend that will read it, None where SGLang chooses.
+    ``draft_window``, ``draft_sinks``: --speculative-draft-window-size and --speculative-draft-sink-size, None
+    where unset.
     """
 
     draft_path: str | None
@@ -78,7 +79,11 @@ class ServingFacts:
     draft_attention_backend: str | None = None
     supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS
     kv_pool_flag: str | None = None
-    draft_kv_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    draft_kv_dtype: str | None = None
+    draft_reader: str | None = None
+    draft_window: int | None = None
+    draft_sinks: int | None = None
 
 
 def serving_problems(serving: ServingFacts, parallel: ParallelFacts) -> Iterator[Problem]:
@@ -98,13 +103,6 @@ def serving_problems(serving: ServingFacts, parallel: ParallelFacts) -> Iterator
             True,
             "a KV pool with one row per slot and layer, into which context KV is written",
             f"Remove {serving.kv_pool_flag}.",
-        )
-    if serving.draft_kv_dtype not in DRAFT_KV_DTYPES:
-        yield Problem(
-            "--speculative-draft-kv-cache-dtype",
-            serving.draft_kv_dtype,
-            "one of " + ", ".join(DRAFT_KV_DTYPES),
-            "Set --speculative-draft-kv-cache-dtype bf16 or fp8_e4m3; the target's may stay as it is.",
         )
 
 

@@ -18,6 +18,7 @@ from dflash_sglang.compat import (
     compute_position,
     draft_pp_context,
     draft_tp_context,
+    envs,
     get_parallel,
     get_spec,
     model_draft_parallel_spec,
@@ -26,6 +27,7 @@ from dflash_sglang.compat import (
 from dflash_sglang.config import DraftSpec, PluginConfig
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.proposer import Proposer
+from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.updates import DraftWeightUpdater
 from dflash_sglang.observability import startup_line
@@ -71,7 +73,9 @@ class DFlashWorker(BaseSpecWorker):
             ),
             collapse_cp=True,
         )
-        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+        # The draft's max_position_embeddings bounds nothing: `cover_positions` makes the tables long enough.
+        longer = envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.override(True)
+        with longer, draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             bundle = build_draft_tp_worker(
                 server_args=server_args,
                 gpu_id=gpu_id,
@@ -99,14 +103,18 @@ class DFlashWorker(BaseSpecWorker):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """The draft shares the target's requests and slots; its keys and values live in a pool of its own."""
+        """The draft shares the target's requests and slots; its keys and values live in a pool of its own.
+
+        A windowed draft reads them through a slot table of its own.
+        """
         with draft_tp_context(self.draft_parallel_layout):
             self._draft_worker.alloc_memory_pool(
                 memory_pool_config=memory_pool_config,
-                req_to_token_pool=req_to_token_pool,
+                req_to_token_pool=None if is_imposed() else req_to_token_pool,
                 token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             )
         rows, row_width = req_to_token_pool.req_to_token.shape
+        self._draft_model.cover_positions(row_width)
         self._reservation = SlotReservation(
             rows, self.block_size, row_width, token_to_kv_pool_allocator.page_size, self.device
         )
@@ -123,6 +131,11 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             self.draft_parallel_layout,
             drawn=self._config.proposals == "drawn",
+            window=DraftWindow.imposed(
+                token_to_kv_pool_allocator.page_size,
+                req_to_token_pool.req_to_token,
+                self._draft_runner.req_to_token_pool.req_to_token,
+            ),
         )
         self._verifier = Verifier(self.target_worker, self.block_size)
         self._context_kv.bind(self._draft_runner.token_to_kv_pool)

@@ -7,6 +7,8 @@ oracle     proposals are the recorded continuation of the prompt (`record`), som
 poison     after each decode step, K and V of the rows that were not committed become NaN in both pools
 features   every write of context KV leaves its positions and features in a file (`features_at`), and the first
            one what the draft borrows of the target (`borrowed`)
+blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
+proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -144,6 +146,45 @@ def _features(worker: Any) -> None:
     worker._write_context_kv = noting
 
 
+def _blindfold(worker: Any) -> None:
+    from dflash_sglang.drafting.window import DraftWindow
+
+    cut = DraftWindow.cut
+
+    def then_poison(self: Any, requests: torch.Tensor, block: Any) -> Any:
+        """NaN in the draft's pool at every context position that the window leaves out."""
+        seen = cut(self, requests, block)
+        for request, prefix in zip(requests.tolist(), block.prefix_lens.tolist(), strict=True):
+            first = max(prefix - self.span.window, 0) // self.span.page_size * self.span.page_size
+            outside = self._target_table[request, self.span.sinks : max(first, self.span.sinks)].long()
+            for buffer in _buffers(self.pool):
+                buffer[outside] = float("nan")
+        return seen
+
+    def before_decode(self: Any, *args: Any) -> Any:
+        DraftWindow.pool = self._draft_runner.token_to_kv_pool
+        return decode(self, *args)
+
+    decode = worker._decode
+    worker._decode, DraftWindow.cut = before_decode, then_poison
+
+
+def _proposals(worker: Any) -> None:
+    from dflash_sglang.drafting.proposer import Proposer
+
+    propose = Proposer.propose
+    path = Path(os.environ[RECORDS_ENV]) / "proposals.jsonl"
+
+    def noting(self: Any, batch: Any, block: Any) -> Any:
+        proposals = propose(self, batch, block)
+        rows = zip(block.prefix_lens.tolist(), proposals.tokens.tolist(), strict=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return proposals
+
+    Proposer.propose = noting
+
+
 def _sentinels(worker: Any) -> None:
     from dflash_sglang.scheduling.draft_input import SlotReservation
 
@@ -224,6 +265,8 @@ def _buffers(pool: Any) -> list[torch.Tensor]:
 
 
 _HOOKS = {
+    "blindfold": _blindfold,
+    "proposals": _proposals,
     "oracle": _oracle,
     "poison": _poison,
     "features": _features,

@@ -127,11 +127,16 @@ class PlainAttention:
         return out
 
 
-def run_draft(model: Any, embeds: Tensor, positions: Tensor, attention: PlainAttention) -> Tensor:
-    """One draft forward: embeds [bs * block, hidden], positions [bs * block] -> hidden like embeds."""
+def run_draft(model: Any, embeds: Tensor, positions: Tensor, attention: Any, **of_batch: Any) -> Tensor:
+    """One draft forward: embeds [bs * block, hidden], positions [bs * block] -> hidden like embeds.
+
+    attention: PlainAttention, or a backend of SGLang that is given a batch of `of_batch` first.
+    """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, moe_num_token_non_padded=None)
+    batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, moe_num_token_non_padded=None, **of_batch)
+    if of_batch:
+        attention.init_forward_metadata(batch)
     with forward_context(ForwardContext(attn_backend=attention)):
         return model(torch.empty(0), positions, batch, input_embeds=embeds).hidden_states

@@ -106,7 +106,9 @@ class Pool:
     def __init__(self, slots: int, dim: int):
         self.key, self.value = torch.zeros(slots, 1, dim), torch.zeros(slots, 1, dim)
 
-    def set_kv_buffer(self, layer: Any, loc: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+    dtype = torch.float32
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: torch.Tensor, v: torch.Tensor, *scales: None) -> None:
         self.key[loc.loc], self.value[loc.loc] = k, v
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
@@ -138,6 +140,8 @@ def seen_positions(prefix_len: int, queries: int, *, window: int | None = None, 
         scaling=1.0,
         attn_type=attn_type,
         sliding_window_size=-1 if window is None else window - 1,
+        k_scale=None,
+        v_scale=None,
     )
     backend.init_forward_metadata(forward_batch)
     zeros = torch.zeros(queries, 1, total)

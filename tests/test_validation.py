@@ -138,12 +138,6 @@ SERVING_ROWS: dict[str, tuple[ServingFacts, ParallelFacts, str, object]] = {
         "--enable-unified-memory",
         True,
     ),
-    "pool format": (
-        ServingFacts("draft", draft_kv_dtype="mxfp8"),
-        ParallelFacts(),
-        "--speculative-draft-kv-cache-dtype",
-        "mxfp8",
-    ),
 }
 
 

@@ -92,8 +92,10 @@ class TorchCpuAttention(AttentionBackend):
             )
         if save_kv_cache and k is not None:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.sliding_write)
-            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         window_left = layer.sliding_window_size
+        # A pool of the model's dtype holds unscaled rows.
+        scaled = layer.k_scale is not None and self.token_to_kv_pool.dtype != q.dtype
         output = attend(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
@@ -101,9 +103,11 @@ class TorchCpuAttention(AttentionBackend):
             self.sliding_groups if self._in_sliding_pool(layer) else self.groups,
             causal=layer.attn_type not in NON_CAUSAL,
             window_left=None if window_left is None or window_left < 0 else window_left,
-            scale=layer.scaling,
+            scale=layer.scaling * float(layer.k_scale) if scaled else layer.scaling,
             sinks=sinks,
         )
+        if scaled:
+            output *= layer.v_scale
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _in_sliding_pool(self, layer: RadixAttention) -> bool:

@@ -8,7 +8,13 @@ from typing import Any
 
 from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
 
-_SCALING_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_SCALING_TYPES = ("default", "linear", "yarn", "llama3")
+_OF_THE_SEQUENCE = ("dynamic", "longrope")
+_REQUIRED = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 # Read into fields of RopeSpec, or M-RoPE of a multimodal target: a draft only ever sees 1-D positions.
 _NOT_SCALING = {
     "rope_theta",
@@ -71,6 +77,13 @@ def _scaling(params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
     kind = params.get("rope_type", params.get("type", "default"))
     if kind == "mrope":
         kind = "default"
+    if kind in _OF_THE_SEQUENCE:
+        raise DraftConfigError(
+            f"{source}.rope_type",
+            kind,
+            "frequencies that stay as a sequence grows: " + ", ".join(_SCALING_TYPES),
+            "Cached keys keep the rotation they were written with; serve a draft trained with one of these.",
+        )
     if kind not in _SCALING_TYPES:
         raise DraftConfigError(
             f"{source}.rope_type",
@@ -80,7 +93,10 @@ def _scaling(params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
         )
     if kind == "default":
         return None
-    return {"rope_type": kind, **{key: value for key, value in params.items() if key not in _NOT_SCALING}}
+    given = {key: value for key, value in params.items() if key not in _NOT_SCALING and value is not None}
+    for key in _REQUIRED[kind]:
+        as_float((f"{source}.{key}", given.get(key)))
+    return {"rope_type": kind, **given}
 
 
 def _rotary_dim(fields: Fields, params: Mapping[str, Any], source: str, head_dim: int) -> int:

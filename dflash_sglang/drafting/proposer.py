@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.drafting.block import Block
+    from dflash_sglang.drafting.window import DraftWindow, Seen
     from dflash_sglang.models.heads import TargetHead
 
 
@@ -35,11 +36,20 @@ class Proposer:
     graph or the eager forward wrote them.
     """
 
-    def __init__(self, runner: ModelRunner, head: TargetHead, block_size: int, parallel_layout: Any, drawn: bool):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        head: TargetHead,
+        block_size: int,
+        parallel_layout: Any,
+        drawn: bool,
+        window: DraftWindow | None = None,
+    ):
         self._runner = runner
         self._head = head
         self._block_size = block_size
         self._layout = parallel_layout
+        self._window = window
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         self._tokens = torch.zeros((max_requests, block_size), dtype=torch.int64, device=runner.device)
         # What proposals are drawn from; without drawing, the head needs no more than its argmax.
@@ -100,15 +110,26 @@ class Proposer:
 
     def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
         num_tokens = block.ids.numel()
+        translator = self._runner.kv_index_translator
+        seen: Block | Seen = block
+        loc_plan = block.loc_plan
+        if self._window is not None:
+            seen = self._window.cut(batch.req_pool_indices, block)
+            loc_plan = loc_plan.reads_from(
+                translator,
+                seq_lens=seen.prefix_lens,
+                seq_lens_cpu=seen.kv_len_bounds - block.size,
+                read_extent=block.size,
+            )
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=block.batch_size,
             input_ids=block.ids.view(-1),
             req_pool_indices=batch.req_pool_indices,
-            seq_lens=block.prefix_lens,
+            seq_lens=seen.prefix_lens,
             out_cache_loc=block.slots.view(-1),
-            seq_lens_sum=block.kv_len_bounds_sum,
-            seq_lens_cpu=block.kv_len_bounds,
+            seq_lens_sum=seen.kv_len_bounds_sum,
+            seq_lens_cpu=seen.kv_len_bounds,
             positions=block.positions.view(-1),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._spec_info,
@@ -121,5 +142,5 @@ class Proposer:
             global_num_token_non_padded_cpu=num_tokens,
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
-        block.loc_plan.bind(forward_batch, self._runner.kv_index_translator)
+        loc_plan.bind(forward_batch, translator)
         return forward_batch

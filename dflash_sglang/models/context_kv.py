@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dflash_sglang.compat import KVWriteLoc, UnquantizedLinearMethod, fused_kv_norm_rope_write
 from dflash_sglang.config.plugin_config import ContextKVForm
+from dflash_sglang.kernels.context_write import FORMATS, Fp8Rows, write_fp8_rows
 from dflash_sglang.models.layers import DraftAttention
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ class ContextKV:
     stacked    one batched GEMM over all layers' K and V rows; unquantised weights. The layers' weights
                become slices of one tensor, so a weight update of the draft is an update of this.
 
-    Two ways to the pool: one kernel that norms, rotates and writes all layers (stacked, CUDA, bf16 weights
-    and pool, whole-head RoPE), or `set_kv_buffer` per layer. ``form`` and ``reason`` say what was taken and
-    why. All methods are capturable in a CUDA graph after `bind`.
+    Two ways to the pool: one kernel that norms, rotates and writes all layers (stacked, CUDA, bf16 weights,
+    bf16 or fp8 pool, whole-head RoPE), or `set_kv_buffer` per layer. ``form`` and ``reason`` say what was
+    taken and why. All methods are capturable in a CUDA graph after `bind`.
     """
 
     def __init__(self, model: DFlashDraftModel, form: ContextKVForm = "auto") -> None:
@@ -65,7 +66,9 @@ class ContextKV:
         if self._stack is None or obstacle is not None:
             self._why_writer = f"one write per layer ({obstacle})"
         else:
-            self._writer = _AllLayerWriter(self._attentions, self._stack, pool)
+            fp8 = pool.get_key_buffer(self._attentions[0].attn.layer_id).dtype in FORMATS
+            kind = _Fp8AllLayerWriter if fp8 else _AllLayerWriter
+            self._writer = kind(self._attentions, self._stack, pool)
             self._why_writer = "one write for all layers"
 
     @torch.no_grad()
@@ -153,10 +156,15 @@ class _AllLayerWriter:
         )
 
     def write(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """rows: context rows [T, hidden], positions and slots [T] int64."""
         attention = self._attention
         kv = self._stack.project(rows)
         if attention.value_scale is not None:
             kv[..., attention.kv_size :].mul_(attention.value_scale)
+        self._write(kv, positions, slots)
+
+    def _write(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        attention = self._attention
         fused_kv_norm_rope_write(
             kv,
             self._table,
@@ -169,6 +177,35 @@ class _AllLayerWriter:
             attention.head_dim,
             attention.k_norm.variance_epsilon,
         )
+
+
+class _Fp8AllLayerWriter(_AllLayerWriter):
+    """The same into a pool of float8, by this package's kernel: SGLang's writes bfloat16."""
+
+    def __init__(self, attentions: list[DraftAttention], stack: _Stack, pool: Any) -> None:
+        self._stack = stack
+        self._attention = attentions[0]
+        keys, values = zip(*(_buffers(pool, attention) for attention in attentions), strict=True)
+        scales = [_scales(attention) for attention in attentions]
+        self._rows = Fp8Rows(keys, values, scales if any(pair != (1.0, 1.0) for pair in scales) else None)
+
+    def _write(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        attention = self._attention
+        write_fp8_rows(
+            kv,
+            self._stack.k_norms,
+            attention.rotary_emb.cos_sin_cache,
+            positions,
+            slots,
+            attention.k_norm.variance_epsilon,
+            self._rows,
+        )
+
+
+def _scales(attention: DraftAttention) -> tuple[float, float]:
+    """What `set_kv_buffer` divides a layer's keys and values by."""
+    k_scale, v_scale = attention.attn.k_scale, attention.attn.v_scale
+    return (1.0 if k_scale is None else float(k_scale), 1.0 if v_scale is None else float(v_scale))
 
 
 def _shared(parameters: list[nn.Parameter]) -> Tensor:
@@ -203,10 +240,13 @@ def _no_all_layer_write(stack: _Stack | None, attentions: list[DraftAttention], 
     if not attention.table_rope:
         return "the draft's RoPE is not a plain rotation of whole heads"
     row = (attention.num_kv_heads, attention.head_dim)
+    fp8 = pool.get_key_buffer(attention.attn.layer_id).dtype in FORMATS
+    if fp8 and torch.cuda.get_device_capability(stack.weight.device) < (8, 9):
+        return "the pool is float8, which this GPU does not convert to"
     for a in attentions:
         for buffer in _buffers(pool, a):
-            if buffer.dtype != torch.bfloat16:
-                return f"the pool is {buffer.dtype}, not bfloat16"
+            if buffer.dtype != torch.bfloat16 and buffer.dtype not in FORMATS:
+                return f"the pool is {buffer.dtype}, not bfloat16 or float8"
             if buffer.shape[1:] != row or buffer.stride()[1:] != (attention.head_dim, 1):
                 return f"the pool's rows are {tuple(buffer.shape[1:])}, not contiguous {row}"
     return None

@@ -9,11 +9,12 @@ from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, get_rope
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
 from dflash_sglang.compat import table_qk_norm_rope_
 from dflash_sglang.config import DraftSpec
+from dflash_sglang.models.rope import draft_rope
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -55,14 +56,7 @@ class DraftAttention(nn.Module):
         )
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
-        self.rotary_emb = get_rope(
-            spec.head_dim,
-            rotary_dim=spec.rope.rotary_dim,
-            max_position=spec.max_position_embeddings,
-            base=spec.rope.theta,
-            is_neox_style=spec.rope.is_neox,
-            rope_scaling=spec.rope.scaling,
-        )
+        self.rotary_emb = draft_rope(spec)
         self.table_rope = _has_plain_table(self.rotary_emb, spec)
         layer = spec.layers[layer_id]
         # SGLang counts a window's keys to the left of the query, the checkpoint counts the query too.

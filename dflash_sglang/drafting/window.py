@@ -1,0 +1,66 @@
+"""A window imposed on the draft: its attention sees a request's first and latest context tokens, and the block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dflash_sglang.compat import get_spec
+from dflash_sglang.kernels.window_rows import Span, WindowRows, window_rows
+
+if TYPE_CHECKING:
+    from dflash_sglang.drafting.block import Block
+
+
+def is_imposed() -> bool:
+    """Whether the launch asks for a window, --speculative-draft-window-size."""
+    return get_spec().speculative_draft_window_size is not None
+
+
+class Seen(NamedTuple):
+    """Lengths of a batch as a windowed draft sees them."""
+
+    prefix_lens: torch.Tensor  # [bs]
+    kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
+    kv_len_bounds_sum: int
+
+
+class DraftWindow:
+    """The draft's own slot table, in which a request's row is cut to what the window leaves.
+
+    Every row of a block sees the same context: the last `size` committed tokens and the first `sinks`, both in
+    whole pages (so up to page_size - 1 tokens more of each), and the whole block besides. Layers with a window
+    of their own see the part of this that lies in it. Keys keep the positions that they were rotated with.
+    """
+
+    def __init__(
+        self, size: int, sinks: int, page_size: int, target_table: torch.Tensor, draft_table: torch.Tensor
+    ) -> None:
+        """target_table, draft_table [max_requests, row_width]: req_to_token of the target and the draft."""
+        self.span = Span(size, -(-sinks // page_size) * page_size, page_size)
+        self._target_table = target_table
+        self._draft_table = draft_table
+        self._prefix_lens = torch.empty(target_table.shape[0], dtype=torch.int64, device=target_table.device)
+
+    @classmethod
+    def imposed(cls, page_size: int, target_table: torch.Tensor, draft_table: torch.Tensor) -> DraftWindow | None:
+        """The window of the launch, --speculative-draft-window-size and --speculative-draft-sink-size, if any."""
+        if not is_imposed():
+            return None
+        sinks = get_spec().speculative_draft_sink_size or 0
+        return cls(get_spec().speculative_draft_window_size, sinks, page_size, target_table, draft_table)
+
+    def cut(self, req_pool_indices: torch.Tensor, block: Block) -> Seen:
+        """Writes the batch's rows of the draft's table; one launch. req_pool_indices [bs]."""
+        prefix_lens = self._prefix_lens[: block.batch_size]
+        window_rows(
+            self._target_table,
+            req_pool_indices,
+            block.prefix_lens,
+            block.size,
+            self.span,
+            WindowRows(self._draft_table, prefix_lens),
+        )
+        bounds = block.kv_len_bounds.clamp(max=self.span.widest(block.size))
+        return Seen(prefix_lens, bounds, int(bounds.sum()))

@@ -1,0 +1,155 @@
+"""Context K/V of all draft layers into fp8 pools in one launch: k-norm, RoPE, scale, cast and store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+class Fp8Rows:
+    """The rows of the draft layers' K and V buffers, all of one shape and one of the FORMATS.
+
+    keys, values: per layer [slots, heads, head_dim], rows contiguous. scales: per layer (k_scale, v_scale),
+    which a key and a value are divided by before the cast; None where no layer has any.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:
+        self.keys, self.values = keys, values
+        device = keys[0].device
+        addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(keys, values, strict=True)]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)  # [layers, 2]
+        self.scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
+
+
+def write_fp8_rows(
+    kv: Tensor,  # [tokens, layers, 2 * heads * head_dim] bfloat16, contiguous, keys before values
+    k_norms: Tensor,  # [layers, head_dim] bfloat16
+    cos_sin: Tensor,  # [positions, head_dim] cosines, then sines, of the halves of a head
+    positions: Tensor,  # [tokens] int64
+    slots: Tensor,  # [tokens] int64, rows of the pools
+    eps: float,
+    rows: Fp8Rows,
+) -> None:
+    """Write every token's K (normed, rotated) and V of every layer at its slot.
+
+    Roundings are those of the block's keys and of `set_kv_buffer`: bfloat16 after the norm, after the rotation
+    and after the division by the scale, then the pool's format. What exceeds the format is clamped to its
+    largest value, where torch's cast makes NaN or infinity.
+    """
+    launch = write_fp8_rows_triton if kv.is_cuda else write_fp8_rows_torch
+    launch(kv, k_norms, cos_sin, positions, slots, eps, rows)
+
+
+def write_fp8_rows_torch(
+    kv: Tensor, k_norms: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, eps: float, rows: Fp8Rows
+) -> None:
+    """The definition of `write_fp8_rows` in torch operations."""
+    heads, dim = rows.keys[0].shape[1:]
+    cos, sin = cos_sin[positions].float()[:, None].chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
+    for layer, (keys, values) in enumerate(zip(rows.keys, rows.values, strict=True)):
+        k, v = kv[:, layer].view(-1, 2, heads, dim).unbind(1)
+        k = k.float()
+        k = k * (1 / (k.square().mean(-1, keepdim=True) + eps).sqrt()) * k_norms[layer].float()
+        first, second = k.bfloat16().float().chunk(2, dim=-1)
+        k = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).bfloat16()
+        for buffer, row, kind in ((keys, k, 0), (values, v, 1)):
+            if rows.scales is not None:
+                row = row / rows.scales[layer, kind]
+            most = torch.finfo(buffer.dtype).max
+            # torch cannot scatter into float8 tensors
+            buffer.view(torch.uint8)[slots] = row.clamp(-most, most).to(buffer.dtype).view(torch.uint8)
+
+
+def write_fp8_rows_triton(
+    kv: Tensor, k_norms: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, eps: float, rows: Fp8Rows
+) -> None:
+    """`write_fp8_rows` as one Triton launch, one program per token, layer and head."""
+    heads, dim = rows.keys[0].shape[1:]
+    tokens, layers, _ = kv.shape
+    dtype = rows.keys[0].dtype
+    _write_fp8_rows_kernel[(tokens, layers, heads)](
+        kv,
+        rows.addresses,
+        k_norms,
+        cos_sin,
+        positions,
+        slots,
+        rows.scales,
+        rows.keys[0].stride(0),
+        rows.values[0].stride(0),
+        LAYERS=layers,
+        HEADS=heads,
+        DIM=dim,
+        EPS=eps,
+        FORMAT=FORMATS[dtype],
+        MOST=torch.finfo(dtype).max,
+    )
+
+
+@triton.jit
+def _write_fp8_rows_kernel(
+    kv_ptr,
+    addresses_ptr,
+    k_norms_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    scales_ptr,
+    key_stride,
+    value_stride,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    EPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(2)
+    HALF: tl.constexpr = DIM // 2
+    lane, half = tl.arange(0, DIM), tl.arange(0, HALF)
+    key_ptr = kv_ptr + (token * LAYERS + layer) * (2 * HEADS * DIM) + head * DIM
+    value_ptr = key_ptr + HEADS * DIM
+    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * DIM + half
+    cos = tl.load(angle_ptr).to(tl.float32)
+    sin = tl.load(angle_ptr + HALF).to(tl.float32)
+
+    whole = tl.load(key_ptr + lane).to(tl.float32)
+    # The norm's sum and root are written as in the kernel of the block's keys: their bits decide roundings.
+    scale = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / DIM + EPS)
+    norm_ptr = k_norms_ptr + layer * DIM + half
+    first = tl.load(key_ptr + half).to(tl.float32) * scale * tl.load(norm_ptr).to(tl.float32)
+    second = tl.load(key_ptr + HALF + half).to(tl.float32) * scale * tl.load(norm_ptr + HALF).to(tl.float32)
+    first = first.to(tl.bfloat16).to(tl.float32)
+    second = second.to(tl.bfloat16).to(tl.float32)
+    rotated_first = (first * cos - second * sin).to(tl.bfloat16).to(tl.float32)
+    rotated_second = (second * cos + first * sin).to(tl.bfloat16).to(tl.float32)
+    value = tl.load(value_ptr + lane).to(tl.float32)
+    if scales_ptr is not None:
+        k_scale = tl.load(scales_ptr + layer * 2)
+        v_scale = tl.load(scales_ptr + layer * 2 + 1)
+        rotated_first = tl.div_rn(rotated_first, k_scale).to(tl.bfloat16).to(tl.float32)
+        rotated_second = tl.div_rn(rotated_second, k_scale).to(tl.bfloat16).to(tl.float32)
+        value = tl.div_rn(value, v_scale).to(tl.bfloat16).to(tl.float32)
+    rotated_first = tl.minimum(tl.maximum(rotated_first, -MOST), MOST)
+    rotated_second = tl.minimum(tl.maximum(rotated_second, -MOST), MOST)
+    value = tl.minimum(tl.maximum(value, -MOST), MOST)
+
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    keys = tl.load(addresses_ptr + layer * 2).to(tl.pointer_type(FORMAT)) + slot * key_stride + head * DIM
+    values = tl.load(addresses_ptr + layer * 2 + 1).to(tl.pointer_type(FORMAT)) + slot * value_stride + head * DIM
+    tl.store(keys + half, rotated_first.to(FORMAT))
+    tl.store(keys + HALF + half, rotated_second.to(FORMAT))
+    tl.store(values + lane, value.to(FORMAT))
