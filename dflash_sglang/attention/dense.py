@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # Queries of one request that attend together: bounds the mask, [queries * heads per kv head, context].
 MAX_QUERIES = 256
@@ -113,8 +113,12 @@ def attend(
     causal: bool,
     window_left: int | None,
     scale: float,
+    sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:
-    """Returns `[tokens, heads, v_head_dim]`; rows that no group covers (padding) are zero."""
+    """Returns `[tokens, heads, v_head_dim]`; rows that no group covers (padding) are zero.
+
+    A sink is one more logit in the softmax of its head, which no value goes with.
+    """
     tokens, heads, head_dim = query.shape
     kv_heads, v_head_dim = value_cache.shape[1:]
     shared = heads // kv_heads
@@ -127,11 +131,19 @@ def attend(
         q = query[span].view(rows, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
         k = key_cache.index_select(0, flat).view(rows, context, kv_heads, head_dim)
         v = value_cache.index_select(0, flat).view(rows, context, kv_heads, v_head_dim)
+        mask = group.mask(causal, window_left, shared, query.dtype)
+        if sinks is not None:
+            # A key and a value of zeros more, masked by the sink: its score is the sink.
+            k, v = pad(k, (0, 0, 0, 0, 0, 1)), pad(v, (0, 0, 0, 0, 0, 1))
+            column = sinks.to(query.dtype).view(1, kv_heads, shared, 1).expand(rows, -1, -1, queries)
+            if mask is None:
+                mask = query.new_zeros(1).expand(rows, 1, shared * queries, context)
+            mask = torch.cat((mask.expand(-1, kv_heads, -1, -1), column.reshape(rows, kv_heads, -1, 1)), dim=-1)
         out = scaled_dot_product_attention(
             q.reshape(rows, kv_heads, shared * queries, head_dim),
             k.to(query.dtype).transpose(1, 2),
             v.to(query.dtype).transpose(1, 2),
-            attn_mask=group.mask(causal, window_left, shared, query.dtype),
+            attn_mask=mask,
             scale=scale,
         )
         out = out.view(rows, kv_heads, shared, queries, v_head_dim).permute(0, 3, 1, 2, 4)

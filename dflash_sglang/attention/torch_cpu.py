@@ -55,9 +55,10 @@ class TorchCpuAttention(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Same as `forward_extend`: a decode step is an extend by one query."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def forward_extend(
         self,
@@ -67,6 +68,7 @@ class TorchCpuAttention(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,  # [heads]
     ) -> torch.Tensor:
         """Writes the tokens' keys and values, then attends. Returns `[tokens, heads * v_head_dim]`.
 
@@ -89,6 +91,7 @@ class TorchCpuAttention(AttentionBackend):
             causal=layer.attn_type not in NON_CAUSAL,
             window_left=None if window_left is None or window_left < 0 else window_left,
             scale=layer.scaling,
+            sinks=sinks,
         )
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
