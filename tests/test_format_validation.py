@@ -207,7 +207,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         REDUCED,
         {},
         {"t2d": torch.zeros(320, dtype=torch.bool).index_fill(0, absolute + 1, True)},
-        'draft tensor d2t="unlike t2d at the target\'s id 0": expected the ids row + d2t[row] to be those that t2d',
+        'draft tensor d2t="unlike t2d at the target\'s id 0": expected the ids row + d2t[row] to be those that',
     ),
     "flags of another vocabulary": (
         REDUCED,
