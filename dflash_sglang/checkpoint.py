@@ -31,6 +31,17 @@ def config_directory(path: str, revision: str | None) -> Path:
     return Path(cached_file(path, "config.json", revision=revision)).parent
 
 
+def weights_directory(path: str, revision: str | None) -> Path:
+    """The local directory of a checkpoint's *.safetensors files: `path` itself, or a hub repository's
+    snapshot, downloaded if it is not on this machine yet."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "*.safetensors", "mask_embedding.pt"]
+    return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+
+
 def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any], Path]:
     """(raw config.json, its directory) of a draft checkpoint."""
     directory = config_directory(path, revision)

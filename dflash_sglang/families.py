@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from dflash_sglang.config import is_speculators
+from dflash_sglang.config.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
 BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
@@ -41,7 +43,6 @@ class _Row:
     field: str
     is_foreign: Callable[[Any], bool]
     reason: str
-    nested_only: bool = False
 
 
 def _is_set(value: Any) -> bool:
@@ -50,43 +51,63 @@ def _is_set(value: Any) -> bool:
 
 # Looked up in dflash_config and then at the top level, in this order; the first match is reported.
 _ROWS = (
-    _Row("speculators_model_type", _is_set, "the speculators format"),
-    _Row("speculators_config", _is_set, "the speculators format"),
-    _Row("projector_type", _is_set, "a head that corrects the proposals, such as Domino"),
+    _Row(
+        "speculators_model_type",
+        lambda value: value not in (None, "dflash"),
+        "another algorithm in the speculators format",
+    ),
+    _Row(
+        "projector_type",
+        lambda value: value not in (None, "", "dflash"),
+        "a head that corrects the proposals, such as Domino",
+    ),
     _Row("conv_kernel_size", _is_set, "DFlash2's grouped convolutions"),
     _Row("selector_rank", _is_set, "DFlash2's candidate selector"),
     _Row("lilicorr_num_layers", _is_set, "LiLiCorr's candidate scorer"),
     _Row("sample_from_anchor", _is_set, "DSpark's layout, a proposal in every row of the block"),
-    _Row("has_embed_tokens", _is_set, "an embedding of its own, such as Nemotron 3.5"),
-    _Row("has_lm_head", _is_set, "an lm_head of its own"),
-    _Row("draft_vocab_size", _is_set, "a vocabulary of its own"),
-    _Row("attention_sink_bias", _is_set, "attention sinks, such as MiMo"),
+    _Row("shift_label", _is_set, "Domino's layout, a proposal in every row of the block"),
     _Row("use_gemma_norm", _is_set, "Gemma's norms"),
     _Row("hidden_act", lambda value: value == "swigluoai", "gpt-oss's clamped activation"),
-    _Row("output_multiplier", lambda value: value not in (None, 1, 1.0), "scaled logits", nested_only=True),
-    _Row("final_logit_softcapping", _is_set, "soft-capped logits", nested_only=True),
 )
 
 
-def foreign(config: Mapping[str, Any], directory: Path | None = None) -> Foreign | None:
-    """Why the built-in worker serves this draft, or None for a plain DFlash draft.
+def foreign(config: Mapping[str, Any]) -> Foreign | None:
+    """Why the built-in worker serves this draft, or None for a plain DFlash draft in a format of ours.
 
-    ``config``: the raw config.json; ``directory``: the checkpoint's, where it is on this machine.
+    ``config``: the raw config.json.
     """
     names = config.get("architectures") or []
     for name in names:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
-    if names and PLAIN_ARCHITECTURE not in names:
+    plain = SPECULATORS_ARCHITECTURES if is_speculators(config) else (PLAIN_ARCHITECTURE,)
+    if names and not set(plain) & set(names):
         return Foreign("draft config architectures", names[0], "not a plain DFlash draft")
     nested = config.get("dflash_config") or {}
     for row in _ROWS:
         value = nested.get(row.field)
         path = f"dflash_config.{row.field}"
-        if value is None and not row.nested_only:
+        if value is None:
             path, value = row.field, config.get(row.field)
         if row.is_foreign(value):
             return Foreign(f"draft config {path}", value, row.reason)
-    if directory is not None and (directory / "mask_embedding.pt").is_file():
-        return Foreign("draft file", "mask_embedding.pt", "a mask embedding outside the target's table")
+    return _converted_speculators(config) or _packed_embedding(config)
+
+
+def _converted_speculators(config: Mapping[str, Any]) -> Foreign | None:
+    """A speculators config that was rewritten for another server, by rules that its fields do not tell."""
+    for field in ("speculators_model_type", "speculators_config"):
+        if config.get(field) and not is_speculators(config):
+            return Foreign(f"draft config {field}", config[field], "the speculators format without its decoder")
+    return None
+
+
+def _packed_embedding(config: Mapping[str, Any]) -> Foreign | None:
+    """An embedding of the draft's own in 4 bits: Nemotron 3.5."""
+    quantization = config.get("quantization_config") or {}
+    algorithm = quantization.get("quant_algo") if isinstance(quantization, Mapping) else None
+    if config.get("has_embed_tokens") and isinstance(algorithm, str) and "NVFP4" in algorithm:
+        return Foreign(
+            "draft config quantization_config.quant_algo", algorithm, "an NVFP4 draft with its own embedding"
+        )
     return None

@@ -1,13 +1,15 @@
-"""The two hooks on SGLang: validation in the launcher, this package's worker in the scheduler."""
+"""The hooks on SGLang: validation in the launcher, the draft's config, this package's worker in the scheduler."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from dflash_sglang.config import flattened, is_speculators, read_config
 from dflash_sglang.config.plugin_config import REQUIRE_ENV, PluginConfig, required
-from dflash_sglang.families import Foreign
+from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.probe import check_symbols, check_version
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,29 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
 
     ModelRegistry.register("dflash_sglang.models", overwrite=True, strict=True)
     return DFlashWorker
+
+
+def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND HfModelConfigParser.parse: runs wherever SGLang reads a model's config.json.
+
+    transformers knows no speculators config. A DFlash one becomes the config of its decoder with z-lab's fields,
+    from which SGLang takes block size, target layers and the shape of the KV pool. Start-up validation has
+    read it before, and refuses the launch of any worker but ours.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    if "gguf_file" in kwargs:
+        return original(parser, model, *args, **kwargs)
+    if Path(model, "config.json").is_file():
+        raw = read_config(model)
+    else:
+        raw, _ = PretrainedConfig.get_config_dict(model, revision=kwargs.get("revision"))
+    if not is_speculators(raw) or foreign(raw) is not None:
+        return original(parser, model, *args, **kwargs)
+    config = AutoConfig.for_model(**flattened(raw))
+    config._name_or_path = str(model)
+    config._commit_hash = raw.get("_commit_hash")
+    return config
 
 
 def _served_by_built_in(server_args: Any) -> Foreign | None:

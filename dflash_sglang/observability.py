@@ -25,6 +25,7 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
         "block": f"{worker.block_size} (trained {spec.block_size})",
         "target_layers": list(worker.feature_layer_ids),
         "mask_token_id": spec.mask_token_id,
+        "own_modules": worker.own_modules,
         "draft_attention": draft_backend,
         "draft_quantization": spec.quantization or "none",
         "context_kv": worker.context_kv_decision,

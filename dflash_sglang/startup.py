@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_sglang.checkpoint import draft_config, tensor_facts
+from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
 from dflash_sglang.compat_args import hybrid_gdn_config, mambaish_config, model_config_of, resolving_view
-from dflash_sglang.config import DraftConfigError, DraftSpec
+from dflash_sglang.config import DraftConfigError, DraftSpec, is_speculators
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.kv_checks import kv_problems, pool_problems, window_problems
+from dflash_sglang.own_modules import own_modules
+from dflash_sglang.own_problems import own_problems
 from dflash_sglang.validation import (
     GPU_DRAFT_BACKENDS,
     ParallelFacts,
@@ -72,6 +74,13 @@ def check_startup(server_args: Any) -> Foreign | None:
     cfg = resolving_view(server_args)
     if cfg.speculative_algorithm is None:
         return None  # --enable-return-aux-hidden-states reads DFLASH as a way to capture, and runs no worker
+    other = _check(cfg, server_args)
+    if other is not None and cfg.speculative_draft_model_path is not None:
+        _refuse_what_no_worker_reads(cfg, other)
+    return other
+
+
+def _check(cfg: Any, server_args: Any) -> Foreign | None:
     if not _our_device(cfg.device):
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     for field, flag, off, reason in _FLAGS_OF_THE_BUILT_IN_WORKER:
@@ -85,21 +94,35 @@ def check_startup(server_args: Any) -> Foreign | None:
             problems.append(Problem(flag, getattr(cfg, field), expected, fix))
     if serving.draft_path is None:
         raise StartupError(problems)
-    config, directory = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)
+    config, _ = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)
     target_config = model_config_of(server_args)
-    other = foreign(config, directory) or _recurrent(target_config)
+    other = foreign(config) or _recurrent(target_config)
     if other is not None:
         return other
+    directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision)
     try:
         spec = DraftSpec.from_config(config)
+        own = own_modules(directory)
     except DraftConfigError as error:
         raise StartupError([*problems, config_problem(error)]) from error
     target = TargetFacts.from_config(target_config.hf_text_config)
-    problems += draft_problems(spec, target, parallel, serving, tensor_facts(directory))
+    tensors = tensor_facts(directory)
+    problems += draft_problems(spec, target, parallel, serving, tensors, own)
     problems += [*window_problems(spec, serving), *pool_problems(config)]
+    if tensors:  # else in a format whose tensors the loader alone can name
+        problems += own_problems(spec, target, own)
     if problems:
         raise StartupError(problems)
     return None
+
+
+def _refuse_what_no_worker_reads(cfg: Any, other: Foreign) -> None:
+    """The built-in worker cannot read a config.json of the speculators format, which has no model type."""
+    config, _ = draft_config(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
+    if is_speculators(config):
+        expected = f"a launch of dflash_sglang, which alone reads the speculators format (not so: {other.reason})"
+        fix = "Change it, or serve the draft in z-lab's format."
+        raise StartupError([Problem(other.field, other.value, expected, fix)])
 
 
 def _recurrent(target_config: Any) -> Foreign | None:

@@ -8,9 +8,12 @@ from typing import Any
 
 from dflash_sglang.checkpoint import TensorFacts
 from dflash_sglang.config import DraftConfigError, DraftSpec
+from dflash_sglang.own_modules import OwnModules
 
 GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
-_UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
+# Those whose kernels take a sink per head in the draft's dtype.
+SINK_BACKENDS = ("fa3", "fa4", "triton", "torch_native")
+UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
 
 
 @dataclass(frozen=True)
@@ -112,22 +115,25 @@ def draft_problems(
     parallel: ParallelFacts,
     serving: ServingFacts,
     tensors: Mapping[str, TensorFacts] | None = None,
+    own: OwnModules | None = None,
 ) -> list[Problem]:
     """What does not fit between a draft and the target and server it is to run with.
 
     ``tensors``: the checkpoint's, where they can be read; without them the loader checks the shapes.
+    ``own``: what the draft has in place of the target's.
     """
+    own_embedding = own is not None and own.embedding is not None
     problems = [
         *_block_problems(spec, serving),
-        *_mask_problems(spec, target),
-        *_shape_problems(spec, target, parallel),
+        *_mask_problems(spec, spec.vocab_size if own_embedding else target.vocab_size, own_embedding),
+        *_shape_problems(spec, target, parallel, own_embedding),
         *_backend_problems(spec, serving),
     ]
     try:
         ids = spec.feature_layer_ids(target.num_layers)
     except DraftConfigError as error:
         return [*problems, config_problem(error)]
-    return [*problems, *_layer_id_problems(ids, target), *_fc_problems(spec, ids, tensors or {})]
+    return [*problems, *_layer_id_problems(spec, ids, target), *_fc_problems(spec, ids, tensors or {})]
 
 
 def config_problem(error: DraftConfigError) -> Problem:
@@ -154,24 +160,29 @@ def _block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]
         )
 
 
-def _mask_problems(spec: DraftSpec, target: TargetFacts) -> Iterator[Problem]:
+def _mask_problems(spec: DraftSpec, rows: int, own_embedding: bool) -> Iterator[Problem]:
+    """rows: of the embedding that the block is embedded with."""
+    whose = "draft's own" if own_embedding else "target's"
+    field = "mask_token_id" if spec.speculators else "dflash_config.mask_token_id"
     if spec.mask_token_id is None:
         yield Problem(
             "draft config mask_token_id",
             None,
-            "the id in the target's vocabulary that stands for a position to be proposed",
-            "Add dflash_config.mask_token_id (the one it was trained with) to the draft's config.json.",
+            f"the id in the {whose} vocabulary that stands for a position to be proposed",
+            f"Add {field} (the one it was trained with) to the draft's config.json.",
         )
-    elif spec.mask_token_id >= target.vocab_size:
+    elif spec.mask_token_id >= rows:
         yield Problem(
             "draft config mask_token_id",
             spec.mask_token_id,
-            f"an id below the target's vocab_size of {target.vocab_size}",
-            "Correct dflash_config.mask_token_id, or serve the target that the draft was trained for.",
+            f"an id below the {whose} vocab_size of {rows}",
+            f"Correct {field}, or serve the target that the draft was trained for.",
         )
 
 
-def _shape_problems(spec: DraftSpec, target: TargetFacts, parallel: ParallelFacts) -> Iterator[Problem]:
+def _shape_problems(
+    spec: DraftSpec, target: TargetFacts, parallel: ParallelFacts, own_embedding: bool
+) -> Iterator[Problem]:
     other_target = "Serve the target that the draft was trained for."
     if spec.hidden_size != target.hidden_size:
         yield Problem(
@@ -180,7 +191,14 @@ def _shape_problems(spec: DraftSpec, target: TargetFacts, parallel: ParallelFact
             f"the target's hidden_size of {target.hidden_size} (embedding and head are the target's)",
             other_target,
         )
-    if spec.vocab_size != target.vocab_size:
+    if own_embedding and spec.vocab_size < target.vocab_size:
+        yield Problem(
+            "draft config vocab_size",
+            spec.vocab_size,
+            f"at least the target's vocab_size of {target.vocab_size} (any of its tokens is embedded)",
+            other_target,
+        )
+    elif not own_embedding and spec.vocab_size != target.vocab_size:
         yield Problem(
             "draft config vocab_size",
             spec.vocab_size,
@@ -233,24 +251,31 @@ def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Proble
                 "a backend for the draft's non-causal full_attention layers: " + ", ".join(others),
                 f"Set {field} to one of these, or remove it.",
             )
-
-
-def _layer_id_problems(ids: tuple[int, ...], target: TargetFacts) -> Iterator[Problem]:
-    field, fix = (
-        "draft config target_layer_ids",
-        "Correct dflash_config.target_layer_ids, or serve its target.",
-    )
-    if any(i < 0 or i >= target.num_layers for i in ids):
+    if spec.attention_sinks and backend in serving.supported_backends and backend not in SINK_BACKENDS:
+        with_sinks = [name for name in serving.supported_backends if name in SINK_BACKENDS]
         yield Problem(
-            field, list(ids), f"layers of the target, 0 to {target.num_layers - 1} (its last layer)", fix
+            field,
+            backend,
+            "a backend for the draft's attention sinks (attention_sink_bias): " + ", ".join(with_sinks),
+            f"Set {field} to one of these.",
         )
+
+
+def _layer_id_problems(spec: DraftSpec, ids: tuple[int, ...], target: TargetFacts) -> Iterator[Problem]:
+    name, value = spec.named_layer_ids(ids)
+    first = value[0] - ids[0]  # the format's number of the target's first layer
+    field = f"draft config {name}"
+    fix = f"Correct {name if first else 'dflash_config.' + name}, or serve its target."
+    if any(i < 0 or i >= target.num_layers for i in ids):
+        last = target.num_layers - 1 + first
+        yield Problem(field, value, f"layers of the target, {first} to {last} (its last layer)", fix)
     if len(set(ids)) != len(ids):
-        yield Problem(field, list(ids), "each layer once", fix)
+        yield Problem(field, value, "each layer once", fix)
 
 
 def _fc_problems(spec: DraftSpec, ids: tuple[int, ...], tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
     fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
-    if fc is None or fc.dtype not in _UNPACKED_DTYPES:
+    if fc is None or fc.dtype not in UNPACKED_DTYPES:
         return  # absent or packed: the loader knows the quantisation's layout and checks it
     expected = (spec.hidden_size, len(ids) * spec.hidden_size)
     if fc.shape != expected:
@@ -258,5 +283,5 @@ def _fc_problems(spec: DraftSpec, ids: tuple[int, ...], tensors: Mapping[str, Te
             "draft tensor fc.weight",
             list(fc.shape),
             f"{list(expected)}: [hidden_size, {len(ids)} target layers x hidden_size]",
-            "Make dflash_config.target_layer_ids name the layers the checkpoint was trained on.",
+            f"Make {spec.named_layer_ids(ids)[0]} name the layers the checkpoint was trained on.",
         )

@@ -157,6 +157,10 @@ class DFlashWorker(BaseSpecWorker):
         return self._context_kv.reason
 
     @property
+    def own_modules(self) -> str:
+        return self._draft_model.own_modules
+
+    @property
     def spec_v2_attn_backends(self) -> tuple:
         return (self.target_worker.model_runner.attn_backend, self._draft_runner.attn_backend)
 

@@ -100,7 +100,14 @@ class PlainAttention:
         self.token_to_kv_pool, self.requests, self.block = pool, requests, block
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         from sglang.srt.layers.radix_attention import AttentionType
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -122,7 +129,12 @@ class PlainAttention:
             query = q[rows].view(self.block, -1, layer.head_dim)
             key, value = (x[seen].to(q.dtype).repeat_interleave(groups, dim=1) for x in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scaling
-            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            weights = scores.masked_fill(~visible, float("-inf"))
+            if sinks is None:
+                weights = weights.softmax(-1)
+            else:
+                column = sinks.to(q.dtype)[:, None, None].expand(-1, self.block, 1)
+                weights = torch.cat((weights, column), dim=-1).softmax(-1)[..., :-1]
             out[rows] = torch.einsum("hqk,khd->qhd", weights, value).reshape(self.block, -1)
         return out
 

@@ -13,33 +13,33 @@ from typing import Any
 import pytest
 
 from dflash_sglang import hooks, plugin, probe
-from dflash_sglang.families import Foreign, foreign
+from dflash_sglang.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
 from dflash_sglang.validation import StartupError
 from tests.tiny import draft_config, make_pair
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 ARGUMENTS_TARGET = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
+CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 
 
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures='DFlash2DraftModel'"),
-        ({"architectures": ["LiLiCorrDraftModel"]}, "architectures='LiLiCorrDraftModel'"),
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "architectures='DFlashLagunaForCausalLM'"),
+        *(({"architectures": [name]}, f"architectures={name!r}") for name in FOREIGN_ARCHITECTURES),
         ({"architectures": ["NextYearsDraftModel"]}, "architectures='NextYearsDraftModel'"),
         ({"dflash_config": {"projector_type": "domino"}}, "dflash_config.projector_type='domino'"),
         ({"projector_type": "domino"}, "projector_type='domino'"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size=2"),
         ({"dflash_config": {"selector_rank": 256}}, "dflash_config.selector_rank=256"),
         ({"dflash_config": {"lilicorr_num_layers": 2}}, "dflash_config.lilicorr_num_layers=2"),
-        ({"dflash_config": {"attention_sink_bias": True}}, "dflash_config.attention_sink_bias=True"),
-        ({"dflash_config": {"output_multiplier": 0.5}}, "dflash_config.output_multiplier=0.5"),
-        ({"dflash_config": {"final_logit_softcapping": 30.0}}, "dflash_config.final_logit_softcapping=30.0"),
-        ({"has_embed_tokens": True, "has_lm_head": False}, "has_embed_tokens=True"),
-        ({"has_lm_head": True}, "has_lm_head=True"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
-        ({"draft_vocab_size": 32000}, "draft_vocab_size=32000"),
+        ({"speculators_model_type": "dspark"}, "speculators_model_type='dspark'"),
+        ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config={'algorithm': 'dflash'}"),
+        (
+            {"has_embed_tokens": True, "quantization_config": {"quant_algo": "W4A16_NVFP4"}},
+            "quantization_config.quant_algo='W4A16_NVFP4'",
+        ),
+        ({"shift_label": True}, "shift_label=True"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True"),
         ({"use_gemma_norm": True}, "use_gemma_norm=True"),
         ({"hidden_act": "swigluoai"}, "hidden_act='swigluoai'"),
@@ -52,10 +52,14 @@ def test_a_draft_of_another_family_is_told_from_a_plain_one_by_its_field(overrid
     assert str(other).endswith("SGLang's built-in DFlashWorkerV2 serves it, not dflash_sglang.")
 
 
-def test_a_mask_embedding_file_makes_a_draft_foreign(tmp_path: Path) -> None:
-    assert foreign(draft_config(), tmp_path) is None
-    (tmp_path / "mask_embedding.pt").touch()
-    assert str(foreign(draft_config(), tmp_path)).startswith("draft file='mask_embedding.pt'")
+def test_every_row_of_the_table_is_tested_above() -> None:
+    (rows,) = (
+        mark.args[1]
+        for mark in test_a_draft_of_another_family_is_told_from_a_plain_one_by_its_field.pytestmark
+        if mark.name == "parametrize"
+    )
+    named = " ".join(field for _, field in rows)
+    assert all(f"{row.field}=" in named for row in _ROWS)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +67,9 @@ def test_a_mask_embedding_file_makes_a_draft_foreign(tmp_path: Path) -> None:
     [
         {},
         {"final_logit_softcapping": 30.0},  # copied from a Gemma target
-        {"has_embed_tokens": False, "has_lm_head": False, "sample_from_anchor": False},
+        {"has_embed_tokens": False, "has_lm_head": False, "sample_from_anchor": False, "shift_label": False},
         {"dflash_config": {"attention_sink_bias": False, "output_multiplier": 1.0, "conv_kernel_size": 0}},
+        {"has_embed_tokens": True, "projector_type": "dflash", "dflash_config": {"attention_sink_bias": True}},
     ],
     ids=str,
 )
@@ -242,7 +247,7 @@ def test_a_misspelt_plugin_config_ends_start_up(pair: SimpleNamespace, monkeypat
 # ---- Activation --------------------------------------------------------------------------------------------
 
 
-def test_activate_registers_an_around_hook_on_the_worker_and_on_the_arguments(
+def test_activate_registers_an_around_hook_on_the_worker_the_arguments_and_the_configs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -253,6 +258,7 @@ def test_activate_registers_an_around_hook_on_the_worker_and_on_the_arguments(
     assert registered == [
         (WORKER_TARGET, hooks.create_worker, HookType.AROUND),
         (ARGUMENTS_TARGET, hooks.handle_speculative_decoding, HookType.AROUND),
+        (CONFIG_TARGET, hooks.parse_config, HookType.AROUND),
     ]
 
 

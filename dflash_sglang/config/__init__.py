@@ -5,6 +5,8 @@ from dflash_sglang.config.fields import DraftConfigError
 from dflash_sglang.config.layers import LayerAttention
 from dflash_sglang.config.plugin_config import PluginConfig, PluginConfigError
 from dflash_sglang.config.rope import RopeSpec
+from dflash_sglang.config.speculators import flattened, is_speculators
+from dflash_sglang.config.vocabulary import VocabularySpec
 
 __all__ = [
     "DraftConfigError",
@@ -13,5 +15,8 @@ __all__ = [
     "PluginConfig",
     "PluginConfigError",
     "RopeSpec",
+    "VocabularySpec",
+    "flattened",
+    "is_speculators",
     "read_config",
 ]

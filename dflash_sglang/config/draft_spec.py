@@ -1,4 +1,4 @@
-"""DraftSpec: a plain DFlash checkpoint's config.json, every spelling of it, as one typed record."""
+"""DraftSpec: a DFlash checkpoint's config.json, every spelling of it, as one typed record."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from typing import Any
 from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
 from dflash_sglang.config.layers import LayerAttention, layer_attention
 from dflash_sglang.config.rope import RopeSpec, rope
+from dflash_sglang.config.speculators import LAYER_IDS, flattened, is_speculators
+from dflash_sglang.config.vocabulary import VocabularySpec, vocabulary
 
 
 @dataclass(frozen=True)
 class DraftSpec:
     """A DFlash draft as its checkpoint describes it.
 
+    ``speculators``: whether it is in the speculators format, else in z-lab's.
     ``block_size``: trained block length (last token + masks). ``target_layer_ids``: 0-based target
     layers whose outputs are the features, in the order in which `fc` was trained on them; None where the
-    checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in the target's embedding
+    checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in the embedding
     table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
+    ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
     ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None.
     """
 
@@ -44,6 +48,9 @@ class DraftSpec:
     rope: RopeSpec
     attention_value_scale: float | None
     quantization: str | None
+    speculators: bool
+    vocabulary: VocabularySpec
+    attention_sinks: bool
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
@@ -51,6 +58,9 @@ class DraftSpec:
 
         Raises DraftConfigError for a field that is missing, malformed or not servable.
         """
+        speculators = is_speculators(config)
+        if speculators:
+            config = flattened(config)
         fields = Fields(config)
         num_layers = as_int(fields.shape("num_hidden_layers"), 1)
         hidden_size = as_int(fields.shape("hidden_size"), 1)
@@ -79,7 +89,16 @@ class DraftSpec:
             rope=rope(fields, head_dim),
             attention_value_scale=None if value_scale[1] is None else as_float(value_scale),
             quantization=_quantization(config),
+            speculators=speculators,
+            vocabulary=vocabulary(fields),
+            attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
         )
+
+    def named_layer_ids(self, ids: tuple[int, ...]) -> tuple[str, list[int]]:
+        """(field, value) with which the checkpoint's format names the target layers `ids`."""
+        if self.speculators:
+            return LAYER_IDS, [i + 1 for i in ids]
+        return "target_layer_ids", list(ids)
 
     def feature_layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """Target layers to capture, in the checkpoint's order, for a target of `num_target_layers`."""

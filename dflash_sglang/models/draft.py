@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
 
-from dflash_sglang.checkpoint import draft_config
+from dflash_sglang.checkpoint import draft_config, weights_directory
 from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput, WeightsMapper
 from dflash_sglang.config import DraftSpec
+from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
+from dflash_sglang.models.own_head import DraftHead
 from dflash_sglang.models.weights import STACKED, load_draft_weights
+from dflash_sglang.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -25,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """What the draft uses of the target. Held by a plain object, so that the target's modules are no
+    """What the draft embeds and proposes with. Held by a plain object, so that the target's modules are no
     submodules of the draft: its state dict and its weight updates must not reach them."""
 
-    embedding: nn.Module
-    embedding_scale: float
+    embedding: BlockEmbedding
     head: TargetHead
 
 
 class DFlashDraftModel(nn.Module):
-    """A plain DFlash draft. `bind_target` lends it the target's embedding and head after loading.
+    """A plain DFlash draft. `bind_target` lends it the target's embedding and head after loading, unless its
+    checkpoint holds its own.
 
     Raises DraftConfigError for a config that cannot be served.
     """
@@ -52,7 +56,8 @@ class DFlashDraftModel(nn.Module):
         because transformers drops fields on loading (a Qwen3 `sliding_window`, for one)."""
         super().__init__()
         self.config = config
-        raw, _ = draft_config(config._name_or_path, getattr(config, "_commit_hash", None))
+        path, revision = config._name_or_path, getattr(config, "_commit_hash", None)
+        raw, _ = draft_config(path, revision)
         self.spec = spec = DraftSpec.from_config(raw)
         base = f"{prefix}." if prefix else ""
         # A checkpoint that names no target layers has one feature per draft layer.
@@ -69,29 +74,64 @@ class DFlashDraftModel(nn.Module):
             DraftLayer(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self._add_own_modules(own_modules(weights_directory(path, revision)), quant_config, base)
         self.borrowed: Borrowed | None = None
         self._loaded = False
+
+    def _add_own_modules(self, own: OwnModules, quant_config: QuantizationConfig | None, base: str) -> None:
+        """Embedding and head are sharded over the vocabulary, as the target's are."""
+        hidden = self.spec.hidden_size
+        if own.embedding is not None:
+            self.embed_tokens = VocabParallelEmbedding(
+                self.spec.vocab_size, hidden, quant_config=quant_config, prefix=f"{base}embed_tokens"
+            )
+        if own.head is not None:
+            self.lm_head = ParallelLMHead(
+                head_rows(self.spec, own), hidden, quant_config=quant_config, prefix=f"{base}lm_head"
+            )
+        if own.mask_embedding is not None:
+            row = own.mask_embedding.row.to(self.norm.weight)
+            self.mask_embedding = nn.Parameter(row, requires_grad=False)
+        ids = own.target_ids()
+        device = self.norm.weight.device
+        self.register_buffer("target_ids", None if ids is None else ids.to(device), persistent=False)
 
     def bind_target(self, target_model: nn.Module) -> None:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
         Raises ValueError where the target has no embedding or head that the draft can use.
         """
-        # A target whose embedding is scaled outside of its module says by how much.
-        scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+        spec, scale = self.spec, self.spec.vocabulary.embedding_scale
+        table = getattr(self, "embed_tokens", None)
+        lm_head = getattr(self, "lm_head", None)
+        if table is None:
+            table = find_embedding(target_model)
+            # A target whose embedding is scaled outside of its module says by how much.
+            of_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+            scale *= 1.0 if of_target is None else float(of_target())
         self.borrowed = Borrowed(
-            embedding=find_embedding(target_model),
-            embedding_scale=1.0 if scale is None else float(scale()),
-            head=TargetHead(find_head(target_model)),
+            embedding=BlockEmbedding(table, scale, getattr(self, MASK_EMBEDDING, None), spec.mask_token_id),
+            head=DraftHead(lm_head or find_head(target_model), spec.vocabulary, self.target_ids),
         )
 
     @property
+    def own_modules(self) -> str:
+        """What the draft has in place of the target's, for the start-up line."""
+        head, embedding = getattr(self, "lm_head", None), getattr(self, "embed_tokens", None)
+        parts = [
+            f"head of {head.org_vocab_size} tokens" if head is not None else None,
+            f"embedding of {embedding.org_vocab_size} tokens" if embedding is not None else None,
+            "mask row" if hasattr(self, MASK_EMBEDDING) else None,
+        ]
+        return ", ".join(part for part in parts if part is not None) or "none"
+
+    @property
     def head(self) -> TargetHead:
-        """The target's head, for proposals."""
+        """The head that proposals come from: the target's, or the draft's own."""
         return self._bound().head
 
     def get_input_embeddings(self) -> nn.Module:
-        return self._bound().embedding
+        return self._bound().embedding.table
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Keys to the left of a query that a sliding layer sees; None without sliding layers."""
@@ -104,13 +144,8 @@ class DFlashDraftModel(nn.Module):
             layer.self_attn.rotary_emb._ensure_cos_sin_cache_length(count - 1)
 
     def forward_embed(self, input_ids: Tensor) -> Tensor:
-        """Block ids [T] -> [T, hidden] by the target's table. Its presence makes SGLang's graph runner
-        embed inside of the graph."""
-        borrowed = self._bound()
-        embeds = borrowed.embedding(input_ids)
-        if borrowed.embedding_scale != 1.0:
-            embeds = embeds * borrowed.embedding_scale
-        return embeds.to(self.norm.weight.dtype)
+        """Block ids [T] -> [T, hidden]. Its presence makes SGLang's graph runner embed inside of the graph."""
+        return self._bound().embedding(input_ids).to(self.norm.weight.dtype)
 
     @torch.no_grad()
     def forward(
@@ -123,7 +158,7 @@ class DFlashDraftModel(nn.Module):
         pp_proxy_tensors: Any = None,
     ) -> LogitsProcessorOutput:
         """One pass over blocks: input_ids and positions [bs * block] -> hidden_states [bs * block, hidden]
-        after the final norm; no logits, the head is the target's.
+        after the final norm; no logits: the graph's tail proposes.
 
         `get_embedding` and `pp_proxy_tensors` are the runner's and have no meaning for a draft.
         """

@@ -10,6 +10,8 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.model_loader.weight_utils import sharded_weight_loader
+from sglang.srt.utils.common import set_weight_attrs
 from torch import Tensor, nn
 
 from dflash_sglang.compat import table_qk_norm_rope_
@@ -56,6 +58,7 @@ class DraftAttention(nn.Module):
         )
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+        self.attention_sink_bias = _sinks(self.num_heads) if spec.attention_sinks else None
         self.rotary_emb = draft_rope(spec)
         self.table_rope = _has_plain_table(self.rotary_emb, spec)
         layer = spec.layers[layer_id]
@@ -90,7 +93,8 @@ class DraftAttention(nn.Module):
             self._norm_rope_in_place(qkv, positions, self.num_heads)
         else:
             q, k = self.rotary_emb(positions, self._normed(self.q_norm, q), self._normed(self.k_norm, k))
-        return self.attn(q, k, self.scaled_values(v), forward_batch)
+        sinks = {} if self.attention_sink_bias is None else {"sinks": self.attention_sink_bias}
+        return self.attn(q, k, self.scaled_values(v), forward_batch, **sinks)
 
     def context_key_value(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of context rows through the layer's own quantisation method.
@@ -133,6 +137,13 @@ class DraftAttention(nn.Module):
             self.head_dim,
             self.k_norm.variance_epsilon,
         )
+
+
+def _sinks(num_heads: int) -> nn.Parameter:
+    """[num_heads of this rank]: what the softmax of each head takes into its sum beside the keys' scores."""
+    sinks = nn.Parameter(torch.zeros(num_heads), requires_grad=False)
+    set_weight_attrs(sinks, {"weight_loader": sharded_weight_loader(0, parallel_group="tp")})
+    return sinks
 
 
 def _has_plain_table(rotary: nn.Module, spec: DraftSpec) -> bool:

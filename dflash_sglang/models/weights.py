@@ -8,6 +8,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
 from dflash_sglang.compat import maybe_remap_kv_scale_name
+from dflash_sglang.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
 
 Shard = str | int | None
 
@@ -27,6 +28,10 @@ _KV_CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")
 """Scales of a quantised KV cache, which SGLang defaults to 1 where the checkpoint has none."""
 
 
+_ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
+"""Tensors of the speculators format that are read when the model is built, or belong to training."""
+
+
 def load_draft_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], complete: bool) -> None:
     """Loads `weights` by their checkpoint names, with or without the prefix `model.`.
 
@@ -39,18 +44,18 @@ def load_draft_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], 
     loaded: dict[str, set[Shard]] = {}
     unexpected: list[str] = []
     for name, tensor in weights:
-        if name.endswith(_RECOMPUTED):
+        if name.endswith(_RECOMPUTED) or name.removeprefix("model.") in _ELSEWHERE:
             continue
         target, shard = _place(name.removeprefix("model."), params)
         if target not in params:
             unexpected.append(name)
             continue
-        _load(params[target], tensor, shard, name)
+        _load(params[target], tensor.squeeze() if target == MASK_EMBEDDING else tensor, shard, name)
         loaded.setdefault(target, set()).add(shard)
     if unexpected:
         raise ValueError(
             f"draft checkpoint: unexpected tensors {sorted(unexpected)}. Expected only those of a plain "
-            "DFlash draft as its config.json describes it; the embedding and the head are the target's. "
+            "DFlash draft as its config.json describes it. "
             "Remove them, or correct config.json (layers, biases, quantization_config)."
         )
     missing = [name for target in params for name in _missing(target, loaded.get(target, set()))]
@@ -91,7 +96,7 @@ def _load(param: nn.Parameter, tensor: Tensor, shard: Shard, name: str) -> None:
 
 def _missing(target: str, shards: set[Shard]) -> list[str]:
     """Checkpoint names that `target` still needs, given the shards it got (None: the whole parameter)."""
-    if None in shards or target.endswith(_KV_CACHE_SCALES):
+    if None in shards or target.endswith(_KV_CACHE_SCALES) or target == MASK_EMBEDDING:
         return []
     for stack in ("qkv_proj", "gate_up_proj"):
         if f".{stack}." in target:
