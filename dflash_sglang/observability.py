@@ -27,6 +27,11 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
         "draft_quantization": spec.quantization or "none",
         "context_kv": worker.context_kv_decision,
     }
+    if spec.dflash2 is not None:
+        conv, selector = spec.dflash2.convolution, spec.dflash2
+        decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
+        decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
+        decisions["proposals"] = "drawn" if worker.draws_proposals else "argmax"
     return f"dflash_sglang {__version__} worker active: " + " ".join(
         f"{key}={value};" for key, value in decisions.items()
     )

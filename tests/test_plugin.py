@@ -24,7 +24,6 @@ ARGUMENTS_TARGET = "sglang.srt.arg_groups.speculative_hook.handle_speculative_de
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures='DFlash2DraftModel'"),
         ({"architectures": ["LiLiCorrDraftModel"]}, "architectures='LiLiCorrDraftModel'"),
         ({"architectures": ["DFlashLagunaForCausalLM"]}, "architectures='DFlashLagunaForCausalLM'"),
         ({"architectures": ["NextYearsDraftModel"]}, "architectures='NextYearsDraftModel'"),

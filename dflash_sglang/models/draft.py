@@ -16,6 +16,7 @@ from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProc
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
+from dflash_sglang.models.selector import CandidateSelector
 from dflash_sglang.models.weights import STACKED, load_draft_weights
 
 if TYPE_CHECKING:
@@ -66,11 +67,21 @@ class DFlashDraftModel(nn.Module):
         )
         self.hidden_norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.layers = nn.ModuleList(
-            DraftLayer(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
+            self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
         self._loaded = False
+
+    @staticmethod
+    def layer_class(spec: DraftSpec) -> type[DraftLayer]:
+        """The class of every decoder layer."""
+        del spec
+        return DraftLayer
+
+    def serve_blocks_of(self, block_size: int) -> None:
+        """How many rows a served block has; before the first forward. A plain draft does not need to know."""
 
     def bind_target(self, target_model: nn.Module) -> None:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
