@@ -36,7 +36,7 @@ TARGET, PLAIN_DRAFT = (Path(pair_directories()[name]) for name in ("target", "dr
 BLOCK, NEW_TOKENS = 16, 48
 SIZES = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=32, selector_top_k=16)
 SCALE = 0.15  # of the random additions: about half of the plain draft's acceptance is left
-TOP_K, TEMPERATURE, DRAWS = 3, 1.6, 1200
+TOP_K, TEMPERATURE, DRAWS = 3, 1.6, 800
 SAMPLING = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=3, ignore_eos=True)
 LOOPED = slice(2, 5)  # of the prompts, those that the reference decodes too
 SAMPLED_PROMPT = list(held_out_prompts()[2].encode())  # no near tie at the edge of the top-k
