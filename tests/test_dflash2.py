@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -311,6 +312,14 @@ class Walker:
                 expected[a, b] = p_a * p_b
         return expected
 
+    @torch.no_grad()
+    def likeliest(self, last: int) -> list[int]:
+        walk: list[int] = []
+        for row in self.rows[last]:
+            step = self._step(walk[-1] if walk else last, row, 1.0)
+            walk.append(max(step, key=step.__getitem__))
+        return walk
+
     def _step(self, before: int, row: Tensor, temperature: float) -> dict[int, float]:
         s = self.selector
         logits, ids = (self.head.lm_head.weight @ row).topk(WIDTH)
@@ -370,6 +379,51 @@ def test_output_follows_the_targets_filtered_distribution_when_walks_are_propose
     assert chi_square <= chi_square_bound(int(possible.sum()) - 1)
     if name != "top-k of one":
         assert 0 < int((committed[:, 2] != NOT_COMMITTED).sum()) < REQUESTS, "whole walks are accepted too"
+
+
+class Rank:
+    """Stands in for SpecTpSync: rank 0 of a group, which hands its values on."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def sync(self, site: Any, values: Tensor) -> Tensor:
+        self.sent.append(values.clone())
+        return values
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "sampled", "sampled, argmax asked for"])
+def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_same_on_all_ranks(kind, monkeypatch):
+    from dflash_sglang.drafting import proposer as module
+
+    torch.manual_seed(2)
+    drawn = kind != "sampled, argmax asked for"
+    walker, bs = Walker(drawn), 64
+    last = torch.arange(bs) % VOCAB
+    ids = torch.cat([last[:, None], torch.zeros(bs, STEPS, dtype=torch.long)], dim=1)
+    hidden = torch.cat([torch.full((bs, 1, 8), float("nan")), walker.rows[last]], dim=1).flatten(0, 1)
+    out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
+    proposer = object.__new__(module.Proposer)
+    proposer._runner = SimpleNamespace(forward=lambda _: out)
+    proposer._selector, proposer._drawn, proposer._layout = walker._proposals, drawn, None
+    proposer._tokens = torch.zeros(bs + 3, STEPS + 1, dtype=torch.long)
+    proposer._ones = torch.ones(bs + 3, STEPS, 1)
+    proposer._tp_sync = rank = Rank()
+    monkeypatch.setattr(module, "draft_tp_context", lambda _: nullcontext())
+    monkeypatch.setattr(proposer, "_forward_batch", lambda *_: None)
+    info = sampling_info(bs, 2.0, **({"top_k": 1} if kind == "greedy" else {}))
+    if kind == "seeded":
+        info.sampling_seed = torch.arange(bs)
+    block = SimpleNamespace(ids=ids, batch_size=bs)
+    proposals = [proposer.propose(SimpleNamespace(sampling_info=info), block) for _ in range(2)]
+    tokens = [rank.sent[0], rank.sent[1]]
+    assert torch.equal(tokens[1], proposals[1].tokens) and torch.equal(tokens[0][:, 0], last)
+    if kind == "sampled":
+        assert proposals[0].probs.shape == (bs, STEPS, WIDTH) and not torch.equal(*tokens)
+    else:
+        assert proposals[0].probs.shape == (bs, STEPS, 1) and bool((proposals[0].probs == 1).all())
+        likeliest = [walker.likeliest(int(token)) for token in last]
+        assert tokens[0][:, 1:].tolist() == tokens[1][:, 1:].tolist() == likeliest
 
 
 # ---- Configuration -----------------------------------------------------------------------------------------
