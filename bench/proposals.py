@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
     arguments = parser.parse_args()
     prompts = [list(text.encode()) for text in pair.held_out_prompts()]
-    kinds = get_args(ProposalKind)
+    kinds = tuple(kind for kind in get_args(ProposalKind) if kind != "auto")
     figures: dict[str, Any] = {name: {kind: {f: [] for f in FIGURES} for kind in kinds} for name in SAMPLING}
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         servers = {}
@@ -58,7 +58,7 @@ def main() -> int:
                     for figure in FIGURES:
                         figures[name][kind][figure].append(round(result[figure], 3))
             print(name, json.dumps(figures[name]), flush=True)
-    default = PluginConfig().proposals
+    default = "drawn" if PluginConfig().draws(joint=False) else "argmax"  # the pair's draft is a plain one
     claims = []
     for name in SAMPLING:
         speed = {kind: statistics.median(figures[name][kind]["tokens_per_second"]) for kind in kinds}

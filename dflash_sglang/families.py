@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.config import is_speculators
+from dflash_sglang.config.dflash2 import is_dflash2
 from dflash_sglang.config.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
 BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
 
-# Architectures that are served under the DFLASH name and are no plain DFlash drafts.
+# Architectures that are served under the DFLASH name and are neither plain DFlash nor DFlash2 drafts.
 FOREIGN_ARCHITECTURES = {
-    "DFlash2DraftModel": "DFlash2: grouped convolutions and a candidate selector",
-    "DFlash2BeamDraftModel": "DFlash2: grouped convolutions and a candidate selector",
-    "MiniMaxDFlash2DraftModel": "DFlash2: grouped convolutions and a candidate selector",
     "LiLiCorrDraftModel": "LiLiCorr: a candidate scorer beside the draft",
     "DFlashLagunaForCausalLM": "Laguna: per-feature norms and an output gate",
     "MuseGlimmerAssistantModel": "Muse: another numbering of the target's layers",
@@ -43,6 +41,7 @@ class _Row:
     field: str
     is_foreign: Callable[[Any], bool]
     reason: str
+    part_of_dflash2: bool = False
 
 
 def _is_set(value: Any) -> bool:
@@ -61,8 +60,8 @@ _ROWS = (
         lambda value: value not in (None, "", "dflash"),
         "a head that corrects the proposals, such as Domino",
     ),
-    _Row("conv_kernel_size", _is_set, "DFlash2's grouped convolutions"),
-    _Row("selector_rank", _is_set, "DFlash2's candidate selector"),
+    _Row("conv_kernel_size", _is_set, "DFlash2's grouped convolutions", part_of_dflash2=True),
+    _Row("selector_rank", _is_set, "DFlash2's candidate selector", part_of_dflash2=True),
     _Row("lilicorr_num_layers", _is_set, "LiLiCorr's candidate scorer"),
     _Row("sample_from_anchor", _is_set, "DSpark's layout, a proposal in every row of the block"),
     _Row("shift_label", _is_set, "Domino's layout, a proposal in every row of the block"),
@@ -72,7 +71,7 @@ _ROWS = (
 
 
 def foreign(config: Mapping[str, Any]) -> Foreign | None:
-    """Why the built-in worker serves this draft, or None for a plain DFlash draft in a format of ours.
+    """Why the built-in worker serves this draft, or None for a DFlash or DFlash2 draft in a format of ours.
 
     ``config``: the raw config.json.
     """
@@ -81,10 +80,12 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
     plain = SPECULATORS_ARCHITECTURES if is_speculators(config) else (PLAIN_ARCHITECTURE,)
-    if names and not set(plain) & set(names):
-        return Foreign("draft config architectures", names[0], "not a plain DFlash draft")
+    if names and not is_dflash2(config) and not set(plain) & set(names):
+        return Foreign("draft config architectures", names[0], "neither a plain DFlash draft nor a DFlash2 draft")
     nested = config.get("dflash_config") or {}
     for row in _ROWS:
+        if row.part_of_dflash2 and is_dflash2(config):
+            continue
         value = nested.get(row.field)
         path = f"dflash_config.{row.field}"
         if value is None:

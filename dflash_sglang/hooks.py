@@ -29,7 +29,7 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
 def create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
     """AROUND SpeculativeAlgorithm.create_worker: runs in the scheduler, once the target is loaded.
 
-    Returns this package's worker class for a plain DFlash draft, and what SGLang would return otherwise.
+    Returns this package's worker class for a draft that it serves, and what SGLang would return otherwise.
     An exception here ends the scheduler: nothing falls back by accident.
     """
     if not algorithm.is_dflash():

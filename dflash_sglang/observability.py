@@ -36,6 +36,11 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     if is_imposed():
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
+    if spec.dflash2 is not None:
+        conv, selector = spec.dflash2.convolution, spec.dflash2
+        decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
+        decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
+        decisions["proposals"] = "drawn" if worker.draws_proposals else "argmax"
     return f"dflash_sglang {__version__} worker active: " + " ".join(
         f"{key}={value};" for key, value in decisions.items()
     )

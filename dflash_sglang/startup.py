@@ -7,6 +7,7 @@ from typing import Any
 from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
 from dflash_sglang.compat_args import hybrid_gdn_config, mambaish_config, model_config_of, resolving_view
 from dflash_sglang.config import DraftConfigError, DraftSpec, is_speculators
+from dflash_sglang.config.dflash2 import is_dflash2
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.kv_checks import kv_problems, pool_problems, window_problems
 from dflash_sglang.own_modules import own_modules
@@ -96,7 +97,7 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
         raise StartupError(problems)
     config, _ = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)
     target_config = model_config_of(server_args)
-    other = foreign(config) or _recurrent(target_config)
+    other = foreign(config) or _recurrent(target_config) or _counts_layers_otherwise(config, target_config)
     if other is not None:
         return other
     directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision)
@@ -131,6 +132,14 @@ def _recurrent(target_config: Any) -> Foreign | None:
         return None
     architectures = target_config.hf_config.architectures
     return Foreign("target config architectures", architectures, "recurrent layers other than gated delta nets")
+
+
+def _counts_layers_otherwise(config: dict[str, Any], target_config: Any) -> Foreign | None:
+    """DFlash2 drafts of Muse-Glimmer number the target's layers from another point than all others."""
+    model_type = getattr(target_config.hf_config, "model_type", None)
+    if is_dflash2(config) and model_type == "muse_glimmer":
+        return Foreign("target config model_type", model_type, "DFlash2 drafts that number its layers otherwise")
+    return None
 
 
 def _our_device(device: str) -> bool:

@@ -89,6 +89,7 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
 
         self._draft_model.bind_target(target_model)
+        self._draft_model.serve_blocks_of(self.block_size)
         self._config = PluginConfig.from_env()
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
         self._draft_runner.weight_updater = DraftWeightUpdater(self._draft_runner.weight_updater)
@@ -127,10 +128,10 @@ class DFlashWorker(BaseSpecWorker):
         )
         self._proposer = Proposer(
             self._draft_runner,
-            self._draft_model.head,
+            self._draft_model,
             self.block_size,
             self.draft_parallel_layout,
-            drawn=self._config.proposals == "drawn",
+            drawn=self.draws_proposals,
             window=DraftWindow.imposed(
                 token_to_kv_pool_allocator.page_size,
                 req_to_token_pool.req_to_token,
@@ -151,6 +152,11 @@ class DFlashWorker(BaseSpecWorker):
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             # Under DP attention the ranks draft different batches, or none: no graph fits all of them.
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=not get_parallel().attn_dp_enabled)
+
+    @property
+    def draws_proposals(self) -> bool:
+        """Whether sampled requests get drawn proposals."""
+        return self._config.draws(joint=self._draft_model.candidate_selector is not None)
 
     @property
     def context_kv_decision(self) -> str:

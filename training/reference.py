@@ -82,6 +82,12 @@ class ReferenceDraft:
         biases = attention_biases(self.shape, context_positions, positions, starts)
         return self.model(block_embeds, positions, context_kv, biases)
 
+    @torch.no_grad()
+    def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
+        """hidden [B, hidden] of a block, the target's head, the last committed token -> B - 1 tokens."""
+        del anchor  # the rows have seen it
+        return head(hidden[1:]).argmax(-1).tolist()
+
 
 class Target:
     """A causal LM of ``transformers`` with its KV cache and the residual stream after chosen layers.
@@ -192,7 +198,7 @@ def generate(
         block = [out[-1]] + [draft.shape.mask_token_id] * (size - 1)
         positions = torch.arange(length, length + size, device=device)
         hidden = draft.block(embed(torch.tensor(block, device=device)), positions, context)
-        block[1:] = head(hidden[1:]).argmax(-1).tolist()
+        block[1:] = draft.propose(hidden, head, out[-1])
         predictions, features = runner.forward(block, length)
         agreed = 0
         while agreed < size - 1 and block[agreed + 1] == predictions[agreed]:

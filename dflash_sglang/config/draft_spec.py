@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_sglang.config.dflash2 import DFlash2Spec, dflash2, is_dflash2
 from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
 from dflash_sglang.config.layers import LayerAttention, layer_attention
 from dflash_sglang.config.rope import RopeSpec, rope
@@ -25,7 +26,8 @@ class DraftSpec:
     checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in the embedding
     table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
     ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
-    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None.
+    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``: what makes
+    it a DFlash2 draft, or None of a plain one.
     """
 
     architecture: str
@@ -51,6 +53,7 @@ class DraftSpec:
     speculators: bool
     vocabulary: VocabularySpec
     attention_sinks: bool
+    dflash2: DFlash2Spec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
@@ -68,6 +71,7 @@ class DraftSpec:
         head_dim = as_int(fields.shape("head_dim", hidden_size // num_heads), 2)
         value_scale = fields.draft("attention_value_scale")
         num_target_layers = fields.draft("num_target_layers")
+        vocab_size = as_int(fields.shape("vocab_size"), 1)
         return cls(
             architecture=_architecture(config),
             hidden_size=hidden_size,
@@ -77,7 +81,7 @@ class DraftSpec:
             num_kv_heads=as_int(fields.shape("num_key_value_heads", num_heads), 1),
             head_dim=head_dim,
             rms_norm_eps=as_float(fields.shape("rms_norm_eps", 1e-6)),
-            vocab_size=as_int(fields.shape("vocab_size"), 1),
+            vocab_size=vocab_size,
             max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
             attention_bias=as_bool(fields.shape("attention_bias", False)),
             hidden_act=_hidden_act(fields),
@@ -92,6 +96,7 @@ class DraftSpec:
             speculators=speculators,
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
+            dflash2=dflash2(fields, hidden_size, vocab_size) if is_dflash2(config) else None,
         )
 
     def named_layer_ids(self, ids: tuple[int, ...]) -> tuple[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 _ABSENT = object()
@@ -59,9 +60,9 @@ def as_int(found: tuple[str, Any], minimum: int) -> int:
 
 
 def as_float(found: tuple[str, Any]) -> float:
-    """The number of a found field, which must be positive."""
+    """The number of a found field, which must be positive and finite."""
     field, value = found
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise DraftConfigError(field, value, "a positive number", f"Correct {field} in the draft's config.json.")
     return float(value)
 

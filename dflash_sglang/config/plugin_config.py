@@ -13,7 +13,7 @@ CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
-ProposalKind = Literal["argmax", "drawn"]
+ProposalKind = Literal["auto", "argmax", "drawn"]
 
 
 class PluginConfigError(ValueError):
@@ -28,12 +28,13 @@ class PluginConfig:
     unquantised weights), "per_layer" (through each layer's quantisation method), or "auto" (stacked
     where the weights allow it).
 
-    ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest token), or "drawn"
-    (from the draft's own distribution, verified against it).
+    ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest tokens), "drawn" (from
+    the draft's own distribution, verified against it), or "auto": drawn where a selector makes that a joint
+    distribution of the block (DFlash2), argmax where each position has one of its own (a plain draft).
     """
 
     context_kv: ContextKVForm = "auto"
-    proposals: ProposalKind = "argmax"
+    proposals: ProposalKind = "auto"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:
@@ -60,6 +61,10 @@ class PluginConfig:
                     f"{CONFIG_ENV}: unknown key {key!r}. Known keys: {', '.join(known)}. Correct it."
                 )
         return cls(**{key: _checked(key, value) for key, value in values.items()})
+
+    def draws(self, joint: bool) -> bool:
+        """Whether proposals to sampled requests are drawn. ``joint``: the draft has a joint distribution."""
+        return joint if self.proposals == "auto" else self.proposals == "drawn"
 
 
 def required(environ: Mapping[str, str] | None = None) -> bool:

@@ -19,6 +19,7 @@ from dflash_sglang.compat import (
     get_dp_tp_group,
 )
 from dflash_sglang.drafting.proposals import DRAWN_FROM, Proposals
+from dflash_sglang.drafting.selector import SelectorProposals
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
     from dflash_sglang.drafting.block import Block
     from dflash_sglang.drafting.window import DraftWindow, Seen
-    from dflash_sglang.models.heads import TargetHead
+    from dflash_sglang.models.draft import DFlashDraftModel
 
 
 class Proposer:
-    """One draft forward per step; its graph ends with the head and its likeliest tokens.
+    """One draft forward per step; its graph ends with the head and its likeliest tokens, or the likeliest walk of
+    the draft's selector.
 
     `tokens` of a step live in one buffer, row b = last committed token + proposals of request b, whether a
     graph or the eager forward wrote them.
@@ -39,25 +41,29 @@ class Proposer:
     def __init__(
         self,
         runner: ModelRunner,
-        head: TargetHead,
+        model: DFlashDraftModel,
         block_size: int,
         parallel_layout: Any,
         drawn: bool,
         window: DraftWindow | None = None,
     ):
         self._runner = runner
-        self._head = head
+        self._head = model.head
         self._block_size = block_size
         self._layout = parallel_layout
         self._window = window
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         self._tokens = torch.zeros((max_requests, block_size), dtype=torch.int64, device=runner.device)
         # What proposals are drawn from; without drawing, the head needs no more than its argmax.
-        shape = (max_requests, block_size - 1, DRAWN_FROM if drawn else 0)
+        shape = (max_requests, block_size - 1, DRAWN_FROM if drawn and model.candidate_selector is None else 0)
         self._candidates = torch.zeros(shape, dtype=torch.int64, device=runner.device)
         self._logits = torch.zeros(shape, dtype=torch.float32, device=runner.device)
         self._ones = torch.ones((max_requests, block_size - 1, 1), dtype=torch.float32, device=runner.device)
         self._drawn = drawn
+        self._selector: SelectorProposals | None = None
+        if model.candidate_selector is not None:
+            selector = model.candidate_selector
+            self._selector = SelectorProposals(selector, model.head, max_requests, block_size - 1, drawn)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._spec_info = DFlashVerifyInput(
             draft_token=torch.empty(0, dtype=torch.int64, device=runner.device),
@@ -78,14 +84,20 @@ class Proposer:
         tokens = self._tokens[: block.batch_size]
         info = batch.sampling_info
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
+            if self._selector is not None:  # a walk follows from rows that every rank computed for itself
+                self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
             return Proposals.certain(tokens, self._ones[: block.batch_size])
-        proposals = Proposals.drawn(
-            tokens,
-            self._candidates[: block.batch_size],
-            self._logits[: block.batch_size],
-            info.temperatures.view(-1),
-            info.top_ks <= 1,
-        )
+        temperatures, greedy = info.temperatures.view(-1), info.top_ks <= 1
+        if self._selector is not None:
+            proposals = self._selector.draw(tokens, temperatures, greedy)
+        else:
+            proposals = Proposals.drawn(
+                tokens,
+                self._candidates[: block.batch_size],
+                self._logits[: block.batch_size],
+                temperatures,
+                greedy,
+            )
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
 
@@ -97,9 +109,13 @@ class Proposer:
     def _write_tokens(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """ids [bs, block], hidden_states [bs * block (+ padding), hidden]."""
         bs, block_size = ids.shape
-        drafted = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:].flatten(0, 1)
+        rows = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:]
         tokens = self._tokens[:bs]
         tokens[:, 0] = ids[:, 0]
+        if self._selector is not None:
+            self._selector.write(rows, tokens)
+            return
+        drafted = rows.flatten(0, 1)
         if self._drawn:
             candidates, logits = self._head.likeliest(drafted, DRAWN_FROM)
             self._candidates[:bs] = candidates.view(bs, block_size - 1, DRAWN_FROM)

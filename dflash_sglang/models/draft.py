@@ -19,6 +19,7 @@ from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.own_head import DraftHead
+from dflash_sglang.models.selector import CandidateSelector
 from dflash_sglang.models.weights import STACKED, load_draft_weights
 from dflash_sglang.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 
@@ -71,12 +72,22 @@ class DFlashDraftModel(nn.Module):
         )
         self.hidden_norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.layers = nn.ModuleList(
-            DraftLayer(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
+            self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self._add_own_modules(own_modules(weights_directory(path, revision)), quant_config, base)
+        self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
         self._loaded = False
+
+    @staticmethod
+    def layer_class(spec: DraftSpec) -> type[DraftLayer]:
+        """The class of every decoder layer."""
+        del spec
+        return DraftLayer
+
+    def serve_blocks_of(self, block_size: int) -> None:
+        """How many rows a served block has; before the first forward. A plain draft does not need to know."""
 
     def _add_own_modules(self, own: OwnModules, quant_config: QuantizationConfig | None, base: str) -> None:
         """Embedding and head are sharded over the vocabulary, as the target's are."""
@@ -99,7 +110,8 @@ class DFlashDraftModel(nn.Module):
     def bind_target(self, target_model: nn.Module) -> None:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
-        Raises ValueError where the target has no embedding or head that the draft can use.
+        Raises ValueError where the target has no embedding or head that the draft can use, or scales the
+        embedding as the draft's config does too.
         """
         spec, scale = self.spec, self.spec.vocabulary.embedding_scale
         table = getattr(self, "embed_tokens", None)
@@ -107,8 +119,8 @@ class DFlashDraftModel(nn.Module):
         if table is None:
             table = find_embedding(target_model)
             # A target whose embedding is scaled outside of its module says by how much.
-            of_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
-            scale *= 1.0 if of_target is None else float(of_target())
+            by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+            scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(table, scale, getattr(self, MASK_EMBEDDING, None), spec.mask_token_id),
             head=DraftHead(lm_head or find_head(target_model), spec.vocabulary, self.target_ids),
@@ -187,6 +199,16 @@ class DFlashDraftModel(nn.Module):
                 "The draft has no embedding and no head of its own: call bind_target(target_model) first."
             )
         return self.borrowed
+
+
+def _one_scale(of_draft: float, of_target: float, target_model: nn.Module) -> float:
+    if of_draft != 1.0 and of_target != 1.0:
+        raise ValueError(
+            f"draft config dflash_config.input_embedding_scale={of_draft!r}: expected 1.0 or none beside "
+            f"{type(target_model).__name__}, which scales its embedding by {of_target!r} itself. Remove "
+            "input_embedding_scale, or serve the target that the draft was trained for."
+        )
+    return of_draft * of_target
 
 
 EntryClass = [DFlashDraftModel]

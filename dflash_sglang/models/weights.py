@@ -54,8 +54,8 @@ def load_draft_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], 
         loaded.setdefault(target, set()).add(shard)
     if unexpected:
         raise ValueError(
-            f"draft checkpoint: unexpected tensors {sorted(unexpected)}. Expected only those of a plain "
-            "DFlash draft as its config.json describes it. "
+            f"draft checkpoint: unexpected tensors {sorted(unexpected)}. Expected only those of the "
+            "draft that its config.json describes. "
             "Remove them, or correct config.json (layers, biases, quantization_config)."
         )
     missing = [name for target in params for name in _missing(target, loaded.get(target, set()))]

@@ -1,0 +1,55 @@
+"""Proposals of DFlash2's candidate selector: the likeliest walk in the draft's graph, drawn walks after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.selector_walk import Draw, Lattice
+from dflash_sglang.models.heads import TargetHead
+from dflash_sglang.models.selector import CandidateSelector
+
+
+class SelectorProposals:
+    """Reads a block's proposals off the draft's rows.
+
+    The graph ends with the candidates and the likeliest walk. A sampled request's walk is drawn from the same
+    lattice, each step from the softmax over its candidates given the step before, so that the probabilities it
+    keeps are those of a joint distribution of the block. Tensors live in buffers: a replay writes where a capture
+    wrote.
+    """
+
+    def __init__(self, selector: CandidateSelector, head: TargetHead, max_requests: int, steps: int, drawn: bool):
+        """steps: proposals of a block; drawn: whether `draw` will be asked for."""
+        self._selector, self._head, self._drawn = selector, head, drawn
+        base = selector.predecessor_codebook
+        shape, width = (max_requests if drawn else 0, steps), selector.spec.selector_top_k
+        self._lattice = Lattice(
+            torch.zeros((*shape, width), dtype=torch.int64, device=base.device),
+            torch.zeros((*shape, width), dtype=torch.float32, device=base.device),
+            torch.zeros((*shape, base.shape[1]), dtype=base.dtype, device=base.device),
+        )
+
+    def write(self, rows: Tensor, tokens: Tensor) -> None:
+        """rows [bs, steps, hidden] after the anchor's -> `tokens[:, 1:]`, the likeliest walk from `tokens[:, 0]`.
+
+        Capturable in a CUDA graph; collective over the head's TP group.
+        """
+        lattice = self._selector.lattice(self._head, rows)
+        if self._drawn:
+            for buffer, values in zip(self._lattice, lattice, strict=True):
+                buffer[: len(rows)] = values
+        tokens[:, 1:] = self._selector.walk(lattice, tokens[:, 0]).tokens
+
+    def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
+        """Draws the walks of the blocks that `write` read last; greedy requests keep their likeliest walk.
+
+        tokens [bs, block], written: the proposals; temperatures [bs], greedy [bs] bool.
+        """
+        lattice = Lattice(*(buffer[: len(tokens)] for buffer in self._lattice))
+        noise = torch.empty_like(lattice.logits).exponential_().clamp_(min=torch.finfo(torch.float32).tiny)
+        walk = self._selector.walk(lattice, tokens[:, 0], Draw(temperatures, greedy, noise))
+        assert walk.probs is not None
+        tokens[:, 1:] = walk.tokens
+        return Proposals(tokens, lattice.candidates, walk.probs)

@@ -1,0 +1,134 @@
+"""The walk of DFlash2's candidate selector from the anchor through a block: Triton beside its torch twin."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+RANK_TILE = 256
+
+
+class Codebooks(NamedTuple):
+    """A vector per token of the vocabulary, as a predecessor and as a successor."""
+
+    predecessor: torch.Tensor  # [vocab, rank]
+    successor: torch.Tensor  # [vocab, rank]
+
+
+class Lattice(NamedTuple):
+    """The candidates of every proposed position, and what their edges are scored from."""
+
+    candidates: torch.Tensor  # [bs, steps, K] int64
+    logits: torch.Tensor  # [bs, steps, K] float32, of the candidates
+    hidden: torch.Tensor  # [bs, steps, rank], the draft's rows as the selector projects them
+
+
+class Draw(NamedTuple):
+    """How to draw a walk."""
+
+    temperatures: torch.Tensor  # [bs] float32, positive
+    greedy: torch.Tensor  # [bs] bool: requests that are to get the likeliest walk
+    noise: torch.Tensor  # [bs, steps, K] float32, exponential, positive
+
+
+class Walk(NamedTuple):
+    tokens: torch.Tensor  # [bs, steps] int64
+    probs: torch.Tensor | None  # [bs, steps, K] float32, what each step was drawn from; None of a greedy walk
+
+
+def selector_walk(codebooks: Codebooks, lattice: Lattice, anchors: torch.Tensor, draw: Draw | None = None) -> Walk:
+    """Walks from the anchors [bs] (last committed tokens) through the steps. Step s scores candidate c
+
+        logits[s, c] + sum over r of predecessor[x, r] * hidden[s, r] * successor[candidates[s, c], r]
+
+    where x is the token of the step before, the anchor for the first. It takes the highest score, the lowest index
+    among equals; or, with `draw`, one from the softmax of the scores at the request's temperature, whose
+    probabilities the walk keeps (of a greedy request: one, for what it took). Scores are float32.
+    """
+    launch = selector_walk_triton if lattice.logits.is_cuda else selector_walk_torch
+    return launch(codebooks, lattice, anchors, draw)
+
+
+def selector_walk_torch(
+    codebooks: Codebooks, lattice: Lattice, anchors: torch.Tensor, draw: Draw | None = None
+) -> Walk:
+    """The definition of `selector_walk` in torch operations."""
+    previous, tokens, probs = anchors, [], []
+    for step in range(lattice.candidates.shape[1]):
+        candidates = lattice.candidates[:, step]
+        context = codebooks.predecessor[previous].float() * lattice.hidden[:, step].float()
+        edges = (codebooks.successor[candidates].float() * context[:, None]).sum(dim=-1)
+        scores = lattice.logits[:, step] + edges
+        index = scores.argmax(dim=-1, keepdim=True)
+        if draw is not None:
+            q = (scores / draw.temperatures[:, None]).softmax(dim=-1)
+            drawn = (q / draw.noise[:, step]).argmax(dim=-1, keepdim=True)
+            certain = torch.zeros_like(q).scatter_(1, index, 1.0)
+            index = torch.where(draw.greedy[:, None], index, drawn)
+            probs.append(torch.where(draw.greedy[:, None], certain, q))
+        previous = candidates.gather(1, index).squeeze(1)
+        tokens.append(previous)
+    return Walk(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if draw is not None else None)
+
+
+def selector_walk_triton(
+    codebooks: Codebooks, lattice: Lattice, anchors: torch.Tensor, draw: Draw | None = None
+) -> Walk:
+    """`selector_walk` as one Triton launch, one program per request."""
+    bs, steps, width = lattice.candidates.shape
+    rank = codebooks.predecessor.shape[1]
+    tokens = torch.empty((bs, steps), dtype=torch.int64, device=anchors.device)
+    probs = torch.empty_like(lattice.logits) if draw is not None else None
+    settings = draw if draw is not None else (lattice.logits,) * 3  # never read
+    _selector_walk_kernel[(bs,)](
+        *codebooks, *lattice, anchors, *settings, tokens, lattice.logits if probs is None else probs,
+        anchors.stride(0), steps, WIDTH=width, LANES=triton.next_power_of_2(width), RANK=rank,
+        RANK_TILE=min(RANK_TILE, triton.next_power_of_2(rank)), DRAWN=draw is not None, num_warps=4,
+    )  # fmt: skip
+    return Walk(tokens, probs)
+
+
+@triton.jit
+def _selector_walk_kernel(
+    predecessor_ptr, successor_ptr, candidates_ptr, logits_ptr, hidden_ptr, anchors_ptr,
+    temperatures_ptr, greedy_ptr, noise_ptr, tokens_ptr, probs_ptr, anchor_stride, steps,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    live = lane < WIDTH
+    previous = tl.load(anchors_ptr + request * anchor_stride).to(tl.int64)
+    for step in range(steps):
+        row = request * steps + step
+        candidates = tl.load(candidates_ptr + row * WIDTH + lane, mask=live, other=0)
+        scores = tl.load(logits_ptr + row * WIDTH + lane, mask=live, other=float("-inf"))
+        for start in tl.static_range(0, RANK, RANK_TILE):
+            r = start + tl.arange(0, RANK_TILE)
+            inside = r < RANK
+            context = tl.load(predecessor_ptr + previous * RANK + r, mask=inside, other=0.0).to(tl.float32)
+            context *= tl.load(hidden_ptr + row * RANK + r, mask=inside, other=0.0).to(tl.float32)
+            successors = tl.load(
+                successor_ptr + candidates[:, None] * RANK + r[None, :],
+                mask=live[:, None] & inside[None, :],
+                other=0.0,
+            )
+            scores += tl.sum(successors.to(tl.float32) * context[None, :], axis=1)
+        best = tl.max(scores, axis=0)
+        # No score equals the best where one is not a number: the last index stands in, it is in bounds.
+        index = tl.minimum(tl.min(tl.where(scores == best, lane, LANES), axis=0), WIDTH - 1)
+        if DRAWN:
+            weights = tl.exp((scores - best) / tl.load(temperatures_ptr + request))
+            weights = tl.where(live, weights, 0.0)
+            q = weights / tl.sum(weights, axis=0)
+            raced = q / tl.load(noise_ptr + row * WIDTH + lane, mask=live, other=1.0)
+            first = tl.max(tl.where(live, raced, -1.0), axis=0)
+            drawn = tl.minimum(tl.min(tl.where(live & (raced == first), lane, LANES), axis=0), WIDTH - 1)
+            greedy = tl.load(greedy_ptr + request) != 0
+            index = tl.where(greedy, index, drawn)
+            q = tl.where(greedy, tl.where(lane == index, 1.0, 0.0), q)
+            tl.store(probs_ptr + row * WIDTH + lane, q, mask=live)
+        previous = tl.sum(tl.where(lane == index, candidates, 0), axis=0)
+        tl.store(tokens_ptr + request * steps + step, previous)

@@ -1,0 +1,149 @@
+"""DFlash2DraftModel: a DFlash draft with a grouped dynamic convolution around attention and MLP, and a selector.
+
+A layer of a plain draft is x + attention(norm(x)), then x + mlp(norm(x)). Here each of the two sublayers f has a
+convolution of its own on both sides:
+
+    u = norm(x)                                                     [T, hidden]
+    d = kernel_projection u                                         [T, 2, taps, groups]
+    y = conv(f(conv(u, base_kernel[0] + d[:, 0])), base_kernel[1] + d[:, 1])
+    x = x + y
+
+`base_kernel` is [2, taps, hidden], d is shared by the hidden / groups channels of a group, and both sides of f
+take their d from u, before anything is convolved. The convolution (`kernels/grouped_conv.py`) is depthwise over
+the rows of one block: tap 0 is the row itself, tap k the k-th row before it, zero before the block's first row
+(the anchor's), which thus sees itself alone and never the context. Context rows go straight from `fc` and
+`hidden_norm` to the K and V projections, as in a plain draft: no convolution touches them, while the block's own
+keys and values are those of convolved rows. A block that is served narrower than trained is convolved within the
+served width.
+
+Kernels are summed in float32 from the parameters' dtype and rounded once per convolution. Under tensor parallelism
+rows are whole on every rank between the sublayers, and so are the convolutions.
+
+Proposals come from the candidate selector (`selector.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+from torch import Tensor, nn
+
+from dflash_sglang.config import DraftSpec
+from dflash_sglang.config.dflash2 import ConvolutionSpec
+from dflash_sglang.kernels.grouped_conv import grouped_conv
+from dflash_sglang.models.draft import DFlashDraftModel
+from dflash_sglang.models.layers import DraftLayer
+from dflash_sglang.models.selector import CandidateSelector
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class GroupedConvolution(nn.Module):
+    """The convolutions before and after one sublayer. ``block_size``: rows of a served block."""
+
+    def __init__(
+        self, spec: ConvolutionSpec, hidden_size: int, block_size: int,
+        quant_config: QuantizationConfig | None, prefix: str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.block_size = block_size
+        self.taps, self.groups = spec.taps, hidden_size // spec.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, spec.taps, hidden_size), requires_grad=False)
+        self.kernel_projection = ReplicatedLinear(
+            hidden_size,
+            2 * spec.taps * self.groups,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.kernel_projection",
+        )
+
+    def before(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [T, hidden], the sublayer's input -> (its convolution, the dynamic kernel [T, taps, groups] of the
+        convolution after the sublayer)."""
+        projected, _ = self.kernel_projection(rows)
+        dynamic = projected.view(-1, 2, self.taps, self.groups)
+        return grouped_conv(rows, dynamic[:, 0], self.base_kernel[0], self.block_size), dynamic[:, 1]
+
+    def after(self, rows: Tensor, dynamic: Tensor) -> Tensor:
+        """rows [T, hidden], the sublayer's output, with the kernel that `before` gave -> [T, hidden]."""
+        return grouped_conv(rows, dynamic, self.base_kernel[1], self.block_size)
+
+
+class ConvolvedLayer(DraftLayer):
+    """A decoder layer of a DFlash2 draft."""
+
+    def __init__(
+        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__(spec, layer_id, quant_config, prefix)
+        assert spec.dflash2 is not None and spec.dflash2.convolution is not None
+        shape = (spec.dflash2.convolution, spec.hidden_size, spec.block_size)
+        quant_config = _of_checkpoint(quant_config, spec)
+        self.attention_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.attention_conv")
+        self.mlp_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.mlp_conv")
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """As DraftLayer's: hidden_states and residual [T, hidden], whose sum is the layer's output."""
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states, dynamic = self.attention_conv.before(hidden_states)
+        hidden_states = self.self_attn(positions, hidden_states, forward_batch)
+        hidden_states = self.attention_conv.after(hidden_states, dynamic)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        hidden_states, dynamic = self.mlp_conv.before(hidden_states)
+        hidden_states = self.mlp_conv.after(self.mlp(hidden_states), dynamic)
+        return hidden_states, residual
+
+
+class DFlash2DraftModel(DFlashDraftModel):
+    """A DFlash2 draft; a checkpoint without convolutions has the layers of a plain one.
+
+    Raises DraftConfigError for a config that cannot be served.
+    """
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+        super().__init__(config, quant_config, prefix)
+        assert self.spec.dflash2 is not None  # of every architecture in EntryClass
+        self.candidate_selector = CandidateSelector(
+            self.spec.dflash2,
+            self.spec.hidden_size,
+            self.spec.vocab_size,
+            _of_checkpoint(quant_config, self.spec),
+            f"{prefix}.candidate_selector" if prefix else "candidate_selector",
+        )
+
+    @staticmethod
+    def layer_class(spec: DraftSpec) -> type[DraftLayer]:
+        assert spec.dflash2 is not None
+        return DraftLayer if spec.dflash2.convolution is None else ConvolvedLayer
+
+    def serve_blocks_of(self, block_size: int) -> None:
+        for module in self.modules():
+            if isinstance(module, GroupedConvolution):
+                module.block_size = block_size
+
+
+def _of_checkpoint(quant_config: QuantizationConfig | None, spec: DraftSpec) -> QuantizationConfig | None:
+    """The quantisation of the small projections: that of a quantised checkpoint, which names those that it leaves
+    out. Quantising while loading leaves them alone: they are few weights, and shape every row."""
+    return None if spec.quantization is None else quant_config
+
+
+class DFlash2BeamDraftModel(DFlash2DraftModel):
+    """The same model under another name."""
+
+
+class MiniMaxDFlash2DraftModel(DFlash2DraftModel):
+    """The same model under another name."""
+
+
+EntryClass = [DFlash2DraftModel, DFlash2BeamDraftModel, MiniMaxDFlash2DraftModel]

@@ -1,0 +1,68 @@
+"""DFlash2's candidate selector: the likeliest tokens of every position, and scores of the edges between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+from torch import Tensor, nn
+
+from dflash_sglang.config.dflash2 import DFlash2Spec
+from dflash_sglang.kernels.selector_walk import Codebooks, Draw, Lattice, Walk, selector_walk
+from dflash_sglang.models.heads import TargetHead
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+
+
+class CandidateSelector(nn.Module):
+    """Chooses a path of tokens through the candidates of a block.
+
+    For the row h_s [hidden] of step s (after the draft's final norm, as the head gets it; the anchor's row has no
+    step) the candidates are the K tokens of the largest logits of the head, which shapes them in float32 as the
+    draft's config says. `hidden_projection` [rank, hidden] projects h_s, and with `predecessor_codebook` and
+    `successor_codebook` [vocab, rank] the edge from token x to candidate y scores
+
+        logit[s, y] + sum over r of predecessor[x, r] * (hidden_projection h_s)[r] * successor[y, r]
+
+    The walk starts at the anchor, the last committed token, and each step's token is the next one's x
+    (`kernels/selector_walk.py`). Codebooks and projection are whole on every rank of a tensor-parallel group:
+    candidates are tokens of the whole vocabulary.
+    """
+
+    def __init__(
+        self, spec: DFlash2Spec, hidden_size: int, vocab_size: int,
+        quant_config: QuantizationConfig | None, prefix: str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.spec = spec
+        self.hidden_projection = ReplicatedLinear(
+            hidden_size,
+            spec.selector_rank,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.hidden_projection",
+        )
+        codebook = (vocab_size, spec.selector_rank)
+        self.predecessor_codebook = nn.Parameter(torch.empty(codebook), requires_grad=False)
+        self.successor_codebook = nn.Parameter(torch.empty(codebook), requires_grad=False)
+
+    @torch.no_grad()
+    def lattice(self, head: TargetHead, rows: Tensor) -> Lattice:
+        """rows [bs, steps, hidden] -> their candidates, the likeliest first. Collective over the head's TP group;
+        capturable in a CUDA graph."""
+        bs, steps, _ = rows.shape
+        candidates, logits = head.likeliest(rows.flatten(0, 1), self.spec.selector_top_k)
+        projected, _ = self.hidden_projection(rows.flatten(0, 1))
+        return Lattice(
+            candidates.view(bs, steps, -1),
+            logits.view(bs, steps, -1),
+            projected.view(bs, steps, -1),
+        )
+
+    @torch.no_grad()
+    def walk(self, lattice: Lattice, anchors: Tensor, draw: Draw | None = None) -> Walk:
+        """From the anchors [bs]: the likeliest step after step, or drawn."""
+        codebooks = Codebooks(self.predecessor_codebook, self.successor_codebook)
+        return selector_walk(codebooks, lattice, anchors, draw)

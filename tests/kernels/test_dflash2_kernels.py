@@ -1,0 +1,170 @@
+"""DFlash2's kernels: torch twins against loops (C14 of vLLM's list), Triton against the twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_sglang.kernels import grouped_conv as conv_kernels
+from dflash_sglang.kernels import selector_walk as walk_kernels
+from dflash_sglang.kernels.selector_walk import Codebooks, Draw, Lattice
+from tests.reference_dflash2 import convolution_loop, walk_loop
+
+HIDDEN, VOCAB = 48, 40
+
+
+def conv_inputs(block: int, taps: int, group_size: int, blocks: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """rows, dynamic (a strided part of a projection, as in the model) and base."""
+    generator = torch.Generator().manual_seed(block * 100 + taps * 10 + group_size)
+    rows = torch.randn(blocks * block, HIDDEN, generator=generator)
+    projected = torch.randn(blocks * block, 2, taps, HIDDEN // group_size, generator=generator)
+    return rows, projected[:, 1], torch.randn(taps, HIDDEN, generator=generator)
+
+
+@pytest.mark.parametrize("block", [5, 8, 16])
+@pytest.mark.parametrize(("taps", "group_size"), [(2, 16), (2, 1), (3, 4), (1, 48), (6, 12)])
+def test_the_convolution_equals_the_loop(twin, device, block, taps, group_size):
+    inputs = conv_inputs(block, taps, group_size)
+    convolve = getattr(conv_kernels, f"grouped_conv_{twin}")
+    got = convolve(*(x.to(device) for x in inputs), block)
+    torch.testing.assert_close(got.cpu(), convolution_loop(*inputs, block), rtol=1e-4, atol=1e-4)
+
+
+def test_a_blocks_convolution_depends_on_no_other_block_and_no_later_row(twin, device):
+    rows, dynamic, base = (x.to(device) for x in conv_inputs(8, 3, 16))
+    convolve = getattr(conv_kernels, f"grouped_conv_{twin}")
+    before = convolve(rows, dynamic, base, 8)
+    rows[4], rows[16] = 1e6, float("nan")
+    after = convolve(rows, dynamic, base, 8)
+    changed = (before != after).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [4, 5, 6, 16, 17, 18]
+
+
+def test_the_convolution_rounds_once(twin, device):
+    rows, dynamic, base = (x.bfloat16().to(device) for x in conv_inputs(8, 2, 16))
+    got = getattr(conv_kernels, f"grouped_conv_{twin}")(rows, dynamic, base, 8)
+    exact = convolution_loop(rows.cpu().float(), dynamic.cpu().float(), base.cpu().float(), 8)
+    assert got.dtype == torch.bfloat16
+    # The interpreter truncates where a GPU rounds.
+    ulps = 1.01 if device == "cpu" and twin == "triton" else 0.51
+    error = (got.cpu().float() - exact).abs()
+    assert bool((error <= ulps * exact.abs() * 2**-7 + 1e-6).all())
+
+
+def walk_inputs(
+    rank: int, width: int, steps: int, requests: int = 3, dtype: torch.dtype = torch.float32
+) -> tuple[Codebooks, Lattice, Tensor]:
+    generator = torch.Generator().manual_seed(rank * 100 + width)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    candidates = torch.stack([torch.randperm(VOCAB, generator=generator)[:width] for _ in range(requests * steps)])
+    return (
+        Codebooks(random(VOCAB, rank).to(dtype), random(VOCAB, rank).to(dtype)),
+        Lattice(
+            candidates.view(requests, steps, width),
+            random(requests, steps, width),
+            (random(requests, steps, rank) * rank**-0.5).to(dtype),
+        ),
+        torch.arange(3, 3 + requests),
+    )
+
+
+def to(device: str, codebooks: Codebooks, lattice: Lattice, anchors: Tensor) -> tuple[Codebooks, Lattice, Tensor]:
+    # As the proposer's buffer has them: the anchor is the first of each request's tokens.
+    tokens = torch.zeros(len(anchors), 9, dtype=torch.int64, device=device)
+    tokens[:, 0] = anchors
+    return (
+        Codebooks(*(x.to(device) for x in codebooks)),
+        Lattice(*(x.to(device) for x in lattice)),
+        tokens[:, 0],
+    )
+
+
+@pytest.mark.parametrize("steps", [4, 7, 15])
+@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16), (300, 3), (1, 1), (16, 32)])
+def test_the_likeliest_walk_equals_the_loop(twin, device, rank, width, steps):
+    inputs = walk_inputs(rank, width, steps)
+    codebooks, lattice, anchors = inputs
+    expected, _ = walk_loop(*codebooks, *lattice, anchors)
+    walk = getattr(walk_kernels, f"selector_walk_{twin}")(*to(device, *inputs))
+    assert walk.tokens.tolist() == expected
+    assert walk.probs is None
+    if width > 4:
+        assert expected != lattice.candidates.gather(2, lattice.logits.argmax(-1)[..., None])[..., 0].tolist(), (
+            "edges decide, not the logits alone"
+        )
+
+
+@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16)])
+def test_a_drawn_walk_keeps_the_probabilities_of_the_steps_it_took(twin, device, rank, width):
+    inputs = walk_inputs(rank, width, 7)
+    codebooks, lattice, anchors = inputs
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.empty(3, 7, width).exponential_(generator=generator)
+    draw = Draw(torch.tensor([0.7, 1.3, 1.0]), torch.tensor([False, False, True]), noise)
+    walk = getattr(walk_kernels, f"selector_walk_{twin}")(
+        *to(device, *inputs), Draw(*(x.to(device) for x in draw))
+    )
+
+    def race(request: int, step: int, probs: list[float]) -> int:
+        raced = (torch.tensor(probs) / noise[request, step]).tolist()
+        return raced.index(max(raced))
+
+    for request, temperature in enumerate((0.7, 1.3)):
+        tokens, probs = walk_loop(*codebooks, *lattice, anchors, temperature, race)
+        assert walk.tokens[request].tolist() == tokens[request]
+        torch.testing.assert_close(walk.probs[request].cpu(), torch.tensor(probs[request]), rtol=1e-4, atol=1e-5)
+    greedy, _ = walk_loop(*codebooks, *lattice, anchors)
+    assert walk.tokens[2].tolist() == greedy[2]
+    taken = lattice.candidates[2] == walk.tokens[2].cpu()[:, None]
+    assert torch.equal(walk.probs[2].cpu(), taken.float())
+
+
+def test_equal_scores_take_the_first_candidate_and_what_is_no_number_stays_in_bounds(twin, device):
+    codebooks, lattice, anchors = walk_inputs(8, 5, 3)
+    codebooks.predecessor.zero_()
+    lattice.logits.fill_(2.0)
+    lattice.logits[1] = float("nan")
+    walk = getattr(walk_kernels, f"selector_walk_{twin}")(*to(device, codebooks, lattice, anchors))
+    assert walk.tokens[0].tolist() == lattice.candidates[0, :, 0].tolist()
+    assert all(
+        token in ids for token, ids in zip(walk.tokens[1].tolist(), lattice.candidates[1].tolist(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_walks_of_bfloat16_codebooks_agree_between_twins(triton_runs, device, drawn):
+    inputs = to(device, *walk_inputs(256, 16, 15, requests=8, dtype=torch.bfloat16))
+    draw = None
+    if drawn:
+        noise = torch.empty_like(inputs[1].logits).exponential_()
+        draw = Draw(torch.full((8,), 0.9, device=device), torch.arange(8, device=device) % 2 == 0, noise)
+    expected = walk_kernels.selector_walk_torch(*inputs, draw)
+    got = walk_kernels.selector_walk_triton(*inputs, draw)
+    assert torch.equal(got.tokens, expected.tokens)
+    if drawn:
+        torch.testing.assert_close(got.probs, expected.probs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: CUDA graph capture")
+def test_captured_kernels_equal_eager_ones():
+    rows, dynamic, base = (x.cuda() for x in conv_inputs(8, 2, 16))
+    inputs = to("cuda", *walk_inputs(256, 16, 7))
+
+    def step() -> tuple[Tensor, Tensor]:
+        walk = walk_kernels.selector_walk(*inputs)
+        return conv_kernels.grouped_conv(rows, dynamic, base, 8), walk.tokens
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        convolved, tokens = step()
+    rows.mul_(-3)
+    inputs[1].logits.neg_()
+    graph.replay()
+    expected_rows, expected_tokens = step()
+    assert torch.equal(convolved, expected_rows) and torch.equal(tokens, expected_tokens)
