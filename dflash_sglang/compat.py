@@ -8,6 +8,7 @@ from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_r
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, should_apply_lm_head_quant_method
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -53,6 +54,7 @@ __all__ = [
     "SIMULATE_ACC_LEN",
     "SIMULATE_ACC_METHOD",
     "SIMULATE_ACC_TOKEN_MODE",
+    "WEIGHT_LOADER_V2_SUPPORTED",
     "BaseSpecWorker",
     "CaptureHiddenMode",
     "DFlashDraftInputV2",
@@ -65,6 +67,7 @@ __all__ = [
     "GrammarMask",
     "GrammarTree",
     "KVWriteLoc",
+    "LinearBase",
     "LogitsProcessorOutput",
     "ProcessorEntry",
     "Req",

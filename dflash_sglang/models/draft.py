@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProc
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
-from dflash_sglang.models.weights import STACKED, load_draft_weights
+from dflash_sglang.models.weights import STACKED, Shard, load_draft_weights
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -70,6 +70,7 @@ class DFlashDraftModel(nn.Module):
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.borrowed: Borrowed | None = None
+        self.after_load: Callable[[Mapping[str, set[Shard]]], None] | None = None
         self._loaded = False
 
     def bind_target(self, target_model: nn.Module) -> None:
@@ -134,8 +135,10 @@ class DFlashDraftModel(nn.Module):
 
         Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape.
         """
-        load_draft_weights(self, weights, complete=not self._loaded)
+        loaded = load_draft_weights(self, weights, complete=not self._loaded)
         self._loaded = True
+        if self.after_load is not None:
+            self.after_load(loaded)
 
     def post_load_weights(self) -> None:
         """Called by the loaders that fill the parameters without `load_weights` (dummy, sharded state)."""
