@@ -8,6 +8,7 @@ from dflash_sglang.checkpoint import draft_config, tensor_facts
 from dflash_sglang.compat_args import mambaish_config, model_config_of, resolving_view
 from dflash_sglang.config import DraftConfigError, DraftSpec
 from dflash_sglang.families import Foreign, foreign
+from dflash_sglang.quantisation import quantisation_problems
 from dflash_sglang.validation import (
     GPU_DRAFT_BACKENDS,
     ParallelFacts,
@@ -83,6 +84,9 @@ def check_startup(server_args: Any) -> Foreign | None:
     other = foreign(config, directory) or _recurrent(target_config)
     if other is not None:
         return other
+    problems += quantisation_problems(
+        config, cfg.speculative_draft_model_quantization, cfg.quantization, cfg.device
+    )
     try:
         spec = DraftSpec.from_config(config)
     except DraftConfigError as error:

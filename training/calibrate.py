@@ -11,14 +11,25 @@ import torch
 from torch import Tensor, nn
 
 TEXTS = (
-    "argparse.py", "ast.py", "bdb.py", "calendar.py", "codecs.py", "dataclasses.py", "difflib.py", "fractions.py",
-    "functools.py", "inspect.py", "json/decoder.py", "logging/handlers.py", "mailbox.py", "pathlib.py", "random.py",
-    "shutil.py", "statistics.py", "tarfile.py", "textwrap.py", "unittest/case.py",
-)  # fmt: skip
-"""Files of the standard library, none of them held out."""
+    *(
+        "argparse",
+        "ast",
+        "bdb",
+        "calendar",
+        "codecs",
+        "dataclasses",
+        "difflib",
+        "fractions",
+        "functools",
+        "inspect",
+    ),
+    *("json/decoder", "logging/handlers", "mailbox", "pathlib", "random", "shutil", "statistics", "tarfile"),
+    *("textwrap", "unittest/case"),
+)
+"""Modules of the standard library, none of them held out."""
 
-TEXT_BYTES = 400
-NEW_TOKENS = 64
+TEXT_BYTES = 600
+NEW_TOKENS = 160
 
 
 @dataclass
@@ -54,7 +65,7 @@ def read_inputs(draft: Path) -> dict[str, Inputs]:
     handles = [module.register_forward_pre_hook(watch(name)) for name, module in linear.items()]
     library = Path(sysconfig.get_paths()["stdlib"])
     for name in TEXTS:
-        text = (library / name).read_bytes()
+        text = (library / f"{name}.py").read_bytes()
         middle = len(text) // 2
         generate(target, reference, list(text[middle : middle + TEXT_BYTES]), NEW_TOKENS, ignore_eos=True)
     for handle in handles:

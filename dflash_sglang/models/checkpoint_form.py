@@ -41,8 +41,8 @@ class CheckpointForm:
             missing = [m for p in parameters for m in still_missing(p, loaded.get(p, set()))]
             if missing:
                 raise ValueError(
-                    f"weight update of a quantised draft: missing tensors {sorted(missing)}. Expected every tensor "
-                    f"of {name} in one request, in the checkpoint's layout. Send them together."
+                    f"weight update of a quantised draft: missing tensors {sorted(missing)}. Expected every "
+                    f"tensor of {name} in one request, in the checkpoint's layout. Send them together."
                 )
             self._loaded.add(name)
 
