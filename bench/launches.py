@@ -1,9 +1,9 @@
 """Kernel launches that context KV takes for one verify step, counted on this GPU.
 
-python -m bench.launches DRAFT [DRAFT ...]
+python -m bench.launches DRAFT
 
-Prints one JSON object: per draft directory the launches of projection and write (`fc` and the norm of the context
-rows, which every draft has, are not among them), the layers, and how the rows were projected.
+Prints one JSON object: the launches of projection and write (`fc` and the norm of the context rows, which every
+draft has, are not among them), the draft's layers, and how the rows were projected.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.test.layer_ut_utils import init_single_process_dist
 from torch.profiler import ProfilerActivity, profile
 
+from dflash_sglang.demo.server import free_port
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.draft import DFlashDraftModel
 
@@ -82,8 +83,8 @@ def launches(run: Callable[[], object]) -> list[str]:
 
 
 def main() -> None:
-    init_single_process_dist(master_port=29500)
-    print(json.dumps({path: count(Path(path)) for path in sys.argv[1:]}))
+    init_single_process_dist(master_port=free_port())
+    print(json.dumps(count(Path(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 python -m bench.quantised --out FILE [--schemes NAME ...] [--at-once 12]
 
-Quantises the draft, serves the target with each draft in bfloat16 (`--at-once` servers together, one of them the
-bfloat16 draft's for all the time) and sends the held-out prompts one by one, greedy. A scheme whose server does not
-start, or runs another worker, is a claim that fails, with the reason; the others go on.
+Quantises the draft, serves the target in bfloat16 with each of them (`--at-once` servers together, one of them with
+the bfloat16 draft) and sends the held-out prompts one by one, greedy. A scheme whose server does not start, or runs
+another worker, is a claim that fails, with the reason; the others go on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,21 @@ def measure(server: Server, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def count_launches(directories: dict[str, Path]) -> dict[str, Any]:
-    """Per draft what `bench.launches` prints; of the drafts that it cannot run, the reason."""
-    found: dict[str, Any] = {}
-    for name, directory in directories.items():
+    """Per draft what `bench.launches` prints, each in a process of its own; of those that fail, the reason."""
+
+    def one(directory: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "bench.launches", str(directory)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-        if done.returncode == 0:
-            found[name] = json.loads(done.stdout.splitlines()[-1])[str(directory)]
-        else:
-            found[name] = {"failed": done.stderr[-1500:]}
-    return found
+        if done.returncode != 0:
+            return {"failed": done.stderr[-1500:]}
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor(len(directories)) as pool:
+        return dict(zip(directories, pool.map(one, directories.values()), strict=True))
 
 
 def claims(figures: dict[str, Any], launches: dict[str, Any], failed: dict[str, str]) -> list[dict[str, Any]]:
-    """Per scheme: accept length within the tolerance of bfloat16's, launches, and that it could be served at all."""
+    """Per scheme: accept length within the tolerance of bfloat16's, launches, and whether it could be served."""
     out = []
     bf16 = figures[BF16]["new_tokens_after_the_first_per_step"]
     for name, measured in figures.items():
