@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from sglang.srt.layers.quantization import get_quantization_config
+from sglang.srt.layers.quantization import fp8_utils, get_quantization_config
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.test.layer_ut_utils import init_single_process_dist
 from torch.profiler import ProfilerActivity, profile
@@ -83,6 +83,10 @@ def launches(run: Callable[[], object]) -> list[str]:
 
 
 def main() -> None:
+    # Read by static fp8 layers; a server resolves it.
+    prefill = SimpleNamespace(tc_compiler="eager")
+    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill))
+    fp8_utils.get_exec = lambda: SimpleNamespace(graph=graph)
     init_single_process_dist(master_port=free_port())
     print(json.dumps(count(Path(sys.argv[1]))))
 

@@ -2,9 +2,9 @@
 
 python -m bench.quantised --out FILE [--schemes NAME ...] [--at-once 12]
 
-Quantises the draft, serves the target in bfloat16 with each of them (`--at-once` servers together, one of them with
-the bfloat16 draft) and sends the held-out prompts one by one, greedy. A scheme whose server does not start, or runs
-another worker, is a claim that fails, with the reason; the others go on.
+Quantises the draft, serves the target in bfloat16 with each of them (`--at-once` servers together, one of them has
+the bfloat16 draft) and sends the held-out prompts one by one, greedy. A scheme whose server does not start, or
+runs another worker, is a claim that fails, with the reason; the others go on.
 """
 
 from __future__ import annotations
