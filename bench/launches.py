@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.test.layer_ut_utils import init_single_process_dist
 from torch.profiler import ProfilerActivity, profile
 
+from bench.eager_exec import eager_exec
 from dflash_sglang.demo.server import free_port
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.draft import DFlashDraftModel
@@ -83,10 +84,7 @@ def launches(run: Callable[[], object]) -> list[str]:
 
 
 def main() -> None:
-    # Read by static fp8 layers; a server resolves it.
-    prefill = SimpleNamespace(tc_compiler="eager")
-    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill))
-    fp8_utils.get_exec = lambda: SimpleNamespace(graph=graph)
+    fp8_utils.get_exec = eager_exec
     init_single_process_dist(master_port=free_port())
     print(json.dumps(count(Path(sys.argv[1]))))
 

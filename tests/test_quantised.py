@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.eager_exec import eager_exec
 from tests import quantised_drafts as drafts
 from tests import quantised_twins
 from tests import sglang_layers as layers
@@ -60,11 +61,7 @@ def kernels() -> Iterator[None]:
         else:
             from sglang.srt.layers.quantization import fp8_utils
 
-            # Read by static fp8 layers; a server resolves it, a test process has none.
-            graph = SimpleNamespace(
-                cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(tc_compiler="eager"))
-            )
-            patch.setattr(fp8_utils, "get_exec", lambda: SimpleNamespace(graph=graph))
+            patch.setattr(fp8_utils, "get_exec", eager_exec)
         yield
 
 
