@@ -133,7 +133,11 @@ def main() -> int:
                 with started(wave) as (ready, not_ready):
                     failed |= not_ready
                     for name, one in {BF16: server, **ready}.items():
-                        figures[name] = measure(one, prompts)
+                        try:
+                            figures[name] = measure(one, prompts)
+                        except OSError as error:  # the server ended, or answered with an HTTP error
+                            failed[name] = f"{error}\n{one.log_tail()}"[-3000:]
+                            continue
                         print(name, {k: v for k, v in figures[name].items() if k != "outputs"}, flush=True)
         launches = count_launches({BF16: draft, **drafts})
     for measured in figures.values():
