@@ -141,6 +141,7 @@ def test_the_operator_can_ask_for_a_form_and_is_told_when_the_weights_do_not_all
         assert ContextKV(ordered, form).form == form
 
 
+@layers.cpu_only  # on a GPU Marlin refuses the rows of such heads in o_proj, unless that is dense
 def test_rows_that_end_inside_of_a_kernels_tile_go_through_the_whole_layer(tmp_path):
     from dflash_sglang.models.context_kv import ContextKV
 
@@ -157,7 +158,7 @@ class Updater:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def update_weights_from_tensor(self, named_tensors: Any) -> tuple[bool, str]:
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: Any) -> tuple[bool, str]:
         self._model.load_weights(named_tensors)
         return True, "Success"
 
@@ -194,6 +195,10 @@ def test_an_update_of_a_quantised_draft_reaches_block_and_context_in_the_same_me
     assert not success and "missing tensors ['layers.0.self_attn." in message and "in one request" in message
     updater.end_weight_update(run_post_load=False)
     assert same(state(model, context), before), "an update with a part of a module"
+    updater.begin_weight_update()
+    success, message = updater.update_weights_from_tensor(named_tensors=[], load_format="direct")
+    assert not success and "load_format='direct': expected None or 'flattened_bucket'" in message
+    updater.end_weight_update(run_post_load=False)
 
     updater.begin_weight_update()
     named = [(name, tensor.to(layers.DEVICE)) for name, tensor in new.items()]

@@ -32,6 +32,11 @@ class CheckpointForm:
             served.open()
         model.after_load = self._note
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the draft has quantised linear layers at all."""
+        return bool(self._served)
+
     def _note(self, loaded: Mapping[str, set[Shard]]) -> None:
         """Raises ValueError where a load brought a part of a quantised module."""
         for name, served in self._served.items():

@@ -38,10 +38,17 @@ class DraftWeightUpdater:
     def begin_weight_update(self) -> None:
         self._form = CheckpointForm(self._model)
 
-    def update_weights_from_tensor(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
         """(success, message): tensors that do not fit, or a part of a quantised module, are refused."""
+        if load_format not in (None, "flattened_bucket") and self._form is not None and self._form.quantised:
+            return False, (
+                f"load_format={load_format!r}: expected None or 'flattened_bucket', because the draft is "
+                "quantised and its weights are packed after loading. Send its checkpoint's tensors."
+            )
         try:
-            success, message = self._updater.update_weights_from_tensor(*args, **kwargs)
+            success, message = self._updater.update_weights_from_tensor(
+                named_tensors=named_tensors, load_format=load_format
+            )
         except ValueError as error:
             return False, str(error)
         return success, message
