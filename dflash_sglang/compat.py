@@ -10,6 +10,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, should_apply_lm_head_quant_method
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -56,6 +57,7 @@ __all__ = [
     "SIMULATE_ACC_LEN",
     "SIMULATE_ACC_METHOD",
     "SIMULATE_ACC_TOKEN_MODE",
+    "WEIGHT_LOADER_V2_SUPPORTED",
     "BaseSpecWorker",
     "CaptureHiddenMode",
     "DFlashDraftInputV2",
@@ -68,6 +70,7 @@ __all__ = [
     "GrammarMask",
     "GrammarTree",
     "KVWriteLoc",
+    "LinearBase",
     "LogitsProcessorOutput",
     "MambaPool",
     "ProcessorEntry",

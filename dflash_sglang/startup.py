@@ -12,6 +12,7 @@ from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.kv_checks import kv_problems, pool_problems, window_problems
 from dflash_sglang.own_modules import own_modules
 from dflash_sglang.own_problems import own_problems
+from dflash_sglang.quantisation import quantisation_problems
 from dflash_sglang.validation import (
     GPU_DRAFT_BACKENDS,
     ParallelFacts,
@@ -100,6 +101,9 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     other = foreign(config) or _recurrent(target_config) or _counts_layers_otherwise(config, target_config)
     if other is not None:
         return other
+    problems += quantisation_problems(
+        config, cfg.speculative_draft_model_quantization, cfg.quantization, cfg.device
+    )
     directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision)
     try:
         spec = DraftSpec.from_config(config)

@@ -92,7 +92,9 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_model.serve_blocks_of(self.block_size)
         self._config = PluginConfig.from_env()
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
-        self._draft_runner.weight_updater = DraftWeightUpdater(self._draft_runner.weight_updater)
+        self._draft_runner.weight_updater = DraftWeightUpdater(
+            self._draft_runner.weight_updater, self._draft_model, self._context_kv
+        )
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self, bundle.resolved_attention_backend))
 

@@ -222,6 +222,11 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         [],
         ["layer_types[1]='linear'", "full_attention"],
     ),
+    "quantised weights": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        [],
+        ["quantization_config='awq'", "need a CUDA GPU"],
+    ),
     "required": (
         {"architectures": ["DFlash2DraftModel"]},
         [],

@@ -24,9 +24,9 @@ class PluginConfigError(ValueError):
 class PluginConfig:
     """Settings of the plugin.
 
-    ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers, needs
-    unquantised weights), "per_layer" (through each layer's quantisation method), or "auto" (stacked
-    where the weights allow it).
+    ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers),
+    "per_layer" (each layer's whole qkv_proj), or "auto" (stacked where the weights allow it, else K and V of
+    each layer where its quantisation can be sliced, else per layer).
 
     ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest tokens), "drawn" (from
     the draft's own distribution, verified against it), or "auto": drawn where a selector makes that a joint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.own_head import DraftHead
 from dflash_sglang.models.selector import CandidateSelector
-from dflash_sglang.models.weights import STACKED, load_draft_weights
+from dflash_sglang.models.weights import STACKED, Shard, load_draft_weights
 from dflash_sglang.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class DFlashDraftModel(nn.Module):
         self._add_own_modules(own_modules(weights_directory(path, revision)), quant_config, base)
         self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
+        self.after_load: Callable[[Mapping[str, set[Shard]]], None] | None = None
         self._loaded = False
 
     @staticmethod
@@ -186,8 +187,10 @@ class DFlashDraftModel(nn.Module):
 
         Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape.
         """
-        load_draft_weights(self, weights, complete=not self._loaded)
+        loaded = load_draft_weights(self, weights, complete=not self._loaded)
         self._loaded = True
+        if self.after_load is not None:
+            self.after_load(loaded)
 
     def post_load_weights(self) -> None:
         """Called by the loaders that fill the parameters without `load_weights` (dummy, sharded state)."""

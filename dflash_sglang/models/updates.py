@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from dflash_sglang.models.checkpoint_form import CheckpointForm
+
+if TYPE_CHECKING:
+    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.draft import DFlashDraftModel
 
 logger = logging.getLogger(__name__)
 
@@ -12,10 +18,13 @@ class DraftWeightUpdater:
     """SGLang's weight updater of the draft's runner, for tensors only.
 
     An update from disk names one checkpoint, which SGLang hands to target and draft alike: it is the target's.
+    A quantised draft takes whole modules in its checkpoint's layout; they are processed as at start-up and end
+    up in the memory that the graphs know. Context KV has the new weights when the update ends.
     """
 
-    def __init__(self, updater: Any):
-        self._updater = updater
+    def __init__(self, updater: Any, model: DFlashDraftModel, context_kv: ContextKV):
+        self._updater, self._model, self._context_kv = updater, model, context_kv
+        self._form: CheckpointForm | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._updater, name)
@@ -25,3 +34,30 @@ class DraftWeightUpdater:
         del args, kwargs
         logger.info("The target's weights are updated from %s; the draft keeps its own.", model_path)
         return True, "Succeeded to update the target's weights; the draft keeps its own."
+
+    def begin_weight_update(self) -> None:
+        self._form = CheckpointForm(self._model)
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        """(success, message): tensors that do not fit, or a part of a quantised module, are refused."""
+        if load_format not in (None, "flattened_bucket") and self._form is not None and self._form.quantised:
+            return False, (
+                f"load_format={load_format!r}: expected None or 'flattened_bucket', because the draft is "
+                "quantised and its weights are packed after loading. Send its checkpoint's tensors."
+            )
+        try:
+            success, message = self._updater.update_weights_from_tensor(
+                named_tensors=named_tensors, load_format=load_format
+            )
+        except ValueError as error:
+            return False, str(error)
+        return success, message
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        if self._form is None:
+            raise RuntimeError("end_weight_update without begin_weight_update")
+        if run_post_load:
+            self._model.post_load_weights()
+        self._form.close()
+        self._form = None
+        self._context_kv.refresh()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
@@ -31,18 +32,24 @@ _KV_CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")
 _ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
 """Tensors of the speculators format that are read when the model is built, or belong to training."""
 
+_ACTIVATION_ORDERS = (".g_idx", ".weight_g_idx")
+"""One for all the modules that are stacked: the order in which the stack's inputs are read."""
 
-def load_draft_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], complete: bool) -> None:
+
+def load_draft_weights(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], complete: bool
+) -> dict[str, set[Shard]]:
     """Loads `weights` by their checkpoint names, with or without the prefix `model.`.
 
     Tensors of a quantisation method (scales, zero points, packed weights, g_idx) go to its parameters like
     any other. `complete`: also require every parameter to get all of its shards (False for a weight update,
     which may bring a part). Raises ValueError naming each missing or unexpected tensor, or the one whose
-    shape does not fit.
+    shape does not fit. Returns what was loaded: the shards by parameter.
     """
     params = dict(model.named_parameters())
     loaded: dict[str, set[Shard]] = {}
     unexpected: list[str] = []
+    orders: dict[str, Tensor] = {}
     for name, tensor in weights:
         if name.endswith(_RECOMPUTED) or name.removeprefix("model.") in _ELSEWHERE:
             continue
@@ -50,6 +57,8 @@ def load_draft_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], 
         if target not in params:
             unexpected.append(name)
             continue
+        if target.endswith(_ACTIVATION_ORDERS) and not torch.equal(orders.setdefault(target, tensor), tensor):
+            raise _other_order(name, target)
         _load(params[target], tensor.squeeze() if target == MASK_EMBEDDING else tensor, shard, name)
         loaded.setdefault(target, set()).add(shard)
     if unexpected:
@@ -58,13 +67,22 @@ def load_draft_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], 
             "draft that its config.json describes. "
             "Remove them, or correct config.json (layers, biases, quantization_config)."
         )
-    missing = [name for target in params for name in _missing(target, loaded.get(target, set()))]
+    missing = [name for target in params for name in still_missing(target, loaded.get(target, set()))]
     if complete and missing:
         raise ValueError(
             f"draft checkpoint: missing tensors {sorted(missing)}. Expected every tensor that its "
             "config.json describes. Use a complete checkpoint, or correct config.json (layers, biases, "
             "quantization_config)."
         )
+    return loaded
+
+
+def _other_order(name: str, target: str) -> ValueError:
+    return ValueError(
+        f"draft checkpoint: tensor {name!r} is another activation order than that of the modules stacked with it "
+        f"in {target!r}. Expected one order for all of them, because one kernel reads their inputs. Quantise "
+        "without an activation order (desc_act false, actorder null or 'static')."
+    )
 
 
 def _place(name: str, params: Mapping[str, nn.Parameter]) -> tuple[str, Shard]:
@@ -94,7 +112,7 @@ def _load(param: nn.Parameter, tensor: Tensor, shard: Shard, name: str) -> None:
         ) from error
 
 
-def _missing(target: str, shards: set[Shard]) -> list[str]:
+def still_missing(target: str, shards: set[Shard]) -> list[str]:
     """Checkpoint names that `target` still needs, given the shards it got (None: the whole parameter)."""
     if None in shards or target.endswith(_KV_CACHE_SCALES) or target == MASK_EMBEDDING:
         return []

@@ -25,7 +25,7 @@ def kernels_everywhere(monkeypatch):
 def test_block_and_context_keys_have_the_same_bits_whichever_kernel_makes_them(
     tmp_path, kernels_everywhere, scale
 ):
-    from dflash_sglang.models import context_kv
+    from dflash_sglang.models import context_kv, kv_writers
 
     overrides = {"attention_bias": True, "dflash_config": {"attention_value_scale": scale}}
     model = layers.make_draft(tmp_path, torch.bfloat16, **overrides)
@@ -36,7 +36,9 @@ def test_block_and_context_keys_have_the_same_bits_whichever_kernel_makes_them(
     pool = layers.make_pool(model, slots=40, dtype=torch.bfloat16)
     with torch.no_grad():
         stack = context_kv._Stack(attentions)
-        context_kv._AllLayerWriter(attentions, stack, pool).write(rows, positions, slots)
+        k_norms = context_kv._shared([attention.k_norm.weight for attention in attentions])
+        buffers = [kv_writers._buffers(pool, attention) for attention in attentions]
+        kv_writers._Bfloat16Writer(attentions, k_norms, buffers).write(stack.project(rows), positions, slots)
         projected = stack.project(rows)
         for layer, attention in enumerate(attentions):
             k, v = projected[:, layer].clone().chunk(2, dim=-1)

@@ -1,0 +1,110 @@
+"""Which quantised drafts can be served: the checkpoint's quantization_config and the flags, as problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash_sglang.validation import Problem
+
+FIELD = "draft config quantization_config"
+FLAG = "--speculative-draft-model-quantization"
+
+# Methods whose packed layouts this package knows and tests.
+_KNOWN = ("fp8", "compressed-tensors", "awq", "gptq")
+# Methods that SGLang's linear layers serve, and that context KV goes through layer by layer.
+_PASSED_ON = ("w8a8_int8", "w8a8_fp8", "blockwise_int8", "mxfp8", "modelopt_fp8", "quark", "auto-round")
+# Methods that cannot quantise dense weights while loading.
+_NEED_A_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "w8a8_int8")
+_GROUPS = (None, -1, 32, 64, 128)
+_DENSE_FIX = "Serve the draft in bf16, or quantise it as one of these (training/quantise.py writes them)."
+
+
+def quantisation_problems(
+    config: Mapping[str, Any], flag: str | None, target_flag: str | None, device: str
+) -> Iterator[Problem]:
+    """What is wrong with a draft's quantisation.
+
+    config: the raw config.json; flag: --speculative-draft-model-quantization; target_flag: --quantization, which
+    SGLang takes for the draft too where `flag` is absent; device: --device.
+    """
+    quantisation = config.get("quantization_config") or config.get("compression_config")
+    asked = target_flag if flag is None else flag
+    if device == "cpu" and (quantisation or flag not in (None, "unquant")):
+        yield Problem(
+            FIELD if quantisation else FLAG,
+            quantisation.get("quant_method") if quantisation else flag,
+            "an unquantised draft on --device cpu: the kernels of quantised weights need a CUDA GPU",
+            "Serve the draft in float32 or bfloat16, or on a GPU.",
+        )
+    elif quantisation:
+        yield from _config_problems(quantisation)
+    elif _plain(asked) in _NEED_A_CHECKPOINT:
+        yield Problem(
+            FLAG if flag is not None else "--quantization",
+            asked,
+            "a quantised draft checkpoint for it, but the draft's config.json has no quantization_config",
+            f"Set {FLAG} unquant, or fp8 to quantise the draft while loading.",
+        )
+
+
+def _config_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
+    method = _plain(quantisation.get("quant_method"))
+    if method == "compressed-tensors":
+        yield from _compressed_tensors_problems(quantisation)
+    elif method in ("awq", "gptq"):
+        yield from _four_bit_problems(method, quantisation)
+    elif method not in (*_KNOWN, *_PASSED_ON):
+        yield Problem(
+            f"{FIELD}.quant_method",
+            quantisation.get("quant_method"),
+            "one of " + ", ".join((*_KNOWN, *_PASSED_ON)),
+            _DENSE_FIX,
+        )
+
+
+def _four_bit_problems(method: str, quantisation: Mapping[str, Any]) -> Iterator[Problem]:
+    expected: dict[str, tuple[Any, ...]] = {"group_size": _GROUPS}
+    if method == "awq":
+        expected |= {"bits": (4,), "zero_point": (True,), "version": (None, "gemm", "GEMM")}
+    else:
+        expected |= {"bits": (4, 8), "sym": (True,), "checkpoint_format": (None, "", "gptq", "gptq_v2")}
+    for field, values in expected.items():
+        value = quantisation.get(field)
+        if value not in values:
+            yield _not_among(f"{FIELD}.{field}", value, values, f"what SGLang's {method} kernel reads")
+
+
+def _compressed_tensors_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, group in (quantisation.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        field = f"{FIELD}.config_groups.{name}"
+        layout = group.get("format") or quantisation.get("format")
+        bits, kind = weights.get("num_bits"), weights.get("type", "int")
+        known = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
+        if layout not in known:
+            yield _not_among(f"{field}.format", layout, known, "formats of W8A8 and W4A16 drafts")
+        elif layout == "pack-quantized":
+            wide = weights.get("symmetric", True)
+            if kind != "int" or bits not in ((4, 8) if wide else (4,)):
+                what = f"{bits}-bit {kind}, {'symmetric' if wide else 'asymmetric'}"
+                yield Problem(f"{field}.weights", what, "int4, or symmetric int8", _DENSE_FIX)
+            if weights.get("group_size") not in _GROUPS:
+                yield _not_among(
+                    f"{field}.weights.group_size", weights.get("group_size"), _GROUPS, "Marlin's groups"
+                )
+        elif bits != 8:
+            yield _not_among(f"{field}.weights.num_bits", bits, (8,), f"{layout} weights")
+        elif kind == "int" and weights.get("strategy") != "channel":
+            # SGLang rounds int8 weights with one scale per matrix to fp8 when it stacks q, k and v.
+            yield _not_among(
+                f"{field}.weights.strategy", weights.get("strategy"), ("channel",), "scales of int8 weights"
+            )
+
+
+def _not_among(field: str, value: object, values: tuple[Any, ...], what: str) -> Problem:
+    return Problem(field, value, f"one of {', '.join(map(str, values))}: {what}", _DENSE_FIX)
+
+
+def _plain(method: Any) -> str:
+    return str(method or "").lower().replace("compressed_tensors", "compressed-tensors")

@@ -1,0 +1,64 @@
+"""Readers of quantised checkpoints, written from the formats' definitions, element by element where it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+AWQ_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def dequantised(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The checkpoint's matrices [out, in] in float32 and its other tensors, by their unquantised names."""
+    out = {}
+    modules = {name.rpartition(".")[0] for name in tensors if not name.endswith("norm.weight")}
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[0] not in modules or name.endswith(".bias"):
+            out[name] = tensor.float()
+    for module in modules:
+        own = {n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")}
+        out[f"{module}.weight"] = matrix(own, config)
+    return out
+
+
+def matrix(own: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """One module's matrix [out, in] in float32, from its tensors by suffix."""
+    method = config["quant_method"]
+    if "weight" in own:
+        return own["weight"].float() * own["weight_scale"].float().reshape(-1, 1)
+    if method == "compressed-tensors":
+        rows, inputs = own["weight_shape"].tolist()
+        levels = nibbles(own["weight_packed"]).reshape(rows, inputs)
+        group = own.get("weight_g_idx", torch.arange(inputs) // (inputs // own["weight_scale"].shape[1]))
+        zeros = torch.full((rows, own["weight_scale"].shape[1]), 8)
+        if "weight_zero_point" in own:
+            zeros = nibbles(own["weight_zero_point"].t()).t()
+        return (levels - zeros[:, group.long()]) * own["weight_scale"].float()[:, group.long()]
+    if method == "awq":
+        levels, zeros = _awq(own["qweight"]), _awq(own["qzeros"])
+        group = torch.arange(levels.shape[0]) // (levels.shape[0] // zeros.shape[0])
+        return ((levels - zeros[group]) * own["scales"].float()[group]).t()
+    levels = nibbles(own["qweight"].t()).t()  # gptq: eight inputs to a word
+    zeros = nibbles(own["qzeros"]) + 1
+    group = own["g_idx"].long()
+    return ((levels - zeros[group]) * own["scales"].float()[group]).t()
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> [rows, 8 * n], the lowest nibble of a word first."""
+    raw = words.contiguous().cpu().numpy().view(np.uint32)
+    parts = [(raw >> np.uint32(4 * i)) & np.uint32(15) for i in range(8)]
+    return torch.from_numpy(np.stack(parts, axis=-1).reshape(raw.shape[0], -1).astype(np.int64))
+
+
+def _awq(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> [rows, 8 * n] columns in their natural order."""
+    plain = nibbles(words).view(words.shape[0], -1, 8)
+    natural = torch.empty_like(plain)
+    for nibble, column in enumerate(AWQ_COLUMN_OF_NIBBLE):
+        natural[..., column] = plain[..., nibble]
+    return natural.flatten(1)

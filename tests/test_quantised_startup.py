@@ -1,0 +1,104 @@
+"""Quantised drafts that cannot be served are refused before anything is loaded, each with what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dflash_sglang.quantisation import quantisation_problems
+from training.quantise import SCHEMES
+
+CT = SCHEMES["ct-w4a16"].config
+
+
+def problems(
+    quantisation: Any, flag: str | None = None, target: str | None = None, device: str = "cuda"
+) -> list[str]:
+    config = {} if quantisation is None else {"quantization_config": quantisation}
+    return [str(problem) for problem in quantisation_problems(config, flag, target, device)]
+
+
+def group(changed: dict[str, Any], **weights: Any) -> dict[str, Any]:
+    """The W4A16 config with fields of its group, and of the group's weights, changed."""
+    old = CT["config_groups"]["group_0"]
+    new = {**old, **changed, "weights": {**old["weights"], **weights}}
+    return {**CT, "config_groups": {"group_0": new}}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_of_the_quantisation_script_is_served_on_a_gpu(scheme: str) -> None:
+    assert problems(SCHEMES[scheme].config) == []
+
+
+def test_a_dense_draft_may_be_quantised_while_loading() -> None:
+    assert problems(None) == problems(None, "fp8") == problems(None, "unquant", "awq") == []
+    assert problems(None, None, "fp8") == []
+
+
+FIELD = "draft config quantization_config"
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "GGUF": ({"quant_method": "gguf"}, [f"{FIELD}.quant_method='gguf'", "fp8, compressed-tensors, awq, gptq"]),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, [f"{FIELD}.quant_method='bitsandbytes'", "in bf16"]),
+    "an unknown method": ({"quant_method": "hqq"}, [f"{FIELD}.quant_method='hqq'", "training/quantise.py"]),
+    "a config without a method": ({"bits": 4}, [f"{FIELD}.quant_method=None"]),
+    "NVFP4": (
+        group({"format": "nvfp4-pack-quantized"}, type="float"),
+        [f"{FIELD}.config_groups.group_0.format='nvfp4-pack-quantized'", "pack-quantized"],
+    ),
+    "ModelOpt NVFP4": ({"quant_method": "modelopt_fp4"}, [f"{FIELD}.quant_method='modelopt_fp4'"]),
+    "W4A16 in groups of 16": (
+        group({}, group_size=16),
+        [f"{FIELD}.config_groups.group_0.weights.group_size=16", "32, 64, 128"],
+    ),
+    "W8A16 with zero points": (
+        group({}, num_bits=8, symmetric=False),
+        ["'8-bit int, asymmetric'", "symmetric int8"],
+    ),
+    "W3A16": (group({}, num_bits=3), [".weights='3-bit int, symmetric'", "int4"]),
+    "int8 with one scale per matrix": (
+        group({"format": "int-quantized"}, num_bits=8, strategy="tensor"),
+        [".weights.strategy='tensor'", "channel"],
+    ),
+    "AWQ in GEMV's layout": ({**SCHEMES["awq"].config, "version": "gemv"}, [f"{FIELD}.version='gemv'", "gemm"]),
+    "AWQ without zero points": ({**SCHEMES["awq"].config, "zero_point": False}, [f"{FIELD}.zero_point=False"]),
+    "asymmetric GPTQ": ({**SCHEMES["gptq"].config, "sym": False}, [f"{FIELD}.sym=False", "True"]),
+    "3-bit GPTQ": ({**SCHEMES["gptq"].config, "bits": 3}, [f"{FIELD}.bits=3", "4, 8"]),
+    "GPTQ in Marlin's layout": (
+        {**SCHEMES["gptq"].config, "checkpoint_format": "marlin"},
+        [f"{FIELD}.checkpoint_format='marlin'", "gptq_v2"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "expected"),
+    [
+        pytest.param(
+            *row,
+            id=name,
+            marks=pytest.mark.matrix(target="any", draft=name, kv="model dtype", outcome="refused"),
+        )
+        for name, row in REFUSED.items()
+    ],
+)
+def test_a_quantisation_that_cannot_be_served_is_refused(quantisation: Any, expected: list[str]) -> None:
+    (problem,) = problems(quantisation)
+    for part in expected:
+        assert part in problem
+
+
+@pytest.mark.matrix(target="any, on a CPU", draft="quantised", kv="model dtype", outcome="refused")
+def test_quantised_weights_need_a_gpu() -> None:
+    (problem,) = problems(SCHEMES["awq"].config, device="cpu")
+    assert f"{FIELD}='awq'" in problem and "need a CUDA GPU" in problem
+    (problem,) = problems(None, flag="fp8", device="cpu")
+    assert "--speculative-draft-model-quantization='fp8'" in problem
+
+
+def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft() -> None:
+    (problem,) = problems(None, flag="awq")
+    assert problem.startswith("--speculative-draft-model-quantization='awq'") and "unquant" in problem
+    (problem,) = problems(None, target="compressed-tensors")
+    assert problem.startswith("--quantization='compressed-tensors'")
+    assert "Set --speculative-draft-model-quantization unquant" in problem
