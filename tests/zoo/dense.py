@@ -49,25 +49,15 @@ def gemma2() -> Any:
 
 
 def gemma3() -> Any:
-    """A wrapper, which SGLang serves with text alone unless asked to."""
-    from transformers import Gemma3Config
+    from transformers import Gemma3TextConfig
 
     sliding, full = "sliding_attention", "full_attention"
-    text = dict(
+    return Gemma3TextConfig(
         **{**TEXT, "tie_word_embeddings": True},
         query_pre_attn_scalar=16,
         sliding_window=24,
         layer_types=[sliding, full, sliding, full, sliding],
     )
-    vision = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=56,
-        patch_size=14,
-    )
-    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
 
 
 def gemma4() -> Any:
@@ -113,5 +103,5 @@ register(
         "--speculative-algorithm DFLASH.",
     )
 )
-register(Member("Gemma 3", "Gemma3ForConditionalGeneration", gemma3))
+register(Member("Gemma 3", "Gemma3ForCausalLM", gemma3))
 register(Member("Gemma 4", "Gemma4ForConditionalGeneration", gemma4, processor=processors.gemma4))
