@@ -26,7 +26,7 @@ from tests.zoo.processors import image_url, with_image
 pytestmark = pytest.mark.slow
 
 CHUNK = 64
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 LENGTHS = (5, 33, 100, 200)  # the longer ones are prefilled in chunks
 COMMON: dict[str, Any] = dict(chunked_prefill_size=CHUNK, max_total_tokens=4096, skip_server_warmup=True)
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -141,7 +141,7 @@ def assert_image_request(name: str, server: Server, records: Path, expected: lis
         again = ask_with_image(server, name)
         assert beside.result()[0]["output_ids"] == plain(name).first[0]
     assert alone["output_ids"] == again["output_ids"] == expected
-    assert again["meta_info"]["cached_tokens"] >= len(ZOO[name].image_prompt)
+    assert again["meta_info"]["cached_tokens"] >= len(ZOO[name].image_prompt) // 16 * 16
     assert len(expected) > 2 * alone["meta_info"]["spec_verify_ct"]
     # The draft's positions count tokens, those of the image too.
     inputs = with_image(pair(name)[0], ZOO[name].image_prompt)

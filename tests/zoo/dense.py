@@ -51,17 +51,12 @@ def gemma2() -> Any:
 def gemma3() -> Any:
     from transformers import Gemma3TextConfig
 
+    sliding, full = "sliding_attention", "full_attention"
     return Gemma3TextConfig(
         **{**TEXT, "tie_word_embeddings": True},
         query_pre_attn_scalar=16,
         sliding_window=24,
-        layer_types=[
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-        ],
+        layer_types=[sliding, full, sliding, full, sliding],
     )
 
 
