@@ -1,4 +1,4 @@
-"""Torch forms of SGLang's kernels for gated delta nets: convolution, delta rule, states, gates.
+"""Torch forms of SGLang's kernels for gated delta nets: convolution, delta rule, states.
 
 They take the kernels' arguments, of which those that SGLang's GDN backend leaves alone are not here, and write the
 same states. Every sequence runs token by token, in prefill as in decode and verify, so that a token's output does
@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu, softplus
+from torch.nn.functional import silu
+
+from dflash_sglang.platforms import cpu_gates
+from dflash_sglang.platforms.cpu_gates import fused_gdn_gating
 
 CHUNK = 64  # tokens between the states that prefill hands to the prefix cache
 _KERNELS = "sglang.kernels.ops."
@@ -22,7 +25,7 @@ _KERNELS = "sglang.kernels.ops."
 def register(source: HookSource) -> None:
     """Puts the functions of this module in the place of the kernels; a second call changes nothing."""
     # SGLang pins the mask of states to track without asking whether there is a GPU.
-    Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    Tensor.pin_memory = lambda self, *_: self
     for module, function in (
         ("mamba.causal_conv1d_triton", causal_conv1d_fn),
         ("mamba.causal_conv1d_triton", causal_conv1d_update),
@@ -30,13 +33,13 @@ def register(source: HookSource) -> None:
         ("mamba.mamba_state_scatter_triton", scatter_mamba_states_after_mtp_verify),
         ("attention.fla.chunk", chunk_gated_delta_rule),
         ("attention.fla.fused_recurrent", fused_recurrent_gated_delta_rule_packed_decode),
-        ("attention.fla.fused_norm_gate", rms_norm_gated),
-        ("attention.fla.layernorm_gated", layernorm_fn),
-        ("attention.linear.fused_gdn_gating", fused_gdn_gating),
+        ("attention.fla.fused_norm_gate", cpu_gates.rms_norm_gated),
+        ("attention.fla.layernorm_gated", cpu_gates.layernorm_fn),
+        ("attention.linear.fused_gdn_gating", cpu_gates.fused_gdn_gating),
         ("attention.linear.fused_sigmoid_gating_recurrent", fused_sigmoid_gating_delta_rule_update),
-        ("attention.triton_gdn_fused_proj", fused_qkvzba_split_reshape_cat),
-        ("attention.triton_gdn_fused_proj", fused_qkvzba_split_reshape_cat_contiguous),
-        ("elementwise.elementwise", fused_sigmoid_mul),
+        ("attention.triton_gdn_fused_proj", cpu_gates.fused_qkvzba_split_reshape_cat),
+        ("attention.triton_gdn_fused_proj", cpu_gates.fused_qkvzba_split_reshape_cat_contiguous),
+        ("elementwise.elementwise", cpu_gates.fused_sigmoid_mul),
     ):
         hook: Callable[..., Any] = function
         target = f"{_KERNELS}{module}.{hook.__name__}"
@@ -128,11 +131,6 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """a, b [tokens, v_heads] -> log decay and beta, each [1, tokens, v_heads] float32."""
-    return (-A_log.float().exp() * softplus(a.float() + dt_bias.float()))[None], b.float().sigmoid()[None]
-
-
 def chunk_gated_delta_rule(
     q: Tensor,  # [1, tokens, heads, K]
     k: Tensor,
@@ -152,7 +150,7 @@ def chunk_gated_delta_rule(
     for i, slot in enumerate(initial_state_indices.tolist()):
         span = slice(bounds[i], bounds[i + 1])
         before = initial_state[slot, None].float()
-        output, states = _delta_rule(*(x[:, span] for x in (q, k, v, g, beta)), before)
+        output, states = _delta_rule(q[:, span], k[:, span], v[:, span], g[:, span], beta[:, span], before)
         initial_state[slot] = states[0, -1].to(initial_state.dtype)
         outputs.append(output[0])
         chunks.append(torch.cat([before, states[0, CHUNK - 1 :: CHUNK]])[: -(-states.shape[1] // CHUNK)])
@@ -180,8 +178,8 @@ def fused_sigmoid_gating_delta_rule_update(
     requests = cu_seqlens.shape[0] - 1
     slots = initial_state_indices[:requests].long()
     decay, beta = fused_gdn_gating(A_log, a, b, dt_bias)
-    by_request = (x.reshape(requests, -1, *x.shape[2:]) for x in (q, k, v, decay, beta))
-    output, states = _delta_rule(*by_request, initial_state_source[slots].float())
+    q, k, values, decay, beta = (x.reshape(requests, -1, *x.shape[2:]) for x in (q, k, v, decay, beta))
+    output, states = _delta_rule(q, k, values, decay, beta, initial_state_source[slots].float())
     if not disable_state_update:
         initial_state_source[slots] = states[:, -1].to(initial_state_source.dtype)
     if intermediate_states_buffer is not None and intermediate_state_indices is not None:
@@ -255,44 +253,3 @@ def scatter_mamba_states_after_mtp_verify(
         scatter(states, by_step, state_indices, steps, src_indices_raw)
         if track_indices is not None:
             scatter(states, by_step, track_indices, track_steps, src_indices_raw)
-
-
-def fused_qkvzba_split_reshape_cat_contiguous(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[tokens, q + k + v + z] and [tokens, b + a] -> qkv, z [tokens, num_heads_v, head_v], b, a."""
-    v_size = num_heads_v * head_v
-    qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - v_size, v_size], dim=-1)
-    b, a = mixed_ba.split(num_heads_v, dim=-1)
-    return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
-
-
-def fused_qkvzba_split_reshape_cat(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of Qwen3-Next, whose q, k, v, z and b, a lie key head after key head."""
-    shared = num_heads_v // num_heads_qk
-    by_head = mixed_qkvz.view(len(mixed_qkvz), num_heads_qk, -1)
-    q, k, v, z = by_head.split([head_qk, head_qk, shared * head_v, shared * head_v], dim=-1)
-    b, a = mixed_ba.view(len(mixed_ba), num_heads_qk, -1).split(shared, dim=-1)
-    qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
-    return qkv, z.reshape(-1, num_heads_v, head_v), b.flatten(1), a.flatten(1)
-
-
-def rms_norm_gated(
-    x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, activation: str, eps: float, **_: Any
-) -> Tensor:
-    return layernorm_fn(x, weight, bias, g, eps, activation)
-
-
-def layernorm_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, eps: float, activation: str = "swish", **_: Any
-) -> Tensor:
-    """RMS norm of x, gated with z."""
-    gate = {"swish": silu, "silu": silu, "sigmoid": torch.sigmoid}[activation]
-    return (rms_norm(x.float(), weight.shape, weight.float(), eps) * gate(z.float())).to(x.dtype)
-
-
-def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False) -> Tensor:
-    """attn_output [tokens, heads * head_dim], gate the same or [tokens, heads, head_dim]."""
-    return attn_output * gate.reshape(attn_output.shape).sigmoid()
