@@ -17,8 +17,11 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import sglang_layers as layers
 from tests.draft_formats import FORMATS, speculators_config, vocabulary_tensors
 from tests.engines import serve
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.reference_formats import FormatReference
 from tests.tiny import write_checkpoint
+from training.evaluate import load_pair
+from training.reference import generate
 
 VOCABULARY, BLOCK = 320, 8
 PREFIX = 37  # longer than the window of 16
@@ -153,8 +156,8 @@ def test_sinks_of_the_cpu_backend_are_one_more_logit_of_each_head() -> None:
 
 # ---- The trained pair in each format -------------------------------------------------------------------------
 
-NEW_TOKENS = 64
-PROMPTS = [list(text.encode()) for text in held_out_prompts()[5::16]]
+NEW_TOKENS = 48
+PROMPTS = [list(text.encode()) for text in held_out_prompts()[5::20]]
 
 
 def asked(prompt: list[int], **sampling: Any) -> dict[str, Any]:
@@ -199,18 +202,27 @@ def exported(directory: Path, kept: list[int] | None = None, shift: int = 1) -> 
 
 
 def with_fields(directory: Path) -> Path:
-    """The trained draft in z-lab's format with fields that change no proposal: the target's row of the mask in
-    a file, sinks that weigh nothing, and a monotone cap of its logits."""
+    """The trained draft in z-lab's format: the target's row of the mask in a file, sinks that cost it many steps,
+    other ones for each head and layer, and scaled and capped logits, of which the greedy token knows nothing."""
     config, tensors, of_target = pair_tensors()
     config["dflash_config"] |= dict(
         attention_sink_bias=True, output_multiplier=0.5, final_logit_softcapping=30.0, input_embedding_scale=1.0
     )
     for i in range(config["num_hidden_layers"]):
-        tensors[f"layers.{i}.self_attn.attention_sink_bias"] = torch.full((4,), -60.0)
+        tensors[f"layers.{i}.self_attn.attention_sink_bias"] = 9.0 + i - torch.arange(4.0)
     write_checkpoint(directory, config, tensors)
     row = of_target["model.embed_tokens.weight"][259].clone()
     torch.save({"embedding": row, "mask_token_id": 259, "per_position": False}, directory / "mask_embedding.pt")
     return directory
+
+
+def reference_steps(draft: Path) -> list[int]:
+    """Verify steps of the reference loop, which embeds with the whole target's table."""
+    target, _, _ = load_pair()
+    reference = FormatReference.load(draft).draft
+    return [
+        len(generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True).accept_lengths) for prompt in PROMPTS
+    ]
 
 
 def target_without_a_mask_row(directory: Path) -> Path:
@@ -262,9 +274,49 @@ def test_a_reduced_vocabulary_on_two_ranks_accepts_as_much_greedy_and_drawn(plai
 @row("z-lab with mask_embedding.pt")
 @row("z-lab with attention sinks and a value scale")
 @row("z-lab with scaled embeddings and scaled, capped logits")
-def test_a_mask_row_of_the_drafts_own_stands_in_for_the_targets_and_leaves_it(plain, zlab, tmp_path: Path) -> None:
+def test_a_mask_row_and_sinks_decode_in_the_steps_of_the_reference_loop(plain, zlab, tmp_path: Path) -> None:
     target, draft = target_without_a_mask_row(tmp_path / "target"), with_fields(tmp_path / "draft")
+    expected = reference_steps(draft)
+    assert sum(expected) > 1.5 * sum(zlab["steps"])  # the sinks are felt
     with serve(target, draft, environment=REQUIRED) as server:
-        result = greedy(server)
+        result, log = greedy(server), server.log_text()
+    assert "own_modules=mask row" in log
     assert result["ids"] == plain["ids"]
-    assert result["steps"] == zlab["steps"]
+    assert result["steps"] == expected
+
+
+# ---- On a GPU: pytest -m gpu tests/test_formats.py ------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_own_modules_in_captured_graphs_accept_as_much_as_the_zlab_draft(tmp_path: Path) -> None:
+    flags = dict(cuda_graph_max_bs_decode=8, **ON_DEVICE)
+    environment = {**DEVICE_ENVIRONMENT, **REQUIRED}
+    with serve(TARGET, DRAFT, environment=environment, **flags) as server:
+        of_zlab = sum(greedy(server)["steps"])
+    drafts = {
+        "full": exported(tmp_path / "full"),
+        "reduced": exported(tmp_path / "reduced", likeliest_tokens(200)),
+    }
+    for name, draft in drafts.items():
+        with serve(TARGET, draft, environment=environment, **flags) as server:
+            steps = sum(greedy(server)["steps"])
+        print(f"{name}: {steps} steps, z-lab: {of_zlab}")
+        assert steps <= 1.06 * of_zlab, name
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=row(f"z-lab with attention sinks on {name}")) for name in ("fa3", "triton")],
+)
+def test_sinks_and_a_mask_row_on_a_gpu_take_the_steps_of_the_reference_loop(tmp_path: Path, backend: str) -> None:
+    target, draft = target_without_a_mask_row(tmp_path / "target"), with_fields(tmp_path / "draft")
+    expected = sum(reference_steps(draft))  # in float32; without the sinks they would be fewer by a third
+    flags = dict(cuda_graph_max_bs_decode=8, speculative_draft_attention_backend=backend, **ON_DEVICE)
+    with serve(target, draft, environment={**DEVICE_ENVIRONMENT, **REQUIRED}, **flags) as server:
+        steps = sum(greedy(server)["steps"])
+    print(f"{backend}: {steps} steps, reference: {expected}")
+    assert abs(steps - expected) <= 0.12 * expected
