@@ -173,6 +173,29 @@ def test_a_feature_that_speculation_would_change_silently_is_refused(pair, field
 
 
 @pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            {"speculative_draft_window_size": 4},
+            "--speculative-draft-window-size=4: expected at least the block of 8",
+        ),
+        ({"speculative_draft_sink_size": 4}, "--speculative-draft-sink-size=4: expected 0 or more, and"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype='nvfp4': expected for the draft one of"),
+        (
+            {"device": "cuda", "speculative_draft_kv_cache_dtype": "fp8_e5m2", "attention_backend": "fa3"},
+            "--speculative-draft-kv-cache-dtype='fp8_e5m2': expected a format that the draft's attention",
+        ),
+    ],
+    ids=str,
+)
+def test_a_window_or_a_kv_format_that_cannot_be_served_ends_start_up(pair, overrides: dict, says: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain, **overrides))
+    (problem,) = refused.value.problems
+    assert str(problem).startswith(says)
+
+
+@pytest.mark.parametrize(
     ("overrides", "named"),
     [
         ({"device": "npu"}, "--device='npu'"),
