@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_sglang.compat import should_apply_lm_head_quant_method, unwrap_lora_layer
+from dflash_sglang.kernels.largest import largest
 
 _NESTED = ("language_model", "model", "text_model", "thinker", "llm")
 _DENSE = (torch.float16, torch.bfloat16, torch.float32)
@@ -113,11 +114,10 @@ class TargetHead:
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """hidden [N, hidden] -> ids [N, count] int64 and logits [N, count] float32 of the largest logits over the
         whole vocabulary, descending. Collective over the head's TP group; capturable in a CUDA graph."""
-        logits = self.logits(hidden).float()
+        values, ids = largest(self.logits(hidden), count if self.group is None else min(count, self.rows))
+        values = values.float()
         if self.group is None:
-            values, ids = logits.topk(count, dim=-1)
             return ids, values
-        values, ids = logits.topk(min(count, self.rows), dim=-1)
         shape = (self.group.world_size, len(hidden), count)
         values, ids = (
             nn.functional.pad(values, (0, count - values.shape[1]), value=float("-inf")),

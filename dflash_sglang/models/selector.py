@@ -53,8 +53,9 @@ class CandidateSelector(nn.Module):
         """rows [bs, steps, hidden] -> their candidates, the likeliest first. Collective over the head's TP group;
         capturable in a CUDA graph."""
         bs, steps, _ = rows.shape
-        candidates, logits = head.likeliest(rows.flatten(0, 1), self.spec.selector_top_k)
-        projected, _ = self.hidden_projection(rows.flatten(0, 1))
+        rows = rows.flatten(0, 1)
+        candidates, logits = head.likeliest(rows, self.spec.selector_top_k)
+        projected, _ = self.hidden_projection(rows)
         return Lattice(
             candidates.view(bs, steps, -1),
             logits.view(bs, steps, -1),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dflash_sglang.kernels import grouped_conv as conv_kernels
 from dflash_sglang.kernels import selector_walk as walk_kernels
+from dflash_sglang.kernels.largest import largest
 from dflash_sglang.kernels.selector_walk import Codebooks, Draw, Lattice
 from tests.reference_dflash2 import convolution_loop, walk_loop
 
@@ -147,6 +148,21 @@ def test_walks_of_bfloat16_codebooks_agree_between_twins(triton_runs, device, dr
     assert torch.equal(got.tokens, expected.tokens)
     if drawn:
         torch.testing.assert_close(got.probs, expected.probs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [16, 4096, 8192, 8195, 20_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_of_a_row_are_found_wherever_they_lie(device, width, dtype):
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.stack([torch.randperm(width, generator=generator) for _ in range(6)]).to(device, torch.float32)
+    rows[1] = torch.arange(width)  # all in the last chunk
+    if dtype == torch.bfloat16:  # no two equal: the largest 16 stand out
+        top = rows.topk(16).indices
+        rows = (rows / width).scatter(1, top, torch.arange(2.0, 18.0, device=device).flip(0).expand(6, 16))
+    padded = torch.cat([rows, torch.full((6, 5), 1e6, device=device)], dim=1).to(dtype)[:, :width]
+    values, indices = largest(padded, 16)
+    expected = rows.to(dtype).topk(16)
+    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
 
 
 @pytest.mark.gpu
