@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 @functools.cache
 def plain(name: str) -> Asked:
     """What a server without speculation answers."""
-    with serve(pair(name)[0], **COMMON, **ZOO[name].arguments) as server:
+    with serve(pair(name)[0], **{**COMMON, **ZOO[name].arguments}) as server:
         asked = Asked(greedy(server, prompts(), NEW_TOKENS), [], None)
         next_turns = greedy(server, asked.next_prompts(), NEW_TOKENS)
         image = ask_with_image(server, name)["output_ids"] if ZOO[name].image_prompt else None
