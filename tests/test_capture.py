@@ -69,6 +69,33 @@ class Eagle3Target(Target):
         self.language_model.model.layers_to_capture = [i + 1 for i in ids]
 
 
+class Gemma3TextModel(Body):
+    """Layers return (output, residual) and a capture takes the output alone, as in SGLang's class of this name."""
+
+    def __init__(self) -> None:
+        super().__init__(packed=False)
+        self.layers = torch.nn.ModuleList(ResidualLayer(i) for i in range(LAYERS))
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, input_embeds: Any = None) -> Any:
+        x, residual = torch.ones(len(input_ids), HIDDEN), torch.zeros(len(input_ids), HIDDEN)
+        captured = []
+        for i, layer in enumerate(self.layers):
+            if i in self.layers_to_capture:
+                captured.append(x)
+            x, residual = layer(x, residual)
+        hidden, _ = self.norm(x, residual)
+        return (hidden, captured) if captured else hidden
+
+
+class ResidualLayer(torch.nn.Module):
+    def __init__(self, i: int) -> None:
+        super().__init__()
+        self.i = i
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(x, 10.0**self.i), residual + x
+
+
 AFTER = [2.0, 12.0, 112.0, 1112.0, 11112.0]  # the residual stream after each layer
 
 
@@ -86,6 +113,30 @@ def test_the_features_are_the_residuals_after_the_layers_in_the_order_of_the_ids
         features = list(features.chunk(len(ids), -1)) if isinstance(features, torch.Tensor) else features
         assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
         assert hidden[0].tolist() == [2 * AFTER[-1]] * HIDDEN
+
+
+@pytest.mark.parametrize("ids", [[0, 2, 3], [0, 2, 4], [4, 0, 2]], ids=str)
+def test_the_residual_is_part_of_the_features_of_a_body_that_captures_without(ids: list[int]) -> None:
+    target = Eagle3Target()
+    target.language_model.model = Gemma3TextModel()
+    ensure_capture(target, ids)
+    target.set_dflash_layers_to_capture(ids)
+    for _ in range(2):
+        hidden, features = target.run()
+        assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
+        assert hidden[0].tolist() == [2 * AFTER[-1]] * HIDDEN
+
+
+@pytest.mark.parametrize("ids", [[0, 2], [4, 0]], ids=str)
+def test_a_wrapper_that_calls_its_body_for_what_the_body_lacks_captures(ids: list[int]) -> None:
+    class Wrapper(Target):
+        def set_dflash_layers_to_capture(self, layer_ids: list[int]) -> None:
+            self.language_model.model.set_dflash_layers_to_capture([i + 1 for i in layer_ids])
+
+    ensure_capture(target := Wrapper(), ids)
+    target.set_dflash_layers_to_capture(ids)
+    _, features = target.run()
+    assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
 
 
 def test_a_captured_last_layer_survives_later_writes_to_the_residual() -> None:

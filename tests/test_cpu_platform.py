@@ -52,6 +52,7 @@ def visible_keys(q: int, context: int, causal: bool, window: int | None) -> list
     window=st.one_of(st.none(), st.integers(1, 12)),
     page_size=st.sampled_from([1, 4, 16]),
     bfloat16=st.booleans(),
+    with_sinks=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_attention_equals_softmax_over_exactly_the_visible_keys(
@@ -61,6 +62,7 @@ def test_attention_equals_softmax_over_exactly_the_visible_keys(
     window: int | None,
     page_size: int,
     bfloat16: bool,
+    with_sinks: bool,
     seed: int,
 ) -> None:
     prefix_lens = [prefix for prefix, _ in requests]
@@ -80,7 +82,9 @@ def test_attention_equals_softmax_over_exactly_the_visible_keys(
         patch.setattr(dense, "MAX_QUERIES", 4)  # prefills of 5 .. 9 queries are cut
         groups = dense.group_queries(req_to_token, request_slots, prefix_lens, query_lens)
     window_left = None if window is None else window - 1
-    got = dense.attend(query, key, value, groups, causal=causal, window_left=window_left, scale=0.3)
+    sinks = torch.randn(HEADS, generator=generator).to(dtype) if with_sinks else None
+    options = dict(causal=causal, window_left=window_left, scale=0.3, sinks=sinks)
+    got = dense.attend(query, key, value, groups, **options)
 
     expected = torch.empty_like(query, dtype=torch.float64)
     token = 0
@@ -88,8 +92,10 @@ def test_attention_equals_softmax_over_exactly_the_visible_keys(
         for q in range(prefix, prefix + n):
             seen = req_to_token[row, visible_keys(q, prefix + n, causal, window)].long()
             k, v = (cache[seen].double().repeat_interleave(HEADS // KV_HEADS, 1) for cache in (key, value))
-            weights = (torch.einsum("hd,khd->hk", query[token].double(), k) * 0.3).softmax(-1)
-            expected[token] = torch.einsum("hk,khd->hd", weights, v)
+            scores = torch.einsum("hd,khd->hk", query[token].double(), k) * 0.3
+            # A sink is a score more, of a key without a value.
+            scores = scores if sinks is None else torch.cat([scores, sinks.double()[:, None]], dim=1)
+            expected[token] = torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(seen)], v)
             token += 1
     torch.testing.assert_close(got.double(), expected, atol=3e-2 if bfloat16 else 1e-5, rtol=1e-2)
 

@@ -6,24 +6,27 @@ Drafts are random, so an oracle drives accept lengths through their whole range.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from dflash_sglang.demo.server import Server
+from dflash_sglang.demo.server import Server, ServerFailed
 from tests import scheduler_hooks
 from tests.engines import greedy, greedy_params, serve
-from tests.zoo import ZOO, pair, reference
-from tests.zoo.member import BLOCK, LAYERS
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.zoo import ZOO, Member, pair, reference
+from tests.zoo.member import BLOCK, FEATURES, LAYERS
+from tests.zoo.processors import image_url, with_image
 
 pytestmark = pytest.mark.slow
 
 CHUNK = 64
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 LENGTHS = (5, 33, 100, 200)  # the longer ones are prefilled in chunks
 COMMON: dict[str, Any] = dict(chunked_prefill_size=CHUNK, max_total_tokens=4096, skip_server_warmup=True)
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -32,74 +35,118 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def matrix(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.matrix(target=name, draft="z-lab", kv="model dtype", outcome="works")
+def param(member: Member) -> Any:
+    outcome = "refused" if member.refused else "works"
+    mark = pytest.mark.matrix(target=member.name, draft="z-lab", kv="model dtype", outcome=outcome)
+    return pytest.param(member.name, id=member.name, marks=mark)
 
 
-TARGETS = [
-    pytest.param(name, id=name, marks=matrix(name)) for name, member in ZOO.items() if member.on_gpu_only is None
-]
+ON_CPU = [member for member in ZOO.values() if member.on_gpu_only is None]
 
 
-def prompts(name: str) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(4, 250, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def next_turns(name: str, outputs: list[list[int]]) -> list[list[int]]:
-    """Prompts that begin with what the server has just computed."""
-    return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(name), outputs, strict=True)]
+class Asked(NamedTuple):
+    """Outputs of the prompts, of prompts that begin with these outputs, and of the one with an image, if any."""
+
+    first: list[list[int]]
+    next_turns: list[list[int]]
+    image: list[int] | None
+
+    def next_prompts(self) -> list[list[int]]:
+        return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(), self.first, strict=True)]
 
 
 @functools.cache
-def plain(name: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Outputs without speculation of the prompts, and of their next turns."""
-    with serve(pair(name)[0], **COMMON, **ZOO[name].arguments) as server:
-        first = greedy(server, prompts(name), NEW_TOKENS)
-        return first, greedy(server, next_turns(name, first), NEW_TOKENS)
+def plain(name: str) -> Asked:
+    """What a server without speculation answers."""
+    with serve(pair(name)[0], **{**COMMON, **ZOO[name].arguments}) as server:
+        asked = Asked(greedy(server, prompts(), NEW_TOKENS), [], None)
+        next_turns = greedy(server, asked.next_prompts(), NEW_TOKENS)
+        image = ask_with_image(server, name)["output_ids"] if ZOO[name].image_prompt else None
+        return Asked(asked.first, next_turns, image)
+
+
+def ask_with_image(server: Server, name: str) -> dict[str, Any]:
+    return server.generate(
+        input_ids=ZOO[name].image_prompt,
+        image_data=[image_url()],
+        rid="image",
+        sampling_params=greedy_params(NEW_TOKENS),
+    )
 
 
 @contextmanager
-def ours(name: str, directory: Path, **arguments: Any) -> Iterator[tuple[Server, Path]]:
+def ours(
+    name: str, directory: Path, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> Iterator[tuple[Server, Path]]:
     """A server of the member with our worker, and where its instruments leave their files."""
     records = directory / "records"
     records.mkdir()
     environment = {
+        **(environment or {}),
         "DFLASH_SGLANG_REQUIRE": "1",
         "PYTHONPATH": f"{scheduler_hooks.install(directory / 'hooks')}:{Path(__file__).parents[1]}",
         scheduler_hooks.HOOKS_ENV: "oracle,features",
         scheduler_hooks.RECORDS_ENV: str(records),
     }
-    with serve(*pair(name), environment=environment, **COMMON, **ZOO[name].arguments, **arguments) as server:
+    with serve(*pair(name), environment=environment, **{**COMMON, **ZOO[name].arguments, **arguments}) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [param(member) for member in ON_CPU if not member.refused])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_output_equals_plain_decoding_and_the_draft_sees_the_target_as_transformers_does(
     target: str, configuration: str, tmp_path: Path
 ) -> None:
-    expected, expected_next = plain(target)
+    expected = plain(target)
     with ours(target, tmp_path, **CONFIGURATIONS[configuration]) as (server, records):
-        (unaided,) = greedy(server, prompts(target)[2:3], NEW_TOKENS)
+        (unaided,) = greedy(server, prompts()[2:3], NEW_TOKENS)
         captured = scheduler_hooks.features_at(records)
-        for asked, outputs in (prompts(target), expected), (next_turns(target, expected), expected_next):
+        for asked, outputs in (
+            (prompts(), expected.first),
+            (expected.next_prompts(), expected.next_turns),
+            (["image"], [expected.image or []]),
+        ):
             for prompt, output in zip(asked, outputs, strict=True):
                 scheduler_hooks.record(records, prompt, output)
         server.post("/flush_cache?timeout=60")
-        first = generate(server, prompts(target))
-        second = generate(server, next_turns(target, expected))
+        first = generate(server, prompts())
+        next_turns = generate(server, expected.next_prompts())
+        if expected.image is not None:
+            assert_image_request(target, server, records, expected.image)
         borrowed = scheduler_hooks.borrowed(records)
-    assert unaided == expected[2]
-    assert [answer["output_ids"] for answer in first] == expected
-    assert [answer["output_ids"] for answer in second] == expected_next
-    for prompt, answer in zip(prompts(target), second, strict=True):
+    assert unaided == expected.first[2]
+    assert [answer["output_ids"] for answer in first] == expected.first
+    assert [answer["output_ids"] for answer in next_turns] == expected.next_turns
+    for prompt, answer in zip(prompts(), next_turns, strict=True):
         assert len(prompt) - answer["meta_info"]["cached_tokens"] < ZOO[target].prefix_grid
-    histogram = accept_histogram([*first, *second])
+    histogram = accept_histogram([*first, *next_turns])
     assert sum(count > 0 for count in histogram) >= BLOCK - 1, f"accepted proposals per step: {histogram}"
-    assert_features(target, captured)
+    assert_features(target, captured, torch.tensor([prompts()[2] + expected.first[2][:-1]]))
     assert_borrowed(target, *borrowed)
+
+
+def assert_image_request(name: str, server: Server, records: Path, expected: list[int]) -> None:
+    """Beside a text request, and again on a warm prefix cache."""
+    scheduler_hooks.features_at(records)
+    alone = ask_with_image(server, name)
+    captured = scheduler_hooks.features_at(records)
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(generate, server, prompts()[:1])
+        again = ask_with_image(server, name)
+        assert beside.result()[0]["output_ids"] == plain(name).first[0]
+    assert alone["output_ids"] == again["output_ids"] == expected
+    assert again["meta_info"]["cached_tokens"] >= len(ZOO[name].image_prompt) // 16 * 16
+    assert len(expected) > 2 * alone["meta_info"]["spec_verify_ct"]
+    # The draft's positions count tokens, those of the image too.
+    inputs = with_image(pair(name)[0], ZOO[name].image_prompt)
+    assert sorted(captured)[: inputs["input_ids"].shape[1]] == list(range(inputs["input_ids"].shape[1]))
+    assert_features(name, captured, **inputs)
 
 
 def generate(server: Server, asked: list[list[int]]) -> list[dict[str, Any]]:
@@ -114,10 +161,10 @@ def accept_histogram(answers: list[dict[str, Any]]) -> list[int]:
     return histogram
 
 
-def assert_features(name: str, captured: dict[int, torch.Tensor]) -> None:
-    """Of the third prompt and its unaided output: the first, the last and a middle layer, in the draft's order."""
-    expected = layer_outputs(name)
-    features = torch.stack([captured[i] for i in range(len(expected[0]))])
+def assert_features(name: str, captured: dict[int, torch.Tensor], input_ids: torch.Tensor, **images: Any) -> None:
+    """The first, the last and a middle layer, in the draft's order, at the positions of `input_ids` [1, n]."""
+    expected = residuals(reference(name), input_ids, images)
+    features = torch.stack([captured[i] for i in range(input_ids.shape[1])])
     ids = ZOO[name].feature_layers
     assert {0, LAYERS - 1} < set(ids) and list(ids) != sorted(ids)
     for layer, feature in zip(ids, features.chunk(len(ids), dim=-1), strict=True):
@@ -126,16 +173,14 @@ def assert_features(name: str, captured: dict[int, torch.Tensor]) -> None:
         )
 
 
-@functools.cache
-def layer_outputs(name: str) -> list[torch.Tensor]:
-    """What each layer of the target in transformers gives for the third prompt and its output, [tokens, hidden]."""
-    model = reference(name)
-    outputs: list[torch.Tensor] = []
-    for layer in model.get_decoder().layers:
-        layer.register_forward_hook(lambda module, args, out: outputs.append(out[0] if out.ndim == 3 else out))
+def residuals(model: Any, input_ids: torch.Tensor, images: dict[str, Any]) -> list[torch.Tensor]:
+    """After each layer of a transformers model, [n, hidden]: what its next layer, or its final norm, is given."""
+    seen: list[torch.Tensor] = []
+    for module in (*model.get_decoder().layers[1:], model.get_decoder().norm):
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[0].view(-1, args[0].shape[-1])))
     with torch.no_grad():
-        model(torch.tensor([prompts(name)[2] + plain(name)[0][2][:-1]]))
-    return outputs
+        model(input_ids, **images)
+    return seen
 
 
 def assert_borrowed(name: str, ids: torch.Tensor, embeddings: torch.Tensor, logits: torch.Tensor) -> None:
@@ -144,3 +189,28 @@ def assert_borrowed(name: str, ids: torch.Tensor, embeddings: torch.Tensor, logi
     with torch.no_grad():
         torch.testing.assert_close(embeddings, model.get_input_embeddings()(ids))
         torch.testing.assert_close(logits, model.get_output_embeddings()(embeddings), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", [param(member) for member in ON_CPU if member.refused])
+def test_a_target_that_cannot_be_served_ends_start_up_with_the_reason(target: str) -> None:
+    with pytest.raises(ServerFailed) as failed:
+        with serve(*pair(target), **COMMON):
+            pass
+    assert f"CaptureError: {ZOO[target].refused}\n" in str(failed.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", ["Gemma 3", "gpt-oss"])
+def test_captured_graphs_hand_over_the_features_of_transformers(target: str, tmp_path: Path) -> None:
+    """Bodies whose layers are observed from outside, and whose KV lies in two pools; verify runs in a graph."""
+    flags = dict(attention_backend="triton", cuda_graph_max_bs_decode=4, **ON_DEVICE)
+    with ours(target, tmp_path, DEVICE_ENVIRONMENT, **flags) as (server, records):
+        (output,) = greedy(server, prompts()[2:3], NEW_TOKENS)
+        captured = scheduler_hooks.features_at(records)
+    expected = residuals(reference(target), torch.tensor([prompts()[2] + output[:-1]]), {})
+    features = torch.stack([captured[i] for i in range(LENGTHS[2] + NEW_TOKENS - 1)])
+    for layer, feature in zip(FEATURES, features.chunk(len(FEATURES), dim=-1), strict=True):
+        error = (feature - expected[layer]).norm(dim=-1) / expected[layer].norm(dim=-1)
+        # bfloat16; a token that a router sends elsewhere differs more.
+        assert error.median() < 0.03, f"layer {layer}"
+        assert error[LENGTHS[2] :].median() < 0.03, f"layer {layer}, rows of verify"

@@ -42,20 +42,21 @@ register(Member("Llama 3.1", "LlamaForCausalLM", lambda: llama(tied=False)))
 register(Member("Llama 3.1, tied", "LlamaForCausalLM", lambda: llama(tied=True)))
 
 
+def gemma2() -> Any:
+    from transformers import Gemma2Config
+
+    return Gemma2Config(**{**TEXT, "tie_word_embeddings": True}, hidden_act="gelu_pytorch_tanh")
+
+
 def gemma3() -> Any:
     from transformers import Gemma3TextConfig
 
+    sliding, full = "sliding_attention", "full_attention"
     return Gemma3TextConfig(
         **{**TEXT, "tie_word_embeddings": True},
         query_pre_attn_scalar=16,
         sliding_window=24,
-        layer_types=[
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-        ],
+        layer_types=[sliding, full, sliding, full, sliding],
     )
 
 
@@ -92,5 +93,15 @@ def gemma4() -> Any:
     return Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
 
 
+register(
+    Member(
+        "Gemma 2",
+        "Gemma2ForCausalLM",
+        gemma2,
+        refused="target class Gemma2ForCausalLM: expected set_dflash_layers_to_capture or "
+        "set_eagle3_layers_to_capture, which hand the draft its features. Serve another target, or without "
+        "--speculative-algorithm DFLASH.",
+    )
+)
 register(Member("Gemma 3", "Gemma3ForCausalLM", gemma3))
 register(Member("Gemma 4", "Gemma4ForConditionalGeneration", gemma4, processor=processors.gemma4))

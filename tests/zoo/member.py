@@ -37,10 +37,11 @@ TEXT: dict[str, Any] = dict(
 class Member:
     """A target and the draft that goes with it.
 
-    model_class: of transformers, by name; its name is the architecture. config: gives the transformers config of the
-    target. arguments: of any server that serves it. draft: overrides of the draft's config.json. on_gpu_only: why
+    model_class: of transformers, by name; its name is the architecture. config: gives the target's transformers
+    config. arguments: of any server that serves it. draft: overrides of the draft's config.json. on_gpu_only: why
     the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers
-    processor that lies beside it.
+    processor that lies beside it. image_prompt: ids of a prompt with an image, of a target that reads images.
+    refused: what start-up says, or None.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Member:
     on_gpu_only: str | None = None
     finish: Callable[[Any], None] = lambda model: None
     processor: Callable[[], Any] | None = None
+    image_prompt: tuple[int, ...] = ()
+    refused: str | None = None
     prefix_grid: int = 16  # tokens between the ends of prefixes that the cache hands on, pages of 16 or less
 
     @property

@@ -61,7 +61,8 @@ register(
         "gpt-oss",
         "GptOssForCausalLM",
         gpt_oss,
-        arguments=dict(moe_runner_backend="triton"),
+        # Few slots, so that those of the window are used again and are no longer those of the full pool.
+        arguments=dict(moe_runner_backend="triton", max_total_tokens=1024, swa_full_tokens_ratio=0.4),
         finish=keep_sinks_in_bfloat16,
     )
 )

@@ -1,8 +1,15 @@
-"""What multimodal targets read their requests with: a token per byte, as the trained pair's, and those of images."""
+"""What multimodal targets read requests with: a token per byte, as the trained pair has, and those of images."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import io
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 # In place of and around an image, and the ids that a Qwen tokenizer of the zoo gives them.
 IMAGE, VIDEO, START, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -70,3 +77,26 @@ def gemma4() -> Any:
         ),
         video_processor=Gemma4VideoProcessor(),
     )
+
+
+@functools.cache
+def image() -> Any:
+    """Random pixels, as PIL has them."""
+    from PIL import Image
+
+    pixels = torch.rand((70, 98, 3), generator=torch.Generator().manual_seed(3)) * 255
+    return Image.fromarray(pixels.byte().numpy())
+
+
+def image_url() -> str:
+    with io.BytesIO() as png:
+        image().save(png, "PNG")
+        return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def with_image(directory: Path, prompt: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Inputs of a transformers model, whose processor is in `directory`, for a prompt with the image in it."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(directory)
+    return processor(text=[processor.tokenizer.decode(prompt)], images=[image()], return_tensors="pt")

@@ -44,5 +44,24 @@ def qwen3_vl() -> Any:
     )
 
 
-register(Member("Qwen2.5-VL", "Qwen2_5_VLForConditionalGeneration", qwen2_5_vl, processor=processors.qwen2_5_vl))
-register(Member("Qwen3-VL", "Qwen3VLForConditionalGeneration", qwen3_vl, processor=processors.qwen3_vl))
+START, IMAGE, END = (processors.IMAGE_IDS[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+# 60 letters first: chunks of 64 tokens end within the image.
+IMAGE_PROMPT = (*(97 + i % 23 for i in range(60)), START, IMAGE, END, *range(90, 110))
+register(
+    Member(
+        "Qwen2.5-VL",
+        "Qwen2_5_VLForConditionalGeneration",
+        qwen2_5_vl,
+        processor=processors.qwen2_5_vl,
+        image_prompt=IMAGE_PROMPT,
+    )
+)
+register(
+    Member(
+        "Qwen3-VL",
+        "Qwen3VLForConditionalGeneration",
+        qwen3_vl,
+        processor=processors.qwen3_vl,
+        image_prompt=IMAGE_PROMPT,
+    )
+)
