@@ -96,11 +96,16 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Registers the attention backend and the hooks; SGLang calls it once in each worker process."""
         from dflash_sglang.attention.torch_cpu import register
-        from dflash_sglang.platforms.cpu_hooks import ignore_record_stream_on_cpu, register_hooks
+        from dflash_sglang.platforms.cpu_hooks import (
+            ignore_record_stream_on_cpu,
+            name_the_cpu_by_default,
+            register_hooks,
+        )
 
         register(ATTENTION_BACKEND)
         register_hooks()
         ignore_record_stream_on_cpu()
+        name_the_cpu_by_default()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Applies the hooks where `load_plugins()` has not; turns the built-in draft's Triton kernel off."""

@@ -53,3 +53,10 @@ def layernorm_fn(
 def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False) -> Tensor:
     """attn_output [tokens, heads * head_dim], gate the same or [tokens, heads, head_dim]."""
     return attn_output * gate.reshape(attn_output.shape).sigmoid()
+
+
+def fused_gate_sigmoid_mul_add(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+) -> None:
+    """Adds the shared expert's output [tokens, hidden], gated, to that of the routed experts, which is written."""
+    final_hidden_states += (hidden_states @ gate_weight).sigmoid()[:, None] * shared_output

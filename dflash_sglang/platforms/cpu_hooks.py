@@ -92,3 +92,9 @@ def ignore_record_stream_on_cpu() -> None:
             record_stream(self, stream)
 
     torch.Tensor.record_stream = record_stream_on_devices
+
+
+def name_the_cpu_by_default() -> None:
+    """Makes `torch.get_device_module()` the CPU's: torch names the accelerator that it was built for, if any."""
+    get_device_module = torch.get_device_module
+    torch.get_device_module = lambda device=None: get_device_module("cpu" if device is None else device)

@@ -39,6 +39,7 @@ def register(source: HookSource) -> None:
         ("attention.linear.fused_sigmoid_gating_recurrent", fused_sigmoid_gating_delta_rule_update),
         ("attention.triton_gdn_fused_proj", cpu_gates.fused_qkvzba_split_reshape_cat),
         ("attention.triton_gdn_fused_proj", cpu_gates.fused_qkvzba_split_reshape_cat_contiguous),
+        ("elementwise.elementwise", cpu_gates.fused_gate_sigmoid_mul_add),
         ("elementwise.elementwise", cpu_gates.fused_sigmoid_mul),
     ):
         hook: Callable[..., Any] = function

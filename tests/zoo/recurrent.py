@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.zoo import processors
 from tests.zoo.member import TEXT, Member, register
 
 DELTA_NET: dict[str, Any] = dict(
@@ -21,6 +22,21 @@ def qwen35() -> Any:
     from transformers import Qwen3_5TextConfig
 
     return _with_interval(Qwen3_5TextConfig(**TEXT, **DELTA_NET, rope_parameters=ROPE))
+
+
+def qwen35_vision() -> Any:
+    """Qwen3.5 and Qwen3.6 as they are released: the text model in a vision-language wrapper, M-RoPE positions."""
+    from transformers import Qwen3_5Config
+
+    rope = dict(**ROPE, mrope_section=[1, 1, 0], mrope_interleaved=True)
+    vision = dict(
+        depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, num_position_embeddings=64
+    )
+    config = Qwen3_5Config(
+        text_config={**TEXT, **DELTA_NET, "rope_parameters": rope}, vision_config=vision, **processors.IMAGE_IDS
+    )
+    _with_interval(config.text_config)
+    return config
 
 
 def qwen3_next() -> Any:
@@ -64,6 +80,16 @@ def qwen35_wide() -> Any:
 
 
 register(Member("Qwen3.5", "Qwen3_5ForCausalLM", qwen35, finish=remembering, prefix_grid=64))
+register(
+    Member(
+        "Qwen3.5 with vision",
+        "Qwen3_5ForConditionalGeneration",
+        qwen35_vision,
+        finish=remembering,
+        processor=processors.qwen3_vl,
+        prefix_grid=64,
+    )
+)
 register(Member("Qwen3-Next", "Qwen3NextForCausalLM", qwen3_next, finish=remembering, prefix_grid=64))
 register(
     Member(
