@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_sglang import hooks
+from dflash_sglang.checkpoint import weights_directory
 from dflash_sglang.families import foreign
+from dflash_sglang.own_modules import own_modules
 from dflash_sglang.validation import StartupError
 from tests.draft_formats import FORMATS, KEPT, matrix, speculators_config
 from tests.test_plugin import Algorithm, BuiltInWorker, arguments, built_in
@@ -389,6 +391,20 @@ def test_sglang_reads_a_speculators_config_as_that_of_its_decoder(tmp_path: Path
     assert config.target_layer_ids == [1, 3, 4]
     assert config.dtype == torch.float32
     assert config._name_or_path == str(tmp_path)
+
+
+def test_a_hub_repositorys_modules_are_read_from_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, commit = tmp_path / "models--acme--draft", "0" * 40
+    FORMATS[MASK_FILE](repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    directory = weights_directory("acme/draft", None)
+    assert directory == repository / "snapshots" / commit
+    mask = own_modules(directory).mask_embedding
+    assert mask is not None and mask.row.shape == (64,)
 
 
 def test_sglang_reads_every_other_config_by_itself(tmp_path: Path) -> None:
