@@ -98,6 +98,8 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         speculative_num_draft_tokens=None,
         speculative_draft_attention_backend=None,
         speculative_draft_kv_cache_dtype=None,
+        speculative_draft_model_quantization=None,
+        quantization=None,
         kv_cache_dtype="auto",
         attention_backend=None,
         prefill_attention_backend=None,
