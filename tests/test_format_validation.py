@@ -346,7 +346,6 @@ def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: s
         ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
         ({"architectures": ["DSparkDraftModel"]}, {}, "draft config architectures='DSparkDraftModel'"),
         ({}, {"enable_dp_attention": True}, "--enable-dp-attention=True"),
-        ({}, {"speculative_draft_window_size": 64}, "--speculative-draft-window-size=64"),
     ],
     ids=str,
 )
