@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests import scheduler_hooks, test_parallel
+from tests import scheduler_hooks, test_parallel, tiny
 from tests.engines import greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
-from tests.reference_dflash2 import ReferenceDFlash2, added_tensors
+from tests.reference_dflash2 import ReferenceDFlash2, added_tensors, dflash2_config, dflash2_tensors
 from tests.test_sampling import chi_square_bound
 from tests.tiny import write_checkpoint
 from training.reference import generate, plain_generate
@@ -178,21 +179,29 @@ def three_tokens(target: Any) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.matrix(target="Qwen3", draft="DFlash2", kv="model dtype, two ranks", outcome="works")
-def test_two_ranks_that_draw_apart_take_the_same_walks(draft, expected, tmp_path):
-    asked = test_parallel.sampled_requests(request(prompts()[1]))
-    with serve(
-        TARGET, draft, environment=test_parallel.watched(tmp_path), tp_size=2, **test_parallel.RANKS
-    ) as server:
-        greedy = test_parallel.ask(server, [request(prompt) for prompt in prompts()], together=False)
-        sampled = test_parallel.ask(server, asked, together=True)
+def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
+    """Random models, whose tokens lie in the shards of both ranks: keys and values of a walk that only one of them
+    took would be wrong."""
+    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
+    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
+    config = dflash2_config(**shape)
+    draft = write_checkpoint(tmp_path / "draft", config, dflash2_tensors(config))
+    ids = random.Random(0)
+    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
+    expected = test_parallel.continuations(target, [one["input_ids"] for one in asked])
+    environment = test_parallel.watched(tmp_path)
+    with serve(target, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
+        sampled = test_parallel.ask(server, test_parallel.sampled_requests(asked[0]), together=True)
+        turns = test_parallel.next_turns(asked[0], sampled)
+        after_hit = test_parallel.ask(server, turns, together=True)
+        server.post("/flush_cache?timeout=60")
+        cold = test_parallel.ask(server, turns, together=True)
+        greedy = test_parallel.ask(server, asked, together=True)
     assert [answer["output_ids"] for answer in greedy] == expected
-    for answer in sampled:
-        for rank in range(2):
-            ids = test_parallel.committed(tmp_path, rank, answer["meta_info"]["id"])
-            assert ids[:NEW_TOKENS] == answer["output_ids"], f"rank {rank}"
-    *drawn, undrawn = [answer["output_ids"] for answer in sampled]
-    assert undrawn == expected[1]
-    assert sum(ids != expected[1] for ids in drawn) >= len(drawn) // 2
+    test_parallel.assert_sampled(sampled, expected[0])
+    test_parallel.assert_same_on_all_ranks(
+        dict(sampled=sampled, after_hit=after_hit, cold=cold, directory=tmp_path)
+    )
 
 
 @pytest.mark.gpu
