@@ -24,7 +24,10 @@ NEW_TOKENS = 40
 
 
 def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[Any]]:
-    """Outputs, and (prefix length, proposals) of every block, of two prompts and the next turn of the longer."""
+    """Outputs, and (prefix length, proposals) of every block, of prompts and the next turn of the last.
+
+    Together they need the sliding layers' pool several times over: its slots part from the full layers'.
+    """
     directory.mkdir()
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
@@ -35,11 +38,12 @@ def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[
     arguments |= dict(
         ZOO[GPT_OSS].arguments, chunked_prefill_size=64, max_total_tokens=4096, skip_server_warmup=True
     )
+    arguments["swa_full_tokens_ratio"] = 0.15
     generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(4, 250, (n,), generator=generator).tolist() for n in (33, 200)]
+    prompts = [torch.randint(4, 250, (n,), generator=generator).tolist() for n in (33, 200, 150, 250, 90, 220)]
     with serve(*pair(GPT_OSS), environment=environment, disable_overlap_schedule=True, **arguments) as server:
         outputs = [greedy(server, [prompt], NEW_TOKENS)[0] for prompt in prompts]
-        outputs += greedy(server, [prompts[1] + outputs[1] + [9, 8, 7]], NEW_TOKENS)
+        outputs += greedy(server, [prompts[-1] + outputs[-1] + [9, 8, 7]], NEW_TOKENS)
         hybrid = "SWAKVPool" in server.log_text()
     assert hybrid == ("disable_hybrid_swa_memory" not in arguments)
     return outputs, [json.loads(line) for line in (directory / "proposals.jsonl").read_text().splitlines()]
@@ -56,5 +60,5 @@ def test_proposals_beside_a_hybrid_pool_are_those_beside_one_pool(one_pool, tmp_
     outputs, blocks = proposals(tmp_path / "hybrid", page_size=page_size)
     assert outputs == one_pool[0]
     assert blocks == one_pool[1]
-    assert len(blocks) > 3 * NEW_TOKENS / 4
+    assert len(blocks) > 3 * NEW_TOKENS
     assert len({tuple(tokens) for _, tokens in blocks}) > 10
