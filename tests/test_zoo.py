@@ -141,7 +141,8 @@ def assert_image_request(name: str, server: Server, records: Path, expected: lis
         again = ask_with_image(server, name)
         assert beside.result()[0]["output_ids"] == plain(name).first[0]
     assert alone["output_ids"] == again["output_ids"] == expected
-    assert again["meta_info"]["cached_tokens"] >= len(ZOO[name].image_prompt) // 16 * 16
+    grid = ZOO[name].prefix_grid
+    assert again["meta_info"]["cached_tokens"] >= len(ZOO[name].image_prompt) // grid * grid
     assert len(expected) > 2 * alone["meta_info"]["spec_verify_ct"]
     # The draft's positions count tokens, those of the image too.
     inputs = with_image(pair(name)[0], ZOO[name].image_prompt)

@@ -5,6 +5,7 @@ Each function below says what it stands in for and what happens without it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,4 +98,9 @@ def ignore_record_stream_on_cpu() -> None:
 def name_the_cpu_by_default() -> None:
     """Makes `torch.get_device_module()` the CPU's: torch names the accelerator that it was built for, if any."""
     get_device_module = torch.get_device_module
-    torch.get_device_module = lambda device=None: get_device_module("cpu" if device is None else device)
+
+    @functools.wraps(get_device_module)  # torch's compiler reads __wrapped__
+    def module(device: Any = None) -> Any:
+        return get_device_module("cpu" if device is None else device)
+
+    torch.get_device_module = module
