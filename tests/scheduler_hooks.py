@@ -29,15 +29,16 @@ HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
 
 
-def install(directory: Path) -> Path:
-    """Write the plugin's metadata into `directory`, which then goes onto PYTHONPATH."""
+def install(directory: Path) -> str:
+    """Write the plugin's metadata into `directory`; returns the PYTHONPATH that a server finds it on."""
     info = directory / "dflash_test_hooks-0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-test-hooks\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\ndflash_test_hooks = tests.scheduler_hooks:activate\n"
     )
-    return directory
+    path = [str(directory), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(filter(None, path))
 
 
 def record(directory: Path, prompt: list[int] | str, output_ids: list[int]) -> None:

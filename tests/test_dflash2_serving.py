@@ -84,7 +84,7 @@ def ours(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     records = tmp_path_factory.mktemp("records")
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(tmp_path_factory.mktemp('hooks'))}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
         scheduler_hooks.HOOKS_ENV: "oracle,poison",
         scheduler_hooks.RECORDS_ENV: str(records),
     }

@@ -147,7 +147,7 @@ def windowed(directory: Path, **arguments: Any) -> list[dict[str, Any]]:
     """Answers of a server whose draft would read NaN outside of its window."""
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(directory)}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(directory),
         scheduler_hooks.HOOKS_ENV: "blindfold",
         **arguments.pop("environment", {}),
     }

@@ -31,7 +31,7 @@ def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[
     directory.mkdir()
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(directory)}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(directory),
         scheduler_hooks.HOOKS_ENV: "proposals",
         scheduler_hooks.RECORDS_ENV: str(directory),
     }

@@ -115,7 +115,7 @@ def ours(request, plain, tmp_path_factory) -> Any:
     records = tmp_path_factory.mktemp("records")
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(tmp_path_factory.mktemp('hooks'))}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
         scheduler_hooks.HOOKS_ENV: ",".join(filter(None, ["oracle", arguments.pop("hooks", "")])),
         scheduler_hooks.RECORDS_ENV: str(records),
         **arguments.pop("env", {}),

@@ -85,7 +85,8 @@ def steps(answers: list[dict[str, Any]]) -> int:
 
 def watched(directory: Path, **environment: str) -> dict[str, str]:
     """The environment of a server of ours whose ranks write into `directory` and may read an oracle's records."""
-    info = scheduler_hooks.install(directory) / "dflash_test_ranks-0.0.dist-info"
+    path = scheduler_hooks.install(directory)
+    info = directory / "dflash_test_ranks-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-test-ranks\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text(
@@ -93,7 +94,7 @@ def watched(directory: Path, **environment: str) -> dict[str, str]:
     )
     return {
         REQUIRE_ENV: "1",
-        "PYTHONPATH": f"{directory}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": path,
         RANKS_ENV: str(directory),
         scheduler_hooks.RECORDS_ENV: str(directory),
         **environment,

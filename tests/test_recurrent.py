@@ -187,7 +187,9 @@ def test_a_pool_without_a_state_per_row_ends_start_up():
         RecurrentStates.of(target, BLOCK)
 
 
-@pytest.mark.matrix(target="Mamba, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in")
+@pytest.mark.matrix(
+    target="Mamba, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
+)
 def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, monkeypatch):
     from dflash_sglang import startup
 

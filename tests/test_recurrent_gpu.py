@@ -10,7 +10,6 @@ the tokens may part where two are almost tied, and the logprobs may not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -77,7 +76,7 @@ def ours(launch, plain, tmp_path_factory) -> Iterator[Server]:
     environment = {
         **DEVICE_ENVIRONMENT,
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(tmp_path_factory.mktemp('hooks'))}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
         scheduler_hooks.HOOKS_ENV: "oracle",
         scheduler_hooks.RECORDS_ENV: str(records),
     }

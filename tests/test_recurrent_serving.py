@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ def ours(request, plain, tmp_path_factory) -> Iterator[Server]:
             scheduler_hooks.record(records, asked["input_ids"], output)
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(tmp_path_factory.mktemp('hooks'))}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
         scheduler_hooks.HOOKS_ENV: "oracle",
         scheduler_hooks.RECORDS_ENV: str(records),
         **arguments.pop("env", {}),

@@ -140,8 +140,8 @@ def pair() -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
-    hooks = scheduler_hooks.install(tmp_path_factory.mktemp("hooks"))
-    return {"PYTHONPATH": f"{hooks}:{Path(__file__).parents[1]}", scheduler_hooks.HOOKS_ENV: "seeds"}
+    path = scheduler_hooks.install(tmp_path_factory.mktemp("hooks"))
+    return {"PYTHONPATH": path, scheduler_hooks.HOOKS_ENV: "seeds"}
 
 
 @pytest.fixture(scope="module")

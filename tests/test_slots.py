@@ -54,7 +54,7 @@ def plain(tiny) -> list[Any]:
 def test_requests_at_the_context_limit_touch_only_their_own_slots(tiny, plain, page_size, tmp_path):
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(tmp_path)}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path),
         scheduler_hooks.HOOKS_ENV: "sentinels",
     }
     with serve(

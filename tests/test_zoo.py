@@ -89,7 +89,7 @@ def ours(
     environment = {
         **(environment or {}),
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": f"{scheduler_hooks.install(directory / 'hooks')}:{Path(__file__).parents[1]}",
+        "PYTHONPATH": scheduler_hooks.install(directory / "hooks"),
         scheduler_hooks.HOOKS_ENV: "oracle,features",
         scheduler_hooks.RECORDS_ENV: str(records),
     }

@@ -1,4 +1,4 @@
-"""Context K/V of all draft layers into fp8 pools in one launch: k-norm, RoPE, scale, cast and store."""
+"""Context K/V of all draft layers into fp8 pools in one launch: k-norm, RoPE, cast and store."""
 
 from __future__ import annotations
 
@@ -15,21 +15,13 @@ FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 class Fp8Rows:
     """The rows of the draft layers' K and V buffers, all of one shape and one of the FORMATS.
 
-    keys, values: per layer [slots, heads, head_dim], rows contiguous. scales: per layer (k_scale, v_scale),
-    which a key and a value are divided by before the cast; None where no layer has any.
+    keys, values: per layer [slots, heads, head_dim], rows contiguous.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        scales: Sequence[tuple[float, float]] | None = None,
-    ) -> None:
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self.keys, self.values = keys, values
-        device = keys[0].device
         addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(keys, values, strict=True)]
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)  # [layers, 2]
-        self.scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=keys[0].device)  # [layers, 2]
 
 
 def write_fp8_rows(
@@ -43,8 +35,8 @@ def write_fp8_rows(
 ) -> None:
     """Write every token's K (normed, rotated) and V of every layer at its slot.
 
-    Roundings are those of the block's keys and of `set_kv_buffer`: bfloat16 after the norm, after the rotation
-    and after the division by the scale, then the pool's format. What exceeds the format is clamped to its
+    Roundings are those of the block's keys and of `set_kv_buffer`: bfloat16 after the norm and after the
+    rotation, then the pool's format. What exceeds the format is clamped to its
     largest value, where torch's cast makes NaN or infinity.
     """
     launch = write_fp8_rows_triton if kv.is_cuda else write_fp8_rows_torch
@@ -63,9 +55,7 @@ def write_fp8_rows_torch(
         k = k * (1 / (k.square().mean(-1, keepdim=True) + eps).sqrt()) * k_norms[layer].float()
         first, second = k.bfloat16().float().chunk(2, dim=-1)
         k = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).bfloat16()
-        for buffer, row, kind in ((keys, k, 0), (values, v, 1)):
-            if rows.scales is not None:
-                row = row / rows.scales[layer, kind]
+        for buffer, row in ((keys, k), (values, v)):
             most = torch.finfo(buffer.dtype).max
             # torch cannot scatter into float8 tensors
             buffer.view(torch.uint8)[slots] = row.clamp(-most, most).to(buffer.dtype).view(torch.uint8)
@@ -85,7 +75,6 @@ def write_fp8_rows_triton(
         cos_sin,
         positions,
         slots,
-        rows.scales,
         rows.keys[0].stride(0),
         rows.values[0].stride(0),
         LAYERS=layers,
@@ -105,7 +94,6 @@ def _write_fp8_rows_kernel(
     cos_sin_ptr,
     positions_ptr,
     slots_ptr,
-    scales_ptr,
     key_stride,
     value_stride,
     LAYERS: tl.constexpr,
@@ -137,12 +125,6 @@ def _write_fp8_rows_kernel(
     rotated_first = (first * cos - second * sin).to(tl.bfloat16).to(tl.float32)
     rotated_second = (second * cos + first * sin).to(tl.bfloat16).to(tl.float32)
     value = tl.load(value_ptr + lane).to(tl.float32)
-    if scales_ptr is not None:
-        k_scale = tl.load(scales_ptr + layer * 2)
-        v_scale = tl.load(scales_ptr + layer * 2 + 1)
-        rotated_first = tl.div_rn(rotated_first, k_scale).to(tl.bfloat16).to(tl.float32)
-        rotated_second = tl.div_rn(rotated_second, k_scale).to(tl.bfloat16).to(tl.float32)
-        value = tl.div_rn(value, v_scale).to(tl.bfloat16).to(tl.float32)
     rotated_first = tl.minimum(tl.maximum(rotated_first, -MOST), MOST)
     rotated_second = tl.minimum(tl.maximum(rotated_second, -MOST), MOST)
     value = tl.minimum(tl.maximum(value, -MOST), MOST)

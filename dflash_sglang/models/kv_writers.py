@@ -79,8 +79,7 @@ class _Fp8Writer(AllLayerWriter):
     ) -> None:
         super().__init__(attentions, k_norms)
         keys, values = zip(*buffers, strict=True)
-        scales = [_scales(attention) for attention in attentions]
-        self._rows = Fp8Rows(keys, values, scales if any(pair != (1.0, 1.0) for pair in scales) else None)
+        self._rows = Fp8Rows(keys, values)
 
     def _store(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
         attention = self._attention
@@ -95,10 +94,10 @@ class _Fp8Writer(AllLayerWriter):
         )
 
 
-def _scales(attention: DraftAttention) -> tuple[float, float]:
-    """What `set_kv_buffer` divides a layer's keys and values by."""
-    k_scale, v_scale = attention.attn.k_scale, attention.attn.v_scale
-    return (1.0 if k_scale is None else float(k_scale), 1.0 if v_scale is None else float(v_scale))
+def _is_scaled(attention: DraftAttention) -> bool:
+    """Whether `set_kv_buffer` divides a layer's keys and values before the cast."""
+    scales = (attention.attn.k_scale, attention.attn.v_scale)
+    return any(scale is not None and float(scale) != 1.0 for scale in scales)
 
 
 def _buffers(pool: Any, attention: DraftAttention) -> tuple[Tensor, Tensor]:
@@ -117,6 +116,8 @@ def _obstacle(attentions: list[DraftAttention], k_norms: Tensor, pool: Any) -> s
     fp8 = _buffers(pool, attention)[0].dtype in FORMATS
     if fp8 and torch.cuda.get_device_capability(k_norms.device) < (8, 9):
         return "the pool is float8, which this GPU does not convert to"
+    if fp8 and any(_is_scaled(a) for a in attentions):
+        return "the pool's scales are not 1: the division is the pool's own"
     for a in attentions:
         for buffer in _buffers(pool, a):
             if buffer.dtype != torch.bfloat16 and buffer.dtype not in FORMATS:

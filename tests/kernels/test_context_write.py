@@ -37,11 +37,8 @@ def assert_same(got: Tensor, wanted: Tensor, twin: str, device: str) -> None:
         assert (got != wanted).float().mean() < 0.03
 
 
-@pytest.mark.parametrize("scales", [None, ((0.5, 2.0), (1.7, 0.3))], ids=["no scales", "scales"])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_rows_are_those_of_the_blocks_keys_through_set_kv_buffer(
-    tmp_path, monkeypatch, twin, device, dtype, scales
-):
+def test_rows_are_those_of_the_blocks_keys_through_set_kv_buffer(tmp_path, monkeypatch, twin, device, dtype):
     """`twin` writes all layers; layer by layer, the block's key path and the pool's own write come second."""
     from dflash_sglang.compat import KVWriteLoc
     from dflash_sglang.models.layers import DraftAttention
@@ -55,7 +52,7 @@ def test_rows_are_those_of_the_blocks_keys_through_set_kv_buffer(
     kv = 3 * torch.randn(5, 2, 2 * attentions[0].kv_size, generator=generator).bfloat16().to(layers.DEVICE)
     pools = [layers.make_pool(model, slots=40, dtype=dtype) for _ in range(2)]
     rows = context_write.Fp8Rows(
-        [pools[0].get_key_buffer(i) for i in (0, 1)], [pools[0].get_value_buffer(i) for i in (0, 1)], scales
+        [pools[0].get_key_buffer(i) for i in (0, 1)], [pools[0].get_value_buffer(i) for i in (0, 1)]
     )
     norms = torch.stack([attention.k_norm.weight.data for attention in attentions])
     rope, eps = attentions[0].rotary_emb.cos_sin_cache, attentions[0].k_norm.variance_epsilon
@@ -65,10 +62,7 @@ def test_rows_are_those_of_the_blocks_keys_through_set_kv_buffer(
         with torch.no_grad():
             k = attention.finished_keys(k, positions)
         heads = (-1, attention.num_kv_heads, attention.head_dim)
-        of_layer = (
-            (None, None) if scales is None else (torch.tensor(s, device=layers.DEVICE) for s in scales[layer])
-        )
-        pools[1].set_kv_buffer(attention.attn, KVWriteLoc(slots), k.reshape(heads), v.reshape(heads), *of_layer)
+        pools[1].set_kv_buffer(attention.attn, KVWriteLoc(slots), k.reshape(heads), v.reshape(heads))
         for got, wanted in zip(pools[0].get_kv_buffer(layer), pools[1].get_kv_buffer(layer), strict=True):
             untouched = torch.ones(41, dtype=torch.bool).index_fill(0, torch.tensor(SLOTS), False)
             assert (got.cpu().float()[untouched] == 7).all()
