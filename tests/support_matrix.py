@@ -7,6 +7,8 @@ A test marked `matrix(target=..., draft=..., kv=..., outcome=...)` is the proof 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -49,7 +51,7 @@ class Rows:
                 self.tests[_row(**mark.kwargs)].add(shown_by)
 
 
-def _row(target: str, draft: str, kv: str, outcome: str) -> tuple[str, str, str, str]:
+def _row(outcome: str, target: str = "any", draft: str = "any", kv: str = "any") -> tuple[str, str, str, str]:
     if outcome not in ("works", "refused", "built-in worker"):
         raise ValueError(f"matrix(outcome={outcome!r}): expected works, refused or built-in worker")
     return target, draft, kv, outcome
@@ -57,8 +59,8 @@ def _row(target: str, draft: str, kv: str, outcome: str) -> tuple[str, str, str,
 
 def page() -> str:
     rows = Rows()
-    arguments = ["--collect-only", "-qq", "--no-summary", "-p", "no:terminal", "tests"]
-    status = pytest.main(arguments, plugins=[rows])
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = pytest.main(["--collect-only", "-q", "tests"], plugins=[rows])
     if status != pytest.ExitCode.OK:
         raise SystemExit(f"the tests cannot be collected: {status!r}")
     lines = [
