@@ -1,10 +1,10 @@
 """The trained pair with its draft in every quantisation of `training.quantise`, against the draft in bfloat16.
 
-python -m bench.quantised --out FILE [--schemes NAME ...] [--at-once 12]
+python -m bench.quantised --out FILE [--schemes NAME ...]
 
-Quantises the draft, serves the target in bfloat16 with each of them (`--at-once` servers together, one of them has
-the bfloat16 draft) and sends the held-out prompts one by one, greedy. A scheme whose server does not start, or
-runs another worker, is a claim that fails, with the reason; the others go on.
+Quantises the draft, serves the target in bfloat16 with each of them, all servers together, and sends the held-out
+prompts one by one, greedy: to each server when it is ready, right after the one with the bfloat16 draft. A scheme
+whose server does not start, or runs another worker, is a claim that fails, with the reason; the others go on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,17 @@ def draft_server(directory: Path, log: Path) -> Server:
     return pair_server(OURS, log, ["--speculative-draft-model-path", str(directory), *SPEED_FLAGS])
 
 
-@contextlib.contextmanager
-def started(servers: dict[str, Server]) -> Iterator[tuple[dict[str, Server], dict[str, str]]]:
-    """(servers that are ready and run this package's worker, why the others are not), all started together."""
-    with contextlib.ExitStack() as stack:
-        for server in servers.values():
-            stack.enter_context(server)
-        ready, failed = {}, {}
-        for name, server in servers.items():
+def as_ready(servers: dict[str, Server]) -> Iterator[tuple[str, str | None]]:
+    """(name, None) of each started server when it is ready and runs this package's worker, (name, reason) of each
+    that is not to be."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        waiting = {pool.submit(wait_for, OURS, server): name for name, server in servers.items()}
+        for done in as_completed(waiting):
             try:
-                wait_for(OURS, server)
-                ready[name] = server
+                done.result()
+                yield waiting[done], None
             except (ServerFailed, RuntimeError) as error:  # the server's end, or another worker's log line
-                failed[name] = str(error)[-3000:]
-                print(name, "failed:", failed[name], flush=True)
-        yield ready, failed
+                yield waiting[done], str(error)[-3000:]
 
 
 def measure(server: Server, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -88,12 +84,9 @@ def count_launches(directories: dict[str, Path]) -> dict[str, Any]:
 def claims(figures: dict[str, Any], launches: dict[str, Any], failed: dict[str, str]) -> list[dict[str, Any]]:
     """Per scheme: accept length within the tolerance of bfloat16's, launches, and whether it could be served."""
     out = []
-    bf16 = figures[BF16]["new_tokens_after_the_first_per_step"]
     for name, measured in figures.items():
-        if name != BF16:
-            ratio = measured["new_tokens_after_the_first_per_step"] / bf16
-            what = f"{name}: accept length over bfloat16's"
-            out.append(report.at_least(what, round(ratio, 4), 1 - TOLERANCE))
+        what = f"{name}: accept length over bfloat16's"
+        out.append(report.at_least(what, measured["accept_length_over_bf16"], 1 - TOLERANCE))
     for name, counted in launches.items():
         what, bound = f"{name}: launches of context KV per layer", f"<= {LAUNCHES_PER_LAYER}"
         if "failed" in counted:
@@ -107,55 +100,65 @@ def claims(figures: dict[str, Any], launches: dict[str, Any], failed: dict[str, 
     ]
 
 
+def beside_bf16(measured: dict[str, Any], bf16: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one scheme, and what they are to bfloat16's of the same turn and to plain decoding's."""
+    outputs = measured.pop("outputs")
+    length = "new_tokens_after_the_first_per_step"
+    return {
+        **measured,
+        "bf16": {name: bf16[name] for name in (length, "step_ms", "tokens_per_second")},
+        "accept_length_over_bf16": round(measured[length] / bf16[length], 4),
+        "step_time_over_bf16": round(measured["step_ms"] / bf16["step_ms"], 4),
+        "outputs_equal_to_plain_decoding": sum(a == b for a, b in zip(outputs, plain["outputs"], strict=True)),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
-    parser.add_argument("--at-once", type=int, default=12, help="servers that are up together")
     arguments = parser.parse_args()
     prompts = [list(text.encode()) for text in pair.held_out_prompts()]
     draft = Path(pair.pair_directories()["draft"])
     figures: dict[str, Any] = {}
     failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
+    launches: dict[str, Any] = {}
+
+    def finish() -> int:
+        return report.finish(
+            "bench.quantised",
+            arguments.out,
+            claims(figures, launches, failed),
+            figures=figures,
+            launches=launches,
+            failed=failed,
+            prompts=len(prompts),
+            new_tokens=NEW_TOKENS,
+        )
+
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        unquantised = stack.enter_context(draft_server(draft, directory / f"{BF16}.log"))
         with pair_server(PLAIN, directory / "plain.log", SPEED_FLAGS) as server:
             read = read_inputs(draft)
             drafts = {n: quantise_checkpoint(n, directory / n, draft, read) for n in arguments.schemes}
             wait_for(PLAIN, server)
             plain = decode(server, prompts, NEW_TOKENS, temperature=0)
-        with draft_server(draft, directory / f"{BF16}.log") as server:
-            # Alone first: it fills the compilation caches that the others, started together, then share.
-            wait_for(OURS, server)
-            names, at_once = list(drafts), max(arguments.at_once - 1, 1)
-            for start in range(0, len(names), at_once):
-                wave = {n: draft_server(drafts[n], directory / f"{n}.log") for n in names[start : start + at_once]}
-                with started(wave) as (ready, not_ready):
-                    failed |= not_ready
-                    for name, one in {BF16: server, **ready}.items():
-                        try:
-                            figures[name] = measure(one, prompts)
-                        except OSError as error:  # the server ended, or answered with an HTTP error
-                            failed[name] = f"{error}\n{one.log_tail()}"[-3000:]
-                            continue
-                        print(name, {k: v for k, v in figures[name].items() if k != "outputs"}, flush=True)
-        launches = count_launches({BF16: draft, **drafts})
-    for measured in figures.values():
-        outputs = measured.pop("outputs")
-        measured["outputs_equal_to_plain_decoding"] = sum(
-            a == b for a, b in zip(outputs, plain["outputs"], strict=True)
-        )
-        measured["step_time_over_bf16"] = round(measured["step_ms"] / figures[BF16]["step_ms"], 4)
-    return report.finish(
-        "bench.quantised",
-        arguments.out,
-        claims(figures, launches, failed),
-        figures=figures,
-        launches=launches,
-        failed=failed,
-        prompts=len(prompts),
-        new_tokens=NEW_TOKENS,
-    )
+        # Its start has filled the compilation caches that the others, started together, share.
+        wait_for(OURS, unquantised)
+        servers = {n: stack.enter_context(draft_server(drafts[n], directory / f"{n}.log")) for n in drafts}
+        for name, reason in as_ready(servers):
+            if reason is not None:
+                failed[name] = reason
+                continue
+            try:
+                bf16 = measure(unquantised, prompts)
+                figures[name] = beside_bf16(measure(servers[name], prompts), bf16, plain)
+            except OSError as error:  # the server ended, or answered with an HTTP error
+                failed[name] = f"{error}\n{servers[name].log_tail()}"[-3000:]
+            finish()  # what is there, should the rest not come
+        launches |= count_launches({BF16: draft, **drafts})
+    return finish()
 
 
 if __name__ == "__main__":
