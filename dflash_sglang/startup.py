@@ -9,10 +9,7 @@ from dflash_sglang.compat_args import hybrid_gdn_config, mambaish_config, model_
 from dflash_sglang.config import DraftConfigError, DraftSpec, is_speculators
 from dflash_sglang.config.dflash2 import is_dflash2
 from dflash_sglang.families import Foreign, foreign
-from dflash_sglang.kv_checks import kv_problems, pool_problems, window_problems
 from dflash_sglang.own_modules import own_modules
-from dflash_sglang.own_problems import own_problems
-from dflash_sglang.quantisation import quantisation_problems
 from dflash_sglang.validation import (
     GPU_DRAFT_BACKENDS,
     ParallelFacts,
@@ -22,7 +19,12 @@ from dflash_sglang.validation import (
     TargetFacts,
     config_problem,
     draft_problems,
+    kv_problems,
+    own_problems,
+    pool_problems,
+    quantisation_problems,
     serving_problems,
+    window_problems,
 )
 
 _KV_POOL_FLAGS = {

@@ -15,9 +15,8 @@ import torch
 
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.demo.server import Server
-from dflash_sglang.kv_checks import window_problems
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.validation import ServingFacts
+from dflash_sglang.validation import ServingFacts, window_problems
 from tests import scheduler_hooks
 from tests import sglang_layers as layers
 from tests.engines import greedy_params, serve

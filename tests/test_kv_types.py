@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.kv_checks import kv_problems, pool_problems
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.validation import ServingFacts
+from dflash_sglang.validation import ServingFacts, kv_problems, pool_problems
 from tests import sglang_layers as layers
 from tests.engines import greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.quantisation import quantisation_problems
+from dflash_sglang.validation import quantisation_problems
 from training.quantise import SCHEMES
 
 CT = SCHEMES["ct-w4a16"].config

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_sglang.config import DraftSpec
-from dflash_sglang.validation import Problem, ServingFacts
+from dflash_sglang.validation.facts import Problem, ServingFacts
 
 # Formats of draft KV that the context-KV write knows; "auto" is the model's dtype.
 DRAFT_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")

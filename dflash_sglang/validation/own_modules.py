@@ -8,7 +8,8 @@ import torch
 
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.own_modules import OwnModules, head_rows
-from dflash_sglang.validation import UNPACKED_DTYPES, Problem, TargetFacts
+from dflash_sglang.validation.facts import Problem, TargetFacts
+from dflash_sglang.validation.fit import UNPACKED_DTYPES
 
 # Drawn proposals come from this many likeliest rows of the head.
 SMALLEST_VOCABULARY = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_sglang.validation import Problem
+from dflash_sglang.validation.facts import Problem
 
 FIELD = "draft config quantization_config"
 FLAG = "--speculative-draft-model-quantization"

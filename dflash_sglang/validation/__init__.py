@@ -1,0 +1,31 @@
+"""Start-up validation: facts of a launch in, problems out. Pure; `startup.py` gathers the facts."""
+
+from dflash_sglang.validation.facts import (
+    GPU_DRAFT_BACKENDS,
+    ParallelFacts,
+    Problem,
+    ServingFacts,
+    StartupError,
+    TargetFacts,
+)
+from dflash_sglang.validation.fit import config_problem, draft_problems, serving_problems
+from dflash_sglang.validation.kv import kv_problems, pool_problems, window_problems
+from dflash_sglang.validation.own_modules import own_problems
+from dflash_sglang.validation.quantisation import quantisation_problems
+
+__all__ = [
+    "GPU_DRAFT_BACKENDS",
+    "ParallelFacts",
+    "Problem",
+    "ServingFacts",
+    "StartupError",
+    "TargetFacts",
+    "config_problem",
+    "draft_problems",
+    "kv_problems",
+    "own_problems",
+    "pool_problems",
+    "quantisation_problems",
+    "serving_problems",
+    "window_problems",
+]
