@@ -6,8 +6,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 # Time says nothing on a busy machine: the first example imports SGLang.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Two workers share the files: those that take minutes come first, so that none is left over at the end.
+LONGEST = ("test_zoo", "test_kits", "test_lossless", "test_serving", "test_kv_types", "test_recurrent_serving")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        for item in on_gpu if not torch.cuda.is_available() else []:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

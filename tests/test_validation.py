@@ -228,9 +228,9 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         ["quantization_config='awq'", "need a CUDA GPU"],
     ),
     "required": (
-        {"architectures": ["DFlash2DraftModel"]},
+        {"architectures": ["LiLiCorrDraftModel"]},
         [],
-        ["DFLASH_SGLANG_REQUIRE=1", "DFlash2DraftModel", "built-in DFlashWorkerV2 serves it"],
+        ["DFLASH_SGLANG_REQUIRE=1", "LiLiCorrDraftModel", "built-in DFlashWorkerV2 serves it"],
     ),
 }
 

@@ -92,7 +92,8 @@ class TorchCpuAttention(AttentionBackend):
             )
         if save_kv_cache and k is not None:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.sliding_write)
-            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+            scales = () if layer.k_scale is None else (layer.k_scale, layer.v_scale)  # MLA's pool knows none
+            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, *scales)
         window_left = layer.sliding_window_size
         # A pool of the model's dtype holds unscaled rows.
         scaled = layer.k_scale is not None and self.token_to_kv_pool.dtype != q.dtype
