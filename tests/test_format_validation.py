@@ -266,8 +266,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def refused(draft: str) -> pytest.MarkDecorator:
-    return pytest.mark.matrix(target="any", draft=draft, kv="any", outcome="refused")
+def refused(draft: str, message: str | None = None) -> pytest.MarkDecorator:
+    return pytest.mark.matrix(draft=draft, outcome="refused", message=message)
 
 
 @refused("a malformed field or tensor")
@@ -316,7 +316,10 @@ def test_a_mask_embedding_file_that_does_not_fit_is_named(tmp_path: Path, saved:
     assert refusal(directory).startswith(message)
 
 
-@refused("attention sinks on flashinfer or trtllm_mha")
+@refused(
+    "attention sinks on flashinfer or trtllm_mha",
+    "--speculative-draft-attention-backend='flashinfer': expected a backend for the draft's attention sinks",
+)
 @pytest.mark.parametrize(
     ("backend", "is_refused"),
     [("fa3", False), ("fa4", False), ("triton", False), ("flashinfer", True), ("trtllm_mha", True)],

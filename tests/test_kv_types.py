@@ -183,7 +183,9 @@ def test_a_format_that_cannot_be_served_is_one_problem(serving, says, fix):
     assert str(problem).startswith(says) and fix in str(problem)
 
 
-@pytest.mark.matrix(draft="z-lab, is_hybrid_swa", outcome="refused")
+@pytest.mark.matrix(
+    draft="z-lab, is_hybrid_swa", outcome="refused", message="draft config is_hybrid_swa=True: expected false"
+)
 def test_a_draft_that_asks_for_a_hybrid_pool_of_its_own_is_one_problem():
     for config in ({"is_hybrid_swa": True}, {"text_config": {"is_hybrid_swa": True}}):
         (problem,) = pool_problems(config)

@@ -88,7 +88,13 @@ def test_a_quantisation_that_cannot_be_served_is_refused(quantisation: Any, expe
         assert part in problem
 
 
-@pytest.mark.matrix(target="any, on a CPU", draft="quantised", kv="model dtype", outcome="refused")
+@pytest.mark.matrix(
+    target="any, on a CPU",
+    draft="quantised",
+    kv="model dtype",
+    outcome="refused",
+    message="draft config quantization_config=...: expected an unquantised draft on --device cpu",
+)
 def test_quantised_weights_need_a_gpu() -> None:
     (problem,) = problems(SCHEMES["awq"].config, device="cpu")
     assert f"{FIELD}='awq'" in problem and "need a CUDA GPU" in problem

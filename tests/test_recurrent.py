@@ -211,7 +211,13 @@ def test_a_target_with_gated_delta_nets_is_ours(pair, monkeypatch):
     assert startup.check_startup(arguments(pair.plain)) is None
 
 
-@pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="replayed states", outcome="refused")
+@pytest.mark.matrix(
+    target="Qwen3.5",
+    draft="z-lab",
+    kv="replayed states",
+    outcome="refused",
+    message="--enable-linear-replayssm=True: expected unset with DFLASH",
+)
 @pytest.mark.parametrize("field", ["enable_linear_replayssm", "enable_linear_replayssm_spec"])
 def test_replayed_states_are_refused(pair, field):
     flag = "--" + field.replace("_", "-")

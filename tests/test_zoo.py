@@ -36,8 +36,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def param(member: Member) -> Any:
-    outcome = "refused" if member.refused else "works"
-    mark = pytest.mark.matrix(target=member.name, draft="z-lab", kv="model dtype", outcome=outcome)
+    outcome = dict(outcome="refused", message=member.refused) if member.refused else dict(outcome="works")
+    mark = pytest.mark.matrix(target=member.name, draft="z-lab", kv="model dtype", **outcome)
     return pytest.param(member.name, id=member.name, marks=mark)
 
 
