@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dflash_sglang.config import DraftSpec
 from tests import sglang_layers as layers
 from tests.reference_dflash2 import dflash2_config
-from tests.test_sampling import FILTERS, chi_square_bound, sampling_info, target_probs
+from tests.test_sampling import FILTERS, chi_square_bound, first_step_of_two_tokens, markov_target, sampling_info
 
 pytestmark = layers.cpu_only
 
@@ -108,29 +108,10 @@ def test_walks_are_drawn_from_the_product_of_their_steps_conditionals(temperatur
 @pytest.mark.parametrize("name", FILTERS)
 def test_output_follows_the_targets_filtered_distribution_when_walks_are_proposed(name):
     """A Markov target: the joint distribution of two output tokens, by chi-square at 0.001."""
-    from dflash_sglang.verify.rejection import NOT_COMMITTED, rejection_sample
+    from dflash_sglang.verify.rejection import NOT_COMMITTED
 
     torch.manual_seed(11)
-    filters = FILTERS[name]
-    table = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(8))  # logits after each token
-    walker = Walker()
-    info = sampling_info(REQUESTS, **filters)
-
-    def step(last: Tensor) -> Tensor:
-        proposals = walker.propose(last, filters.get("temperature", 1.0), filters.get("top_k") == 1)
-        return rejection_sample(table[proposals.tokens].view(-1, VOCAB), info, proposals, kernels=False)
-
-    committed = step(torch.zeros(REQUESTS, dtype=torch.long))
-    first = committed[:, 0]
-    next_step = step(first)  # of the requests that committed one token
-    second = torch.where(committed[:, 1] != NOT_COMMITTED, committed[:, 1], next_step[:, 0])
-    conditional = target_probs(table, **filters)
-    expected = (conditional[0][:, None] * conditional).flatten() * REQUESTS
-    observed = torch.bincount(first * VOCAB + second, minlength=VOCAB * VOCAB).float()
-    possible = expected > 0
-    assert observed[~possible].sum() == 0
-    chi_square = float(((observed - expected) ** 2 / expected)[possible].sum())
-    assert chi_square <= chi_square_bound(int(possible.sum()) - 1)
+    committed = first_step_of_two_tokens(markov_target(), FILTERS[name], Walker().propose)
     if name != "top-k of one":
         assert 0 < int((committed[:, 2] != NOT_COMMITTED).sum()) < REQUESTS, "whole walks are accepted too"
 

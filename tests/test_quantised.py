@@ -213,8 +213,7 @@ def test_an_update_of_a_quantised_draft_reaches_block_and_context_in_the_same_me
 @ALL
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_context_kv_takes_at_most_three_launches_per_layer(tmp_path, scheme, bias):
-    from torch.profiler import ProfilerActivity, profile
-
+    from bench.launches import launches
     from dflash_sglang.models.context_kv import ContextKV
 
     tensors = drafts.checkpoint(scheme, attention_bias=bias)
@@ -222,14 +221,6 @@ def test_context_kv_takes_at_most_three_launches_per_layer(tmp_path, scheme, bia
     context = ContextKV(model)
     context.bind(layers.make_pool(model, slots=40, dtype=drafts.DTYPE))
     features, positions, slots = some_rows(768, 16), torch.arange(16).cuda(), torch.arange(1, 17).cuda()
-
-    def launches(run: Any) -> list[str]:
-        run()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-            run()
-            torch.cuda.synchronize()
-        return [e.name for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
     shared = launches(lambda: context.project(features))
     names = launches(lambda: context.write(features, positions, slots))[len(shared) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,16 +89,31 @@ class Draft:
 @pytest.mark.parametrize("name", FILTERS)
 def test_output_follows_the_targets_filtered_distribution_whatever_is_proposed(name, kind):
     """A Markov target: the joint distribution of two output tokens, by chi-square at 0.001."""
-    from dflash_sglang.verify.rejection import NOT_COMMITTED, rejection_sample
+    from dflash_sglang.verify.rejection import NOT_COMMITTED
 
     torch.manual_seed(11)
-    filters = FILTERS[name]
-    table = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(8))  # logits after each token
-    draft = Draft(kind, table)
+    table = markov_target()
+    committed = first_step_of_two_tokens(table, FILTERS[name], Draft(kind, table).propose)
+    if name != "top-k of one" and kind != "unlikeliest":
+        assert 0 < int((committed[:, 1] != NOT_COMMITTED).sum()) < REQUESTS, "a second token comes in both ways"
+
+
+def markov_target() -> Tensor:
+    """[VOCAB, VOCAB]: logits after each token."""
+    return 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(8))
+
+
+def first_step_of_two_tokens(
+    table: Tensor, filters: dict[str, Any], propose: Callable[[Tensor, float, bool], Proposals]
+) -> Tensor:
+    """Asserts that the first two output tokens of REQUESTS requests follow the target's filtered distribution, and
+    returns what the first step committed. `propose` takes the last tokens, the temperature and whether greedy."""
+    from dflash_sglang.verify.rejection import NOT_COMMITTED, rejection_sample
+
     info = sampling_info(REQUESTS, **filters)
 
     def step(last: Tensor) -> Tensor:
-        proposals = draft.propose(last, filters.get("temperature", 1.0), filters.get("top_k") == 1)
+        proposals = propose(last, filters.get("temperature", 1.0), filters.get("top_k") == 1)
         return rejection_sample(table[proposals.tokens].view(-1, VOCAB), info, proposals, kernels=False)
 
     committed = step(torch.zeros(REQUESTS, dtype=torch.long))
@@ -111,8 +127,7 @@ def test_output_follows_the_targets_filtered_distribution_whatever_is_proposed(n
     assert observed[~possible].sum() == 0
     chi_square = float(((observed - expected) ** 2 / expected)[possible].sum())
     assert chi_square <= chi_square_bound(int(possible.sum()) - 1)
-    if name != "top-k of one" and kind != "unlikeliest":
-        assert 0 < int((committed[:, 1] != NOT_COMMITTED).sum()) < REQUESTS, "a second token comes in both ways"
+    return committed
 
 
 def chi_square_bound(degrees: int, quantile: float = 3.0902) -> float:
