@@ -44,5 +44,10 @@ class Proposals(NamedTuple):
 
 def draw(weights: Tensor) -> Tensor:
     """weights [..., n], not negative, some positive -> indices [...] int64, each in proportion to its weight."""
-    noise = torch.empty_like(weights).exponential_().clamp_(min=torch.finfo(weights.dtype).tiny)
-    return (weights / noise).argmax(dim=-1)
+    return (weights / exponential_like(weights)).argmax(dim=-1)
+
+
+def exponential_like(tensor: Tensor) -> Tensor:
+    """Exponential noise of the shape and dtype of `tensor`, never zero: dividing weights by it before an argmax
+    draws in proportion to them."""
+    return torch.empty_like(tensor).exponential_().clamp_(min=torch.finfo(tensor.dtype).tiny)

@@ -18,7 +18,8 @@ from dflash_sglang.compat import (
     enable_num_token_non_padded,
     get_dp_tp_group,
 )
-from dflash_sglang.drafting.proposals import DRAWN_FROM, Proposals
+from dflash_sglang.drafting.head import HeadProposals
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.selector import SelectorProposals
 
 if TYPE_CHECKING:
@@ -48,22 +49,19 @@ class Proposer:
         window: DraftWindow | None = None,
     ):
         self._runner = runner
-        self._head = model.head
         self._block_size = block_size
         self._layout = parallel_layout
         self._window = window
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         self._tokens = torch.zeros((max_requests, block_size), dtype=torch.int64, device=runner.device)
-        # What proposals are drawn from; without drawing, the head needs no more than its argmax.
-        shape = (max_requests, block_size - 1, DRAWN_FROM if drawn and model.candidate_selector is None else 0)
-        self._candidates = torch.zeros(shape, dtype=torch.int64, device=runner.device)
-        self._logits = torch.zeros(shape, dtype=torch.float32, device=runner.device)
         self._ones = torch.ones((max_requests, block_size - 1, 1), dtype=torch.float32, device=runner.device)
         self._drawn = drawn
-        self._selector: SelectorProposals | None = None
-        if model.candidate_selector is not None:
-            selector = model.candidate_selector
-            self._selector = SelectorProposals(selector, model.head, max_requests, block_size - 1, drawn)
+        self._source: HeadProposals | SelectorProposals
+        shape = (max_requests, block_size - 1)
+        if model.candidate_selector is None:
+            self._source = HeadProposals(model.head, *shape, drawn, runner.device)
+        else:
+            self._source = SelectorProposals(model.candidate_selector, model.head, *shape, drawn)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._spec_info = DFlashVerifyInput(
             draft_token=torch.empty(0, dtype=torch.int64, device=runner.device),
@@ -84,20 +82,10 @@ class Proposer:
         tokens = self._tokens[: block.batch_size]
         info = batch.sampling_info
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
-            if self._selector is not None:  # a walk follows from rows that every rank computed for itself
+            if self._source.ranks_may_part:
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
             return Proposals.certain(tokens, self._ones[: block.batch_size])
-        temperatures, greedy = info.temperatures.view(-1), info.top_ks <= 1
-        if self._selector is not None:
-            proposals = self._selector.draw(tokens, temperatures, greedy)
-        else:
-            proposals = Proposals.drawn(
-                tokens,
-                self._candidates[: block.batch_size],
-                self._logits[: block.batch_size],
-                temperatures,
-                greedy,
-            )
+        proposals = self._source.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
 
@@ -112,17 +100,7 @@ class Proposer:
         rows = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:]
         tokens = self._tokens[:bs]
         tokens[:, 0] = ids[:, 0]
-        if self._selector is not None:
-            self._selector.write(rows, tokens)
-            return
-        drafted = rows.flatten(0, 1)
-        if self._drawn:
-            candidates, logits = self._head.likeliest(drafted, DRAWN_FROM)
-            self._candidates[:bs] = candidates.view(bs, block_size - 1, DRAWN_FROM)
-            self._logits[:bs] = logits.view(bs, block_size - 1, DRAWN_FROM)
-            tokens[:, 1:] = self._candidates[:bs, :, 0]
-        else:
-            tokens[:, 1:] = self._head.greedy(drafted).view(bs, block_size - 1)
+        self._source.write(rows, tokens)
 
     def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
         num_tokens = block.ids.numel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.proposals import Proposals, exponential_like
 from dflash_sglang.kernels.selector_walk import Draw, Lattice
 from dflash_sglang.models.heads import TargetHead
 from dflash_sglang.models.selector import CandidateSelector
@@ -19,6 +19,8 @@ class SelectorProposals:
     keeps are those of a joint distribution of the block. Tensors live in buffers: a replay writes where a capture
     wrote.
     """
+
+    ranks_may_part = True  # a walk follows from rows that every rank computed for itself
 
     def __init__(self, selector: CandidateSelector, head: TargetHead, max_requests: int, steps: int, drawn: bool):
         """steps: proposals of a block; drawn: whether `draw` will be asked for."""
@@ -48,8 +50,8 @@ class SelectorProposals:
         tokens [bs, block], written: the proposals; temperatures [bs], greedy [bs] bool.
         """
         lattice = Lattice(*(buffer[: len(tokens)] for buffer in self._lattice))
-        noise = torch.empty_like(lattice.logits).exponential_().clamp_(min=torch.finfo(torch.float32).tiny)
-        walk = self._selector.walk(lattice, tokens[:, 0], Draw(temperatures, greedy, noise))
+        draw = Draw(temperatures, greedy, exponential_like(lattice.logits))
+        walk = self._selector.walk(lattice, tokens[:, 0], draw)
         assert walk.probs is not None
         tokens[:, 1:] = walk.tokens
         return Proposals(tokens, lattice.candidates, walk.probs)

@@ -86,22 +86,13 @@ class ConvolvedLayer(DraftLayer):
         self.attention_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.attention_conv")
         self.mlp_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.mlp_conv")
 
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
-        """As DraftLayer's: hidden_states and residual [T, hidden], whose sum is the layer's output."""
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+    def attention(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
         hidden_states, dynamic = self.attention_conv.before(hidden_states)
-        hidden_states = self.self_attn(positions, hidden_states, forward_batch)
-        hidden_states = self.attention_conv.after(hidden_states, dynamic)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.attention_conv.after(super().attention(positions, hidden_states, forward_batch), dynamic)
+
+    def feed_forward(self, hidden_states: Tensor) -> Tensor:
         hidden_states, dynamic = self.mlp_conv.before(hidden_states)
-        hidden_states = self.mlp_conv.after(self.mlp(hidden_states), dynamic)
-        return hidden_states, residual
+        return self.mlp_conv.after(super().feed_forward(hidden_states), dynamic)
 
 
 class DFlash2DraftModel(DFlashDraftModel):

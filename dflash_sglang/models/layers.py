@@ -209,6 +209,14 @@ class DraftLayer(nn.Module):
             hidden_states = self.input_layernorm(hidden_states)
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states, forward_batch)
+        hidden_states = self.attention(positions, hidden_states, forward_batch)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        return self.feed_forward(hidden_states), residual
+
+    def attention(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        """The first sublayer: normed rows [T, hidden] -> what is added to the residual."""
+        return self.self_attn(positions, hidden_states, forward_batch)
+
+    def feed_forward(self, hidden_states: Tensor) -> Tensor:
+        """The second sublayer: normed rows [T, hidden] -> what is added to the residual."""
+        return self.mlp(hidden_states)

@@ -1,0 +1,48 @@
+"""Proposals of a plain draft: the head's argmax of every row, or tokens drawn from its likeliest ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_sglang.drafting.proposals import DRAWN_FROM, Proposals
+from dflash_sglang.models.heads import TargetHead
+
+
+class HeadProposals:
+    """Reads a block's proposals off the draft's rows, as `SelectorProposals` does.
+
+    The graph ends with the head and, where proposals are drawn, with what they are drawn from. Tensors live in
+    buffers: a replay writes where a capture wrote.
+    """
+
+    ranks_may_part = False  # the head hands every rank of its group the same tokens
+
+    def __init__(self, head: TargetHead, max_requests: int, steps: int, drawn: bool, device: str):
+        """steps: proposals of a block; drawn: whether `draw` will be asked for."""
+        self._head, self._drawn = head, drawn
+        shape = (max_requests if drawn else 0, steps, DRAWN_FROM)
+        self._candidates = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def write(self, rows: Tensor, tokens: Tensor) -> None:
+        """rows [bs, steps, hidden] after the anchor's -> `tokens[:, 1:]`, the likeliest ones.
+
+        Capturable in a CUDA graph; collective over the head's TP group.
+        """
+        bs, steps, _ = rows.shape
+        if not self._drawn:
+            tokens[:, 1:] = self._head.greedy(rows.flatten(0, 1)).view(bs, steps)
+            return
+        candidates, logits = self._head.likeliest(rows.flatten(0, 1), DRAWN_FROM)
+        self._candidates[:bs] = candidates.view(bs, steps, -1)
+        self._logits[:bs] = logits.view(bs, steps, -1)
+        tokens[:, 1:] = self._candidates[:bs, :, 0]
+
+    def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
+        """Draws the blocks that `write` read last; greedy requests keep their likeliest tokens.
+
+        tokens [bs, block], written: the proposals; temperatures [bs], greedy [bs] bool.
+        """
+        bs = len(tokens)
+        return Proposals.drawn(tokens, self._candidates[:bs], self._logits[:bs], temperatures, greedy)
