@@ -54,10 +54,10 @@ def call(url: str, method: str, path: str, body: Any = None) -> tuple[int, bytes
         connection.close()
 
 
-def drive(url: str, asked: Sequence[Request], concurrency: int) -> list[Outcome]:
+def drive(url: str, asked: Sequence[Request], concurrency: int, timeout: float = TIMEOUT) -> list[Outcome]:
     """Sends all requests, `concurrency` at a time, and returns their outcomes in order."""
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda request: ask(url, request), asked))
+        return list(pool.map(lambda request: ask(url, request, timeout), asked))
 
 
 def _connect(url: str, timeout: float = TIMEOUT) -> http.client.HTTPConnection:
@@ -65,10 +65,10 @@ def _connect(url: str, timeout: float = TIMEOUT) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
 
 
-def ask(url: str, request: Request) -> Outcome:
+def ask(url: str, request: Request, timeout: float = TIMEOUT) -> Outcome:
     outcome = Outcome(request)
     leaves = request.abort == "disconnect"
-    deadline = time.monotonic() + (request.delay if leaves else TIMEOUT)
+    deadline = time.monotonic() + (request.delay if leaves else timeout)
     aborter = threading.Timer(request.delay, _abort, (url, request.body["rid"]))
     if request.abort == "abort_request":
         aborter.start()
@@ -89,7 +89,7 @@ def ask(url: str, request: Request) -> Outcome:
                     outcome.error = content.decode(errors="replace")
         outcome.status = answer.status
     except TimeoutError:
-        outcome.error = "" if leaves else f"no answer within {TIMEOUT:.0f} s"
+        outcome.error = "" if leaves else f"no answer within {timeout:.0f} s"
     except (OSError, http.client.HTTPException, ValueError) as error:  # the server went away
         outcome.error = f"{type(error).__name__}: {error}"
     finally:

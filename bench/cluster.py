@@ -1,0 +1,132 @@
+"""A server of several processes, one per node, asked through the first; and what its log says of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.layouts import Layout
+from bench.serve import ENVIRONMENT, PLAIN, READY_TIMEOUT, assert_worker
+from dflash_sglang.demo.server import Server, ServerFailed
+
+RANK = r"^\[[^\]]*?(?P<rank>(?: [A-Z_]+\d+)*)\] "
+WEIGHTS = re.compile(
+    RANK + r"Load weight end\..* type=(?P<model>\w+),.* mem usage=(?P<gb>[\d.]+) GB", re.MULTILINE
+)
+KV = re.compile(RANK + r"KV Cache is allocated\..* #tokens: (?P<tokens>\d+), K size: (?P<k>[\d.]+) GB, "
+                r"V size: (?P<v>[\d.]+) GB", re.MULTILINE)  # fmt: skip
+DRAFT_MODEL = "DFlashDraftModel"
+
+
+def environment_of(kind: str, device: str, gpus: str | None, **more: str) -> dict[str, str]:
+    """The environment of a server of a kind on the GPUs of that list, all by default."""
+    # Servers that start at the same time on the same GPUs find different amounts of memory free on each.
+    out = {**os.environ, **ENVIRONMENT[kind], "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", **more}
+    if device == "cpu":
+        out |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
+    elif gpus is not None:
+        out["CUDA_VISIBLE_DEVICES"] = gpus
+    return out
+
+
+def model_flags(kind: str, directories: Mapping[str, str], draft_flags: Sequence[str] = ()) -> list[str]:
+    flags = ["--model-path", directories["target"]]
+    if kind == PLAIN:
+        return flags
+    return [
+        *flags, "--speculative-algorithm", "DFLASH",
+        "--speculative-draft-model-path", directories["draft"], *draft_flags,
+    ]  # fmt: skip
+
+
+class Cluster:
+    """The processes of one server; `with` starts them all and ends them all."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        kind: str,
+        flags: Sequence[str],
+        port: int,
+        environment: Mapping[str, str],
+        logs: Path,
+    ) -> None:
+        self.layout, self.kind = layout, kind
+        self.nodes = [
+            Server(
+                command, port=port + node, environment=environment, log=logs / f"{layout.name}-{kind}-{node}.log"
+            )
+            for node, command in enumerate(layout.commands(flags, port))
+        ]
+        self._running = contextlib.ExitStack()
+        self.started = False
+
+    @property
+    def head(self) -> Server:
+        """The process that takes requests."""
+        return self.nodes[0]
+
+    def __enter__(self) -> Cluster:
+        with contextlib.ExitStack() as stack:
+            for node in self.nodes:
+                stack.enter_context(node)
+            self._running = stack.pop_all()
+        self.started = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends what runs of it; once is enough."""
+        self._running.close()
+
+    def wait_ready(self) -> None:
+        """Returns once it answers. Raises ServerFailed where a process ends first, RuntimeError where the log
+        shows another kind's worker."""
+        self.head.wait_ready(READY_TIMEOUT, self._check_nodes)
+        assert_worker(self.kind, self.head.log_text())
+
+    def wait_loaded(self) -> None:
+        """Returns once every rank has loaded the draft. Raises ServerFailed where a process ends first, or none
+        comes."""
+        deadline = time.monotonic() + READY_TIMEOUT
+        while sum(found["model"] == DRAFT_MODEL for found in WEIGHTS.finditer(self.log_text())) < self.layout.gpus:
+            if self.head.process.poll() is not None or time.monotonic() > deadline:
+                raise ServerFailed(f"not every rank has loaded the draft\n{self.head.log_tail()}")
+            self._check_nodes()
+            time.sleep(0.5)
+
+    def _check_nodes(self) -> None:
+        for node in self.nodes[1:]:
+            if node.process.poll() is not None:
+                raise ServerFailed(f"a node ended with exit code {node.process.returncode}\n{node.log_tail()}")
+
+    def log_text(self) -> str:
+        return "\n".join(node.log_text() for node in self.nodes)
+
+    def log_tail(self, lines: int = 60) -> list[str]:
+        """The last lines of every process's log, without directories."""
+        started = [node for node in self.nodes if node.log.exists()]
+        return [line for node in started for line in (node.log.name, *node.log_text().splitlines()[-lines:])]
+
+
+def memory_of(log: str) -> dict[str, Any]:
+    """By rank, as the log names it: GB of each model's weights, and of the KV pools in the order of their
+    allocation (the target's, then the draft's) with their tokens.
+
+    SGLang measures weights as what the GPU has less of: they are right where nothing else started meanwhile.
+    """
+    out: dict[str, Any] = {}
+    for found in WEIGHTS.finditer(log):
+        rank = out.setdefault(found["rank"].strip() or "TP0", {"weights_gb": {}, "kv": []})
+        rank["weights_gb"][found["model"]] = float(found["gb"])
+    for found in KV.finditer(log):
+        rank = out.setdefault(found["rank"].strip() or "TP0", {"weights_gb": {}, "kv": []})
+        rank["kv"].append({"tokens": int(found["tokens"]), "gb": round(float(found["k"]) + float(found["v"]), 2)})
+    return out
