@@ -28,7 +28,7 @@ from bench.cluster import Cluster, environment_of, model_flags
 from bench.layouts import LAYOUTS, PORTS_PER_SERVER, Layout
 from bench.random_pair import write_pair
 from bench.serve import OURS, PLAIN
-from bench.uneven import astray, compared, phases
+from bench.uneven import PHASES, astray, compared, phases
 from dflash_sglang import pair
 from dflash_sglang.demo.server import free_port
 from tests.soak.checks import as_plain, compare, problems
@@ -42,7 +42,8 @@ SEED_OF_COMPARED, COMPARED_AT_A_TIME = 77, 16
 TIE = {"cuda": 0.13, "cpu": 1e-4}
 FLAGS = [
     "--host", "127.0.0.1", "--context-length", "1024", "--max-total-tokens", "8000",
-    "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "32", "--chunked-prefill-size", "512", "--watchdog-timeout", "100",
+    "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "32", "--chunked-prefill-size", "512",
+    "--watchdog-timeout", "100",
 ]  # fmt: skip
 
 
@@ -136,11 +137,11 @@ class LayoutSoak:
         seconds, idle, turn = 0.0, 0.0, 0
         log: list[dict[str, Any]] = []
         for phase in phases(self.layout.replicas):
-            if seconds >= self.arguments.seconds and turn >= 6:
-                break
-            if turn == 6 and self.arguments.idle:
+            if turn == PHASES:
                 time.sleep(self.arguments.idle)
                 idle = self.arguments.idle
+            if turn > PHASES and seconds >= self.arguments.seconds:
+                break
             start = time.perf_counter()
             came = drive(url, phase.requests(1000 + turn, corpus), phase.concurrency, TIMEOUT)
             elapsed = time.perf_counter() - start
@@ -188,7 +189,9 @@ class LayoutSoak:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", required=True, choices=list(LAYOUTS))
-    parser.add_argument("--seconds", type=float, required=True, help="of load; a whole round of phases at least")
+    parser.add_argument(
+        "--seconds", type=float, required=True, help="of load; at least a round of phases and one more"
+    )
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--idle", type=float, default=10.0, help="seconds of silence after the first round")
     parser.add_argument("--compared", type=int, default=96, help="greedy requests before and after the load")

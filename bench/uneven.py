@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.soak.requests import Corpus, Request, requests
 
+PHASES = 6  # of a round
+
 
 @dataclass(frozen=True)
 class Phase:
