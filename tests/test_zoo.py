@@ -19,7 +19,7 @@ from dflash_sglang.demo.server import Server, ServerFailed
 from tests import scheduler_hooks
 from tests.engines import greedy, greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
-from tests.zoo import ZOO, Member, pair, reference
+from tests.zoo import ZOO, Member, pair, pair_for, reference
 from tests.zoo.member import BLOCK, FEATURES, LAYERS
 from tests.zoo.processors import image_url, with_image
 
@@ -93,7 +93,8 @@ def ours(
         scheduler_hooks.HOOKS_ENV: "oracle,features",
         scheduler_hooks.RECORDS_ENV: str(records),
     }
-    with serve(*pair(name), environment=environment, **{**COMMON, **ZOO[name].arguments, **arguments}) as server:
+    checkpoints = pair_for(name, arguments.get("dtype", "float32"))
+    with serve(*checkpoints, environment=environment, **{**COMMON, **ZOO[name].arguments, **arguments}) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
 
@@ -212,6 +213,7 @@ def test_captured_graphs_hand_over_the_features_of_transformers(target: str, tmp
     features = torch.stack([captured[i] for i in range(LENGTHS[2] + NEW_TOKENS - 1)])
     for layer, feature in zip(FEATURES, features.chunk(len(FEATURES), dim=-1), strict=True):
         error = (feature - expected[layer]).norm(dim=-1) / expected[layer].norm(dim=-1)
-        # bfloat16; a token that a router sends elsewhere differs more.
-        assert error.median() < 0.03, f"layer {layer}"
-        assert error[LENGTHS[2] :].median() < 0.03, f"layer {layer}, rows of verify"
+        # In bfloat16 transformers itself differs by 0.01 to 0.04, and more where a router sends a token elsewhere;
+        # a window that is one token off gives 0.15 and more, a neighbouring layer 0.4.
+        assert error.median() < 0.1, f"layer {layer}"
+        assert error[LENGTHS[2] :].median() < 0.1, f"layer {layer}, rows of verify"

@@ -52,7 +52,7 @@ MAY_DIFFER = (
     "PYTEST_CURRENT_TEST",
 )
 RETRACTION = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")  # of the scheduler's module
-SPARES = 3  # two schedulers and a detokenizer
+SPARES = 3  # two schedulers and a detokenizer; under data-parallel attention all schedulers, and their controller
 
 _zygotes: list[Zygote] = []
 
@@ -226,7 +226,7 @@ def _become(request: tuple[Any, ...], library: Sequence[str], imports_set: Mappi
 
     for name in RETRACTION:
         setattr(sys.modules["sglang.srt.managers.scheduler"], name, getattr(envs, f"SGLANG_{name}").get())
-    _fork_spares()
+    _fork_spares(_spares(command))
     setproctitle(" ".join([sys.executable, "-m", *command]))
     module, *sys.argv[1:] = command
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -237,10 +237,16 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _fork_spares() -> None:
+def _spares(command: Sequence[str]) -> int:
+    if "--enable-dp-attention" not in command:
+        return SPARES
+    return int(command[command.index("--tp-size") + 1]) + 2
+
+
+def _fork_spares(count: int) -> None:
     """Forks the children that wait, and has "spawn" use them; returns in the launcher alone."""
     spares: list[tuple[int, socket.socket]] = []
-    for _ in range(SPARES):
+    for _ in range(count):
         channel, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:

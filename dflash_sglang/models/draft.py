@@ -12,7 +12,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
 
-from dflash_sglang.checkpoint import draft_config, weights_directory
+from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
 from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput, WeightsMapper
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.models.block_embedding import BlockEmbedding
@@ -75,7 +75,8 @@ class DFlashDraftModel(nn.Module):
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self._add_own_modules(own_modules(weights_directory(path, revision)), quant_config, base)
+        directory = weights_directory(path, revision)
+        self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
         self.after_load: Callable[[Mapping[str, set[Shard]]], None] | None = None
@@ -108,9 +109,10 @@ class DFlashDraftModel(nn.Module):
         device = self.norm.weight.device
         self.register_buffer("target_ids", None if ids is None else ids.to(device), persistent=False)
 
-    def bind_target(self, target_model: nn.Module) -> None:
+    def bind_target(self, target_model: nn.Module, same_batch: int | None = None) -> None:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
+        same_batch: tensor-parallel ranks that draft the same batch, None for all.
         Raises ValueError where the target has no embedding or head that the draft can use, or scales the
         embedding as the draft's config does too.
         """
@@ -118,13 +120,13 @@ class DFlashDraftModel(nn.Module):
         table = getattr(self, "embed_tokens", None)
         lm_head = getattr(self, "lm_head", None)
         if table is None:
-            table = find_embedding(target_model)
+            table = find_embedding(target_model, same_batch)
             # A target whose embedding is scaled outside of its module says by how much.
             by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
             scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(table, scale, getattr(self, MASK_EMBEDDING, None), spec.mask_token_id),
-            head=DraftHead(lm_head or find_head(target_model), spec.vocabulary, self.target_ids),
+            head=DraftHead(lm_head or find_head(target_model), spec.vocabulary, self.target_ids, same_batch),
         )
 
     @property
