@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Cluster:
             )
             for node, command in enumerate(layout.commands(flags, port))
         ]
-        self._running = contextlib.ExitStack()
+        self._running: list[Server] = []
         self.started = False
 
     @property
@@ -72,19 +72,24 @@ class Cluster:
         return self.nodes[0]
 
     def __enter__(self) -> Cluster:
-        with contextlib.ExitStack() as stack:
-            for node in self.nodes:
-                stack.enter_context(node)
-            self._running = stack.pop_all()
-        self.started = True
+        self.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.stop()
 
+    def start(self) -> None:
+        """Starts all processes; `stop` ends them, also where one did not start."""
+        self.started = True
+        for node in self.nodes:
+            self._running.append(node.__enter__())
+
     def stop(self) -> None:
         """Ends what runs of it; once is enough."""
-        self._running.close()
+        running, self._running = self._running, []
+        if running:
+            with ThreadPoolExecutor(len(running)) as pool:
+                list(pool.map(lambda node: node.stop(), running))
 
     def wait_ready(self) -> None:
         """Returns once it answers. Raises ServerFailed where a process ends first, RuntimeError where the log
@@ -108,12 +113,21 @@ class Cluster:
                 raise ServerFailed(f"a node ended with exit code {node.process.returncode}\n{node.log_tail()}")
 
     def log_text(self) -> str:
-        return "\n".join(node.log_text() for node in self.nodes)
+        return "\n".join(node.log_text() for node in self._logging)
 
     def log_tail(self, lines: int = 60) -> list[str]:
         """The last lines of every process's log, without directories."""
-        started = [node for node in self.nodes if node.log.exists()]
-        return [line for node in started for line in (node.log.name, *node.log_text().splitlines()[-lines:])]
+        return [line for node in self._logging for line in (node.log.name, *node.log_text().splitlines()[-lines:])]
+
+    @property
+    def _logging(self) -> list[Server]:
+        return [node for node in self.nodes if node.log.exists()]
+
+
+def stop_together(clusters: Collection[Cluster]) -> None:
+    """Ends all of them at once: each takes some seconds."""
+    with ThreadPoolExecutor(len(clusters)) as pool:
+        list(pool.map(Cluster.stop, clusters))
 
 
 def memory_of(log: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PORTS_PER_SERVER = 50  # from one server's port to the next one's; data-parallel attention adds 233 and up to 8
+PORTS_PER_LAYOUT = 600  # of a layout's servers
 DATA_PARALLEL_ATTENTION = ("--enable-dp-attention", "--enable-dp-lm-head")
 
 

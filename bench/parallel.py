@@ -12,7 +12,6 @@ of accept lengths stands between two figures.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import shlex
 import statistics
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import Cluster, environment_of, memory_of, model_flags
-from bench.layouts import LAYOUTS, PORTS_PER_SERVER, Layout
+from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_together
+from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
 from bench.load import Load, Outcome, run
 from bench.random_pair import write_pair
 from bench.serve import BUILT_IN, OURS, PLAIN
@@ -71,11 +70,11 @@ def servers_of(
     }
 
 
-def start(servers: Mapping[str, Cluster], stack: contextlib.ExitStack) -> None:
+def start(servers: Mapping[str, Cluster]) -> None:
     """Starts all servers, ours first: while it loads its weights nothing else takes memory, so that its log tells
     how much they take."""
     for kind, server in servers.items():
-        stack.enter_context(server)
+        server.start()
         if kind == OURS:
             server.wait_loaded()
     for server in servers.values():
@@ -150,7 +149,7 @@ def main() -> int:
     parser.add_argument("--input", type=int, default=256)
     parser.add_argument("--output", type=int, default=253, help="tokens of an answer: the first and whole steps")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--port", type=int, help="of the first server; 600 ports from it on stay in use")
+    parser.add_argument("--port", type=int, help="of the first server; each layout uses 600 ports from there on")
     parser.add_argument("--mem-fraction", type=float, default=0.85)
     parser.add_argument("--pair", type=Path, help="directory with target and draft, in place of random ones")
     parser.add_argument(
@@ -163,23 +162,26 @@ def main() -> int:
     memory: dict[str, Any] = {}
     claimed: list[dict[str, Any]] = []
     status = 1
-    for name in arguments.layouts:
+    for i, name in enumerate(arguments.layouts):
         layout, shape = LAYOUTS[name], SHAPE_OF.get(name, "qwen3-30b-a3b")
-        with contextlib.ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        port = arguments.port + i * PORTS_PER_LAYOUT if arguments.port else free_port()
+        with tempfile.TemporaryDirectory() as directory:
+            scratch = Path(directory)
             pair = (
                 {role: str(arguments.pair / role) for role in ("target", "draft")}
                 if arguments.pair
                 else write_pair(scratch, shape, config_only=True)
             )
-            servers = servers_of(layout, pair, arguments, arguments.port or free_port(), scratch)
+            servers = servers_of(layout, pair, arguments, port, scratch)
             try:
-                start(servers, stack)
+                start(servers)
                 figures[name] = measure(servers, loads_of(arguments), arguments.rounds)
             except (OSError, RuntimeError):
                 for kind, server in servers.items():
                     print(kind, *server.log_tail(), sep="\n", file=sys.stderr)
                 raise
+            finally:
+                stop_together(servers.values())
             memory[name] = {kind: memory_of(server.log_text()) for kind, server in servers.items()}
         claimed += claims(name, figures[name], arguments.accept_length)
         # What is there, should the next layout not come.

@@ -17,6 +17,7 @@ import json
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import Cluster, environment_of, model_flags
+from bench.cluster import Cluster, environment_of, model_flags, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_SERVER, Layout
 from bench.random_pair import write_pair
 from bench.serve import OURS, PLAIN
@@ -96,7 +97,7 @@ class LayoutSoak:
             corpus = corpus_of(json.loads(call(url, "GET", "/model_info")[1])["tokenizer_path"])
             asked = compared(self.arguments.compared, SEED_OF_COMPARED, corpus, self.layout.replicas)
             plain = drive(url, [as_plain(request) for request in asked], COMPARED_AT_A_TIME, TIMEOUT)
-        servers[PLAIN].stop()
+        threading.Thread(target=servers[PLAIN].stop).start()  # takes some seconds
         with ready(servers[OURS]) as url:
             self.figures["start_seconds"] = round(time.perf_counter() - started, 1)
             self.compare("before the load", url, asked, plain, corpus)
@@ -204,9 +205,10 @@ def main() -> int:
     soak = LayoutSoak(layout, arguments)
     with contextlib.ExitStack() as stack:
         servers = servers_of(layout, arguments, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.callback(stop_together, servers.values())
         if arguments.device == "cuda":  # a machine with GPUs starts both at once
             for cluster in servers.values():
-                stack.enter_context(cluster)
+                cluster.start()
         more: dict[str, Any] = {}
         try:
             soak.run(servers)

@@ -16,6 +16,7 @@ from typing import Any
 from tests.soak.requests import Request
 
 TIMEOUT = 300.0  # seconds, of any one request
+ABORTED_BEFORE_ITS_GRAMMAR = "Aborted by AbortReq."  # a 400 for a request whose grammar is compiled still
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Outcome:
         """Whether the abort reached the request before its end."""
         if self.request.abort is None:
             return False
+        if ABORTED_BEFORE_ITS_GRAMMAR in self.error:
+            return True
         return (self.status is None and not self.error) or any(
             finish_of(answer)["type"] == "abort" for answer in self.answers
         )
