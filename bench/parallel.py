@@ -44,7 +44,8 @@ def servers_of(
     """The servers of a layout by kind, not started yet."""
     most = max(arguments.concurrency)
     flags = [
-        "--skip-tokenizer-init", "--host", "127.0.0.1", "--min-free-slots-delay", "1",
+        "--skip-tokenizer-init", "--host", "127.0.0.1", "--log-level-http", "warning",
+        "--min-free-slots-delay", "1",
         # Of all ranks together; any one of them may get all requests.
         "--max-running-requests", str(most * layout.replicas), "--cuda-graph-max-bs-decode", str(most),
         "--max-total-tokens", str(most * (arguments.input + arguments.output + 64)),
@@ -182,10 +183,10 @@ def main() -> int:
                 raise
             finally:
                 stop_together(servers.values())
-            memory[name] = {kind: memory_of(server.log_text()) for kind, server in servers.items()}
+            memory[name] = memory_of(servers[OURS].log_text()) if OURS in servers else {}
         claimed += claims(name, figures[name], arguments.accept_length)
         # What is there, should the next layout not come.
-        status = report.finish("bench.parallel", arguments.out, claimed, figures=figures, memory=memory)
+        status = report.finish("bench.parallel", arguments.out, claimed, figures=figures, memory_of_ours=memory)
     return status
 
 

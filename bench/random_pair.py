@@ -133,10 +133,10 @@ def target_config(shape: Shape, layers: int | None) -> dict[str, Any]:
 
 
 def draft_config(shape: Shape, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Features of five layers of the target (of all before the last, where it has fewer), evenly apart."""
+    """Features of five layers of the target, evenly apart, the first and the last two not among them."""
     dense = {key: value for key, value in target.items() if key not in (*EXPERTS, "mlp_only_layers")}
     layers = target["num_hidden_layers"]
-    features = min(5, layers - 1)
+    features = min(5, layers - 3)
     return {
         **dense,
         "model_type": "qwen3",
