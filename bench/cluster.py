@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +59,7 @@ class Cluster:
         logs: Path,
     ) -> None:
         self.layout, self.kind = layout, kind
+        logs.mkdir(parents=True, exist_ok=True)
         self.nodes = [
             Server(
                 command, port=port + node, environment=environment, log=logs / f"{layout.name}-{kind}-{node}.log"
@@ -128,6 +131,18 @@ def stop_together(clusters: Collection[Cluster]) -> None:
     """Ends all of them at once: each takes some seconds."""
     with ThreadPoolExecutor(len(clusters)) as pool:
         list(pool.map(Cluster.stop, clusters))
+
+
+def stop_on_sigterm(clusters: Collection[Cluster]) -> None:
+    """From now on SIGTERM ends this process after the servers, whose last lines it shows."""
+
+    def end(*_: Any) -> None:
+        stop_together(clusters)
+        for cluster in clusters:
+            print(*cluster.log_tail(), sep="\n", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def memory_of(log: str) -> dict[str, Any]:

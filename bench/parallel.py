@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_together
+from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
 from bench.load import Load, Outcome, run
 from bench.random_pair import write_pair
@@ -65,7 +65,7 @@ def servers_of(
             environment_of(
                 kind, arguments.device, arguments.gpus, SGLANG_SIMULATE_ACC_LEN=str(arguments.accept_length)
             ),
-            scratch,
+            arguments.logs or scratch,
         )
         for i, kind in enumerate(arguments.kinds)
     }
@@ -158,6 +158,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
+    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     memory: dict[str, Any] = {}
@@ -174,6 +175,7 @@ def main() -> int:
                 else write_pair(scratch, shape, config_only=True)
             )
             servers = servers_of(layout, pair, arguments, port, scratch)
+            stop_on_sigterm(servers.values())
             try:
                 start(servers)
                 figures[name] = measure(servers, loads_of(arguments), arguments.rounds)

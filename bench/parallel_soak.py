@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import Cluster, environment_of, model_flags, stop_together
+from bench.cluster import Cluster, environment_of, model_flags, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_SERVER, Layout
 from bench.random_pair import write_pair
 from bench.serve import OURS, PLAIN
@@ -64,7 +64,7 @@ def servers_of(layout: Layout, arguments: argparse.Namespace, scratch: Path) -> 
             [*model_flags(kind, directories), *flags, *more[kind]],
             port + i * PORTS_PER_SERVER,
             environment_of(kind, arguments.device, arguments.gpus),
-            scratch,
+            arguments.logs or scratch,
         )
         for i, kind in enumerate((OURS, PLAIN))
     }
@@ -200,12 +200,14 @@ def main() -> int:
     parser.add_argument("--port", type=int, help="of the first server; 400 ports from it on stay in use")
     parser.add_argument("--device", choices=list(TIE), default="cuda")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of both servers, one string")
+    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
     arguments = parser.parse_args()
     layout = LAYOUTS[arguments.layout]
     soak = LayoutSoak(layout, arguments)
     with contextlib.ExitStack() as stack:
         servers = servers_of(layout, arguments, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.callback(stop_together, servers.values())
+        stop_on_sigterm(servers.values())
         if arguments.device == "cuda":  # a machine with GPUs starts both at once
             for cluster in servers.values():
                 cluster.start()
