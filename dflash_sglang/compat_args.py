@@ -1,6 +1,21 @@
 """The SGLang names that read server arguments, apart from `compat.py` because the launcher needs no more."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.arg_groups.speculative_hook import attn_dp_enabled_of
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
-__all__ = ["hybrid_gdn_config", "mambaish_config", "model_config_of", "resolving_view"]
+__all__ = ["hybrid_gdn_config", "mambaish_config", "model_config_of", "our_dp_attention", "resolving_view"]
+
+
+@contextmanager
+def our_dp_attention() -> Iterator[None]:
+    """Lifts what SGLang asks of data-parallel attention under its own worker: a GPU and --enable-dp-lm-head."""
+    speculative_hook.attn_dp_enabled_of = lambda cfg: False
+    try:
+        yield
+    finally:
+        speculative_hook.attn_dp_enabled_of = attn_dp_enabled_of

@@ -21,9 +21,14 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
     For DFLASH: raises StartupError, SGLangMismatchError or PluginConfigError where the launch cannot work.
     It runs before SGLang reads the draft's config, so that the errors of a bad one are ours.
     """
-    if (server_args.speculative_algorithm or "").upper() == "DFLASH":
-        _served_by_built_in(server_args)
-    original(server_args)
+    if (server_args.speculative_algorithm or "").upper() == "DFLASH" and _served_by_built_in(server_args) is None:
+        # Imported here: it exists in the one version of SGLang that was checked.
+        from dflash_sglang.compat_args import our_dp_attention
+
+        with our_dp_attention():
+            original(server_args)
+    else:
+        original(server_args)
 
 
 def create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:

@@ -35,7 +35,6 @@ _KV_POOL_FLAGS = {
 
 # Launches of features that this package's worker does not take part in: field, its flag, value when off, reason.
 _FLAGS_OF_THE_BUILT_IN_WORKER: tuple[tuple[str, str, object, str], ...] = (
-    ("enable_dp_attention", "--enable-dp-attention", False, "data-parallel attention"),
     ("disaggregation_mode", "--disaggregation-mode", "null", "prefill and decode on different servers"),
     ("enable_two_batch_overlap", "--enable-two-batch-overlap", False, "two overlapping halves of a batch"),
 )
@@ -100,7 +99,11 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
         raise StartupError(problems)
     config, _ = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)
     target_config = model_config_of(server_args)
-    other = foreign(config) or _recurrent(target_config) or _counts_layers_otherwise(config, target_config)
+    other = (
+        foreign(config)
+        or _recurrent(target_config, cfg.attn_dp_size)
+        or _counts_layers_otherwise(config, target_config)
+    )
     if other is not None:
         return other
     problems += quantisation_problems(
@@ -132,10 +135,15 @@ def _refuse_what_no_worker_reads(cfg: Any, other: Foreign) -> None:
         raise StartupError([Problem(other.field, other.value, expected, fix)])
 
 
-def _recurrent(target_config: Any) -> Foreign | None:
-    """A target with recurrent layers of another kind: Mamba, KDA, lightning attention, short convolutions."""
-    if mambaish_config(target_config) is None or hybrid_gdn_config(target_config) is not None:
+def _recurrent(target_config: Any, attn_dp_size: int) -> Foreign | None:
+    """A target with recurrent layers of another kind: Mamba, KDA, lightning attention, short convolutions; any
+    under data-parallel attention, whose padding steps through states."""
+    if mambaish_config(target_config) is None:
         return None
+    if hybrid_gdn_config(target_config) is not None:
+        if attn_dp_size == 1:
+            return None
+        return Foreign("--attn-dp-size", attn_dp_size, "data-parallel attention over recurrent layers")
     architectures = target_config.hf_config.architectures
     return Foreign("target config architectures", architectures, "recurrent layers other than gated delta nets")
 

@@ -88,7 +88,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_model = bundle.draft_model
         self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
 
-        self._draft_model.bind_target(target_model)
+        self._draft_model.bind_target(target_model, same_batch=self.draft_parallel_layout.attn_tp_size)
         self._draft_model.serve_blocks_of(self.block_size)
         self._config = PluginConfig.from_env()
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
@@ -152,8 +152,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
-            # Under DP attention the ranks draft different batches, or none: no graph fits all of them.
-            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=not get_parallel().attn_dp_enabled)
+            self._draft_worker.init_cuda_graphs()
 
     @property
     def draws_proposals(self) -> bool:
@@ -246,8 +245,9 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
-        """A data-parallel rank without requests: the target's collectives of a verify, and nothing written."""
+        """A data-parallel rank without requests: the collectives of `_decode` (`collectives`), nothing written."""
         if get_parallel().attn_dp_enabled:
+            self._proposer.propose_idle(batch)
             self._verifier.verify_idle(batch)
         draft_input = self._idle_draft_input()
         if on_publish is not None:

@@ -8,16 +8,21 @@ import pytest
 import torch
 
 
-class Verifier:
+class Parts:
+    """Proposer and verifier: which of them took part, in order."""
+
     def __init__(self) -> None:
-        self.idle_batches = 0
+        self.took_part: list[str] = []
+
+    def propose_idle(self, batch) -> None:
+        self.took_part.append("draft")
 
     def verify_idle(self, batch) -> None:
-        self.idle_batches += 1
+        self.took_part.append("target")
 
 
 @pytest.mark.parametrize("data_parallel_attention", [False, True])
-def test_an_idle_step_publishes_nothing_and_verifies_only_for_data_parallel_neighbours(
+def test_an_idle_step_publishes_nothing_and_takes_part_only_for_data_parallel_neighbours(
     monkeypatch, data_parallel_attention
 ):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -27,11 +32,12 @@ def test_an_idle_step_publishes_nothing_and_verifies_only_for_data_parallel_neig
 
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=data_parallel_attention))
     worker = object.__new__(module.DFlashWorker)
-    worker.device, worker.block_size, worker._reservation, worker._verifier = "cpu", 16, None, Verifier()
+    worker.device, worker.block_size, worker._reservation = "cpu", 16, None
+    worker._proposer = worker._verifier = parts = Parts()
     published: list[torch.Tensor] = []
     batch = SimpleNamespace(forward_mode=ForwardMode.IDLE, is_extend_in_batch=False)
     result = worker.forward_batch_generation(batch, on_publish=published.append)
-    assert worker._verifier.idle_batches == int(data_parallel_attention)
+    assert parts.took_part == (["draft", "target"] if data_parallel_attention else [])
     assert [lens.tolist() for lens in published] == [[]]
     assert result.next_token_ids.tolist() == result.accept_lens.tolist() == result.new_seq_lens.tolist() == []
     assert (result.accept_lens.dtype, result.next_token_ids.dtype) == (torch.int32, torch.int64)

@@ -110,7 +110,6 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         attn_dp_size=1,
         attn_cp_size=1,
         pp_size=1,
-        enable_dp_attention=False,
         disaggregation_mode="null",
         speculative_draft_window_size=None,
         speculative_draft_sink_size=None,
@@ -201,7 +200,6 @@ def test_a_window_or_a_kv_format_that_cannot_be_served_ends_start_up(pair, overr
     ("overrides", "named"),
     [
         ({"device": "npu"}, "--device='npu'"),
-        ({"enable_dp_attention": True}, "--enable-dp-attention=True"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode='decode'"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap=True"),
     ],

@@ -39,6 +39,13 @@ class HeadProposals:
         self._logits[:bs] = logits.view(bs, steps, -1)
         tokens[:, 1:] = self._candidates[:bs, :, 0]
 
+    def write_nothing(self, rows: Tensor) -> None:
+        """The collectives of `write` on no rows [0, hidden]."""
+        if self._drawn:
+            self._head.likeliest(rows, DRAWN_FROM)
+        else:
+            self._head.greedy(rows)
+
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
         """Draws the blocks that `write` read last; greedy requests keep their likeliest tokens.
 

@@ -63,21 +63,25 @@ class Proposer:
         else:
             self._source = SelectorProposals(model.candidate_selector, model.head, *shape, drawn)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
+        self._all_rows = model.head.all_rows
+        self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
         self._spec_info = DFlashVerifyInput(
             draft_token=torch.empty(0, dtype=torch.int64, device=runner.device),
             positions=torch.empty(0, dtype=torch.int64, device=runner.device),
             draft_token_num=block_size,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        runner.capture_tail_hooks.append(self._capture_tail)
+        if self._all_rows is None:  # else ranks with batches of their own, and IDLE ones, run the head together
+            runner.capture_tail_hooks.append(self._capture_tail)
 
     def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
         """One draft forward. Drawn proposals are for sampled requests without seeds: a seed's output must not
         depend on what was proposed."""
         forward_batch = self._forward_batch(batch, block)
+        self._expect_rows(batch)
         with torch.inference_mode(), draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
-            if not out.can_run_graph:
+            if not out.can_run_graph or self._all_rows is not None:
                 self._write_tokens(block.ids, out.logits_output.hidden_states)
         tokens = self._tokens[: block.batch_size]
         info = batch.sampling_info
@@ -88,6 +92,18 @@ class Proposer:
         proposals = self._source.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
+
+    def propose_idle(self, batch: ScheduleBatch) -> None:
+        """Take part in the collectives of a draft forward that other data-parallel ranks run: those of a head that
+        is sharded over all of them. Nothing is embedded, attended to or written."""
+        if self._all_rows is not None:
+            self._expect_rows(batch)
+            with torch.inference_mode(), draft_tp_context(self._layout):
+                self._source.write_nothing(self._no_rows)
+
+    def _expect_rows(self, batch: ScheduleBatch) -> None:
+        if self._all_rows is not None:
+            self._all_rows.expect(max(batch.global_num_tokens) * (self._block_size - 1))
 
     def _capture_tail(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """SGLang's capture hook: the last nodes of the draft graph."""

@@ -44,6 +44,10 @@ class SelectorProposals:
                 buffer[: len(rows)] = values
         tokens[:, 1:] = self._selector.walk(lattice, tokens[:, 0]).tokens
 
+    def write_nothing(self, rows: Tensor) -> None:
+        """The collectives of `write` on no rows [0, hidden]."""
+        self._head.likeliest(rows, self._selector.spec.selector_top_k)
+
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
         """Draws the walks of the blocks that `write` read last; greedy requests keep their likeliest walk.
 

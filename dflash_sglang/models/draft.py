@@ -108,9 +108,10 @@ class DFlashDraftModel(nn.Module):
         device = self.norm.weight.device
         self.register_buffer("target_ids", None if ids is None else ids.to(device), persistent=False)
 
-    def bind_target(self, target_model: nn.Module) -> None:
+    def bind_target(self, target_model: nn.Module, same_batch: int | None = None) -> None:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
+        same_batch: tensor-parallel ranks that draft the same batch, None for all.
         Raises ValueError where the target has no embedding or head that the draft can use, or scales the
         embedding as the draft's config does too.
         """
@@ -118,13 +119,13 @@ class DFlashDraftModel(nn.Module):
         table = getattr(self, "embed_tokens", None)
         lm_head = getattr(self, "lm_head", None)
         if table is None:
-            table = find_embedding(target_model)
+            table = find_embedding(target_model, same_batch)
             # A target whose embedding is scaled outside of its module says by how much.
             by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
             scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(table, scale, getattr(self, MASK_EMBEDDING, None), spec.mask_token_id),
-            head=DraftHead(lm_head or find_head(target_model), spec.vocabulary, self.target_ids),
+            head=DraftHead(lm_head or find_head(target_model), spec.vocabulary, self.target_ids, same_batch),
         )
 
     @property

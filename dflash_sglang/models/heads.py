@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_sglang.collectives import RowGather
 from dflash_sglang.compat import should_apply_lm_head_quant_method, unwrap_lora_layer
 from dflash_sglang.kernels.largest import largest
 
@@ -16,16 +17,25 @@ _DENSE = (torch.float16, torch.bfloat16, torch.float32)
 _LOW_BITS = 0xFFFFFFFF
 
 
-def find_embedding(target_model: nn.Module) -> nn.Module:
+def find_embedding(target_model: nn.Module, same_batch: int | None = None) -> nn.Module:
     """The target's token embedding, unwrapped of LoRA, wherever the target nests it.
 
-    Raises ValueError where no `get_input_embeddings()` or `embed_tokens` gives a module.
+    same_batch: ranks that look up the same tokens, None for all.
+    Raises ValueError where no `get_input_embeddings()` or `embed_tokens` gives a module, and for a table that is
+    sharded over ranks with other tokens.
     """
     for model in _nested(target_model):
         getter = getattr(model, "get_input_embeddings", None)
         found = getter() if callable(getter) else getattr(model, "embed_tokens", None)
         if isinstance(found, nn.Module):
-            return unwrap_lora_layer(found)
+            table = unwrap_lora_layer(found)
+            shards = getattr(table, "tp_size", 1)
+            if same_batch is not None and shards > same_batch:
+                raise ValueError(
+                    f"{type(target_model).__name__} shards its embedding over {shards} ranks: expected at most "
+                    f"{same_batch}, which have the same batch. Serve this target without --attn-dp-size."
+                )
+            return table
     raise ValueError(
         f"{type(target_model).__name__} has no token embedding for the draft: looked for "
         f"get_input_embeddings() and embed_tokens on the model and in {', '.join(_NESTED)}. "
@@ -72,10 +82,11 @@ class TargetHead:
     """Proposals with the target's head, dense or quantised, sharded over the vocabulary or not.
 
     lm_head: a ParallelLMHead, a tied VocabParallelEmbedding or a linear module with a weight [vocab, hidden].
+    same_batch: ranks of the head's group that draft the same batch, None for all of them.
     Raises ValueError for a head whose weight is neither dense nor served by its quantisation method.
     """
 
-    def __init__(self, lm_head: nn.Module) -> None:
+    def __init__(self, lm_head: nn.Module, same_batch: int | None = None) -> None:
         self.lm_head = lm_head
         weight: Any = getattr(lm_head, "weight", None)
         self.quantised = should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
@@ -91,6 +102,10 @@ class TargetHead:
         self.rows: int = weight.shape[0] if shard is None else shard.num_org_elements
         group = getattr(lm_head, "tp_group", None)
         self.group = group if group is not None and group.world_size > 1 else None
+        # Of a head that is sharded over ranks with batches of their own.
+        self.all_rows: RowGather | None = None
+        if self.group is not None and same_batch is not None and same_batch < self.group.world_size:
+            self.all_rows = RowGather(self.group, same_batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] -> [N, rows] over this rank's tokens, without a gather."""
@@ -105,20 +120,23 @@ class TargetHead:
         among equals. Collective over the head's TP group; capturable in a CUDA graph."""
         if self.group is None:
             return self.logits(hidden).argmax(dim=-1)
-        packed = pack_shard(self.logits(hidden), self.first_id)
+        rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
+        packed = pack_shard(self.logits(rows), self.first_id)
         gathered = packed.new_empty(self.group.world_size * packed.shape[0])
         self.group.all_gather_into_tensor(gathered, packed)
-        return merge_shards(gathered.view(self.group.world_size, -1))
+        ids = merge_shards(gathered.view(self.group.world_size, -1))
+        return ids if self.all_rows is None else self.all_rows.own(ids, len(hidden))
 
     @torch.no_grad()
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """hidden [N, hidden] -> ids [N, count] int64 and logits [N, count] float32 of the largest logits over the
         whole vocabulary, descending. Collective over the head's TP group; capturable in a CUDA graph."""
-        values, ids = largest(self.logits(hidden), count if self.group is None else min(count, self.rows))
+        rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
+        values, ids = largest(self.logits(rows), count if self.group is None else min(count, self.rows))
         values = values.float()
         if self.group is None:
             return ids, values
-        shape = (self.group.world_size, len(hidden), count)
+        shape = (self.group.world_size, len(rows), count)
         values, ids = (
             nn.functional.pad(values, (0, count - values.shape[1]), value=float("-inf")),
             nn.functional.pad(ids + self.first_id, (0, count - ids.shape[1])),
@@ -127,7 +145,10 @@ class TargetHead:
         self.group.all_gather_into_tensor(all_values, values.contiguous())
         self.group.all_gather_into_tensor(all_ids, ids.contiguous())
         values, best = all_values.transpose(0, 1).flatten(1).topk(count, dim=-1)
-        return all_ids.transpose(0, 1).flatten(1).gather(1, best), values
+        ids = all_ids.transpose(0, 1).flatten(1).gather(1, best)
+        if self.all_rows is None:
+            return ids, values
+        return self.all_rows.own(ids, len(hidden)), self.all_rows.own(values, len(hidden))
 
 
 def pack_shard(logits: Tensor, first_id: int) -> Tensor:

@@ -16,8 +16,10 @@ class DraftHead(TargetHead):
     int64, None where rows are ids. `logits` are those of the rows, unshaped: the shape is monotone.
     """
 
-    def __init__(self, lm_head: nn.Module, spec: VocabularySpec, target_ids: Tensor | None) -> None:
-        super().__init__(lm_head)
+    def __init__(
+        self, lm_head: nn.Module, spec: VocabularySpec, target_ids: Tensor | None, same_batch: int | None = None
+    ) -> None:
+        super().__init__(lm_head, same_batch)
         self._multiplier = spec.logit_multiplier
         self._softcap = spec.logit_softcap
         self._target_ids = target_ids

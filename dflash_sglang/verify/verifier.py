@@ -165,8 +165,6 @@ class Verifier:
             torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64, device=device)
         )
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=True)
-        # Active ranks run eagerly while a rank is idle: a replayed graph would pad differently.
-        forward_batch.can_run_decode_cuda_graph = False
         self._worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
     def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
@@ -177,9 +175,6 @@ class Verifier:
         batch.seq_lens_cpu = block.kv_len_bounds
         batch.seq_lens_sum = block.kv_len_bounds_sum
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=attn_dp)
-        if attn_dp and (batch.is_extend_in_batch or _any_rank_idle(forward_batch)):
-            # Ranks that are idle or prefilling count tokens unpadded; a replayed graph would disagree.
-            forward_batch.can_run_decode_cuda_graph = False
         return self._worker.forward_batch_generation(
             batch=None,
             forward_batch=forward_batch,
@@ -195,8 +190,3 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=plan,
         )
-
-
-def _any_rank_idle(forward_batch: Any) -> bool:
-    counts = forward_batch.original_global_num_tokens_cpu
-    return counts is not None and min(counts) == 0
