@@ -14,7 +14,7 @@ import pytest
 
 from dflash_sglang import hooks, plugin, probe
 from dflash_sglang.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
-from dflash_sglang.validation import StartupError
+from dflash_sglang.validation import UNSERVED, StartupError
 from tests.tiny import draft_config, make_pair
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -108,17 +108,14 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         enable_kv_cache_sharding=False,
         tp_size=1,
         attn_dp_size=1,
-        attn_cp_size=1,
-        pp_size=1,
-        disaggregation_mode="null",
         speculative_draft_window_size=None,
         speculative_draft_sink_size=None,
-        enable_two_batch_overlap=False,
         return_hidden_states_mode=None,
         enable_watermark=False,
         enable_linear_replayssm=False,
         enable_linear_replayssm_spec=False,
     )
+    values |= {row.field: row.off for row in UNSERVED}
     return SimpleNamespace(**{**values, **overrides})
 
 
@@ -196,12 +193,19 @@ def test_a_window_or_a_kv_format_that_cannot_be_served_ends_start_up(pair, overr
     assert str(problem).startswith(says)
 
 
+def test_ranks_that_prefill_while_others_decode_are_refused_where_they_share_batches(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
+    hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
+    with pytest.raises(StartupError, match="SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION=True: expected unset"):
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain, tp_size=2, attn_dp_size=2))
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
         ({"device": "npu"}, "--device='npu'"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode='decode'"),
-        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap=True"),
     ],
     ids=str,
 )
