@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang import hooks, plugin, probe
+from dflash_sglang import faults, hooks, plugin, probe
 from dflash_sglang.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
 from dflash_sglang.validation import UNSERVED, StartupError
 from tests.tiny import draft_config, make_pair
@@ -274,7 +274,7 @@ def test_a_misspelt_plugin_config_ends_start_up(pair: SimpleNamespace, monkeypat
 # ---- Activation --------------------------------------------------------------------------------------------
 
 
-def test_activate_registers_an_around_hook_on_the_worker_the_arguments_and_the_configs(
+def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watchdogs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -286,6 +286,8 @@ def test_activate_registers_an_around_hook_on_the_worker_the_arguments_and_the_c
         (WORKER_TARGET, hooks.create_worker, HookType.AROUND),
         (ARGUMENTS_TARGET, hooks.handle_speculative_decoding, HookType.AROUND),
         (CONFIG_TARGET, hooks.parse_config, HookType.AROUND),
+        ("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", faults.stop_subprocess_watchdog, HookType.AROUND),
+        ("sglang.srt.utils.watchdog.Watchdog.create", faults.create_watchdog, HookType.AROUND),
     ]
 
 
