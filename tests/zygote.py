@@ -54,7 +54,7 @@ MAY_DIFFER = (
     "PYTEST_CURRENT_TEST",
 )
 RETRACTION = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")  # of the scheduler's module
-SPARES = 3  # two schedulers and a detokenizer
+SPARES = 5  # four schedulers and a detokenizer
 
 _zygotes: list[Zygote] = []
 
