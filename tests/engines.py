@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,49 @@ def serve(
 
     A `command` of its own is always a fresh interpreter.
     """
+    with _started(target, draft, environment, command, fresh, arguments) as server:
+        server.wait_ready(READY_TIMEOUT)
+        yield server
+
+
+@contextmanager
+def serve_on_nodes(
+    count: int,
+    target: Path,
+    draft: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Iterator[list[Server]]:
+    """One server by `count` launchers, which stand for nodes; the first one is ready and answers requests."""
+    address = f"127.0.0.1:{free_port()}"
+    with ExitStack() as nodes:
+        servers = [
+            nodes.enter_context(
+                _started(
+                    target,
+                    draft,
+                    environment,
+                    LAUNCH,
+                    False,
+                    dict(arguments, nnodes=count, node_rank=rank, dist_init_addr=address),
+                )
+            )
+            for rank in range(count)
+        ]
+        servers[0].wait_ready(READY_TIMEOUT)
+        yield servers
+
+
+@contextmanager
+def _started(
+    target: Path,
+    draft: Path | None,
+    environment: Mapping[str, str] | None,
+    command: Sequence[str],
+    fresh: bool,
+    arguments: Mapping[str, Any],
+) -> Iterator[Server]:
     kind = Server if fresh or command != LAUNCH else _ForkedServer
     port = free_port()
     flags = as_flags(engine_arguments(target, draft, **arguments))
@@ -91,7 +134,6 @@ def serve(
             environment=cpu_environment(environment),
             log=Path(directory) / "server.log",
         ) as server:
-            server.wait_ready(READY_TIMEOUT)
             yield server
 
 
