@@ -16,6 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from dflash_sglang.attention import dense
 from dflash_sglang.attention.torch_cpu import TorchCpuAttention
 from dflash_sglang.platforms import cpu
+from dflash_sglang.platforms.cpu_dp import mask_dp_pad_moe_topk_ids
 from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool, block_slots
 from tests import tiny
 from tests.engines import BUILT_IN_WORKER, greedy, serve
@@ -203,6 +204,19 @@ def test_new_slots_go_to_their_own_requests_rows_and_a_block_reads_them_back() -
     assert slots.tolist() == [10, 11, 12, 13, 14, 15] and slots.dtype == torch.int64
     with pytest.raises(IndexError):
         assign_req_to_token_pool(rows[:1], req_to_token, start[:1], start[:1] + 5, torch.arange(5), 1)
+
+
+def test_experts_see_no_rows_that_pad_a_data_parallel_ranks_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.dp_attention import _DpGatheredBufferWrapper as buffer
+
+    monkeypatch.setattr(buffer, "_global_num_tokens_gpu", torch.tensor([1, 3, 0]))
+    monkeypatch.setattr(buffer, "_local_dp_buffer_len", 3)
+    chosen = torch.ones(9, 2, dtype=torch.int32)
+    mask_dp_pad_moe_topk_ids(chosen)
+    assert chosen[:, 0].tolist() == chosen[:, 1].tolist() == [1, -1, -1, 1, 1, 1, -1, -1, -1]
+    unpadded = torch.ones(4, 2, dtype=torch.int32)
+    mask_dp_pad_moe_topk_ids(unpadded)
+    assert unpadded.min() == 1
 
 
 def test_the_platform_is_active_only_where_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
