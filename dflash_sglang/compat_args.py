@@ -7,8 +7,16 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.arg_groups.speculative_hook import attn_dp_enabled_of
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.environ import envs
 
-__all__ = ["hybrid_gdn_config", "mambaish_config", "model_config_of", "our_dp_attention", "resolving_view"]
+__all__ = [
+    "envs",
+    "hybrid_gdn_config",
+    "mambaish_config",
+    "model_config_of",
+    "our_dp_attention",
+    "resolving_view",
+]
 
 
 @contextmanager

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
-from dflash_sglang.compat_args import hybrid_gdn_config, mambaish_config, model_config_of, resolving_view
+from dflash_sglang.compat_args import (
+    envs,
+    hybrid_gdn_config,
+    mambaish_config,
+    model_config_of,
+    resolving_view,
+)
 from dflash_sglang.config import DraftConfigError, DraftSpec, is_speculators
 from dflash_sglang.config.dflash2 import is_dflash2
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.own_modules import own_modules
 from dflash_sglang.validation import (
+    COORDINATION,
     GPU_DRAFT_BACKENDS,
+    UNSERVED,
     ParallelFacts,
     Problem,
     ServingFacts,
@@ -20,6 +28,7 @@ from dflash_sglang.validation import (
     config_problem,
     draft_problems,
     kv_problems,
+    launch_problems,
     own_problems,
     pool_problems,
     quantisation_problems,
@@ -32,12 +41,6 @@ _KV_POOL_FLAGS = {
     "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
     "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
 }
-
-# Launches of features that this package's worker does not take part in: field, its flag, value when off, reason.
-_FLAGS_OF_THE_BUILT_IN_WORKER: tuple[tuple[str, str, object, str], ...] = (
-    ("disaggregation_mode", "--disaggregation-mode", "null", "prefill and decode on different servers"),
-    ("enable_two_batch_overlap", "--enable-two-batch-overlap", False, "two overlapping halves of a batch"),
-)
 
 # Features that would silently do something else under speculation: field, its flag, value when off, why.
 _REFUSED_FEATURES = (
@@ -86,11 +89,8 @@ def check_startup(server_args: Any) -> Foreign | None:
 def _check(cfg: Any, server_args: Any) -> Foreign | None:
     if not _our_device(cfg.device):
         return Foreign("--device", cfg.device, "a device without kernels of this package")
-    for field, flag, off, reason in _FLAGS_OF_THE_BUILT_IN_WORKER:
-        if getattr(cfg, field) != off:
-            return Foreign(flag, getattr(cfg, field), reason)
     serving, parallel = _serving_facts(cfg), _parallel_facts(cfg)
-    problems = [*serving_problems(serving, parallel), *kv_problems(serving)]
+    problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving), *kv_problems(serving)]
     for field, flag, off, expected in _REFUSED_FEATURES:
         if getattr(cfg, field) != off:
             fix = f"Remove {flag}, or serve without speculation."
@@ -179,6 +179,11 @@ def _serving_facts(cfg: Any) -> ServingFacts:
 
 
 def _parallel_facts(cfg: Any) -> ParallelFacts:
-    return ParallelFacts(
-        draft_tp_size=max(1, cfg.tp_size // (cfg.attn_dp_size * cfg.attn_cp_size)), pp_size=cfg.pp_size
-    )
+    return ParallelFacts(draft_tp_size=max(1, cfg.tp_size // (cfg.attn_dp_size * cfg.attn_cp_size)))
+
+
+def _launch_settings(cfg: Any) -> dict[str, object]:
+    settings = {row.field: getattr(cfg, row.field) for row in UNSERVED if row.field != COORDINATION}
+    # Data-parallel attention alone reads it.
+    settings[COORDINATION] = cfg.attn_dp_size > 1 and envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
+    return settings

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,10 @@ def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def engine_arguments(target: Path, draft: Path | None, **overrides: Any) -> dict[str, Any]:
-    """Server arguments by their Python names; an override of None removes one."""
+    """Server arguments by their Python names; an override of None removes one.
+
+    An idle scheduler sleeps, where by default it takes a core from the servers of other tests.
+    """
     arguments: dict[str, Any] = dict(
         model_path=str(target),
         device="cpu",
@@ -49,6 +52,7 @@ def engine_arguments(target: Path, draft: Path | None, **overrides: Any) -> dict
         skip_tokenizer_init=True,
         mem_fraction_static=0.5,
         max_total_tokens=20000,
+        sleep_on_idle=True,
     )
     if draft is not None:
         arguments |= dict(speculative_algorithm="DFLASH", speculative_draft_model_path=str(draft))
@@ -81,8 +85,53 @@ def serve(
 
     A `command` of its own is always a fresh interpreter.
     """
+    with _started(target, draft, environment, command, fresh, arguments) as server:
+        server.wait_ready(READY_TIMEOUT)
+        yield server
+
+
+@contextmanager
+def serve_on_nodes(
+    count: int,
+    target: Path,
+    draft: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Iterator[list[Server]]:
+    """One server by `count` launchers, which stand for nodes; the first one is ready and answers requests."""
+    address = f"127.0.0.1:{free_port()}"
+    with ExitStack() as nodes:
+        servers = [
+            nodes.enter_context(
+                _started(
+                    target,
+                    draft,
+                    environment,
+                    LAUNCH,
+                    False,
+                    dict(arguments, nnodes=count, node_rank=rank, dist_init_addr=address),
+                )
+            )
+            for rank in range(count)
+        ]
+        servers[0].wait_ready(READY_TIMEOUT)
+        yield servers
+
+
+@contextmanager
+def _started(
+    target: Path,
+    draft: Path | None,
+    environment: Mapping[str, str] | None,
+    command: Sequence[str],
+    fresh: bool,
+    arguments: Mapping[str, Any],
+) -> Iterator[Server]:
     kind = Server if fresh or command != LAUNCH else _ForkedServer
     port = free_port()
+    if kind is _ForkedServer:
+        arguments = {"skip_server_warmup": True, **arguments}
     flags = as_flags(engine_arguments(target, draft, **arguments))
     with tempfile.TemporaryDirectory() as directory:
         with kind(
@@ -91,12 +140,15 @@ def serve(
             environment=cpu_environment(environment),
             log=Path(directory) / "server.log",
         ) as server:
-            server.wait_ready(READY_TIMEOUT)
             yield server
 
 
 class _ForkedServer(Server):
-    """Forked by the zygote, and ended at once: the orderly end of `Server` takes six seconds."""
+    """Forked by the zygote, without warm-up, and ended at once: the orderly end of `Server` takes six seconds."""
+
+    # Answered as soon as the schedulers are up, as HTTP is only then; /health asks them for a token, and sleeps.
+    ready_path = "/model_info"
+    poll_seconds = 0.1
 
     def __enter__(self) -> Server:
         self._process = zygote.start(self.command, self.environment, self.log)

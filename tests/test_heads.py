@@ -42,30 +42,33 @@ def test_the_argmax_over_shards_is_the_argmax_over_the_vocabulary_with_ties_to_t
     assert merge_shards(packed).tolist() == [offset + row.index(max(row)) for row in logits.tolist()]
 
 
-class TwoRanks:
-    """The group of a rank whose peer's packed rows are known."""
+class LastRank:
+    """The group of a rank whose peers' packed rows are known."""
 
-    world_size = 2
-
-    def __init__(self, peer: torch.Tensor) -> None:
-        self.peer = peer
+    def __init__(self, peers: list[torch.Tensor]) -> None:
+        self.peers = peers
+        self.world_size = len(peers) + 1
 
     def all_gather_into_tensor(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        out.copy_(torch.cat((own, self.peer)))
+        out.copy_(torch.cat((*self.peers, own)))
 
 
-def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding():
+@pytest.mark.parametrize(("ranks", "vocabulary", "rows"), [(2, 100, 64), (4, 100, 32), (4, 150_000, 37_504)])
+def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(ranks, vocabulary, rows):
     from dflash_sglang.models.heads import TargetHead, pack_shard
 
-    weight = torch.randn(100, 16)
+    weight = torch.randn(vocabulary, 16)
     hidden = torch.randn(30, 16)
-    padded = torch.cat((weight[64:], 100 * hidden.sign()[:28]))  # padding rows that would win every row
-    group = TwoRanks(pack_shard(hidden @ weight[:64].T, 0))
-    head = nn.Linear(16, 64, bias=False)
-    head.weight.data = padded
-    head.tp_group = group
-    head.shard_indices = SimpleNamespace(org_vocab_start_index=64, num_org_elements=36)
-    assert TargetHead(head).greedy(hidden).tolist() == (hidden @ weight.T).argmax(-1).tolist()
+    start, padding = (ranks - 1) * rows, ranks * rows - vocabulary
+    peers = [pack_shard(hidden @ weight[i * rows :][:rows].T, i * rows) for i in range(ranks - 1)]
+    head = nn.Linear(16, rows, bias=False)
+    # Padding rows that would win.
+    head.weight.data = torch.cat((weight[start:], 100 * hidden.sign().repeat(2, 1)[:padding]))
+    head.tp_group = LastRank(peers)
+    head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=vocabulary - start)
+    expected = (hidden @ weight.T).argmax(-1)
+    assert TargetHead(head).greedy(hidden).tolist() == expected.tolist()
+    assert expected.max() > min(start, 2**16)
 
 
 class Together:

@@ -1,6 +1,6 @@
-"""Two tensor-parallel ranks and two data-parallel replicas over gloo, lossless on the CPU platform (C21).
+"""Tensor-parallel ranks, data-parallel replicas and nodes over gloo, lossless on the CPU platform (C21).
 
-The servers run one after the other. What they are asked, and the answers, outlive them.
+The servers run one after the other. What they are asked, and the answers, outlive them; each loses a rank at last.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import signal
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -20,7 +22,8 @@ from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server, ServerFailed
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import scheduler_hooks, tiny
-from tests.engines import greedy_params, serve
+from tests.engines import greedy_params, serve, serve_on_nodes
+from tests.faults import NO_DUMPS, end_of, lose
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +36,7 @@ RANKS = dict(
     mem_fraction_static=0.5,  # of the memory free at the start: the other rank takes its own meanwhile
     watchdog_timeout=60,  # seconds: ranks that disagree wait for each other
 )
+SHORT_WATCHDOG = 10  # seconds
 RANKS_ENV = "DFLASH_TEST_RANKS"
 SAMPLED: tuple[dict[str, Any], ...] = (
     dict(temperature=1.0),
@@ -55,6 +59,11 @@ def requests() -> list[dict[str, Any]]:
 
 def sampled_requests(greedy: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(greedy, sampling_params=greedy["sampling_params"] | params) for params in SAMPLED]
+
+
+def long_request() -> dict[str, Any]:
+    """One that runs for seconds: long enough to lose a rank meanwhile."""
+    return dict(requests()[6], sampling_params=greedy_params(3000))
 
 
 def next_turns(asked: dict[str, Any], answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,6 +106,7 @@ def watched(directory: Path, **environment: str) -> dict[str, str]:
         "PYTHONPATH": path,
         RANKS_ENV: str(directory),
         scheduler_hooks.RECORDS_ENV: str(directory),
+        **NO_DUMPS,
         **environment,
     }
 
@@ -151,9 +161,8 @@ def plain() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("ranks")
-    with serve(
-        TARGET, DRAFT, environment=watched(directory), tp_size=2, skip_tokenizer_init=None, **RANKS
-    ) as server:
+    arguments = {**RANKS, "watchdog_timeout": SHORT_WATCHDOG, "tp_size": 2, "skip_tokenizer_init": None}
+    with serve(TARGET, DRAFT, environment=watched(directory), **arguments) as server:
         greedy = {"singly": ask(server, requests(), together=False)}
         sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
         turns = next_turns(requests()[SAMPLED_PROMPT], sampled)
@@ -163,7 +172,35 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         greedy["together, cold"] = ask(server, requests() + turns, together=True)
         cold = [greedy["together, cold"].pop() for _ in turns][::-1]
         log = server.log_text()
-    return dict(greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory, log=log)
+        end = lose(server, "scheduler_TP1", signal.SIGSTOP, long_request(), patience=PATIENCE)
+    return dict(
+        greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory, log=log, end=end
+    )
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each has one query head of four, one of two KV heads that are there twice, and 80 of the head's rows."""
+    directory = tmp_path_factory.mktemp("four_ranks")
+    arguments = {**RANKS, "mem_fraction_static": 0.3, "tp_size": 4, "skip_tokenizer_init": None}
+    with serve(TARGET, DRAFT, environment=watched(directory), **arguments) as server:
+        greedy = ask(server, requests(), together=True)
+        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        end = lose(server, "scheduler_TP2", signal.SIGKILL, long_request(), patience=PATIENCE)
+    return dict(greedy=greedy, sampled=sampled, directory=directory, end=end)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two launchers of one tensor-parallel rank each; at last the second one dies."""
+    directory = tmp_path_factory.mktemp("nodes")
+    arguments = {**RANKS, "mem_fraction_static": 0.4, "tp_size": 2, "skip_tokenizer_init": None}
+    with serve_on_nodes(2, TARGET, DRAFT, environment=watched(directory), **arguments) as (first, second):
+        greedy = ask(first, requests(), together=True)
+        sampled = ask(first, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        end = end_of(first, second.process.pid, signal.SIGKILL, long_request(), patience=PATIENCE)
+        second.process.wait(PATIENCE)
+    return dict(greedy=greedy, sampled=sampled, directory=directory, end=end)
 
 
 @pytest.fixture(scope="module")
@@ -197,18 +234,18 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
 
 
-def continuations(target: Path, prompts: list[list[int]]) -> list[list[int]]:
+def continuations(target: Path, prompts: list[list[int]], max_new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    settings = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    settings = dict(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     outputs = [model.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in prompts]
     return [output[len(prompt) :] for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def data_parallel() -> dict[str, Any]:
-    environment = {REQUIRE_ENV: "1"}
+    environment = {REQUIRE_ENV: "1", **NO_DUMPS}
     with serve(TARGET, DRAFT, environment=environment, dp_size=2, skip_tokenizer_init=None, **RANKS) as server:
         singly = [
             ask(server, [dict(one, routed_dp_rank=rank) for one in requests()], together=False)
@@ -216,13 +253,54 @@ def data_parallel() -> dict[str, Any]:
         ]
         together = ask(server, requests(), together=True)
         sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
-        return dict(singly=singly, together=together, sampled=sampled, log=server.log_text())
+        log = server.log_text()
+        asked = dict(long_request(), routed_dp_rank=0)
+        end = lose(server, "scheduler_DP1", signal.SIGKILL, asked, patience=PATIENCE)
+    return dict(singly=singly, together=together, sampled=sampled, log=log, end=end)
 
 
 def test_two_tensor_parallel_ranks_output_what_they_output_without_speculation(plain, tensor_parallel):
     assert tensor_parallel["log"].count("worker active") == 1
     for how, answers in tensor_parallel["greedy"].items():
         assert essence(answers) == essence(plain), how
+
+
+def test_four_tensor_parallel_ranks_that_share_kv_heads_are_lossless(plain, four_ranks):
+    assert essence(four_ranks["greedy"]) == essence(plain)
+    assert_sampled(four_ranks["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_tokens_on(range(4), four_ranks)
+
+
+def test_two_nodes_output_what_two_ranks_output_without_speculation(plain, two_nodes):
+    assert essence(two_nodes["greedy"]) == essence(plain)
+    assert_sampled(two_nodes["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_tokens_on(range(2), two_nodes)
+
+
+def test_a_rank_that_dies_ends_the_server_and_is_named(four_ranks):
+    end = four_ranks["end"]
+    assert end.seconds < 30 and end.left == []
+    assert re.search(r"scheduler_2 \(pid \d+\) (was ended by SIGKILL|crashed with exit code -9)", end.log)
+
+
+def test_a_rank_that_stops_ends_the_server_after_the_watchdogs_time_and_is_named(tensor_parallel):
+    end = tensor_parallel["end"]
+    # SGLang looks every half of it, and gives the launcher five seconds.
+    assert SHORT_WATCHDOG <= end.seconds < 2 * SHORT_WATCHDOG + 30 and end.left == []
+    assert "TP0] Scheduler watchdog timeout" in end.log
+    assert re.search(r"scheduler_1 \(pid \d+\) is stopped\.", end.log)
+
+
+def test_a_replica_that_dies_ends_the_server_and_is_named(data_parallel):
+    end = data_parallel["end"]
+    assert end.seconds < 30 and end.left == []
+    assert re.search(r"sglang::scheduler_DP1 \(pid \d+\) was ended by SIGKILL\. The server ends\.", end.log)
+
+
+def test_a_node_that_dies_ends_the_other_with_an_error(two_nodes):
+    end = two_nodes["end"]
+    assert end.seconds < 30 and end.left == []
+    assert re.search(r"TP0\] Scheduler hit an exception: (.|\n)*(Connection|closed|reset|remote)", end.log)
 
 
 def test_models_that_do_not_divide_by_the_ranks_are_lossless_at_every_accept_length(uneven):
@@ -255,9 +333,10 @@ def test_each_data_parallel_replica_outputs_what_plain_decoding_outputs(plain, d
     assert_sampled(data_parallel["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
 
 
-def test_a_sharded_draft_is_accepted_as_often_as_a_whole_one(tensor_parallel, data_parallel):
+def test_a_sharded_draft_is_accepted_as_often_as_a_whole_one(tensor_parallel, four_ranks, data_parallel):
     sharded, whole = tensor_parallel["greedy"]["singly"], data_parallel["singly"][0]
     assert steps(sharded) == pytest.approx(steps(whole), rel=0.02)
+    assert steps(four_ranks["greedy"]) == pytest.approx(steps(whole), rel=0.02)
     assert sum(len(answer["output_ids"]) - 1 for answer in sharded) >= 3 * steps(sharded)
 
 
@@ -275,10 +354,14 @@ def assert_sampled(answers: list[dict[str, Any]], greedy: list[int]) -> None:
 
 def assert_same_on_all_ranks(served: dict[str, Any]) -> None:
     """All ranks committed what was answered, and keep the keys and values of those very tokens."""
-    for answer in served["sampled"]:
-        for rank in range(2):
-            ids = committed(served["directory"], rank, answer["meta_info"]["id"])
-            assert ids[:NEW_TOKENS] == answer["output_ids"], f"rank {rank}"
+    assert_same_tokens_on(range(2), served)
     assert all(answer["meta_info"]["cached_tokens"] >= NEW_TOKENS for answer in served["after_hit"])
     for after_hit, cold in zip(served["after_hit"], served["cold"], strict=True):
         assert after_hit["output_ids"] == cold["output_ids"]
+
+
+def assert_same_tokens_on(ranks: Sequence[int], served: dict[str, Any]) -> None:
+    for answer in served["sampled"]:
+        for rank in ranks:
+            ids = committed(served["directory"], rank, answer["meta_info"]["id"])
+            assert ids[:NEW_TOKENS] == answer["output_ids"], f"rank {rank}"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang import hooks, plugin, probe
+from dflash_sglang import faults, hooks, plugin, probe
 from dflash_sglang.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
-from dflash_sglang.validation import StartupError
+from dflash_sglang.validation import UNSERVED, StartupError
 from tests.tiny import draft_config, make_pair
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -108,17 +108,14 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         enable_kv_cache_sharding=False,
         tp_size=1,
         attn_dp_size=1,
-        attn_cp_size=1,
-        pp_size=1,
-        disaggregation_mode="null",
         speculative_draft_window_size=None,
         speculative_draft_sink_size=None,
-        enable_two_batch_overlap=False,
         return_hidden_states_mode=None,
         enable_watermark=False,
         enable_linear_replayssm=False,
         enable_linear_replayssm_spec=False,
     )
+    values |= {row.field: row.off for row in UNSERVED}
     return SimpleNamespace(**{**values, **overrides})
 
 
@@ -196,12 +193,19 @@ def test_a_window_or_a_kv_format_that_cannot_be_served_ends_start_up(pair, overr
     assert str(problem).startswith(says)
 
 
+def test_ranks_that_prefill_while_others_decode_are_refused_where_they_share_batches(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
+    hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
+    with pytest.raises(StartupError, match="SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION=True: expected unset"):
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain, tp_size=2, attn_dp_size=2))
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
         ({"device": "npu"}, "--device='npu'"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode='decode'"),
-        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap=True"),
     ],
     ids=str,
 )
@@ -270,7 +274,7 @@ def test_a_misspelt_plugin_config_ends_start_up(pair: SimpleNamespace, monkeypat
 # ---- Activation --------------------------------------------------------------------------------------------
 
 
-def test_activate_registers_an_around_hook_on_the_worker_the_arguments_and_the_configs(
+def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watchdogs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -282,6 +286,8 @@ def test_activate_registers_an_around_hook_on_the_worker_the_arguments_and_the_c
         (WORKER_TARGET, hooks.create_worker, HookType.AROUND),
         (ARGUMENTS_TARGET, hooks.handle_speculative_decoding, HookType.AROUND),
         (CONFIG_TARGET, hooks.parse_config, HookType.AROUND),
+        ("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", faults.stop_subprocess_watchdog, HookType.AROUND),
+        ("sglang.srt.utils.watchdog.Watchdog.create", faults.create_watchdog, HookType.AROUND),
     ]
 
 

@@ -15,16 +15,20 @@ import torch
 from dflash_sglang.checkpoint import TensorFacts, tensor_facts
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.validation import (
+    COORDINATION,
+    UNSERVED,
     ParallelFacts,
     Problem,
     ServingFacts,
     TargetFacts,
     draft_problems,
+    launch_problems,
     serving_problems,
 )
 from tests.tiny import draft_config, make_pair, target_config, write_checkpoint
 
 TARGET = TargetFacts.from_config(target_config())
+ORDINARY = {row.field: row.off for row in UNSERVED}
 FC = {"fc.weight": TensorFacts("F32", (64, 192))}
 
 
@@ -47,7 +51,8 @@ def problems(
 def test_a_matching_draft_target_and_server_have_no_problem() -> None:
     assert problems() == []
     assert problems(dflash_config={"target_layer_ids": [4, 0, 2]}) == []
-    assert list(serving_problems(ServingFacts(draft_path="draft"), ParallelFacts())) == []
+    assert list(serving_problems(ServingFacts(draft_path="draft"))) == []
+    assert list(launch_problems(ORDINARY)) == []
 
 
 def test_the_target_is_described_by_its_text_config() -> None:
@@ -129,24 +134,57 @@ def test_a_mismatch_is_one_problem_that_names_field_value_expectation_and_fix(
     assert str(problem).startswith(f"{field}={value!r}: expected ") and problem.fix in str(problem)
 
 
-SERVING_ROWS: dict[str, tuple[ServingFacts, ParallelFacts, str, object]] = {
-    "no draft": (ServingFacts(None), ParallelFacts(), "--speculative-draft-model-path", None),
-    "pipeline": (ServingFacts("draft"), ParallelFacts(pp_size=2), "--pp-size", 2),
+SERVING_ROWS: dict[str, tuple[ServingFacts, str, object]] = {
+    "no draft": (ServingFacts(None), "--speculative-draft-model-path", None),
     "pool layout": (
         ServingFacts("draft", kv_pool_flag="--enable-unified-memory"),
-        ParallelFacts(),
         "--enable-unified-memory",
         True,
     ),
 }
 
 
-@pytest.mark.parametrize(("serving", "parallel", "field", "value"), SERVING_ROWS.values(), ids=SERVING_ROWS.keys())
+@pytest.mark.parametrize(("serving", "field", "value"), SERVING_ROWS.values(), ids=SERVING_ROWS.keys())
 def test_a_server_that_cannot_run_any_draft_is_one_problem(
-    serving: ServingFacts, parallel: ParallelFacts, field: str, value: object
+    serving: ServingFacts, field: str, value: object
 ) -> None:
-    (problem,) = serving_problems(serving, parallel)
+    (problem,) = serving_problems(serving)
     assert (problem.field, problem.value) == (field, value)
+
+
+LAUNCH_ROWS = {
+    "pp_size": (
+        2,
+        "--pp-size=2: expected 1 with DFLASH: one rank has all of the target's layers. Remove",
+    ),
+    "attn_cp_size": (2, "--attn-cp-size=2: expected 1 with DFLASH: the target's features and the slots of all"),
+    "enable_prefill_cp": (True, "--enable-prefill-cp=True: expected unset with DFLASH: the target's features and"),
+    "dcp_size": (2, "--dcp-size=2: expected 1 with DFLASH: the target's features and the slots of all tokens"),
+    "enable_attn_tp_input_scattered": (True, "--enable-attn-tp-input-scattered=True: expected unset with DFLASH"),
+    "enable_two_batch_overlap": (
+        True,
+        "--enable-two-batch-overlap=True: expected unset with DFLASH: SGLang",
+    ),
+    "disaggregation_mode": (
+        "decode",
+        "--disaggregation-mode='decode': expected 'null' with DFLASH: what its",
+    ),
+    "enable_pdmux": (True, "--enable-pdmux=True: expected unset with DFLASH: its loop runs the target without"),
+    "decoupled_spec_role": ("drafter", "--decoupled-spec-role='drafter': expected 'null' with DFLASH: draft and"),
+    "elastic_ep_backend": ("mooncake", "--elastic-ep-backend='mooncake': expected unset with DFLASH: ranks that"),
+    "dwdp_size": (2, "--dwdp-size=2: expected 1: SGLang has no speculative decoding with it. Remove --dwdp-size"),
+    COORDINATION: (True, f"{COORDINATION}=True: expected unset with DFLASH: data-parallel ranks prefill together"),
+}
+
+
+@pytest.mark.parametrize("field", [row.field for row in UNSERVED])
+def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(field: str) -> None:
+    value, says = LAUNCH_ROWS[field]
+    (problem,) = launch_problems({**ORDINARY, field: value})
+    assert str(problem).startswith(says)
+    offers_the_built_in_worker = "SGLANG_PLUGINS=none: SGLang's built-in worker serves it" in problem.fix
+    assert offers_the_built_in_worker == (field == "disaggregation_mode")
+    assert problem.fix.startswith(f"Remove {problem.field}")
 
 
 @pytest.mark.parametrize("served", [2, 5, 8])
@@ -194,6 +232,18 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
             "Add dflash_config.mask_token_id",
         ],
     ),
+    "prefill and decode apart": (
+        {},
+        ["--disaggregation-mode", "decode"],
+        ["--disaggregation-mode='decode'", "SGLANG_PLUGINS=none"],
+    ),
+    "context parallel": (
+        {},
+        ["--tp-size", "4", "--attn-cp-size", "2", "--dcp-size", "2"],
+        ["--attn-cp-size=2", "--dcp-size=2"],
+    ),
+    "two-batch overlap": ({}, ["--enable-two-batch-overlap"], ["--enable-two-batch-overlap=True"]),
+    "multiplexing": ({}, ["--enable-pdmux"], ["--enable-pdmux=True"]),
     "mask id": ({"dflash_config": {"mask_token_id": 320}}, [], ["mask_token_id=320", "vocab_size of 320"]),
     "layer ids": (
         {"dflash_config": {"target_layer_ids": [5, -1, 5]}},

@@ -43,6 +43,8 @@ PRELOAD = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenize
 LATER = """clip falcon_h1 falcon_mamba granitemoehybrid jet_nemotron jet_vlm llama_embedding mamba mindspore
 nano_nemotron_vl nemotron_h nemotron_h_mtp registry roberta xverse""".split()
 MAY_DIFFER = (
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH",
     "DFLASH_",
     "SGLANG_PLUGINS",
     "SGLANG_TEST_RETRACT",
@@ -52,7 +54,6 @@ MAY_DIFFER = (
     "PYTEST_CURRENT_TEST",
 )
 RETRACTION = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")  # of the scheduler's module
-SPARES = 3  # two schedulers and a detokenizer; under data-parallel attention all schedulers, and their controller
 
 _zygotes: list[Zygote] = []
 
@@ -238,9 +239,9 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 
 def _spares(command: Sequence[str]) -> int:
-    if "--enable-dp-attention" not in command:
-        return SPARES
-    return int(command[command.index("--tp-size") + 1]) + 2
+    """The schedulers of all ranks, a detokenizer, and a controller or a second replica's scheduler."""
+    ranks = int(command[command.index("--tp-size") + 1]) if "--tp-size" in command else 1
+    return ranks + 2
 
 
 def _fork_spares(count: int) -> None:

@@ -10,11 +10,14 @@ from dflash_sglang.validation.facts import (
 )
 from dflash_sglang.validation.fit import config_problem, draft_problems, serving_problems
 from dflash_sglang.validation.kv import kv_problems, pool_problems, window_problems
+from dflash_sglang.validation.launches import COORDINATION, UNSERVED, launch_problems
 from dflash_sglang.validation.own_modules import own_problems
 from dflash_sglang.validation.quantisation import quantisation_problems
 
 __all__ = [
+    "COORDINATION",
     "GPU_DRAFT_BACKENDS",
+    "UNSERVED",
     "ParallelFacts",
     "Problem",
     "ServingFacts",
@@ -23,6 +26,7 @@ __all__ = [
     "config_problem",
     "draft_problems",
     "kv_problems",
+    "launch_problems",
     "own_problems",
     "pool_problems",
     "quantisation_problems",

@@ -54,7 +54,6 @@ class ParallelFacts:
     """``draft_tp_size``: ranks over which one draft is split (the attention TP group)."""
 
     draft_tp_size: int = 1
-    pp_size: int = 1
 
 
 @dataclass(frozen=True)

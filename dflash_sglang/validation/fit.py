@@ -14,7 +14,7 @@ SINK_BACKENDS = ("fa3", "fa4", "triton", "torch_native")
 UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
 
 
-def serving_problems(serving: ServingFacts, parallel: ParallelFacts) -> Iterator[Problem]:
+def serving_problems(serving: ServingFacts) -> Iterator[Problem]:
     """What is wrong whatever the draft is."""
     if serving.draft_path is None:
         yield Problem(
@@ -23,8 +23,6 @@ def serving_problems(serving: ServingFacts, parallel: ParallelFacts) -> Iterator
             "the DFlash draft's directory or repository",
             "Add --speculative-draft-model-path.",
         )
-    if parallel.pp_size != 1:
-        yield Problem("--pp-size", parallel.pp_size, "1 with DFLASH", "Remove --pp-size; use --tp-size instead.")
     if serving.kv_pool_flag is not None:
         yield Problem(
             serving.kv_pool_flag,

@@ -1,0 +1,90 @@
+"""Launches that this package's worker takes no part in: the setting, its value when off, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from dflash_sglang.validation.facts import Problem
+
+COORDINATION = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """``field``: of the server arguments, or an environment variable; ``setting``: as the operator writes it."""
+
+    field: str
+    setting: str
+    off: object
+    expected: str
+    fix: str = ""
+
+
+_WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
+_BUILT_IN = "or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it with a draft in z-lab's format"
+
+UNSERVED = (
+    Unserved(
+        "pp_size",
+        "--pp-size",
+        1,
+        "1 with DFLASH: one rank has all of the target's layers",
+        "Remove --pp-size; use --tp-size instead.",
+    ),
+    Unserved("attn_cp_size", "--attn-cp-size", 1, f"1 with DFLASH: {_WHOLE_ROWS}"),
+    Unserved("enable_prefill_cp", "--enable-prefill-cp", False, f"unset with DFLASH: {_WHOLE_ROWS}"),
+    Unserved("dcp_size", "--dcp-size", 1, f"1 with DFLASH: {_WHOLE_ROWS}"),
+    Unserved(
+        "enable_attn_tp_input_scattered",
+        "--enable-attn-tp-input-scattered",
+        False,
+        f"unset with DFLASH: {_WHOLE_ROWS}",
+    ),
+    Unserved(
+        "enable_two_batch_overlap",
+        "--enable-two-batch-overlap",
+        False,
+        "unset with DFLASH: SGLang splits the verify of a tree, not of a block",
+    ),
+    Unserved(
+        "disaggregation_mode",
+        "--disaggregation-mode",
+        "null",
+        "'null' with DFLASH: what its worker keeps of a request is not sent from prefill to decode",
+        f"Remove --disaggregation-mode, {_BUILT_IN}.",
+    ),
+    Unserved(
+        "enable_pdmux",
+        "--enable-pdmux",
+        False,
+        "unset with DFLASH: its loop runs the target without the draft",
+    ),
+    Unserved(
+        "decoupled_spec_role",
+        "--decoupled-spec-role",
+        "null",
+        "'null' with DFLASH: draft and verify run in one engine",
+    ),
+    Unserved(
+        "elastic_ep_backend",
+        "--elastic-ep-backend",
+        None,
+        "unset with DFLASH: ranks that leave or join do not do so in its draft",
+    ),
+    Unserved("dwdp_size", "--dwdp-size", 1, "1: SGLang has no speculative decoding with it"),
+    Unserved(
+        COORDINATION,
+        COORDINATION,
+        False,
+        "unset with DFLASH: data-parallel ranks prefill together, or decode together",
+    ),
+)
+
+
+def launch_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
+    """What of a launch no draft could be served with. ``settings``: values by the fields of UNSERVED."""
+    for row in UNSERVED:
+        if settings[row.field] != row.off:
+            fix = row.fix or f"Remove {row.setting}, or serve without speculation."
+            yield Problem(row.setting, settings[row.field], row.expected, fix)
