@@ -16,12 +16,12 @@ from bench.layouts import Layout
 from bench.serve import ENVIRONMENT, PLAIN, READY_TIMEOUT, assert_worker
 from dflash_sglang.demo.server import Server, ServerFailed
 
-RANK = r"^\[[^\]]*?(?P<rank>(?: [A-Z_]+\d+)*)\] "
-WEIGHTS = re.compile(
-    RANK + r"Load weight end\..* type=(?P<model>\w+),.* mem usage=(?P<gb>[\d.]+) GB", re.MULTILINE
-)
+# Not at the start of a line: a progress bar may stand before.
+RANK = r"\[[\d-]+ [\d:.]+(?P<rank>(?: [A-Z_]+\d+)*)\] "
+WEIGHTS = re.compile(RANK + r"Load weight end\..* type=(?P<model>\w+),.* mem usage=(?P<gb>-?[\d.]+) GB")
 KV = re.compile(RANK + r"KV Cache is allocated\..* #tokens: (?P<tokens>\d+), K size: (?P<k>[\d.]+) GB, "
-                r"V size: (?P<v>[\d.]+) GB", re.MULTILINE)  # fmt: skip
+                r"V size: (?P<v>[\d.]+) GB")  # fmt: skip
+READY = "The server is fired up and ready to roll!"
 DRAFT_MODEL = "DFlashDraftModel"
 
 
@@ -104,11 +104,15 @@ class Cluster:
         """Returns once every rank has loaded the draft. Raises ServerFailed where a process ends first, or none
         comes."""
         deadline = time.monotonic() + READY_TIMEOUT
-        while sum(found["model"] == DRAFT_MODEL for found in WEIGHTS.finditer(self.log_text())) < self.layout.gpus:
+        while not self._is_loaded(self.log_text()):
             if self.head.process.poll() is not None or time.monotonic() > deadline:
                 raise ServerFailed(f"not every rank has loaded the draft\n{self.head.log_tail()}")
             self._check_nodes()
             time.sleep(0.5)
+
+    def _is_loaded(self, log: str) -> bool:
+        drafts = sum(found["model"] == DRAFT_MODEL for found in WEIGHTS.finditer(log))
+        return drafts >= self.layout.gpus or READY in log
 
     def _check_nodes(self) -> None:
         for node in self.nodes[1:]:

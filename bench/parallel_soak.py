@@ -43,7 +43,7 @@ SEED_OF_COMPARED, COMPARED_AT_A_TIME = 77, 16
 TIE = {"cuda": 0.13, "cpu": 1e-4}
 FLAGS = [
     "--host", "127.0.0.1", "--context-length", "1024", "--max-total-tokens", "8000",
-    "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "32", "--chunked-prefill-size", "512",
+    "--mem-fraction-static", "0.8", "--cuda-graph-max-bs-decode", "32", "--chunked-prefill-size", "512",
     "--watchdog-timeout", "100", "--log-level-http", "warning",
 ]  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_memory_is_read_by_rank_from_the_start_up_log():
 [2026-11-21 19:00:00 DP0 TP0] Load weight end. elapsed=1.00 s, type=Qwen3ForCausalLM, avail mem=100.00 GB, mem usage=8.12 GB.
 [2026-11-21 19:00:00 DP1 TP1] Load weight end. elapsed=1.00 s, type=Qwen3ForCausalLM, avail mem=100.00 GB, mem usage=8.13 GB.
 [2026-11-21 19:00:01 DP0 TP0] KV Cache is allocated. dtype: torch.bfloat16, #tokens: 8000, K size: 0.50 GB, V size: 0.25 GB
-[2026-11-21 19:00:02 DP0 TP0] Load weight end. elapsed=1.00 s, type=DFlashDraftModel, avail mem=90.00 GB, mem usage=1.02 GB.
+Loading shards: 0% Completed | 0/1 [00:00<?, ?it/s][2026-11-21 19:00:02 DP0 TP0] Load weight end. elapsed=1.00 s, type=DFlashDraftModel, avail mem=90.00 GB, mem usage=1.02 GB.
 """  # noqa: E501
     assert cluster.memory_of(log) == {
         "DP0 TP0": {
