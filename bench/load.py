@@ -21,6 +21,7 @@ class Load:
     output_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
+    token_ids: range = range(1000, 100_000)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Outcome:
 def run(server: Server, load: Load) -> Outcome:
     """Drive `server` until every request of `load` is answered."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(1000, 100_000) for _ in range(load.input_tokens)] for _ in range(load.requests)]
+    prompts = [[rng.choice(load.token_ids) for _ in range(load.input_tokens)] for _ in range(load.requests)]
     sampling = dict(
         max_new_tokens=load.output_tokens, temperature=load.temperature, top_p=load.top_p, ignore_eos=True
     )

@@ -23,6 +23,7 @@ from typing import Any
 
 from bench import report
 from bench.pair import decode, pair_server
+from bench.quantised_table import launches_per_layer
 from bench.serve import OURS, PLAIN, wait_for
 from dflash_sglang import pair
 from dflash_sglang.demo.server import Server, ServerFailed
@@ -92,9 +93,7 @@ def claims(figures: dict[str, Any], launches: dict[str, Any], failed: dict[str, 
         if "failed" in counted:
             out.append(report.claim(what, counted["failed"], bound, False))
         else:
-            # The write of all layers is one launch beside theirs.
-            per_layer = (counted["launches"] - 1) / counted["layers"]
-            out.append(report.at_most(what, round(per_layer, 2), LAUNCHES_PER_LAYER))
+            out.append(report.at_most(what, round(launches_per_layer(counted), 2), LAUNCHES_PER_LAYER))
     return out + [
         report.claim(f"{name}: is served", reason, "a ready server", False) for name, reason in failed.items()
     ]

@@ -39,13 +39,9 @@ class Foreign:
 @dataclass(frozen=True)
 class _Row:
     field: str
-    is_foreign: Callable[[Any], bool]
+    is_foreign: Callable[[Any], bool]  # of the field's value
     reason: str
     part_of_dflash2: bool = False
-
-
-def _is_set(value: Any) -> bool:
-    return bool(value)
 
 
 # Looked up in dflash_config and then at the top level, in this order; the first match is reported.
@@ -60,12 +56,12 @@ _ROWS = (
         lambda value: value not in (None, "", "dflash"),
         "a head that corrects the proposals, such as Domino",
     ),
-    _Row("conv_kernel_size", _is_set, "DFlash2's grouped convolutions", part_of_dflash2=True),
-    _Row("selector_rank", _is_set, "DFlash2's candidate selector", part_of_dflash2=True),
-    _Row("lilicorr_num_layers", _is_set, "LiLiCorr's candidate scorer"),
-    _Row("sample_from_anchor", _is_set, "DSpark's layout, a proposal in every row of the block"),
-    _Row("shift_label", _is_set, "Domino's layout, a proposal in every row of the block"),
-    _Row("use_gemma_norm", _is_set, "Gemma's norms"),
+    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of_dflash2=True),
+    _Row("selector_rank", bool, "DFlash2's candidate selector", part_of_dflash2=True),
+    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer"),
+    _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block"),
+    _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block"),
+    _Row("use_gemma_norm", bool, "Gemma's norms"),
     _Row("hidden_act", lambda value: value == "swigluoai", "gpt-oss's clamped activation"),
 )
 

@@ -6,7 +6,7 @@ Decided by the tensors in its files. Shapes tell nothing: a trained head is as l
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dflash_sglang.checkpoint import TensorFacts, tensor_facts
+from dflash_sglang.checkpoint import TensorFacts
 from dflash_sglang.config import DraftConfigError, DraftSpec
 
 MASK_EMBEDDING = "mask_embedding"
@@ -55,13 +55,13 @@ class OwnModules:
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t.long()
 
 
-def own_modules(directory: Path) -> OwnModules:
-    """From the *.safetensors files of a checkpoint directory and its mask_embedding.pt.
+def own_modules(directory: Path, tensors: Mapping[str, TensorFacts]) -> OwnModules:
+    """From the `tensors` of a checkpoint directory, as `tensor_facts` has them, and its mask_embedding.pt.
 
     Raises DraftConfigError for a mask_embedding.pt that is no tensor.
     """
-    facts = {name.removeprefix("model."): fact for name, fact in tensor_facts(directory).items()}
-    small = _read(directory, (*VOCABULARY_TENSORS, MASK_EMBEDDING))
+    facts = {name.removeprefix("model."): fact for name, fact in tensors.items()}
+    small = _read(directory, facts.keys() & {*VOCABULARY_TENSORS, MASK_EMBEDDING})
     return OwnModules(
         head=_module(facts, "lm_head"),
         embedding=_module(facts, "embed_tokens"),
@@ -83,9 +83,10 @@ def _module(facts: Mapping[str, TensorFacts], name: str) -> TensorFacts | None:
     return facts.get(f"{name}.weight", parts[0] if parts else None)
 
 
-def _read(directory: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _read(directory: Path, names: Set[str]) -> dict[str, Tensor]:
+    """The tensors themselves, from the files; these are opened only where there is something to read."""
     found: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(directory.glob("*.safetensors")) if names else ():
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (the file is no mapping)
                 if name.removeprefix("model.") in names:

@@ -110,13 +110,13 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
         config, cfg.speculative_draft_model_quantization, cfg.quantization, cfg.device
     )
     directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision)
+    tensors = tensor_facts(directory)
     try:
         spec = DraftSpec.from_config(config)
-        own = own_modules(directory)
+        own = own_modules(directory, tensors)
     except DraftConfigError as error:
         raise StartupError([*problems, config_problem(error)]) from error
     target = TargetFacts.from_config(target_config.hf_text_config)
-    tensors = tensor_facts(directory)
     problems += draft_problems(spec, target, parallel, serving, tensors, own)
     problems += [*window_problems(spec, serving), *pool_problems(config)]
     if tensors:  # else in a format whose tensors the loader alone can name

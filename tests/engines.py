@@ -41,7 +41,10 @@ def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def engine_arguments(target: Path, draft: Path | None, **overrides: Any) -> dict[str, Any]:
-    """Server arguments by their Python names; an override of None removes one."""
+    """Server arguments by their Python names; an override of None removes one.
+
+    An idle scheduler sleeps, where by default it takes a core from the servers of other tests.
+    """
     arguments: dict[str, Any] = dict(
         model_path=str(target),
         device="cpu",
@@ -49,6 +52,7 @@ def engine_arguments(target: Path, draft: Path | None, **overrides: Any) -> dict
         skip_tokenizer_init=True,
         mem_fraction_static=0.5,
         max_total_tokens=20000,
+        sleep_on_idle=True,
     )
     if draft is not None:
         arguments |= dict(speculative_algorithm="DFLASH", speculative_draft_model_path=str(draft))
@@ -126,6 +130,8 @@ def _started(
 ) -> Iterator[Server]:
     kind = Server if fresh or command != LAUNCH else _ForkedServer
     port = free_port()
+    if kind is _ForkedServer:
+        arguments = {"skip_server_warmup": True, **arguments}
     flags = as_flags(engine_arguments(target, draft, **arguments))
     with tempfile.TemporaryDirectory() as directory:
         with kind(
@@ -138,7 +144,11 @@ def _started(
 
 
 class _ForkedServer(Server):
-    """Forked by the zygote, and ended at once: the orderly end of `Server` takes six seconds."""
+    """Forked by the zygote, without warm-up, and ended at once: the orderly end of `Server` takes six seconds."""
+
+    # Answered as soon as the schedulers are up, as HTTP is only then; /health asks them for a token, and sleeps.
+    ready_path = "/model_info"
+    poll_seconds = 0.1
 
     def __enter__(self) -> Server:
         self._process = zygote.start(self.command, self.environment, self.log)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +71,64 @@ def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(r
     assert expected.max() > min(start, 2**16)
 
 
+class Together:
+    """A group whose ranks are threads that meet in every collective."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._sent: list[torch.Tensor] = [torch.empty(0)] * ranks
+
+    def of(self, rank: int) -> SimpleNamespace:
+        def all_gather_into_tensor(out: torch.Tensor, own: torch.Tensor) -> None:
+            self._sent[rank] = own
+            self._barrier.wait()
+            assert len({(sent.shape, sent.dtype) for sent in self._sent}) == 1
+            out.view(-1, *own.shape[1:]).copy_(torch.cat(self._sent))
+            self._barrier.wait()
+
+        return SimpleNamespace(
+            world_size=len(self._sent), rank_in_group=rank, all_gather_into_tensor=all_gather_into_tensor
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any),
+    same_batch=st.sampled_from([1, 2]),
+    likeliest=st.booleans(),
+)
+def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(rows, same_batch, likeliest):
+    """Ranks with no rows are IDLE."""
+    from dflash_sglang.models.heads import TargetHead
+
+    ranks = len(rows) * same_batch
+    weight = torch.randn(ranks * 5, 8)
+    hidden = [torch.randn(count, 8) for count in rows]
+    together = Together(ranks)
+
+    def rank(i: int) -> object:
+        lm_head = nn.Linear(8, 5, bias=False)
+        lm_head.weight.data = weight[5 * i : 5 * i + 5]
+        lm_head.tp_group = together.of(i)
+        lm_head.shard_indices = SimpleNamespace(org_vocab_start_index=5 * i, num_org_elements=5)
+        head = TargetHead(lm_head, same_batch)
+        assert head.all_rows is not None
+        head.all_rows.expect(max(rows))
+        own = hidden[i // same_batch]
+        return head.likeliest(own, 7) if likeliest else head.greedy(own)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(rank, range(ranks)))
+    for i, result in enumerate(results):
+        logits = hidden[i // same_batch] @ weight.T
+        if likeliest:
+            values, ids = logits.topk(7, dim=-1)
+            assert result[0].tolist() == ids.tolist()
+            torch.testing.assert_close(result[1], values)
+        else:
+            assert result.tolist() == logits.argmax(-1).tolist()
+
+
 def test_a_quantised_head_proposes_through_its_quantisation_method():
     from dflash_sglang.models.heads import TargetHead
 
@@ -108,5 +168,9 @@ def test_head_and_embedding_are_found_tied_nested_behind_lora_or_by_their_weight
     assert find_embedding(by_weight) is table and find_head(by_weight) is head
     with pytest.raises(ValueError, match=r"no LM head.*looked for lm_head"):
         find_head(module(model=module(embed_tokens=table)))
+    table.tp_size = 4
+    with pytest.raises(ValueError, match=r"shards its embedding over 4 ranks: expected at most 2"):
+        find_embedding(tied, same_batch=2)
+    assert find_embedding(tied, same_batch=4) is table
     with pytest.raises(ValueError, match=r"no token embedding.*get_input_embeddings"):
         find_embedding(module(lm_head=head))

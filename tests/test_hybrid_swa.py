@@ -35,9 +35,7 @@ def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[
         scheduler_hooks.HOOKS_ENV: "proposals",
         scheduler_hooks.RECORDS_ENV: str(directory),
     }
-    arguments |= dict(
-        ZOO[GPT_OSS].arguments, chunked_prefill_size=64, max_total_tokens=4096, skip_server_warmup=True
-    )
+    arguments |= dict(ZOO[GPT_OSS].arguments, chunked_prefill_size=64, max_total_tokens=4096)
     arguments["swa_full_tokens_ratio"] = 0.15
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(4, 250, (n,), generator=generator).tolist() for n in (33, 200, 150, 250, 90, 220)]

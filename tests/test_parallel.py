@@ -234,11 +234,11 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
 
 
-def continuations(target: Path, prompts: list[list[int]]) -> list[list[int]]:
+def continuations(target: Path, prompts: list[list[int]], max_new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    settings = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    settings = dict(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     outputs = [model.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in prompts]
     return [output[len(prompt) :] for prompt, output in zip(prompts, outputs, strict=True)]
 

@@ -20,7 +20,7 @@ from tests import scheduler_hooks
 from tests.engines import serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.test_recurrent_serving import GRID, LENGTHS, NEW_TOKENS, ask_at_once, first_turns, next_turns
-from tests.zoo.member import pair
+from tests.zoo import pair_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -59,8 +59,9 @@ def plain(launch) -> Answered:
     """First and next turns with the answers of the same launch without speculation and without prefixes."""
     target, flags = launch
     flags = {name: value for name, value in flags.items() if name != "mamba_radix_cache_strategy"}
+    checkpoint, _ = pair_for(target, FLAGS["dtype"])
     with serve(
-        pair(target)[0], environment=DEVICE_ENVIRONMENT, disable_radix_cache=True, **{**FLAGS, **flags}
+        checkpoint, environment=DEVICE_ENVIRONMENT, disable_radix_cache=True, **{**FLAGS, **flags}
     ) as server:
         first = [(turn, server.generate(**with_logprobs(turn))) for turn in first_turns()]
         turns = next_turns([(turn, answer["output_ids"]) for turn, answer in first])
@@ -81,7 +82,7 @@ def ours(launch, plain, tmp_path_factory) -> Iterator[Server]:
         scheduler_hooks.HOOKS_ENV: "oracle",
         scheduler_hooks.RECORDS_ENV: str(records),
     }
-    with serve(*pair(target), environment=environment, **{**FLAGS, **flags}) as server:
+    with serve(*pair_for(target, FLAGS["dtype"]), environment=environment, **{**FLAGS, **flags}) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure
 

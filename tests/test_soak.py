@@ -164,6 +164,15 @@ def test_a_divergence_is_a_tie_only_where_plains_two_best_tokens_are_close():
     assert checks.compare([outcome(answer([5, 6, 7, 8], LENGTH))], [outcome(plain)]).divergences == []
 
 
+def test_a_request_refused_with_its_abort_is_aborted_and_another_one_is_not():
+    refusal = '{"error":{"message":"Aborted by AbortReq."}}'
+    aborted = Request(REQUEST.body, "abort_request")
+    assert Outcome(aborted, 400, error=refusal).aborted
+    assert Outcome(aborted, error=f"ValueError: {refusal}").aborted
+    assert not Outcome(REQUEST, 400, error=refusal).aborted
+    assert not Outcome(aborted, 400, error="the prompt is too long").aborted
+
+
 def test_the_same_seed_gives_the_same_requests():
     corpus = requests.corpus_of(pair_directories()["target"])
     asked = requests.requests(300, 5, corpus)

@@ -19,7 +19,7 @@ from dflash_sglang.demo.server import Server, ServerFailed
 from tests import scheduler_hooks
 from tests.engines import greedy, greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
-from tests.zoo import ZOO, Member, pair, reference
+from tests.zoo import ZOO, Member, pair, pair_for, reference
 from tests.zoo.member import BLOCK, FEATURES, LAYERS
 from tests.zoo.processors import image_url, with_image
 
@@ -28,20 +28,28 @@ pytestmark = pytest.mark.slow
 CHUNK = 64
 NEW_TOKENS = 32
 LENGTHS = (5, 33, 100, 200)  # the longer ones are prefilled in chunks
-COMMON: dict[str, Any] = dict(chunked_prefill_size=CHUNK, max_total_tokens=4096, skip_server_warmup=True)
+COMMON: dict[str, Any] = dict(chunked_prefill_size=CHUNK, max_total_tokens=4096)
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "synchronous, pages of 16": dict(page_size=16, disable_overlap_schedule=True),
 }
+# Scheduler and pages see the target's pools alone: one target of each kind of pool, and of image positions.
+IN_EVERY_CONFIGURATION = ("Qwen3", "Gemma 4", "gpt-oss", "DeepSeek-V3", "Qwen3-VL", "Qwen3.5 with vision")
 
 
-def param(member: Member) -> Any:
+def param(member: Member, *more: str) -> Any:
     outcome = dict(outcome="refused", message=member.refused) if member.refused else dict(outcome="works")
     mark = pytest.mark.matrix(target=member.name, draft="z-lab", kv="model dtype", **outcome)
-    return pytest.param(member.name, id=member.name, marks=mark)
+    return pytest.param(member.name, *more, id="-".join([member.name, *more]), marks=mark)
 
 
 ON_CPU = [member for member in ZOO.values() if member.on_gpu_only is None]
+SERVED = [
+    param(member, configuration)
+    for configuration in CONFIGURATIONS
+    for member in ON_CPU
+    if not member.refused and (configuration == "overlap" or member.name in IN_EVERY_CONFIGURATION)
+]
 
 
 def prompts() -> list[list[int]]:
@@ -93,13 +101,13 @@ def ours(
         scheduler_hooks.HOOKS_ENV: "oracle,features",
         scheduler_hooks.RECORDS_ENV: str(records),
     }
-    with serve(*pair(name), environment=environment, **{**COMMON, **ZOO[name].arguments, **arguments}) as server:
+    checkpoints = pair_for(name, arguments.get("dtype", "float32"))
+    with serve(*checkpoints, environment=environment, **{**COMMON, **ZOO[name].arguments, **arguments}) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
 
 
-@pytest.mark.parametrize("target", [param(member) for member in ON_CPU if not member.refused])
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize(("target", "configuration"), SERVED)
 def test_output_equals_plain_decoding_and_the_draft_sees_the_target_as_transformers_does(
     target: str, configuration: str, tmp_path: Path
 ) -> None:
@@ -212,6 +220,7 @@ def test_captured_graphs_hand_over_the_features_of_transformers(target: str, tmp
     features = torch.stack([captured[i] for i in range(LENGTHS[2] + NEW_TOKENS - 1)])
     for layer, feature in zip(FEATURES, features.chunk(len(FEATURES), dim=-1), strict=True):
         error = (feature - expected[layer]).norm(dim=-1) / expected[layer].norm(dim=-1)
-        # bfloat16; a token that a router sends elsewhere differs more.
-        assert error.median() < 0.03, f"layer {layer}"
-        assert error[LENGTHS[2] :].median() < 0.03, f"layer {layer}, rows of verify"
+        # In bfloat16 transformers itself differs by 0.01 to 0.04, and more where a router sends a token elsewhere;
+        # a window that is one token off gives 0.15 and more, a neighbouring layer 0.4.
+        assert error.median() < 0.1, f"layer {layer}"
+        assert error[LENGTHS[2] :].median() < 0.1, f"layer {layer}, rows of verify"

@@ -54,7 +54,6 @@ MAY_DIFFER = (
     "PYTEST_CURRENT_TEST",
 )
 RETRACTION = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")  # of the scheduler's module
-SPARES = 5  # four schedulers and a detokenizer
 
 _zygotes: list[Zygote] = []
 
@@ -228,7 +227,7 @@ def _become(request: tuple[Any, ...], library: Sequence[str], imports_set: Mappi
 
     for name in RETRACTION:
         setattr(sys.modules["sglang.srt.managers.scheduler"], name, getattr(envs, f"SGLANG_{name}").get())
-    _fork_spares()
+    _fork_spares(_spares(command))
     setproctitle(" ".join([sys.executable, "-m", *command]))
     module, *sys.argv[1:] = command
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -239,10 +238,16 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _fork_spares() -> None:
+def _spares(command: Sequence[str]) -> int:
+    """The schedulers of all ranks, a detokenizer, and a controller or a second replica's scheduler."""
+    ranks = int(command[command.index("--tp-size") + 1]) if "--tp-size" in command else 1
+    return ranks + 2
+
+
+def _fork_spares(count: int) -> None:
     """Forks the children that wait, and has "spawn" use them; returns in the launcher alone."""
     spares: list[tuple[int, socket.socket]] = []
-    for _ in range(SPARES):
+    for _ in range(count):
         channel, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:

@@ -115,6 +115,10 @@ class TorchCpuAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         return isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """The `seq_lens` of rows that only pad a data-parallel rank's batch; they attend to the padding slot."""
+        return 1
+
     def support_triton(self) -> bool:
         return False
 

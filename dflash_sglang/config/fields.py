@@ -50,7 +50,10 @@ class Fields:
 
 
 def as_int(found: tuple[str, Any], minimum: int) -> int:
-    """The integer of a found field (whole floats are not integers); `minimum` is inclusive."""
+    """The integer of a found field (whole floats are not integers); `minimum` is inclusive.
+
+    Raises DraftConfigError naming the field, as the next two do.
+    """
     field, value = found
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise DraftConfigError(
@@ -68,6 +71,7 @@ def as_float(found: tuple[str, Any]) -> float:
 
 
 def as_bool(found: tuple[str, Any]) -> bool:
+    """The true or false of a found field (numbers and strings are neither)."""
     field, value = found
     if not isinstance(value, bool):
         raise DraftConfigError(field, value, "true or false", f"Correct {field} in the draft's config.json.")

@@ -7,6 +7,9 @@ from typing import Any
 
 from dflash_sglang.config.fields import Fields, as_bool, as_float, as_int
 
+DRAWN_FROM = 16
+"""The likeliest tokens of a draft that a drawn proposal comes from."""
+
 
 @dataclass(frozen=True)
 class VocabularySpec:

@@ -42,6 +42,9 @@ def free_port() -> int:
 class Server:
     """A server process in a process group of its own; `with` ends the whole group, however it is left."""
 
+    ready_path = "/health"
+    poll_seconds = 0.5
+
     def __init__(self, command: Sequence[str], *, port: int, environment: Mapping[str, str], log: Path):
         self.command = list(command)
         self.environment = dict(environment)
@@ -73,7 +76,7 @@ class Server:
         return self._process
 
     def wait_ready(self, timeout: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Returns once the server answers; calls `on_wait` about twice a second until then.
+        """Returns once the server answers; calls `on_wait` every `poll_seconds` or so until then.
 
         Raises ServerFailed when the process ends first or `timeout` seconds pass.
         """
@@ -84,11 +87,11 @@ class Server:
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the server was not ready after {timeout:.0f} s\n{self.log_tail()}")
             on_wait()
-            time.sleep(0.5)
+            time.sleep(self.poll_seconds)
 
     def _answers(self) -> bool:
         try:
-            self.get("/health")
+            self.get(self.ready_path)
         except OSError:  # refused, timed out, or an HTTP status that is not 200
             return False
         return True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_sglang.drafting.proposals import DRAWN_FROM, Proposals
+from dflash_sglang.config.vocabulary import DRAWN_FROM
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.models.heads import TargetHead
 
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DRAWN_FROM = 16  # the likeliest tokens of the draft that a drawn proposal comes from
-
 
 class Proposals(NamedTuple):
     """What the draft proposes, and what else it could have proposed."""

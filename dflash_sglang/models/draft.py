@@ -12,7 +12,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
 
-from dflash_sglang.checkpoint import draft_config, weights_directory
+from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
 from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput, WeightsMapper
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.models.block_embedding import BlockEmbedding
@@ -75,7 +75,8 @@ class DFlashDraftModel(nn.Module):
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self._add_own_modules(own_modules(weights_directory(path, revision)), quant_config, base)
+        directory = weights_directory(path, revision)
+        self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
         self.after_load: Callable[[Mapping[str, set[Shard]]], None] | None = None

@@ -28,7 +28,6 @@ _RECOMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.si
 _KV_CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")
 """Scales of a quantised KV cache, which SGLang defaults to 1 where the checkpoint has none."""
 
-
 _ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
 """Tensors of the speculators format that are read when the model is built, or belong to training."""
 

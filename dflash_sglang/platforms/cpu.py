@@ -96,6 +96,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Registers the attention backend and the hooks; SGLang calls it once in each worker process."""
         from dflash_sglang.attention.torch_cpu import register
+        from dflash_sglang.platforms.cpu_dp import keep_counts_unpinned
         from dflash_sglang.platforms.cpu_hooks import (
             ignore_record_stream_on_cpu,
             name_the_cpu_by_default,
@@ -106,6 +107,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         register_hooks()
         ignore_record_stream_on_cpu()
         name_the_cpu_by_default()
+        keep_counts_unpinned()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Applies the hooks where `load_plugins()` has not; turns the built-in draft's Triton kernel off."""

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from dflash_sglang.config import DraftSpec
+from dflash_sglang.config.vocabulary import DRAWN_FROM
 from dflash_sglang.own_modules import OwnModules, head_rows
 from dflash_sglang.validation.facts import Problem, TargetFacts
 from dflash_sglang.validation.fit import UNPACKED_DTYPES
-
-# Drawn proposals come from this many likeliest rows of the head.
-SMALLEST_VOCABULARY = 16
 
 
 def own_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
@@ -89,11 +87,11 @@ def _vocabulary_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) 
             f"(the target's vocab_size is {target.vocab_size})",
             "Use a checkpoint that holds d2t, or serve the target that the draft was trained for.",
         )
-    if rows < SMALLEST_VOCABULARY:
+    if rows < DRAWN_FROM:
         yield Problem(
             "draft config draft_vocab_size",
             rows,
-            f"at least {SMALLEST_VOCABULARY} rows of the head, from which proposals are drawn",
+            f"at least {DRAWN_FROM} rows of the head, from which proposals are drawn",
             "Serve a draft with a larger vocabulary.",
         )
 

@@ -72,6 +72,27 @@ def register(member: Member) -> Member:
 
 
 @functools.cache
+def pair_for(name: str, dtype: str) -> tuple[Path, Path]:
+    """`pair` with a config.json of the target that says `dtype`, for a server with that --dtype.
+
+    SGLang makes some layers in the checkpoint's dtype, whatever --dtype is: the projections of gpt-oss, the gated
+    norms of Qwen3-Next. Loading casts, so the weights are `pair`'s own files.
+    """
+    target, draft = pair(name)
+    if dtype == "float32":
+        return target, draft
+    directory = target.with_name(f"target in {dtype}")
+    directory.mkdir()
+    for path in target.iterdir():
+        if path.name != "config.json":
+            (directory / path.name).symlink_to(path)
+    config = (target / "config.json").read_text()
+    assert '"dtype": "float32"' in config
+    (directory / "config.json").write_text(config.replace('"dtype": "float32"', f'"dtype": "{dtype}"'))
+    return directory, draft
+
+
+@functools.cache
 def pair(name: str) -> tuple[Path, Path]:
     """The directories of the member's target and draft checkpoints, float32, made at the first call."""
     member = ZOO[name]

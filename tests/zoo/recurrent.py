@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.zoo import processors
 from tests.zoo.member import TEXT, Member, register
-from tests.zoo.vision import IMAGE_PROMPT
+from tests.zoo.vision import IMAGE_PROMPT, tower
 
 DELTA_NET: dict[str, Any] = dict(
     linear_conv_kernel_dim=4,
@@ -30,15 +30,7 @@ def qwen35_vision() -> Any:
     from transformers import Qwen3_5Config
 
     rope = dict(**ROPE, mrope_section=[1, 1, 0], mrope_interleaved=True)
-    vision = dict(
-        depth=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        out_hidden_size=TEXT["hidden_size"],
-        deepstack_visual_indexes=[],
-        num_position_embeddings=64,
-    )
+    vision = tower(TEXT, depth=2, deepstack_visual_indexes=[], num_position_embeddings=64)
     config = Qwen3_5Config(
         text_config={**TEXT, **DELTA_NET, "rope_parameters": rope}, vision_config=vision, **processors.IMAGE_IDS
     )

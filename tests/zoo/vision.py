@@ -8,19 +8,24 @@ from tests.zoo import processors
 from tests.zoo.member import TEXT, Member, register
 
 
+def tower(text: dict[str, Any], depth: int, **more: Any) -> dict[str, Any]:
+    """Fields of a small vision tower in front of a text model."""
+    return dict(
+        depth=depth,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=2,
+        out_hidden_size=text["hidden_size"],
+        **more,
+    )
+
+
 def qwen2_5_vl() -> Any:
     from transformers import Qwen2_5_VLConfig
 
     text = {key: value for key, value in TEXT.items() if key not in ("head_dim", "tie_word_embeddings")}
     rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3])
-    vision = dict(
-        depth=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        out_hidden_size=text["hidden_size"],
-        fullatt_block_indexes=[1],
-    )
+    vision = tower(text, depth=2, fullatt_block_indexes=[1])
     return Qwen2_5_VLConfig(
         text_config={**text, "rope_parameters": rope}, vision_config=vision, **processors.IMAGE_IDS
     )
@@ -30,15 +35,7 @@ def qwen3_vl() -> Any:
     from transformers import Qwen3VLConfig
 
     rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 2, 2], mrope_interleaved=True)
-    vision = dict(
-        depth=3,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        out_hidden_size=TEXT["hidden_size"],
-        deepstack_visual_indexes=[0, 1],
-        num_position_embeddings=64,
-    )
+    vision = tower(TEXT, depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=64)
     return Qwen3VLConfig(
         text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **processors.IMAGE_IDS
     )

@@ -1,0 +1,161 @@
+"""A server of several processes, one per node, asked through the first; and what its log says of memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.layouts import Layout
+from bench.serve import ENVIRONMENT, PLAIN, READY_TIMEOUT, assert_worker
+from dflash_sglang.demo.server import Server, ServerFailed
+
+RANK = r"^\[[^\]]*?(?P<rank>(?: [A-Z_]+\d+)*)\] "
+WEIGHTS = re.compile(
+    RANK + r"Load weight end\..* type=(?P<model>\w+),.* mem usage=(?P<gb>[\d.]+) GB", re.MULTILINE
+)
+KV = re.compile(RANK + r"KV Cache is allocated\..* #tokens: (?P<tokens>\d+), K size: (?P<k>[\d.]+) GB, "
+                r"V size: (?P<v>[\d.]+) GB", re.MULTILINE)  # fmt: skip
+DRAFT_MODEL = "DFlashDraftModel"
+
+
+def environment_of(kind: str, device: str, gpus: str | None, **more: str) -> dict[str, str]:
+    """The environment of a server of a kind on the GPUs of that list, all by default."""
+    # Servers that start at the same time on the same GPUs find different amounts of memory free on each.
+    out = {**os.environ, **ENVIRONMENT[kind], "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", **more}
+    if device == "cpu":
+        out |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
+    elif gpus is not None:
+        out["CUDA_VISIBLE_DEVICES"] = gpus
+    return out
+
+
+def model_flags(kind: str, directories: Mapping[str, str], draft_flags: Sequence[str] = ()) -> list[str]:
+    flags = ["--model-path", directories["target"]]
+    if kind == PLAIN:
+        return flags
+    return [
+        *flags, "--speculative-algorithm", "DFLASH",
+        "--speculative-draft-model-path", directories["draft"], *draft_flags,
+    ]  # fmt: skip
+
+
+class Cluster:
+    """The processes of one server; `with` starts them all and ends them all."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        kind: str,
+        flags: Sequence[str],
+        port: int,
+        environment: Mapping[str, str],
+        logs: Path,
+    ) -> None:
+        self.layout, self.kind = layout, kind
+        logs.mkdir(parents=True, exist_ok=True)
+        self.nodes = [
+            Server(
+                command, port=port + node, environment=environment, log=logs / f"{layout.name}-{kind}-{node}.log"
+            )
+            for node, command in enumerate(layout.commands(flags, port))
+        ]
+        self._running: list[Server] = []
+        self.started = False
+
+    @property
+    def head(self) -> Server:
+        """The process that takes requests."""
+        return self.nodes[0]
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts all processes; `stop` ends them, also where one did not start."""
+        self.started = True
+        for node in self.nodes:
+            self._running.append(node.__enter__())
+
+    def stop(self) -> None:
+        """Ends what runs of it; once is enough."""
+        running, self._running = self._running, []
+        if running:
+            with ThreadPoolExecutor(len(running)) as pool:
+                list(pool.map(lambda node: node.stop(), running))
+
+    def wait_ready(self) -> None:
+        """Returns once it answers. Raises ServerFailed where a process ends first, RuntimeError where the log
+        shows another kind's worker."""
+        self.head.wait_ready(READY_TIMEOUT, self._check_nodes)
+        assert_worker(self.kind, self.head.log_text())
+
+    def wait_loaded(self) -> None:
+        """Returns once every rank has loaded the draft. Raises ServerFailed where a process ends first, or none
+        comes."""
+        deadline = time.monotonic() + READY_TIMEOUT
+        while sum(found["model"] == DRAFT_MODEL for found in WEIGHTS.finditer(self.log_text())) < self.layout.gpus:
+            if self.head.process.poll() is not None or time.monotonic() > deadline:
+                raise ServerFailed(f"not every rank has loaded the draft\n{self.head.log_tail()}")
+            self._check_nodes()
+            time.sleep(0.5)
+
+    def _check_nodes(self) -> None:
+        for node in self.nodes[1:]:
+            if node.process.poll() is not None:
+                raise ServerFailed(f"a node ended with exit code {node.process.returncode}\n{node.log_tail()}")
+
+    def log_text(self) -> str:
+        return "\n".join(node.log_text() for node in self._logging)
+
+    def log_tail(self, lines: int = 60) -> list[str]:
+        """The last lines of every process's log, without directories."""
+        return [line for node in self._logging for line in (node.log.name, *node.log_text().splitlines()[-lines:])]
+
+    @property
+    def _logging(self) -> list[Server]:
+        return [node for node in self.nodes if node.log.exists()]
+
+
+def stop_together(clusters: Collection[Cluster]) -> None:
+    """Ends all of them at once: each takes some seconds."""
+    with ThreadPoolExecutor(len(clusters)) as pool:
+        list(pool.map(Cluster.stop, clusters))
+
+
+def stop_on_sigterm(clusters: Collection[Cluster]) -> None:
+    """From now on SIGTERM ends this process after the servers, whose last lines it shows."""
+
+    def end(*_: Any) -> None:
+        stop_together(clusters)
+        for cluster in clusters:
+            print(*cluster.log_tail(), sep="\n", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def memory_of(log: str) -> dict[str, Any]:
+    """By rank, as the log names it: GB of each model's weights, and of the KV pools in the order of their
+    allocation (the target's, then the draft's) with their tokens.
+
+    SGLang measures weights as what the GPU has less of: they are right where nothing else started meanwhile.
+    """
+    out: dict[str, Any] = {}
+    for found in WEIGHTS.finditer(log):
+        rank = out.setdefault(found["rank"].strip() or "TP0", {"weights_gb": {}, "kv": []})
+        rank["weights_gb"][found["model"]] = float(found["gb"])
+    for found in KV.finditer(log):
+        rank = out.setdefault(found["rank"].strip() or "TP0", {"weights_gb": {}, "kv": []})
+        rank["kv"].append({"tokens": int(found["tokens"]), "gb": round(float(found["k"]) + float(found["v"]), 2)})
+    return out

@@ -1,0 +1,96 @@
+"""The parallel layouts that are measured and soaked: the flags of each, and the command of each process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PORTS_PER_SERVER = 50  # from one server's port to the next one's; data-parallel attention adds 233 and up to 8
+PORTS_PER_LAYOUT = 600  # of a layout's servers
+DATA_PARALLEL_ATTENTION = ("--enable-dp-attention", "--enable-dp-lm-head")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on GPUs.
+
+    flags: of every process, beside model and ports. replicas: data-parallel ranks that a request can be routed
+    to. nodes: processes of `launch_server`, each on its share of the GPUs. pair: "trained", the package's own, or
+    a shape of `bench.random_pair`.
+    """
+
+    name: str
+    title: str
+    gpus: int
+    flags: tuple[str, ...]
+    replicas: int = 1
+    nodes: int = 1
+    pair: str = "trained"
+
+    @property
+    def independent_replicas(self) -> bool:
+        """Whether the replicas share no collective; each then opens a port of its own choice for its group."""
+        return self.replicas > 1 and "--enable-dp-attention" not in self.flags
+
+    def commands(self, flags: Sequence[str], port: int) -> list[list[str]]:
+        """One `launch_server` per node, of the model that `flags` name. Requests go to `port`, the first's."""
+        rendezvous = str(port + 20)
+        commands = []
+        for node in range(self.nodes):
+            command = [
+                sys.executable,
+                "-m",
+                "sglang.launch_server",
+                *flags,
+                *self.flags,
+                "--port",
+                str(port + node),
+            ]
+            if self.nodes > 1:
+                command += ["--nnodes", str(self.nodes), "--node-rank", str(node)]
+                command += ["--dist-init-addr", f"127.0.0.1:{rendezvous}"]
+                command += ["--base-gpu-id", str(node * self.gpus // self.nodes)]
+            elif not self.independent_replicas:
+                command += ["--nccl-port", rendezvous]
+            commands.append(command)
+        return commands
+
+
+def _sizes(tp: int, dp: int = 1) -> tuple[str, ...]:
+    return ("--tp-size", str(tp), *(("--dp-size", str(dp)) if dp > 1 else ()))
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("tp2", "tensor parallel over 2 GPUs", 2, _sizes(2)),
+        Layout("tp4", "tensor parallel over 4 GPUs", 4, _sizes(4)),
+        Layout("dp2", "2 data-parallel replicas", 2, _sizes(1, 2), replicas=2),
+        Layout("dpa2", "data-parallel attention, 2 ranks", 2, _sizes(2, 2) + DATA_PARALLEL_ATTENTION, replicas=2),
+        Layout(
+            "dpa2_moe",
+            "data-parallel attention, 2 ranks, random Qwen3-MoE target",
+            2,
+            _sizes(2, 2) + DATA_PARALLEL_ATTENTION,
+            replicas=2,
+            pair="small-moe",
+        ),
+        Layout(
+            "dpa2_no_dp_lm_head",
+            "data-parallel attention, 2 ranks, head over all of them",
+            2,
+            (*_sizes(2, 2), "--enable-dp-attention"),
+            replicas=2,
+        ),
+        Layout("dpa4", "data-parallel attention, 4 ranks", 4, _sizes(4, 4) + DATA_PARALLEL_ATTENTION, replicas=4),
+        Layout(
+            "dpa2_tp4",
+            "data-parallel attention, 2 ranks of 2 tensor-parallel GPUs",
+            4,
+            _sizes(4, 2) + DATA_PARALLEL_ATTENTION,
+            replicas=2,
+        ),
+        Layout("nnodes2", "tensor parallel over 2 nodes of one GPU each", 2, _sizes(2), nodes=2),
+    )
+}

@@ -1,0 +1,196 @@
+"""Tokens per second on several GPUs, paired: this package's worker, the built-in one and no speculation.
+
+python -m bench.parallel --out FILE [--layouts tp2 dpa2] [--gpus 0,1] [--concurrency 1 16 64] [--rounds 3]
+
+One layout after the other (`bench.layouts`): tensor parallel in the shapes of Qwen3-8B, data-parallel attention in
+those of Qwen3-30B-A3B (`bench.random_pair`; the target's weights are SGLang's own random ones, so that nothing
+large is written and read). The three servers of a layout are up at once on the same GPUs and take turns, each
+round in another order; one alone has requests. Acceptance is forced to a whole number of tokens, so that no draw
+of accept lengths stands between two figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_on_sigterm, stop_together
+from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
+from bench.load import Load, Outcome, run
+from bench.random_pair import write_pair
+from bench.serve import BUILT_IN, OURS, PLAIN
+from dflash_sglang.demo.server import free_port
+
+KINDS = (OURS, BUILT_IN, PLAIN)
+SHAPE_OF = {"tp2": "qwen3-8b", "tp4": "qwen3-8b"}  # of the others: experts, for which one has such attention
+DUMMY = ["--load-format", "dummy"]
+DUMMY_DRAFT = ["--speculative-draft-load-format", "auto"]
+
+GOAL, GOAL_AT = 1.3, 16  # of data-parallel attention: the built-in worker drafts without graphs there
+NEVER_BELOW = 0.99  # rounds of one server differ by about a percent
+
+
+def servers_of(
+    layout: Layout, pair: Mapping[str, str], arguments: argparse.Namespace, port: int, scratch: Path
+) -> dict[str, Cluster]:
+    """The servers of a layout by kind, not started yet."""
+    most = max(arguments.concurrency)
+    flags = [
+        "--skip-tokenizer-init", "--host", "127.0.0.1", "--log-level-http", "warning",
+        "--min-free-slots-delay", "1",
+        # Of all ranks together; any one of them may get all requests.
+        "--max-running-requests", str(most * layout.replicas), "--cuda-graph-max-bs-decode", str(most),
+        "--max-total-tokens", str(most * (arguments.input + arguments.output + 64)),
+        "--mem-fraction-static", str(arguments.mem_fraction), *arguments.flags,
+    ]  # fmt: skip
+    draft_flags: list[str] = []
+    if arguments.pair is None:
+        flags, draft_flags = flags + DUMMY, DUMMY_DRAFT
+    if arguments.device == "cpu":
+        flags += ["--device", "cpu", "--dtype", "float32"]
+    return {
+        kind: Cluster(
+            layout,
+            kind,
+            [*model_flags(kind, pair, draft_flags), *flags],
+            port + i * PORTS_PER_SERVER,
+            environment_of(
+                kind, arguments.device, arguments.gpus, SGLANG_SIMULATE_ACC_LEN=str(arguments.accept_length)
+            ),
+            arguments.logs or scratch,
+        )
+        for i, kind in enumerate(arguments.kinds)
+    }
+
+
+def start(servers: Mapping[str, Cluster]) -> None:
+    """Starts all servers, ours first: while it loads its weights nothing else takes memory, so that its log tells
+    how much they take."""
+    for kind, server in servers.items():
+        server.start()
+        if kind == OURS:
+            server.wait_loaded()
+    for server in servers.values():
+        server.wait_ready()
+
+
+def measure(servers: Mapping[str, Cluster], loads: Mapping[str, Load], rounds: int) -> dict[str, Any]:
+    """{concurrency: {kind: {figure: [one value per round]}}}"""
+    figures: dict[str, Any] = {}
+    for concurrency, load in loads.items():
+        outcomes: dict[str, list[Outcome]] = {kind: [] for kind in servers}
+        for server in servers.values():
+            run(server.head, dataclasses.replace(load, requests=load.concurrency, output_tokens=64))
+        for turn in range(rounds):
+            for kind in rotated(list(servers), turn):
+                outcomes[kind].append(run(servers[kind].head, load))
+                print(concurrency, kind, outcomes[kind][-1], flush=True)
+        figures[concurrency] = {
+            kind: {
+                field.name: [round(getattr(outcome, field.name), 4) for outcome in of_kind]
+                for field in dataclasses.fields(Outcome)
+            }
+            for kind, of_kind in outcomes.items()
+        }
+    return figures
+
+
+def rotated(items: Sequence[str], by: int) -> list[str]:
+    by %= len(items)
+    return [*items[by:], *items[:by]]
+
+
+def loads_of(arguments: argparse.Namespace) -> dict[str, Load]:
+    return {
+        str(concurrency): Load(
+            concurrency,
+            max(4, 2 * concurrency),
+            arguments.input,
+            arguments.output,
+            token_ids=range(*arguments.token_ids),
+        )
+        for concurrency in arguments.concurrency
+    }
+
+
+def claims(layout: str, figures: Mapping[str, Any], accept_length: float) -> list[dict[str, Any]]:
+    """Our tokens per second over the built-in worker's at every concurrency, and the forced accept length."""
+    out = []
+    for concurrency, kinds in figures.items():
+        if not {OURS, BUILT_IN} <= set(kinds):
+            continue
+        rates = [kinds[kind]["tokens_per_second"] for kind in (OURS, BUILT_IN)]
+        ratio = statistics.median(ours / other for ours, other in zip(*rates, strict=True))
+        goal = GOAL if layout.startswith("dpa") and int(concurrency) == GOAL_AT else NEVER_BELOW
+        what = f"{layout}: tokens/s over the built-in worker's at concurrency {concurrency}, median of rounds"
+        out.append(report.at_least(what, round(ratio, 4), goal))
+        lengths = [length for kind in (OURS, BUILT_IN) for length in kinds[kind]["accept_length"]]
+        ok = all(abs(length / accept_length - 1) <= 0.02 for length in lengths)
+        what = f"{layout}: accept lengths of both workers at concurrency {concurrency}"
+        out.append(report.claim(what, [min(lengths), max(lengths)], f"within 2% of {accept_length}", ok))
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["tp2", "dpa2"])
+    parser.add_argument("--gpus", help="of the servers, as in CUDA_VISIBLE_DEVICES; all by default")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--accept-length", type=float, default=6.0)
+    parser.add_argument("--input", type=int, default=256)
+    parser.add_argument("--output", type=int, default=253, help="tokens of an answer: the first and whole steps")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--port", type=int, help="of the first server; each layout uses 600 ports from there on")
+    parser.add_argument("--mem-fraction", type=float, default=0.85)
+    parser.add_argument("--pair", type=Path, help="directory with target and draft, in place of random ones")
+    parser.add_argument(
+        "--token-ids", type=int, nargs=2, default=[1000, 100_000], help="of prompts, from and below"
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
+    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {}
+    memory: dict[str, Any] = {}
+    claimed: list[dict[str, Any]] = []
+    status = 1
+    for i, name in enumerate(arguments.layouts):
+        layout, shape = LAYOUTS[name], SHAPE_OF.get(name, "qwen3-30b-a3b")
+        port = arguments.port + i * PORTS_PER_LAYOUT if arguments.port else free_port()
+        with tempfile.TemporaryDirectory() as directory:
+            scratch = Path(directory)
+            pair = (
+                {role: str(arguments.pair / role) for role in ("target", "draft")}
+                if arguments.pair
+                else write_pair(scratch, shape, config_only=True)
+            )
+            servers = servers_of(layout, pair, arguments, port, scratch)
+            stop_on_sigterm(servers.values())
+            try:
+                start(servers)
+                figures[name] = measure(servers, loads_of(arguments), arguments.rounds)
+            except (OSError, RuntimeError):
+                for kind, server in servers.items():
+                    print(kind, *server.log_tail(), sep="\n", file=sys.stderr)
+                raise
+            finally:
+                stop_together(servers.values())
+            memory[name] = memory_of(servers[OURS].log_text()) if OURS in servers else {}
+        claimed += claims(name, figures[name], arguments.accept_length)
+        # What is there, should the next layout not come.
+        status = report.finish("bench.parallel", arguments.out, claimed, figures=figures, memory_of_ours=memory)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

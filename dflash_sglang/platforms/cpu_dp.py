@@ -1,0 +1,56 @@
+"""Data-parallel attention over gloo: what SGLang's gather and scatter of the ranks' rows do on a GPU.
+
+Ranks pad their rows to agreed lengths, copy them into a buffer of all ranks' rows, and reduce or gather that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+from torch import Tensor
+
+
+def register(source: HookSource) -> None:
+    """Registers the hooks; SGLang's `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
+    from sglang.srt.layers.dp_attention import memcpy_cpu
+
+    for target, hook, kind in (
+        ("sglang.srt.layers.dp_attention.memcpy", memcpy_cpu, HookType.REPLACE),  # a Triton launch
+        (
+            "sglang.srt.layers.dp_attention.mask_dp_pad_moe_topk_ids",  # a Triton launch
+            mask_dp_pad_moe_topk_ids,
+            HookType.REPLACE,
+        ),
+        (
+            "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor",
+            reduce_scatter_over_gloo,
+            HookType.AROUND,
+        ),
+    ):
+        HookRegistry.register(target, hook, kind, source=source)
+
+
+def keep_counts_unpinned() -> None:
+    """Makes a batch's token counts ordinary memory: SGLang pins them, which takes a GPU, unless it runs its own
+    CPU engine. It then asks the attention for `get_cpu_graph_seq_len_fill_value`."""
+    from sglang.srt.model_executor import forward_batch_info
+
+    forward_batch_info._is_cpu = True
+
+
+def reduce_scatter_over_gloo(original: Callable[..., None], group: Any, output: Tensor, input: Tensor) -> None:
+    """Stands in for the custom operator behind `reduce_scatter_tensor`, which has no CPU kernel."""
+    group._reduce_scatter_tensor(output, input)
+
+
+def mask_dp_pad_moe_topk_ids(topk_ids: Tensor) -> None:
+    """topk_ids [ranks * longest, k], written: -1 in the rows that pad a rank's tokens to the longest rank's."""
+    from sglang.srt.layers.dp_attention import _DpGatheredBufferWrapper as buffer
+
+    counts, longest = buffer.get_dp_global_num_tokens_gpu(), buffer.get_local_dp_buffer_len()
+    if counts is None or not 0 < len(topk_ids) == len(counts) * longest:
+        return
+    padding = topk_ids.new_tensor(range(longest)) >= counts[:, None]
+    topk_ids[padding.view(-1)] = -1

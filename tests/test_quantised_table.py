@@ -1,0 +1,27 @@
+"""The table of docs/quantised-drafts.md from a report, complete or not."""
+
+from __future__ import annotations
+
+from bench.quantised_table import rows
+
+
+def test_a_row_per_scheme_has_its_figures_or_says_what_is_missing():
+    measured = {"context_kv": "sliced (Fp8LinearMethod: why), one write for all layers"}
+    report = {
+        "figures": {
+            "fp8-static": {**measured, "accept_length_over_bf16": 0.9912, "step_time_over_bf16": 1.0449},
+            "awq": {"context_kv": None, "accept_length_over_bf16": 1.0, "step_time_over_bf16": 0.5},
+        },
+        "launches": {
+            "bf16": {"launches": 3, "layers": 4, "context_kv": "stacked (no qkv_proj is quantised)"},
+            "fp8-static": {"launches": 10, "layers": 3, "context_kv": "sliced (..)"},
+            "gptq": {"failed": "out of memory"},
+        },
+        "failed": {"gptq": "the server ended"},
+    }
+    assert list(rows(report)) == [
+        "| bf16 | stacked | 1 | 0.50 | 1 |",
+        "| fp8-static | sliced | 0.991 | 3.00 | 1.045 |",
+        "| gptq | not measured | not served | not measured | not served |",
+        "| awq | not measured | 1.000 | not measured | 0.500 |",
+    ]
