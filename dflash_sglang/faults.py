@@ -25,6 +25,16 @@ TEARDOWN = 5.0  # seconds that the memory of a process that ends may take
 CONTROLLER = "DataParallelController"  # the name of its watchdog
 
 
+def start_subprocess_watchdog(original: Callable[..., None], watchdog: Any) -> None:
+    """AROUND SubprocessWatchdog.start: runs in the launcher, once its processes are ready.
+
+    Processes get the ranks of their titles, where SGLang counts them: the controller of replicas is its first.
+    """
+    named = zip(watchdog._processes, watchdog._names, strict=True)
+    watchdog._names = [_title(process) or name for process, name in named]
+    original(watchdog)
+
+
 def stop_subprocess_watchdog(original: Callable[..., None], watchdog: Any) -> None:
     """AROUND SubprocessWatchdog.stop: runs in the launcher, before it ends its processes, whatever the reason.
 
@@ -46,7 +56,7 @@ def create_watchdog(original: Callable[..., Any], debug_name: str, *args: Any, *
     With DFLASH, the first replica's scheduler to die ends the server.
     """
     if debug_name == CONTROLLER and _is_dflash():
-        titles = {process: " ".join(psutil.Process(process.pid).cmdline()) for process in _children()}
+        titles = {process: _title(process) for process in _children()}
         threading.Thread(target=_end_with_the_first, args=(titles,), name="replicas", daemon=True).start()
     return original(debug_name, *args, **kwargs)
 
@@ -71,12 +81,20 @@ def _end_with_the_first(titles: dict[BaseProcess, str]) -> None:
         ending = connection.wait([process.sentinel for process in running])
         for process in [process for process in running if process.sentinel in ending]:
             process.join(TEARDOWN)
-            title = running.pop(process).strip()
+            title = running.pop(process)
             what = fate(process)
             if what is not None:
                 logger.error("%s (pid %s) %s. The server ends.", title, process.pid, what)
                 os.kill(os.getppid(), signal.SIGQUIT)  # to the launcher, as SGLang's schedulers do
                 return
+
+
+def _title(process: BaseProcess) -> str:
+    """As the process calls itself, such as sglang::scheduler_TP1; "" where it is gone."""
+    try:
+        return " ".join(psutil.Process(process.pid).cmdline()).strip()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _children() -> Iterable[BaseProcess]:

@@ -10,6 +10,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from dflash_sglang import faults
@@ -57,6 +58,14 @@ def test_the_launcher_names_who_died_before_it_ends_the_others(children, caplog)
     assert [record.message for record in caplog.records] == [
         f"scheduler_1 (pid {children[1].pid}) was ended by SIGKILL."
     ]
+
+
+def test_processes_are_called_by_their_titles_where_they_have_one(children):
+    starts = []
+    watchdog = SimpleNamespace(_processes=[children[0], children[3]], _names=["scheduler_0", "scheduler_1"])
+    faults.start_subprocess_watchdog(starts.append, watchdog)
+    (title, number), own = watchdog._names, " ".join(psutil.Process().cmdline())
+    assert (title, number) == (own.strip(), "scheduler_1") and starts == [watchdog]
 
 
 @pytest.mark.parametrize("dflash", [True, False])

@@ -23,7 +23,7 @@ Left out:
 - waiting timeout in abort_timeout: the request that times out never reaches a worker
 - AccuracyTwoPassMixin in unified_radix_cache_kit: GSM8K, and a hierarchical cache
 - prefix_cache_branching, dsa_metadata: recurrent state and sparse attention, which no DFLASH target here has
-- pd_parity: disaggregated prefill, which SGLang's built-in worker serves
+- pd_parity: disaggregated prefill, which is refused at start-up
 - attention_unittest, unified_radix_cache (the directory): units of SGLang's own backends and tree, no worker
 """
 

@@ -286,6 +286,7 @@ def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watch
         (WORKER_TARGET, hooks.create_worker, HookType.AROUND),
         (ARGUMENTS_TARGET, hooks.handle_speculative_decoding, HookType.AROUND),
         (CONFIG_TARGET, hooks.parse_config, HookType.AROUND),
+        ("sglang.srt.utils.watchdog.SubprocessWatchdog.start", faults.start_subprocess_watchdog, HookType.AROUND),
         ("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", faults.stop_subprocess_watchdog, HookType.AROUND),
         ("sglang.srt.utils.watchdog.Watchdog.create", faults.create_watchdog, HookType.AROUND),
     ]

@@ -177,9 +177,13 @@ LAUNCH_ROWS = {
 }
 
 
-@pytest.mark.parametrize("field", [row.field for row in UNSERVED])
-def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(field: str) -> None:
-    value, says = LAUNCH_ROWS[field]
+@pytest.mark.matrix(target="any", draft="any, in another launch", kv="any", outcome="refused")
+@pytest.mark.parametrize(
+    ("field", "value", "says"), [(row.field, *LAUNCH_ROWS[row.field]) for row in UNSERVED], ids=LAUNCH_ROWS
+)
+def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(
+    field: str, value: object, says: str
+) -> None:
     (problem,) = launch_problems({**ORDINARY, field: value})
     assert str(problem).startswith(says)
     offers_the_built_in_worker = "SGLANG_PLUGINS=none: SGLang's built-in worker serves it" in problem.fix
