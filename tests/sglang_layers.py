@@ -152,3 +152,16 @@ def run_draft(model: Any, embeds: Tensor, positions: Tensor, attention: Any, **o
         attention.init_forward_metadata(batch)
     with forward_context(ForwardContext(attn_backend=attention)):
         return model(torch.empty(0), positions, batch, input_embeds=embeds).hidden_states
+
+
+def assert_idle_batch_writes_nothing(model: Any) -> None:
+    """No rows: every layer of a draft of two runs the modules that all-reduce, and the pool stays as it was."""
+    pool, calls = make_pool(model), []
+    for name, module in model.named_modules():
+        if name.endswith(("o_proj", "down_proj")):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    no_positions = torch.empty(0, dtype=torch.long)
+    hidden = run_draft(model, torch.empty(0, 64), no_positions, PlainAttention(pool, [], 8))
+    assert hidden.shape == (0, 64)
+    assert calls == [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")]
+    assert all(bool((buffer == 7).all()) for i in (0, 1) for buffer in pool.get_kv_buffer(i))

@@ -175,16 +175,7 @@ def test_rows_and_edge_scores_equal_those_of_sglangs_own_model(tmp_path):
 
 
 def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path):
-    model = make_draft(tmp_path, dflash2_config())
-    pool = layers.make_pool(model)
-    calls = []
-    for name, module in model.named_modules():
-        if name.endswith(("o_proj", "down_proj")):  # the modules that all-reduce at TP > 1
-            module.register_forward_hook(lambda *_, name=name: calls.append(name))
-    empty = torch.empty(0, dtype=torch.long)
-    hidden = layers.run_draft(model, torch.empty(0, 64), empty, layers.PlainAttention(pool, [], 8))
-    assert hidden.shape == (0, 64)
-    assert calls == [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")]
+    layers.assert_idle_batch_writes_nothing(make_draft(tmp_path, dflash2_config()))
 
 
 def test_the_blocks_embeddings_are_scaled_by_the_draft_or_by_the_target_and_not_by_both(tmp_path):

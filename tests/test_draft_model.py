@@ -76,17 +76,7 @@ def test_the_draft_equals_the_reference_over_three_steps_of_different_accept_len
 
 
 def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path):
-    model = layers.make_draft(tmp_path)
-    pool = layers.make_pool(model)
-    calls = []
-    for name, module in model.named_modules():
-        if name.endswith(("o_proj", "down_proj")):  # the modules that all-reduce at TP > 1
-            module.register_forward_hook(lambda *_, name=name: calls.append(name))
-    empty = torch.empty(0, dtype=torch.long)
-    hidden = layers.run_draft(model, torch.empty(0, 64), empty, layers.PlainAttention(pool, [], BLOCK))
-    assert hidden.shape == (0, 64)
-    assert calls == [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")]
-    assert all(bool((buffer == 7).all()) for i in (0, 1) for buffer in pool.get_kv_buffer(i))
+    layers.assert_idle_batch_writes_nothing(layers.make_draft(tmp_path))
 
 
 def test_the_runner_gets_the_keys_left_of_a_query_as_window(tmp_path):

@@ -9,9 +9,10 @@ As in fresh interpreters: every process loads the plugins and applies their hook
 the platform's answers are imported before; parents, groups, signals, exit codes; further children are spawned.
 
 Not as in fresh interpreters: modules are imported before the plugins load (SGLang's hooks reach into modules that
-imported their target earlier), and resource limits that the launcher sets do not reach its children. What a
-module reads from the environment while it is imported is the zygote's: each zygote serves one environment but
-for the variables MAY_DIFFER, and none of those may be read meanwhile, except to be set again (RETRACTION).
+imported their target earlier, here into those of SGLang and of plugins alone), and resource limits that the
+launcher sets do not reach its children. What a module reads from the environment while it is imported is the
+zygote's: each zygote serves one environment but for the variables MAY_DIFFER, and none of those may be read
+meanwhile, except to be set again (RETRACTION).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from contextlib import suppress
 from multiprocessing import forkserver, popen_fork, popen_forkserver, resource_tracker, spawn
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from setproctitle import setproctitle
@@ -204,10 +206,27 @@ def _preload() -> dict[str, str]:
     assert not HookRegistry._patched, "a hook was applied before any process asked for it"
     assert "sglang.srt.model_executor.model_runner" not in sys.modules, "LATER lacks a model"
     assert len(os.listdir("/proc/self/task")) == 1, "a thread, which forked processes would lack"
+    _hooks_pass_libraries_over()
     os.register_at_fork(after_in_child=numpy.random.seed)  # as `random` does by itself
     setproctitle("zygote")  # the first call has to find the arguments' place before the environment changes
     gc.freeze()
     return dict(os.environ.items() - before.items())
+
+
+def _hooks_pass_libraries_over() -> None:
+    """A hook looks for its target in the names of every module, which takes each process a second: most of the
+    thousands of modules are of libraries that import nothing from SGLang."""
+    from sglang.srt.plugins import hook_registry
+
+    ours = ("sglang", "dflash_sglang", "smg_grpc_servicer", "__main__")
+    libraries = {name for name in sys.modules if name.partition(".")[0] not in ours}
+
+    class Modules:
+        @staticmethod
+        def values() -> list[ModuleType]:
+            return [module for name, module in sys.modules.items() if name not in libraries]
+
+    hook_registry.sys = SimpleNamespace(modules=Modules)
 
 
 def _become(request: tuple[Any, ...], library: Sequence[str], imports_set: Mapping[str, str]) -> None:
