@@ -207,5 +207,11 @@ def test_output_equals_plain_decoding_with_uneven_load(served, plain):
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": len(ids)}
 
 
+def test_each_rank_verifies_proposals_for_its_own_requests(served):
+    decoded = sum(len(answer["output_ids"]) - 1 for _, answer in served.answers)
+    verifies = sum(answer["meta_info"]["spec_verify_ct"] for _, answer in served.answers)
+    assert decoded >= 3 * verifies, "few proposals were accepted"
+
+
 def _crosses(layout: Layout, one: Collective) -> bool:
     return len({rank * layout.dp // layout.tp for rank in one.ranks}) > 1
