@@ -74,12 +74,13 @@ def count(directory: Path) -> dict[str, Any]:
 
 
 def launches(run: Callable[[], object]) -> list[str]:
-    """Names of what `run` started on the GPU, its second time."""
+    """Names of what `run` started on the GPU, its third time: a first profile may miss some."""
     run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        run()
+    for _ in range(2):
         torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+            run()
+            torch.cuda.synchronize()
     return [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 

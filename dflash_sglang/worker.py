@@ -151,7 +151,9 @@ class DFlashWorker(BaseSpecWorker):
         self._verifier.bind_attention_backends()
 
     def init_cuda_graphs(self) -> None:
-        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+        # SGLang's draft scope keeps this flag of the target's, and graphs would wait for other ranks' batches.
+        alone = get_parallel().override(attn_dp_enabled=False)
+        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), alone:
             self._draft_worker.init_cuda_graphs()
 
     @property

@@ -13,8 +13,16 @@ def test_a_row_per_scheme_has_its_figures_or_says_what_is_missing():
             "awq": {"context_kv": None, "accept_length_over_bf16": 1.0, "step_time_over_bf16": 0.5},
         },
         "launches": {
-            "bf16": {"launches": 3, "layers": 4, "context_kv": "stacked (no qkv_proj is quantised)"},
-            "fp8-static": {"launches": 10, "layers": 3, "context_kv": "sliced (..)"},
+            "bf16": {
+                "kernels": ["bmm", "copy", "_fused_kv_norm_rope_write_kernel"],
+                "layers": 4,
+                "context_kv": "stacked (no qkv_proj is quantised)",
+            },
+            "fp8-static": {
+                "kernels": ["RMSNormKernel", *["quant", "gemm", "copy"] * 3, "_fused_kv_norm_rope_write_kernel"],
+                "layers": 3,
+                "context_kv": "sliced (..)",
+            },
             "gptq": {"failed": "out of memory"},
         },
         "failed": {"gptq": "the server ended"},
