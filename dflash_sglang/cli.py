@@ -1,23 +1,27 @@
-"""Command line: `dflash-sglang pair` and `dflash-sglang demo`."""
+"""Command line: `dflash-sglang pair`, `demo` and `hot-vocab`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dflash_sglang import __version__
 from dflash_sglang.pair import held_out_prompts, pair_directories
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 when a server failed or float32 outputs differ, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 1 when a server failed, float32 outputs differ or a text has too few tokens, 130
+    after Ctrl-C."""
     options = _parser().parse_args(argv)
     if options.command == "pair":
         print(json.dumps(pair_directories(), indent=1))
         return 0
-    return _demo(options)
+    return _hot_vocab(options) if options.command == "hot-vocab" else _demo(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,6 +34,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     demo.add_argument("--prompts", type=_between(1, available), default=8, help="held-out prompts (default 8)")
     demo.add_argument("--max-new-tokens", type=_between(2, 1024), default=128, help="default 128")
+    hot = commands.add_parser(
+        "hot-vocab", help="write the most frequent tokens of a text as a file for --speculative-token-map"
+    )
+    hot.add_argument("--tokenizer", required=True, help="directory or name of the target's tokenizer")
+    hot.add_argument("--text", required=True, nargs="+", type=Path, help="files like what the server will write")
+    hot.add_argument("--size", type=_between(16, 1 << 20), default=32768, help="tokens to keep (default 32768)")
+    hot.add_argument("--out", required=True, type=Path)
     return parser
 
 
@@ -65,6 +76,25 @@ def _demo(options: argparse.Namespace) -> int:
         return 130
     print(json.dumps(comparison.as_json()) if options.json else f"\n{comparison.as_table()}")
     return 0 if comparison.identical or comparison.dtype != "float32" else 1
+
+
+def _hot_vocab(options: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoTokenizer
+
+    from dflash_sglang.token_map import most_frequent
+
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open(encoding="utf-8")) for path in options.text]
+        try:
+            tokens, share = most_frequent(tokenizer, itertools.chain(*files), options.size)
+        except ValueError as error:
+            print(f"dflash-sglang hot-vocab: {error}", file=sys.stderr)
+            return 1
+    torch.save(tokens, options.out)
+    print(f"{options.out}: {len(tokens)} of {len(tokenizer)} tokens, {share:.2%} of this text's")
+    return 0
 
 
 def spread(prompts: Sequence[str], count: int) -> list[str]:

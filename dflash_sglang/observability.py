@@ -36,6 +36,8 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     if is_imposed():
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
+    if get_spec().speculative_token_map is not None:
+        decisions["head"] = f"{worker.proposed_tokens} tokens ({get_spec().speculative_token_map})"
     if spec.dflash2 is not None:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"

@@ -16,6 +16,7 @@ from dflash_sglang.config import DraftConfigError, DraftSpec, is_speculators
 from dflash_sglang.config.dflash2 import is_dflash2
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.own_modules import own_modules
+from dflash_sglang.token_map import read_token_map
 from dflash_sglang.validation import (
     COORDINATION,
     GPU_DRAFT_BACKENDS,
@@ -33,6 +34,7 @@ from dflash_sglang.validation import (
     pool_problems,
     quantisation_problems,
     serving_problems,
+    token_map_problems,
     window_problems,
 )
 
@@ -121,6 +123,9 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     problems += [*window_problems(spec, serving), *pool_problems(config)]
     if tensors:  # else in a format whose tensors the loader alone can name
         problems += own_problems(spec, target, own)
+    if cfg.speculative_token_map is not None:
+        path = cfg.speculative_token_map
+        problems += token_map_problems(path, read_token_map(path), spec, target, own)
     if problems:
         raise StartupError(problems)
     return None

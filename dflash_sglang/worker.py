@@ -29,10 +29,11 @@ from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv import ContextKV
-from dflash_sglang.models.updates import DraftWeightUpdater
+from dflash_sglang.models.updates import DraftWeightUpdater, TargetWeightUpdater
 from dflash_sglang.observability import startup_line
 from dflash_sglang.scheduling import stops
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
+from dflash_sglang.token_map import read_token_map
 from dflash_sglang.verify.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -88,7 +89,13 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_model = bundle.draft_model
         self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
 
-        self._draft_model.bind_target(target_model, same_batch=self.draft_parallel_layout.attn_tp_size)
+        path = get_spec().speculative_token_map
+        self._token_map = None if path is None else read_token_map(path)
+        hot_rows = self._draft_model.bind_target(
+            target_model, self.draft_parallel_layout.attn_tp_size, self._token_map
+        )
+        if hot_rows is not None:
+            target_runner.weight_updater = TargetWeightUpdater(target_runner.weight_updater, hot_rows.refresh)
         self._draft_model.serve_blocks_of(self.block_size)
         self._config = PluginConfig.from_env()
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
@@ -164,6 +171,11 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def context_kv_decision(self) -> str:
         return self._context_kv.reason
+
+    @property
+    def proposed_tokens(self) -> int | None:
+        """Tokens of --speculative-token-map, None without."""
+        return None if self._token_map is None else len(self._token_map)
 
     @property
     def own_modules(self) -> str:

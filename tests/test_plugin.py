@@ -109,6 +109,7 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         tp_size=1,
         attn_dp_size=1,
         speculative_draft_window_size=None,
+        speculative_token_map=None,
         speculative_draft_sink_size=None,
         return_hidden_states_mode=None,
         enable_watermark=False,

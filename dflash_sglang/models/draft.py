@@ -17,6 +17,7 @@ from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProc
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
+from dflash_sglang.models.hot_rows import HotRows
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.own_head import DraftHead
 from dflash_sglang.models.selector import CandidateSelector
@@ -109,10 +110,14 @@ class DFlashDraftModel(nn.Module):
         device = self.norm.weight.device
         self.register_buffer("target_ids", None if ids is None else ids.to(device), persistent=False)
 
-    def bind_target(self, target_model: nn.Module, same_batch: int | None = None) -> None:
+    def bind_target(
+        self, target_model: nn.Module, same_batch: int | None = None, token_map: Tensor | None = None
+    ) -> HotRows | None:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
-        same_batch: tensor-parallel ranks that draft the same batch, None for all.
+        same_batch: tensor-parallel ranks that draft the same batch, None for all. token_map: the tokens, ascending
+        [n] int64, that alone are proposed, None for all. Returns their rows of the head, a copy that the owner
+        refreshes when the target's weights change.
         Raises ValueError where the target has no embedding or head that the draft can use, or scales the
         embedding as the draft's config does too.
         """
@@ -124,10 +129,16 @@ class DFlashDraftModel(nn.Module):
             # A target whose embedding is scaled outside of its module says by how much.
             by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
             scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
+        head: nn.Module | HotRows = lm_head or find_head(target_model)
+        hot_rows, target_ids = None, self.target_ids
+        if token_map is not None:
+            head = hot_rows = HotRows(head, token_map)
+            target_ids = token_map.to(self.norm.weight.device)
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(table, scale, getattr(self, MASK_EMBEDDING, None), spec.mask_token_id),
-            head=DraftHead(lm_head or find_head(target_model), spec.vocabulary, self.target_ids, same_batch),
+            head=DraftHead(head, spec.vocabulary, target_ids, same_batch),
         )
+        return hot_rows
 
     @property
     def own_modules(self) -> str:

@@ -1,8 +1,10 @@
-"""Weight updates of the draft while serving."""
+"""Weight updates while serving: of the draft, and of what it copied of the target."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dflash_sglang.models.checkpoint_form import CheckpointForm
@@ -12,6 +14,26 @@ if TYPE_CHECKING:
     from dflash_sglang.models.draft import DFlashDraftModel
 
 logger = logging.getLogger(__name__)
+
+
+class TargetWeightUpdater:
+    """SGLang's weight updater of the target's runner; a copy of the target's weights is refreshed after each."""
+
+    def __init__(self, updater: Any, refresh: Callable[[], None]):
+        self._updater, self._refresh = updater, refresh
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._updater, name)
+        if not name.startswith("update_weights_from_"):
+            return method
+
+        @functools.wraps(method)
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            self._refresh()
+            return result
+
+        return update
 
 
 class DraftWeightUpdater:

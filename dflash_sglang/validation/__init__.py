@@ -13,6 +13,7 @@ from dflash_sglang.validation.kv import kv_problems, pool_problems, window_probl
 from dflash_sglang.validation.launches import COORDINATION, UNSERVED, launch_problems
 from dflash_sglang.validation.own_modules import own_problems
 from dflash_sglang.validation.quantisation import quantisation_problems
+from dflash_sglang.validation.token_map import token_map_problems
 
 __all__ = [
     "COORDINATION",
@@ -31,5 +32,6 @@ __all__ = [
     "pool_problems",
     "quantisation_problems",
     "serving_problems",
+    "token_map_problems",
     "window_problems",
 ]
