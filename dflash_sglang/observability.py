@@ -1,15 +1,20 @@
-"""What the worker tells operators: one line at start-up with every decision it took."""
+"""What the worker tells operators: a line at start-up with every decision it took, and one with its memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_sglang import __version__
 from dflash_sglang.compat import get_spec
 from dflash_sglang.drafting.window import is_imposed
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from dflash_sglang.models.hot_rows import HotRows
     from dflash_sglang.worker import DFlashWorker
+
+GB = 1 << 30
 
 
 def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
@@ -45,4 +50,20 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
         decisions["proposals"] = "drawn" if worker.draws_proposals else "argmax"
     return f"dflash_sglang {__version__} worker active: " + " ".join(
         f"{key}={value};" for key, value in decisions.items()
+    )
+
+
+def memory_line(runner: Any, model: nn.Module, hot_rows: HotRows | None) -> str:
+    """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
+
+    Weights are those it does not borrow, KV its own pool, graphs what SGLang saw their capture take.
+    """
+    # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
+    tensors = [*model.parameters(), *model.buffers(), *([] if hot_rows is None else [hot_rows.weight])]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    pool = runner.token_to_kv_pool
+    kv = sum(pool.get_kv_size_bytes())
+    return (
+        f"dflash_sglang memory of this rank's draft: weights {sum(storages.values()) / GB:.3f} GB, "
+        f"KV {kv / GB:.3f} GB for {pool.size} tokens, graphs {sum(runner.graph_memory_usage.values()):.3f} GB"
     )

@@ -30,7 +30,7 @@ from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.updates import DraftWeightUpdater, TargetWeightUpdater
-from dflash_sglang.observability import startup_line
+from dflash_sglang.observability import memory_line, startup_line
 from dflash_sglang.scheduling import stops
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.token_map import read_token_map
@@ -91,11 +91,13 @@ class DFlashWorker(BaseSpecWorker):
 
         path = get_spec().speculative_token_map
         self._token_map = None if path is None else read_token_map(path)
-        hot_rows = self._draft_model.bind_target(
+        self._hot_rows = self._draft_model.bind_target(
             target_model, self.draft_parallel_layout.attn_tp_size, self._token_map
         )
-        if hot_rows is not None:
-            target_runner.weight_updater = TargetWeightUpdater(target_runner.weight_updater, hot_rows.refresh)
+        if self._hot_rows is not None:
+            target_runner.weight_updater = TargetWeightUpdater(
+                target_runner.weight_updater, self._hot_rows.refresh
+            )
         self._draft_model.serve_blocks_of(self.block_size)
         self._config = PluginConfig.from_env()
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
@@ -162,6 +164,7 @@ class DFlashWorker(BaseSpecWorker):
         alone = get_parallel().override(attn_dp_enabled=False)
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), alone:
             self._draft_worker.init_cuda_graphs()
+        logger.info(memory_line(self._draft_runner, self._draft_model, self._hot_rows))
 
     @property
     def draws_proposals(self) -> bool:
