@@ -52,13 +52,7 @@ class Step:
 
 def recorded(directory: Path, **environment: str) -> dict[str, str]:
     """The environment of a server of ours whose ranks write their steps into `directory`."""
-    path = scheduler_hooks.install(directory)
-    info = directory / "dflash_test_collectives-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-test-collectives\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\ndflash_test_collectives = tests.collectives:activate\n"
-    )
+    path = scheduler_hooks.install(directory, "collectives")
     return {REQUIRE_ENV: "1", "PYTHONPATH": path, DIRECTORY_ENV: str(directory), **environment}
 
 

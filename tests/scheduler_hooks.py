@@ -29,14 +29,16 @@ HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
 
 
-def install(directory: Path) -> str:
-    """Write the plugin's metadata into `directory`; returns the PYTHONPATH that a server finds it on."""
+def install(directory: Path, *modules: str) -> str:
+    """Write the plugin's metadata into `directory`; returns the PYTHONPATH that a server finds it on.
+
+    modules: of this package, whose `activate()` is to run in the schedulers beside this one's.
+    """
     info = directory / "dflash_test_hooks-0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-test-hooks\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\ndflash_test_hooks = tests.scheduler_hooks:activate\n"
-    )
+    entries = [f"dflash_{module} = tests.{module}:activate" for module in ("scheduler_hooks", *modules)]
+    (info / "entry_points.txt").write_text("\n".join(("[sglang.srt.plugins]", *entries, "")))
     path = [str(directory), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
     return os.pathsep.join(filter(None, path))
 

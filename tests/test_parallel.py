@@ -94,16 +94,9 @@ def steps(answers: list[dict[str, Any]]) -> int:
 
 def watched(directory: Path, **environment: str) -> dict[str, str]:
     """The environment of a server of ours whose ranks write into `directory` and may read an oracle's records."""
-    path = scheduler_hooks.install(directory)
-    info = directory / "dflash_test_ranks-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-test-ranks\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\ndflash_test_ranks = tests.test_parallel:activate\n"
-    )
     return {
         REQUIRE_ENV: "1",
-        "PYTHONPATH": path,
+        "PYTHONPATH": scheduler_hooks.install(directory, "test_parallel"),
         RANKS_ENV: str(directory),
         scheduler_hooks.RECORDS_ENV: str(directory),
         **NO_DUMPS,
