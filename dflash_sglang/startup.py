@@ -44,34 +44,6 @@ _KV_POOL_FLAGS = {
     "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
 }
 
-# Features that would silently do something else under speculation: field, its flag, value when off, why.
-_REFUSED_FEATURES = (
-    (
-        "return_hidden_states_mode",
-        "--enable-return-hidden-states",
-        None,
-        "unset with DFLASH: the hidden states of a verify go to the draft",
-    ),
-    (
-        "enable_watermark",
-        "--enable-watermark",
-        False,
-        "unset with DFLASH, which does not watermark",
-    ),
-    (
-        "enable_linear_replayssm",
-        "--enable-linear-replayssm",
-        False,
-        "unset with DFLASH, whose verify keeps the recurrent state of every row",
-    ),
-    (
-        "enable_linear_replayssm_spec",
-        "--enable-linear-replayssm-spec",
-        False,
-        "unset with DFLASH, whose verify keeps the recurrent state of every row",
-    ),
-)
-
 
 def check_startup(server_args: Any) -> Foreign | None:
     """None when this package's worker can run the launch, else why the built-in worker does.
@@ -93,10 +65,6 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving, parallel = _serving_facts(cfg), _parallel_facts(cfg)
     problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving), *kv_problems(serving)]
-    for field, flag, off, expected in _REFUSED_FEATURES:
-        if getattr(cfg, field) != off:
-            fix = f"Remove {flag}, or serve without speculation."
-            problems.append(Problem(flag, getattr(cfg, field), expected, fix))
     if serving.draft_path is None:
         raise StartupError(problems)
     config, _ = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)

@@ -111,10 +111,6 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         speculative_draft_window_size=None,
         speculative_token_map=None,
         speculative_draft_sink_size=None,
-        return_hidden_states_mode=None,
-        enable_watermark=False,
-        enable_linear_replayssm=False,
-        enable_linear_replayssm_spec=False,
     )
     values |= {row.field: row.off for row in UNSERVED}
     return SimpleNamespace(**{**values, **overrides})

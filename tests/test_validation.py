@@ -174,6 +174,13 @@ LAUNCH_ROWS = {
     "elastic_ep_backend": ("mooncake", "--elastic-ep-backend='mooncake': expected unset with DFLASH: ranks that"),
     "dwdp_size": (2, "--dwdp-size=2: expected 1: SGLang has no speculative decoding with it. Remove --dwdp-size"),
     COORDINATION: (True, f"{COORDINATION}=True: expected unset with DFLASH: data-parallel ranks prefill together"),
+    "return_hidden_states_mode": ("last", "--enable-return-hidden-states='last': expected unset with DFLASH:"),
+    "enable_watermark": (True, "--enable-watermark=True: expected unset with DFLASH, which does not watermark."),
+    "enable_linear_replayssm": (True, "--enable-linear-replayssm=True: expected unset with DFLASH, whose verify"),
+    "enable_linear_replayssm_spec": (
+        True,
+        "--enable-linear-replayssm-spec=True: expected unset with DFLASH, whose",
+    ),
 }
 
 

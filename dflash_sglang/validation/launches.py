@@ -1,4 +1,4 @@
-"""Launches that this package's worker takes no part in: the setting, its value when off, and why."""
+"""Launches and features that this package's worker takes no part in: the setting, its value when off, and why."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Unserved:
 
 
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
+_REPLAYED = "unset with DFLASH, whose verify keeps the recurrent state of every row"
 _BUILT_IN = "or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it with a draft in z-lab's format"
 
 UNSERVED = (
@@ -79,6 +80,16 @@ UNSERVED = (
         False,
         "unset with DFLASH: data-parallel ranks prefill together, or decode together",
     ),
+    # Features that would silently do something else under speculation.
+    Unserved(
+        "return_hidden_states_mode",
+        "--enable-return-hidden-states",
+        None,
+        "unset with DFLASH: the hidden states of a verify go to the draft",
+    ),
+    Unserved("enable_watermark", "--enable-watermark", False, "unset with DFLASH, which does not watermark"),
+    Unserved("enable_linear_replayssm", "--enable-linear-replayssm", False, _REPLAYED),
+    Unserved("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec", False, _REPLAYED),
 )
 
 
