@@ -56,8 +56,8 @@ class RowFilters(NamedTuple):
 
 
 class Workspace:
-    """What the launches hand on, for up to `max_requests`, and what random numbers come from: a Philox key, which is
-    torch's initial seed, so that a server's --random-seed gives its output again, and the number of steps drawn.
+    """What the launches hand on, for up to `max_requests`, and what random numbers come from: a Philox key and the
+    number of steps drawn. The key is torch's initial seed: a server's --random-seed gives its output again.
     """
 
     def __init__(self, max_requests: int, block_size: int, vocab_size: int, device: str, chunk: int = CHUNK):
@@ -128,8 +128,8 @@ def target_tokens_triton(
         *proposed, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width), BLOCK=block, LANES=lanes,
         CHUNK_LANES=chunk_lanes, FILTERED=filters.any, RENORMALISED=renormalised,
     )  # fmt: skip
-    # Top-p of what top-k leaves is one launch behind top-k.
-    for i in range((PASSES + renormalised) if filters.any else 0):
+    passes = PASSES if filters.top_k or filters.top_p else int(filters.min_p)  # min-p alone needs no bisection
+    for i in range(passes + renormalised):  # top-p of what top-k leaves is one launch behind top-k
         cut_kernel[(bs, work.chunks)](
             logits, temperatures, top_ks, top_ps, min_ps, base, total, work.searches, work.searched,
             *old, *new, work.likely, vocab, logits.stride(0), work.chunks,
