@@ -29,6 +29,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     compute_position,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, mamba_track_grid
@@ -63,6 +64,7 @@ __all__ = [
     "CaptureHiddenMode",
     "DFlashDraftInputV2",
     "DFlashVerifyInput",
+    "DecodeCudaGraphRunner",
     "DraftParallelSpec",
     "DraftTPExecution",
     "ForwardBatch",

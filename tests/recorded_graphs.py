@@ -174,7 +174,9 @@ def _install() -> None:
 
     def capture(*, model_runner: Any) -> setup.GraphCapture:
         attention = model_runner.attn_backend
-        attention.init_forward_metadata_out_graph = lambda batch, in_capture=False: attention.init_forward_metadata(batch)
+        attention.init_forward_metadata_out_graph = lambda batch, in_capture=False: (
+            attention.init_forward_metadata(batch)
+        )
         attention.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
         attention.get_cuda_graph_seq_len_fill_value = lambda: 1
         attention.forward_extend = functools.partial(_as_node, attention.forward_extend)

@@ -8,6 +8,7 @@ import torch
 
 from dflash_sglang.compat import (
     CaptureHiddenMode,
+    DecodeCudaGraphRunner,
     DFlashVerifyInput,
     GrammarTree,
     SamplingBatchInfo,
@@ -64,6 +65,13 @@ class Verifier:
     def bind_attention_backends(self) -> None:
         """Once the target's exist. Raises StartupError where the target's recurrent states cannot be committed."""
         self._recurrent = RecurrentStates.of(self._worker, self._block_size)
+
+    def after_capture(self) -> None:
+        """Once the target's graphs exist, if it has any."""
+        graphs = self._runner.decode_cuda_graph_runner
+        if isinstance(graphs, DecodeCudaGraphRunner):
+            # `prepare_for_verify` has loaded ids and positions: the replay need not load them again.
+            graphs._skips_prefilled_inputs = True
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
