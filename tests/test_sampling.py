@@ -220,7 +220,7 @@ def test_the_longest_agreeing_prefix_of_the_targets_tokens_is_what_is_committed(
 
 
 def test_greedy_requests_beside_sampled_ones_commit_what_agrees_with_the_argmax():
-    from dflash_sglang.verify.rejection import committed, rejection_sample
+    from dflash_sglang.verify.rejection import NOT_COMMITTED, rejection_sample
 
     logits = torch.randn(4 * BLOCK, VOCAB, generator=torch.Generator().manual_seed(1))
     best = logits.argmax(-1).view(4, BLOCK)
@@ -233,11 +233,8 @@ def test_greedy_requests_beside_sampled_ones_commit_what_agrees_with_the_argmax(
     info = sampling_info(4, is_any_greedy=True, need_top_k_sampling=True)
     info.top_ks[:3] = 1
     token_ids = rejection_sample(logits, info, Proposals.certain(tokens), kernels=False)
-    target_ids, accepted = committed(token_ids, torch.tensor([10, 20, 30, 40]))
-    assert accepted.commit_lens[:3].tolist() == [3, 2, 1]
-    assert accepted.new_seq_lens[:3].tolist() == [13, 22, 31]
-    assert accepted.bonus_tokens[:3].tolist() == [best[0, 2], best[1, 1], best[2, 0]]
-    assert [target_ids[i, :n].tolist() for i, n in enumerate([3, 2, 1])] == [
+    assert (token_ids != NOT_COMMITTED).sum(dim=1)[:3].tolist() == [3, 2, 1]
+    assert [token_ids[i, :n].tolist() for i, n in enumerate([3, 2, 1])] == [
         best[0].tolist(), best[1, :2].tolist(), best[2, :1].tolist(),
     ]  # fmt: skip
 

@@ -92,21 +92,20 @@ class Workspace:
         self.rng = torch.tensor([seed, 0], dtype=torch.int64, device=device)
 
 
-def target_tokens_triton(
-    rows: SampledRows, filters: RowFilters, work: Workspace, out: Tensor | None = None
-) -> Tensor:
-    """[bs, block] int64, `out` where given: a request's accepted proposals, its own token, then zeros."""
+def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace, out: Tensor) -> None:
+    """Write `out` [bs, block] int64: a request's accepted proposals, the target's own token, then zeros.
+
+    Raises ValueError where the workspace is for other or fewer rows.
+    """
     logits, tokens, candidates, probs = rows
     bs, block = tokens.shape
     vocab = logits.shape[1]
-    if vocab != work.vocab_size or block != work.block_size or bs > work.stop.shape[0]:
+    if vocab != work.vocab_size or block > work.block_size or bs > work.stop.shape[0]:
         raise ValueError(
             f"a workspace for {work.stop.shape[0]} x {work.block_size} rows of {work.vocab_size} logits "
             f"cannot take {bs} x {block} rows of {vocab}"
         )
-    out = torch.empty((bs, block), dtype=torch.int64, device=logits.device) if out is None else out
     temperatures, top_ks, top_ps, min_ps = filters[:4]
-    flags = dict(TOP_K=filters.top_k, TOP_P=filters.top_p, MIN_P=filters.min_p)
     renormalised = filters.renormalised and filters.top_k and filters.top_p
     lanes, chunk_lanes = triton.next_power_of_2(block + 1), triton.next_power_of_2(work.chunks)
     proposed = (
@@ -133,17 +132,17 @@ def target_tokens_triton(
         cut_kernel[(bs, work.chunks)](
             logits, temperatures, top_ks, top_ps, min_ps, base, total, work.searches, work.searched,
             *old, *new, work.likely, vocab, logits.stride(0), work.chunks,
-            BLOCK=block, WAYS=WAYS, **chunks, **flags, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
+            BLOCK=block, WAYS=WAYS, **chunks, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
         )  # fmt: skip
         old, new = new, old
     residual_kernel[(bs, work.chunks)](
         logits, tokens, candidates, probs, temperatures, top_ks, top_ps, min_ps, base, total, logit, prob,
         work.uniforms, work.stop, work.searches, work.searched, *old, work.likely, *work.drawing, *work.left,
-        *proposed, WIDTH=width, BLOCK=block, WAYS=WAYS, **chunks, **flags, RENORMALISED=renormalised, num_warps=8,
+        *proposed, WIDTH=width, BLOCK=block, WAYS=WAYS, **chunks, FILTERED=filters.any, RENORMALISED=renormalised,
+        num_warps=8,
     )  # fmt: skip
     pick_kernel[(bs,)](
         logits, tokens, candidates, probs, temperatures, top_ks, min_ps, base, best, work.uniforms,
         *work.drawing, *work.left, work.rng, out,
-        *proposed, WIDTH=width, BLOCK=block, LANES=lanes, **chunks, MIN_P=filters.min_p, num_warps=8,
+        *proposed, WIDTH=width, BLOCK=block, LANES=lanes, **chunks, FILTERED=filters.any, num_warps=8,
     )  # fmt: skip
-    return out

@@ -23,8 +23,7 @@ def _item(values, way, index):
 def narrowed(
     brackets_ptr, splits_ptr, sums_ptr,  # of one row: [FIELDS], [2, WAYS], [chunks, 3, WAYS]
     chunks, top_k, top_p, total, base, inverse,
-    WAYS: tl.constexpr, CHUNK_LANES: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, RENORMALISED: tl.constexpr, LAST: tl.constexpr,
+    WAYS: tl.constexpr, CHUNK_LANES: tl.constexpr, RENORMALISED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The brackets after what the last launch added up: of top-k (low, high, number above high, mass above low,
     mass above high, open) and of top-p (low, high, mass above low, mass above high, open). LAST: takes the low end
@@ -37,43 +36,38 @@ def narrowed(
     chunk = tl.arange(0, CHUNK_LANES)
     at = chunk[:, None] * (3 * WAYS) + way[None, :]
     inside = (chunk < chunks)[:, None]
-    if open_k + open_p > 0:
-        if TOP_K:
-            split = tl.load(splits_ptr + way)
-            counts = tl.sum(tl.load(sums_ptr + at, mask=inside, other=0.0), axis=0)
-            masses = tl.sum(tl.load(sums_ptr + WAYS + at, mask=inside, other=0.0), axis=0)
-            low = tl.sum((counts > top_k - 1).to(tl.int32), axis=0) - 1  # sums descend
-            first = tl.maximum(low, 0)
-            over = low + 1 < WAYS
-            was = open_k > 0
-            low_k = tl.where(was, _item(split, way, first), low_k)
-            mass_k = tl.where(was, _item(masses, way, first), mass_k)
-            high_k = tl.where(was & over, _item(split, way, low + 1), high_k)
-            count = tl.where(was & over, _item(counts, way, low + 1), count)
-            rest_k = tl.where(was & over, _item(masses, way, low + 1), rest_k)
-            between = _item(counts, way, first) - count
-            open_k = tl.where(was & (low >= 0) & (between > 1), 1.0, 0.0)
-            rest_k = tl.where(open_k > 0, rest_k, mass_k)
-        if TOP_P:
-            goal = top_p * total
-            sure = goal
-            if RENORMALISED:
-                goal = top_p * mass_k
-                sure = goal if LAST else top_p * rest_k
-            split = tl.load(splits_ptr + WAYS + way)
-            masses = tl.sum(tl.load(sums_ptr + 2 * WAYS + at, mask=inside, other=0.0), axis=0)
-            low = tl.sum((masses > goal).to(tl.int32), axis=0) - 1
-            high = tl.sum((masses > sure).to(tl.int32), axis=0)
-            first = tl.maximum(low, 0)
-            was = open_p > 0
-            low_p = tl.where(was, _item(split, way, first), low_p)
-            mass_p = tl.where(was, _item(masses, way, first), mass_p)
-            high_p = tl.where(was & (high < WAYS), _item(split, way, high), high_p)
-            rest_p = tl.where(was & (high < WAYS), _item(masses, way, high), rest_p)
-            # A bracket with the mass of less than two of its tokens holds one, where rounding cannot feign that.
-            least = tl.exp((low_p - base) * inverse)
-            alone = (mass_p - rest_p < 1.5 * least) & (least > 1e-5 * total)
-            open_p = tl.where(was & (high > 0) & ((alone == 0) | (sure < goal)), 1.0, 0.0)
+    if open_k > 0:
+        split = tl.load(splits_ptr + way)
+        counts = tl.sum(tl.load(sums_ptr + at, mask=inside, other=0.0), axis=0)
+        masses = tl.sum(tl.load(sums_ptr + WAYS + at, mask=inside, other=0.0), axis=0)
+        low = tl.sum((counts > top_k - 1).to(tl.int32), axis=0) - 1  # splits ascend, sums descend
+        first = tl.maximum(low, 0)
+        over = low + 1 < WAYS
+        low_k = _item(split, way, first)
+        mass_k = _item(masses, way, first)
+        high_k = tl.where(over, _item(split, way, low + 1), high_k)
+        count = tl.where(over, _item(counts, way, low + 1), count)
+        rest_k = tl.where(over, _item(masses, way, low + 1), rest_k)
+        open_k = tl.where((low >= 0) & (_item(counts, way, first) - count > 1), 1.0, 0.0)
+        rest_k = tl.where(open_k > 0, rest_k, mass_k)
+    if open_p > 0:
+        goal = top_p * total
+        sure = goal
+        if RENORMALISED:
+            goal = top_p * mass_k
+            sure = goal if LAST else top_p * rest_k
+        split = tl.load(splits_ptr + WAYS + way)
+        masses = tl.sum(tl.load(sums_ptr + 2 * WAYS + at, mask=inside, other=0.0), axis=0)
+        first = tl.maximum(tl.sum((masses > goal).to(tl.int32), axis=0) - 1, 0)
+        high = tl.sum((masses > sure).to(tl.int32), axis=0)
+        low_p = _item(split, way, first)
+        mass_p = _item(masses, way, first)
+        high_p = tl.where(high < WAYS, _item(split, way, high), high_p)
+        rest_p = tl.where(high < WAYS, _item(masses, way, high), rest_p)
+        # A bracket with the mass of less than two of its tokens holds one, where rounding cannot feign that.
+        least = tl.exp((low_p - base) * inverse)
+        alone = (mass_p - rest_p < 1.5 * least) & (least > 1e-5 * total)
+        open_p = tl.where((high > 0) & ((alone == 0) | (sure < goal)), 1.0, 0.0)
     return low_k, high_k, count, mass_k, rest_k, open_k, low_p, high_p, mass_p, rest_p, open_p
 
 
@@ -86,7 +80,7 @@ def cut_kernel(
     likely_ptr,  # [rows, chunks], written by the FIRST: mass of the tokens that min-p keeps
     vocab, row_stride, chunks,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, RENORMALISED: tl.constexpr, FIRST: tl.constexpr,
+    RENORMALISED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Narrows the brackets of a request's searched rows and adds up one chunk above their next splits."""
     request = tl.program_id(0).to(tl.int64)
@@ -108,7 +102,7 @@ def cut_kernel(
             low_k, high_k, count, mass_k, rest_k, open_k, low_p, high_p, mass_p, rest_p, open_p = narrowed(
                 old, old_splits_ptr + row * 2 * WAYS, old_sums_ptr + row * chunks * 3 * WAYS,
                 chunks, top_k, top_p, total, base, inverse,
-                WAYS, CHUNK_LANES, TOP_K, TOP_P, RENORMALISED, False,
+                WAYS, CHUNK_LANES, RENORMALISED, False,
             )  # fmt: skip
         if chunk == 0:
             new = brackets_ptr + row * FIELDS
@@ -125,19 +119,19 @@ def cut_kernel(
             tl.store(new + 10, open_p)
         wanted = open_k + open_p
         if FIRST:
-            if MIN_P:
-                wanted += 1.0
+            wanted += 1.0
         if wanted > 0:
             splits = splits_ptr + row * 2 * WAYS
             sums = sums_ptr + (row * chunks + chunk) * (3 * WAYS)
-            logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf"))
+            logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(
+                tl.float32
+            )
             weight = tl.exp((logit - base) * inverse)
             if FIRST:
-                if MIN_P:
-                    likely = weight >= tl.load(min_ps_ptr + request)
-                    tl.store(likely_ptr + row * chunks + chunk, tl.sum(tl.where(likely, weight, 0.0), axis=0))
+                likely = weight >= tl.load(min_ps_ptr + request)
+                tl.store(likely_ptr + row * chunks + chunk, tl.sum(tl.where(likely, weight, 0.0), axis=0))
             # What was compared is what is stored: computed again, a split might be rounded to another number.
-            if TOP_K:
+            if open_k > 0:
                 for j in tl.static_range(WAYS):
                     split = low_k + (high_k - low_k) * (j / WAYS)
                     above = logit > split
@@ -145,7 +139,7 @@ def cut_kernel(
                     tl.store(sums + WAYS + j, tl.sum(tl.where(above, weight, 0.0), axis=0))
                     if chunk == 0:
                         tl.store(splits + j, split)
-            if TOP_P:
+            if open_p > 0:
                 for j in tl.static_range(WAYS):
                     split = low_p + (high_p - low_p) * (j / WAYS)
                     tl.store(sums + 2 * WAYS + j, tl.sum(tl.where(logit > split, weight, 0.0), axis=0))

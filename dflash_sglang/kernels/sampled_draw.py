@@ -16,7 +16,7 @@ def _left(
 ):  # fmt: skip
     """Weights of a chunk's tokens `ids` that filters keep, less what the proposal could have taken of each; and
     without that, but for the proposal. A row that rejects nothing: what the filters keep, twice."""
-    logit = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+    logit = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     weight = tl.exp((logit - base) * inverse)
     kept = tl.where((logit > cut) & (weight >= min_p), weight, 0.0)
     left = kept
@@ -24,7 +24,7 @@ def _left(
         kept = tl.where(ids == proposal, 0.0, kept)
         for k in tl.static_range(WIDTH):
             candidate = tl.load(candidate_ptr + k)
-            its_logit = tl.load(row_ptr + candidate)
+            its_logit = tl.load(row_ptr + candidate).to(tl.float32)
             its_weight = tl.exp((its_logit - base) * inverse)
             its_weight = tl.where((its_logit > cut) & (its_weight >= min_p), its_weight, 0.0)
             taken = tl.minimum(its_weight, tl.load(prob_ptr + k) * mass)
@@ -41,7 +41,7 @@ def residual_kernel(
     number_ptr, cut_ptr, mass_ptr, left_ptr, kept_ptr,  # [bs], [bs], [bs], [bs, chunks], [bs, chunks], written
     vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, RENORMALISED: tl.constexpr,
+    FILTERED: tl.constexpr, RENORMALISED: tl.constexpr,
 ):  # fmt: skip
     """Per request and chunk: settles the searched rows, and with them how many proposals are accepted, where the
     filters cut the row that draws and what mass they keep; adds up what that row's chunk has left."""
@@ -52,11 +52,10 @@ def residual_kernel(
     mass = tl.load(row_total_ptr + request * BLOCK + stop)
     cut = mass * 0.0 + float("-inf")
     min_p = mass * 0.0
-    if TOP_K or TOP_P or MIN_P:
+    if FILTERED:
         top_k = tl.load(top_ks_ptr + request)
         top_p = tl.load(top_ps_ptr + request)
-        if MIN_P:
-            min_p = tl.load(min_ps_ptr + request)
+        min_p = tl.load(min_ps_ptr + request)
         lanes = tl.arange(0, CHUNK_LANES)
         last = stop
         going = stop >= 0
@@ -67,13 +66,11 @@ def residual_kernel(
             low_k, _, _, mass_k, _, _, low_p, _, mass_p, _, _ = narrowed(
                 brackets_ptr + row * FIELDS, splits_ptr + row * 2 * WAYS, sums_ptr + row * chunks * 3 * WAYS,
                 chunks, top_k, top_p, total, base, inverse,
-                WAYS, CHUNK_LANES, TOP_K, TOP_P, RENORMALISED, True,
+                WAYS, CHUNK_LANES, RENORMALISED, True,
             )  # fmt: skip
             low = tl.maximum(low_k, low_p)
-            kept = tl.minimum(mass_k, mass_p)
-            if MIN_P:
-                likely = tl.load(likely_ptr + row * chunks + lanes, mask=lanes < chunks, other=0.0)
-                kept = tl.minimum(kept, tl.sum(likely, axis=0))
+            likely = tl.load(likely_ptr + row * chunks + lanes, mask=lanes < chunks, other=0.0)
+            kept = tl.minimum(tl.minimum(mass_k, mass_p), tl.sum(likely, axis=0))
             logit, prob = tl.load(row_logit_ptr + row), tl.load(row_prob_ptr + row)
             weight = tl.exp((logit - base) * inverse)
             weight = tl.where((logit > low) & (weight >= min_p), weight, 0.0)
@@ -119,7 +116,7 @@ def pick_kernel(
     rng_ptr, target_ids_ptr,  # [2], [bs, BLOCK], written
     vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr,
-    MIN_P: tl.constexpr,
+    FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Per request: draws a chunk by what it has left, a token of it, and writes the target's tokens."""
     request = tl.program_id(0).to(tl.int64)
@@ -134,7 +131,7 @@ def pick_kernel(
     chunk = tl.maximum(_pick(sums, lanes, tl.load(coins), CHUNK_LANES), 0)
 
     min_p = tl.load(row_base_ptr + row) * 0.0
-    if MIN_P:
+    if FILTERED:
         min_p = tl.load(min_ps_ptr + request)
     rejects = stop < BLOCK - 1
     proposal = tl.load(tokens_ptr + request * token_stride + stop + 1, mask=rejects, other=-1).to(tl.int64)

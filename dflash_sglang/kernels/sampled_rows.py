@@ -27,7 +27,7 @@ def chunk_stats_kernel(
     place = row % BLOCK
     inverse = 1.0 / tl.load(temperatures_ptr + request)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf"))
+    logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     best = tl.max(logit, axis=0)
     weight = tl.exp((logit - tl.where(best == float("-inf"), 0.0, best)) * inverse)
     out = row * chunks + chunk
@@ -37,7 +37,7 @@ def chunk_stats_kernel(
     if FILTERED:
         proposes = place < BLOCK - 1
         proposal = tl.load(tokens_ptr + request * token_stride + place + 1, mask=proposes, other=0).to(tl.int64)
-        proposed = tl.load(logits_ptr + row * row_stride + proposal)
+        proposed = tl.load(logits_ptr + row * row_stride + proposal).to(tl.float32)
         tl.store(above_ptr + out, tl.sum(tl.where(logit > proposed, weight, 0.0), axis=0))
         tl.store(reached_ptr + out, tl.sum(tl.where(logit >= proposed, weight, 0.0), axis=0))
         tl.store(count_ptr + out, tl.sum((logit > proposed).to(tl.int32), axis=0))
@@ -79,7 +79,7 @@ def verdict_kernel(
     total = tl.sum(tl.load(total_ptr + at, mask=inside, other=0.0) * scale, axis=1)
 
     proposal = tl.load(tokens_ptr + request * token_stride + lane + 1, mask=proposes, other=0).to(tl.int64)
-    logit = tl.load(logits_ptr + rows * row_stride + proposal, mask=proposes, other=float("-inf"))
+    logit = tl.load(logits_ptr + rows * row_stride + proposal, mask=proposes, other=float("-inf")).to(tl.float32)
     weight = tl.exp((logit - base) * inverse)
     k = tl.arange(0, WIDTH_LANES)[None, :]
     offered = proposes[:, None] & (k < WIDTH)

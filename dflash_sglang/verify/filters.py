@@ -36,6 +36,9 @@ class Filters(RowFilters):
         """Every row `times` times, for the rows of its block."""
         return self._replace(**{name: getattr(self, name).repeat_interleave(times) for name in self._fields[:4]})
 
+    def part(self, rows: slice) -> Filters:
+        return self._replace(**{name: getattr(self, name)[rows] for name in self._fields[:4]})
+
 
 def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
     """logits [R, vocab] -> the probabilities [R, vocab] that plain decoding samples from; rows sum to 1."""

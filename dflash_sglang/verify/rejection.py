@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels.accept import Accepted
 from dflash_sglang.kernels.sampled import CHUNK, SampledRows, Workspace, target_tokens_triton
 from dflash_sglang.verify.filters import Filters, filtered_probs
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_sglang.compat import SamplingBatchInfo
 
 NOT_COMMITTED = -1
+AT_ONCE = 256  # requests that one sequence of launches takes: they share its buffers
 
 
 class RejectionSampler:
@@ -27,26 +27,36 @@ class RejectionSampler:
 
     def __init__(self, max_requests: int, block_size: int, vocab_size: int, device: str):
         on_gpu = torch.device(device).type == "cuda"
-        self._work = Workspace(max_requests, block_size, vocab_size, device) if on_gpu else None
+        at_once = min(max_requests, AT_ONCE)
+        self._work = Workspace(at_once, block_size, vocab_size, device) if on_gpu else None
 
     def target_tokens(
         self,
-        logits: Tensor,
+        logits: Tensor,  # [bs * block, vocab] float32, adjusted
         info: SamplingBatchInfo,
         proposals: Proposals,
-        kernels: bool,
+        kernels: bool,  # as Filters.of
         out: Tensor | None = None,
     ) -> Tensor:
         """[bs, block] int64, into `out` where given: the accepted proposals of each request, the token of the
         target's after them, which is another than was proposed there, then zeros. Greedy requests in the batch get
         the argmax, as if they were alone. Capturable in a CUDA graph.
         """
-        if self._work is not None:
-            return target_tokens_triton(
-                SampledRows(logits, *proposals), Filters.of(info, kernels), self._work, out
+        if self._work is None:
+            tokens = rejection_sample(logits, info, proposals, kernels).clamp_(min=0)
+            return tokens if out is None else out.copy_(tokens)
+        bs, block_size = proposals.tokens.shape
+        if out is None:
+            out = torch.empty((bs, block_size), dtype=torch.int64, device=logits.device)
+        filters = Filters.of(info, kernels)
+        for start in range(0, bs, AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            rows = SampledRows(
+                logits[start * block_size : part.stop * block_size],
+                *(tensor[part] for tensor in proposals),
             )
-        tokens = rejection_sample(logits, info, proposals, kernels).clamp_(min=0)
-        return tokens if out is None else out.copy_(tokens)
+            target_tokens_triton(rows, filters.part(part), self._work, out[part])
+        return out
 
 
 def rejection_sample(logits: Tensor, info: SamplingBatchInfo, proposals: Proposals, kernels: bool) -> Tensor:
@@ -110,10 +120,3 @@ def _pick(weights: Tensor, coins: Tensor) -> Tensor:
     hit = (weights.cumsum(dim=-1) > (coins * weights.sum(dim=-1))[:, None]) & (weights > 0)
     last = weights.shape[1] - 1 - (weights > 0).flip(-1).long().argmax(dim=-1)
     return torch.where(hit.any(dim=-1), hit.long().argmax(dim=-1), last)
-
-
-def committed(token_ids: Tensor, prefix_lens: Tensor) -> tuple[Tensor, Accepted]:
-    """`rejection_sample`'s tokens [bs, block] as ids without gaps, and the accept that they stand for."""
-    commit_lens = (token_ids != NOT_COMMITTED).sum(dim=1)
-    bonus_tokens = token_ids.gather(1, commit_lens[:, None] - 1).squeeze(1)
-    return token_ids.clamp(min=0), Accepted(commit_lens.int(), bonus_tokens, prefix_lens.long() + commit_lens)
