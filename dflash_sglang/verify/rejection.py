@@ -30,6 +30,19 @@ class RejectionSampler:
         at_once = min(max_requests, AT_ONCE)
         self._work = Workspace(at_once, block_size, vocab_size, device) if on_gpu else None
 
+    def warm_up(self, proposals: Proposals) -> None:
+        """Compile every form of the launches, for proposals like these [1, block]."""
+        if self._work is None:
+            return
+        device = proposals.tokens.device
+        logits = torch.zeros((proposals.tokens.shape[1], self._work.vocab_size), device=device)
+        ones = torch.ones(1, device=device)
+        top_k = torch.full((1,), 2, dtype=torch.int32, device=device)
+        out = torch.empty_like(proposals.tokens)
+        for filtered, renormalised in ((False, False), (True, False), (True, True)):
+            filters = Filters(ones, top_k, ones / 2, ones / 4, filtered, filtered, filtered, renormalised)
+            target_tokens_triton(SampledRows(logits, *proposals), filters, self._work, out)
+
     def target_tokens(
         self,
         logits: Tensor,  # [bs * block, vocab] float32, adjusted

@@ -22,6 +22,7 @@ from dflash_sglang.compat import (
     get_exec,
     get_parallel,
 )
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.logits import TargetLogits
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
 
 
 class Verified(NamedTuple):
@@ -84,6 +84,8 @@ class Verifier:
         if isinstance(graphs, DecodeCudaGraphRunner):
             # `prepare_for_verify` has loaded ids and positions: the replay need not load them again.
             graphs._skips_prefilled_inputs = True
+        block = torch.zeros((1, self._block_size), dtype=torch.int64, device=self._runner.device)
+        self._sampler.warm_up(Proposals.certain(block))
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
