@@ -2,11 +2,11 @@
 
 python -m bench.rejection [--out FILE] [--vocab 151936] [--block 16] [--requests 1 8 32 128]
 
-Per number of requests, kind of rows and filters one line of JSON: the launches of one step and its microseconds, the
-median of rounds of steps that the host issues one after the other. `captured` is a replay of this package's launches
-as a CUDA graph. "peaked" rows have a likely token, "flat" ones are like those of a model with random weights. "torch"
-materialises the filtered distributions of all rows; "built-in" is the function that SGLang's DFLASH worker calls. What
-is proposed is the argmax of every row.
+Per number of requests, kind of rows and filters one line of JSON: the launches of one step and its
+microseconds, the median of rounds of steps that the host issues one after the other. `captured` is a replay of
+this package's launches as a CUDA graph. "peaked" rows have a likely token, "flat" ones are like those of a
+model with random weights. "torch" materialises the filtered distributions of all rows; "built-in" is the
+function that SGLang's DFLASH worker calls. What is proposed is the argmax of every row.
 """
 
 from __future__ import annotations

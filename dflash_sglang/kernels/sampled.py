@@ -24,7 +24,7 @@ from dflash_sglang.kernels.sampled_cuts import cut_kernel
 from dflash_sglang.kernels.sampled_draw import pick_kernel, residual_kernel
 from dflash_sglang.kernels.sampled_rows import FIELDS, chunk_stats_kernel, verdict_kernel
 
-CHUNK = 8192  # tokens of one program
+CHUNK = 8192  # tokens of one program; of half as many in the pass over all rows, which is bound by memory
 WAYS = 16  # parts that one launch splits a bracket into
 PASSES = 6  # WAYS ** PASSES parts of at most some 35 nats: the rounding of float32 logits
 
@@ -65,6 +65,8 @@ class Workspace:
         self.block_size, self.vocab_size = block_size, vocab_size
         self.chunk = min(chunk, triton.next_power_of_2(vocab_size))
         self.chunks = triton.cdiv(vocab_size, self.chunk)
+        self.stats_chunk = self.chunk // 2
+        self.stats_chunks = triton.cdiv(vocab_size, self.stats_chunk)
 
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -72,8 +74,8 @@ class Workspace:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        masses = [floats(rows, self.chunks) for _ in range(4)]
-        ids, counts = (integers(rows, self.chunks) for _ in range(2))
+        masses = [floats(rows, self.stats_chunks) for _ in range(4)]
+        ids, counts = (integers(rows, self.stats_chunks) for _ in range(2))
         best, total, above, reached = masses
         self.chunk_stats = (best, ids, total, above, reached, counts)
         # largest logit, normaliser, argmax, proposal's logit and probability
@@ -107,25 +109,26 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         )
     temperatures, top_ks, top_ps, min_ps = filters[:4]
     renormalised = filters.renormalised and filters.top_k and filters.top_p
-    lanes, chunk_lanes = triton.next_power_of_2(block + 1), triton.next_power_of_2(work.chunks)
+    lanes = triton.next_power_of_2(block + 1)
     proposed = (
         vocab, logits.stride(0), tokens.stride(0), candidates.stride(0), candidates.stride(1),
-        probs.stride(0), probs.stride(1), work.chunks,
+        probs.stride(0), probs.stride(1),
     )  # fmt: skip
     width = candidates.shape[2]
     base, total, best, logit, prob = work.rows
-    chunks = dict(CHUNK=work.chunk, CHUNK_LANES=chunk_lanes)
+    chunks = dict(CHUNK=work.chunk, CHUNK_LANES=triton.next_power_of_2(work.chunks))
 
-    chunk_stats_kernel[(bs * block, work.chunks)](
-        logits, tokens, temperatures, *work.chunk_stats, vocab, logits.stride(0), tokens.stride(0), work.chunks,
-        BLOCK=block, CHUNK=work.chunk, FILTERED=filters.any, num_warps=8,
+    chunk_stats_kernel[(bs * block, work.stats_chunks)](
+        logits, tokens, temperatures, *work.chunk_stats, vocab, logits.stride(0), tokens.stride(0),
+        work.stats_chunks, BLOCK=block, CHUNK=work.stats_chunk, FILTERED=filters.any, num_warps=8,
     )  # fmt: skip
     old, new = work.cuts
     verdict_kernel[(bs,)](
         logits, tokens, candidates, probs, work.rng, temperatures, top_ks, top_ps, min_ps,
         *work.chunk_stats, *work.rows, work.uniforms, work.stop, work.searches, work.searched, old[0],
-        *proposed, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width), BLOCK=block, LANES=lanes,
-        CHUNK_LANES=chunk_lanes, FILTERED=filters.any, RENORMALISED=renormalised,
+        *proposed, work.stats_chunks, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width), BLOCK=block,
+        LANES=lanes, CHUNK_LANES=triton.next_power_of_2(work.stats_chunks), FILTERED=filters.any,
+        RENORMALISED=renormalised,
     )  # fmt: skip
     passes = PASSES if filters.top_k or filters.top_p else int(filters.min_p)  # min-p alone needs no bisection
     for i in range(passes + renormalised):  # top-p of what top-k leaves is one launch behind top-k
@@ -138,11 +141,11 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
     residual_kernel[(bs, work.chunks)](
         logits, tokens, candidates, probs, temperatures, top_ks, top_ps, min_ps, base, total, logit, prob,
         work.uniforms, work.stop, work.searches, work.searched, *old, work.likely, *work.drawing, *work.left,
-        *proposed, WIDTH=width, BLOCK=block, WAYS=WAYS, **chunks, FILTERED=filters.any, RENORMALISED=renormalised,
-        num_warps=8,
+        *proposed, work.chunks, WIDTH=width, BLOCK=block, WAYS=WAYS, **chunks, FILTERED=filters.any,
+        RENORMALISED=renormalised, num_warps=8,
     )  # fmt: skip
     pick_kernel[(bs,)](
         logits, tokens, candidates, probs, temperatures, top_ks, min_ps, base, best, work.uniforms,
         *work.drawing, *work.left, work.rng, out,
-        *proposed, WIDTH=width, BLOCK=block, LANES=lanes, **chunks, FILTERED=filters.any, num_warps=8,
+        *proposed, work.chunks, WIDTH=width, BLOCK=block, LANES=lanes, **chunks, FILTERED=filters.any, num_warps=8,
     )  # fmt: skip
