@@ -22,12 +22,13 @@ from dflash_sglang.compat import (
     get_exec,
     get_parallel,
 )
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
 from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.verify.rejection import committed, rejection_sample
+from dflash_sglang.verify.rejection import RejectionSampler
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.tail import VerifyTail
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
 
 
 class Verified(NamedTuple):
@@ -69,6 +69,8 @@ class Verifier:
         self._by_kernels = get_exec().kernel.sampling_backend == "flashinfer"
         max_requests = self._runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(self._runner.model_config.vocab_size, self._runner.device)
+        vocab_size = self._runner.model_config.vocab_size
+        self._sampler = RejectionSampler(max_requests, block_size, vocab_size, self._runner.device)
         self._processors = CustomProcessors(max_requests, block_size, self._runner.device)
         self._recurrent: RecurrentStates | None = None
 
@@ -82,6 +84,8 @@ class Verifier:
         if isinstance(graphs, DecodeCudaGraphRunner):
             # `prepare_for_verify` has loaded ids and positions: the replay need not load them again.
             graphs._skips_prefilled_inputs = True
+        block = torch.zeros((1, self._block_size), dtype=torch.int64, device=self._runner.device)
+        self._sampler.warm_up(Proposals.certain(block))
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
@@ -185,12 +189,8 @@ class Verifier:
             target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         else:
-            token_ids = rejection_sample(logits, info, proposals, self._by_kernels)
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, token_ids)
-            accepted = committed(token_ids, block.prefix_lens)
-            if not self._acceptor.simulates:
-                return accepted
-            target_ids = accepted.target_ids
+            target_ids = self._sampler.target_tokens(logits, info, proposals, self._by_kernels)
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         self._accept(batch, block, proposals.tokens, target_ids)
         return self._acceptor.outcome(block.batch_size, block.size)
 
