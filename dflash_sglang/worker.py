@@ -217,7 +217,7 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(accepted.new_seq_lens)
         # Context KV of every verified row, accepted or not: the next block starts at the first row that was
         # not committed and overwrites the rest before anything reads it.
-        self._write_context_kv(verified.features, block.positions.view(-1), block.loc_plan)
+        self._write_context_kv(verified.features, block.rows.positions, block.loc_plan)
         return GenerationBatchResult(
             logits_output=verified.forward.logits_output,
             next_token_ids=verified.target_ids.view(-1),

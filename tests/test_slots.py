@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from tests.engines import greedy_params, serve
 from tests.tiny import make_pair
 
 CONTEXT = 100
+OF_A_BATCH = ("tree_cache", "req_to_token_pool", "req_pool_indices")
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +112,18 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
         SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=min(a, limit)))
         for c, a in zip(committed, allocated, strict=True)
     ]
-    got_committed, got_allocated, reserved = reservation(block, row_width, page).lengths(reqs)
-    assert got_committed.tolist() == committed
-    for c, a, r in zip(committed, got_allocated.tolist(), reserved.tolist(), strict=True):
+    alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH))
+    with mock.patch("dflash_sglang.scheduling.draft_input.alloc_for_spec_decode", alloc):
+        reserved = reservation(block, row_width, page).reserve(given)
+    asked = alloc.call_args.kwargs
+    assert reserved.committed.tolist() == committed
+    assert reserved.committed_sum == sum(committed)
+    before, lengths = [req.kv.kv_allocated_len for req in reqs], reserved.lengths.tolist()
+    assert asked["cur_kv_lens"].tolist() == asked["cur_kv_lens_cpu"].tolist() == before
+    assert asked["nxt_kv_lens"].tolist() == asked["nxt_kv_lens_cpu"].tolist() == lengths
+    assert asked["num_needed_tokens"] == sum(lengths) - sum(before)
+    assert reserved.lengths_sum == sum(lengths)
+    for c, a, r in zip(committed, before, lengths, strict=True):
         assert a <= r <= limit
         assert r % page == 0
         assert r == limit or r >= c + 2 * block

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, prepare_block
@@ -26,6 +27,7 @@ class Block:
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     kv_len_bounds_sum: int
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
+    rows: BlockTensors  # ids, positions and slots flat, [bs * block]
 
     @property
     def batch_size(self) -> int:
@@ -55,24 +57,31 @@ class BlockBuilder:
             slots=buffer(max_requests, block_size),
             prefix_lens=buffer(max_requests),
         )
+        self._tensors = BlockTensors(*(buffer[:0] for buffer in self._buffers))
+        self._rows = self._tensors
 
     def build(self, batch: ScheduleBatch) -> Block:
         """The blocks of a decode batch whose slots `prepare_for_decode` has reserved."""
         bs, block_size = len(batch.reqs), self._buffers.ids.shape[1]
-        tensors = BlockTensors(*(buffer[:bs] for buffer in self._buffers))
+        if bs != len(self._tensors.prefix_lens):  # views outlive the step: most steps have the batch of the last
+            self._tensors = BlockTensors(*(buffer[:bs] for buffer in self._buffers))
+            self._rows = BlockTensors(*(tensor.view(-1) for tensor in self._tensors))
+        tensors = self._tensors
         sources = BlockSources(
             batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
         )
         prepare_block(sources, self._mask_token_id, self._row_limit, tensors)
         if batch.seq_lens_cpu is not None:
-            kv_len_bounds = (batch.seq_lens_cpu + block_size).clamp_(max=self._row_limit)
+            bounds = np.minimum(batch.seq_lens_cpu.numpy() + block_size, self._row_limit)
+            kv_len_bounds, bounds_sum = torch.from_numpy(bounds), int(np.add.reduce(bounds))
         else:
-            kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
+            kv_len_bounds, bounds_sum = batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
+            bounds = kv_len_bounds.numpy()
         loc_plan = self._runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=tensors.prefix_lens,
-            seq_lens_cpu=kv_len_bounds - block_size,
-            write_virtual=tensors.slots.view(-1),
+            seq_lens_cpu=torch.from_numpy(bounds - block_size),
+            write_virtual=self._rows.slots,
             read_extent=block_size,
         )
-        return Block(*tensors, kv_len_bounds, int(kv_len_bounds.sum()), loc_plan)
+        return Block(*tensors, kv_len_bounds, bounds_sum, loc_plan, self._rows)
