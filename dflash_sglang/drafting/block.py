@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, prepare_block
+from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Rows(NamedTuple):
+    """A batch's blocks row by row."""
+
+    ids: torch.Tensor  # [bs * block], as the next two
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 @dataclass
@@ -27,7 +35,7 @@ class Block:
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     kv_len_bounds_sum: int
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
-    rows: BlockTensors  # ids, positions and slots flat, [bs * block]
+    rows: Rows
 
     @property
     def batch_size(self) -> int:
@@ -41,7 +49,10 @@ class Block:
 class BlockBuilder:
     """Builds the step's `Block` in buffers that keep their place for the life of the worker."""
 
-    def __init__(self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int):
+    def __init__(
+        self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int, step: torch.Tensor
+    ):
+        """step [2]: where the device finds each step's turn."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._row_limit = row_limit
@@ -56,21 +67,20 @@ class BlockBuilder:
             positions=buffer(max_requests, block_size),
             slots=buffer(max_requests, block_size),
             prefix_lens=buffer(max_requests),
+            step=step,
         )
-        self._tensors = BlockTensors(*(buffer[:0] for buffer in self._buffers))
-        self._rows = self._tensors
+        self._tensors, self._rows = self._views(0)
 
-    def build(self, batch: ScheduleBatch) -> Block:
+    def build(self, batch: ScheduleBatch, turn: Turn) -> Block:
         """The blocks of a decode batch whose slots `prepare_for_decode` has reserved."""
         bs, block_size = len(batch.reqs), self._buffers.ids.shape[1]
         if bs != len(self._tensors.prefix_lens):  # views outlive the step: most steps have the batch of the last
-            self._tensors = BlockTensors(*(buffer[:bs] for buffer in self._buffers))
-            self._rows = BlockTensors(*(tensor.view(-1) for tensor in self._tensors))
+            self._tensors, self._rows = self._views(bs)
         tensors = self._tensors
         sources = BlockSources(
             batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
         )
-        prepare_block(sources, self._mask_token_id, self._row_limit, tensors)
+        prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
         if batch.seq_lens_cpu is not None:
             bounds = np.minimum(batch.seq_lens_cpu.numpy() + block_size, self._row_limit)
             kv_len_bounds, bounds_sum = torch.from_numpy(bounds), int(np.add.reduce(bounds))
@@ -84,4 +94,9 @@ class BlockBuilder:
             write_virtual=self._rows.slots,
             read_extent=block_size,
         )
-        return Block(*tensors, kv_len_bounds, bounds_sum, loc_plan, self._rows)
+        return Block(*tensors[:-1], kv_len_bounds, bounds_sum, loc_plan, self._rows)
+
+    def _views(self, bs: int) -> tuple[BlockTensors, Rows]:
+        ids, positions, slots, prefix_lens, step = self._buffers
+        tensors = BlockTensors(ids[:bs], positions[:bs], slots[:bs], prefix_lens[:bs], step)
+        return tensors, Rows(tensors.ids.view(-1), tensors.positions.view(-1), tensors.slots.view(-1))
