@@ -24,6 +24,8 @@ import torch
 DIRECTORY_ENV = "DFLASH_BENCH_HOST_STAGES"
 PLUGIN = "dflash_bench_host_stages"
 WORKER, SGLANG, FORWARD, WAIT = "worker", "sglang", "forward", "wait"
+# Where there is no GPU, a forward's operators run in the call, between what SGLang does for it.
+MODEL = SGLANG if torch.cuda.is_available() else FORWARD
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
@@ -51,7 +53,9 @@ STAGES: tuple[tuple[str, str], ...] = (
     (WORKER, "dflash_sglang.drafting.proposer.Proposer.propose"),
     (WORKER, "dflash_sglang.drafting.proposer.Proposer._forward_batch"),
     (FORWARD, "dflash_sglang.drafting.proposer.Proposer._write_tokens"),
-    (FORWARD, "sglang.srt.model_executor.model_runner.ModelRunner.forward"),
+    (MODEL, "sglang.srt.model_executor.model_runner.ModelRunner.forward"),
+    (SGLANG, "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch"),
+    (FORWARD, "torch.cuda.graphs.CUDAGraph.replay"),
     (WORKER, "dflash_sglang.verify.verifier.Verifier.verify"),
     (WORKER, "dflash_sglang.verify.verifier.Verifier._forward"),
     (SGLANG, "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify"),

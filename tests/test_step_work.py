@@ -64,7 +64,8 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
 @pytest.mark.slow
 def test_torch_sees_no_wait_for_the_gpu_in_a_step(tmp_path):
     environment = {**step_work.recorded(tmp_path, synchronising=True), **DEVICE_ENVIRONMENT}
-    with serve(TARGET, DRAFT, environment=environment, cuda_graph_max_bs_decode=8, **ON_DEVICE) as server:
+    graphs = dict(cuda_graph_max_bs_decode=8, max_running_requests=8, min_free_slots_delay=1)
+    with serve(TARGET, DRAFT, environment=environment, **graphs, **ON_DEVICE) as server:
         for requests, sampling in ((1, GREEDY), (8, GREEDY), (7, SAMPLED)):
-            ask(server, requests, **sampling)
+            ask(server, requests, new_tokens=64, **sampling)
             assert typical(tmp_path, requests).waits == []
