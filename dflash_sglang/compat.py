@@ -11,7 +11,11 @@ from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput, should_apply_lm_head_quant_method
+from sglang.srt.layers.logits_processor import (
+    LogitsProcessor,
+    LogitsProcessorOutput,
+    should_apply_lm_head_quant_method,
+)
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
@@ -76,6 +80,7 @@ __all__ = [
     "IdSpaceKind",
     "KVWriteLoc",
     "LinearBase",
+    "LogitsProcessor",
     "LogitsProcessorOutput",
     "MambaPool",
     "ProcessorEntry",

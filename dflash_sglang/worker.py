@@ -35,6 +35,7 @@ from dflash_sglang.scheduling import stops
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.tail import VerifyTail
 from dflash_sglang.verify.verifier import Verifier
 
@@ -154,8 +155,9 @@ class DFlashWorker(BaseSpecWorker):
                 self._draft_runner.req_to_token_pool.req_to_token,
             ),
         )
-        tail = VerifyTail(target_runner, self._draft_runner, self._acceptor, self._write_at)
-        self._verifier = Verifier(self.target_worker, self.block_size, self._acceptor, tail)
+        logits = TargetLogits(target_runner)
+        tail = VerifyTail(target_runner, self._draft_runner, logits, self._acceptor, self._write_at)
+        self._verifier = Verifier(self.target_worker, self.block_size, logits, self._acceptor, tail)
         self._context_kv.bind(self._draft_runner.token_to_kv_pool)
         if get_parallel().tp_rank == 0:
             logger.info("dflash_sglang context KV: %s", self.context_kv_decision)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.verify.acceptance import Acceptor
+    from dflash_sglang.verify.logits import TargetLogits
 
 # features [rows, n_layers * hidden], positions [rows], slots [rows]
 ContextWriter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -26,8 +27,15 @@ class VerifyTail:
     outcome is overwritten by what is accepted after the graph.
     """
 
-    def __init__(self, target: ModelRunner, draft: ModelRunner, acceptor: Acceptor, write: ContextWriter) -> None:
-        self._acceptor, self._write = acceptor, write
+    def __init__(
+        self,
+        target: ModelRunner,
+        draft: ModelRunner,
+        logits: TargetLogits,
+        acceptor: Acceptor,
+        write: ContextWriter,
+    ) -> None:
+        self._logits, self._acceptor, self._write = logits, acceptor, write
         # A graph has the slots as the target's pool names them.
         self.writes_context = _names_slots_alike(target, draft)
         target.capture_tail_hooks.append(self._capture)
@@ -40,7 +48,7 @@ class VerifyTail:
                 out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc[:num_tokens]
             )
         bs = forward_batch.batch_size
-        target_ids = out.next_token_logits[:num_tokens].argmax(dim=-1)
+        target_ids = self._logits.best(out.next_token_logits[:num_tokens])
         self._acceptor.accept(
             forward_batch.input_ids.view(bs, -1),
             target_ids.view(bs, -1),

@@ -10,6 +10,7 @@ from dflash_sglang.compat import (
     CaptureHiddenMode,
     DecodeCudaGraphRunner,
     DFlashVerifyInput,
+    GrammarMask,
     GrammarTree,
     SamplingBatchInfo,
     SpecTpSync,
@@ -23,6 +24,7 @@ from dflash_sglang.compat import (
 )
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
+from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
 from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.rejection import committed, rejection_sample
@@ -48,9 +50,17 @@ class Verified(NamedTuple):
 
 
 class Verifier:
-    def __init__(self, target_worker: TpModelWorker, block_size: int, acceptor: Acceptor, tail: VerifyTail):
-        """tail: of the target's graphs, which uses this `acceptor`."""
+    def __init__(
+        self,
+        target_worker: TpModelWorker,
+        block_size: int,
+        logits: TargetLogits,
+        acceptor: Acceptor,
+        tail: VerifyTail,
+    ):
+        """tail: of the target's graphs, which uses these `logits` and this `acceptor`."""
         self._worker = target_worker
+        self._logits = logits
         self._acceptor = acceptor
         self._tail = tail
         self._runner = target_worker.model_runner
@@ -97,27 +107,27 @@ class Verifier:
         grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
         forward = self._forward(batch, block, tokens)
         logits_output = forward.logits_output
-        logits = logits_output.next_token_logits
         penalised = self._penalties.of(batch)
-        if penalised is not None:
-            self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
-        grammar_mask = None
-        if grammar_tree is not None:
-            grammar_mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=grammar_tree,
-                sampling_info=sampling_info,
-                device=logits.device,
-                barrier=grammar_barrier,
-            )
-        mask_and_bias(logits, sampling_info, grammar_mask, self._block_size)
-        if sampling_info.has_custom_logit_processor:
-            self._processors.apply(logits, batch, tokens, block.prefix_lens)
-        adjusted = penalised is not None or grammar_mask is not None or _changes_logits(sampling_info)
-        if forward.can_run_cuda_graph and sampling_info.is_all_greedy and not adjusted:
-            accepted = self._acceptor.outcome(block.batch_size)
+        greedy = sampling_info.is_all_greedy and not (
+            penalised is not None or batch.has_grammar or _changes_logits(sampling_info)
+        )
+        if not greedy or batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None:
+            logits_output.next_token_logits = self._logits.whole(logits_output.next_token_logits)
+        logits = logits_output.next_token_logits
+        if greedy:
+            accepted = self._accept_greedy(batch, block, tokens, forward)
         else:
-            accepted = self._accept(batch, block, proposals, logits)
+            grammar_mask = None
+            if grammar_tree is not None:
+                grammar_mask = build_grammar_vocab_mask(
+                    reqs=batch.reqs,
+                    tree=grammar_tree,
+                    sampling_info=sampling_info,
+                    device=logits.device,
+                    barrier=grammar_barrier,
+                )
+            self._adjust(logits, batch, block, tokens, penalised, grammar_mask)
+            accepted = self._accept_adjusted(batch, block, proposals, logits)
         if self._recurrent is not None:
             self._recurrent.commit(batch, accepted.commit_lens)
         self._note(batch, penalised, accepted.target_ids, accepted.commit_lens)
@@ -141,7 +151,32 @@ class Verifier:
         written = forward.can_run_cuda_graph and self._tail.writes_context
         return Verified(accepted, None if written else features[: tokens.numel()], forward)
 
-    def _accept(self, batch: ScheduleBatch, block: Block, proposals: Proposals, logits: torch.Tensor) -> Accepted:
+    def _accept_greedy(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, forward: Any) -> Accepted:
+        """The target's best tokens as they are; every rank finds them in what all have gathered."""
+        if not forward.can_run_cuda_graph:  # else the graph has accepted
+            target_ids = self._logits.best(forward.logits_output.next_token_logits)
+            self._accept(batch, block, tokens, target_ids.view(-1, self._block_size))
+        return self._acceptor.outcome(block.batch_size)
+
+    def _adjust(
+        self,
+        logits: torch.Tensor,  # [bs * block, vocab], changed in place
+        batch: ScheduleBatch,
+        block: Block,
+        tokens: torch.Tensor,  # [bs, block]
+        penalised: PenalisedRequests | None,
+        grammar_mask: GrammarMask | None,
+    ) -> None:
+        """What requests ask of their logits, in the order of plain decoding."""
+        if penalised is not None:
+            self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
+        mask_and_bias(logits, batch.sampling_info, grammar_mask, self._block_size)
+        if batch.sampling_info.has_custom_logit_processor:
+            self._processors.apply(logits, batch, tokens, block.prefix_lens)
+
+    def _accept_adjusted(
+        self, batch: ScheduleBatch, block: Block, proposals: Proposals, logits: torch.Tensor
+    ) -> Accepted:
         """What adjusted logits commit, the same on all ranks of a tensor-parallel group. Keeps the logits."""
         info = batch.sampling_info
         if info.is_all_greedy:
@@ -158,8 +193,11 @@ class Verifier:
             if not self._acceptor.simulates:
                 return accepted
             target_ids = accepted.target_ids
-        self._acceptor.accept(proposals.tokens, target_ids, block.prefix_lens, batch.req_pool_indices)
+        self._accept(batch, block, proposals.tokens, target_ids)
         return self._acceptor.outcome(block.batch_size)
+
+    def _accept(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, target_ids: torch.Tensor) -> None:
+        self._acceptor.accept(tokens, target_ids, block.prefix_lens, batch.req_pool_indices)
 
     def _note(
         self,
