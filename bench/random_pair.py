@@ -6,6 +6,7 @@ python -m bench.random_pair DIRECTORY [--shape NAME] [--layers N] [--config-only
 |---|---|---|
 | qwen3-8b | Qwen3-8B: 36 layers (16.4 GB) | 5 layers (2.1 GB) |
 | qwen3-30b-a3b | Qwen3-30B-A3B: 48 layers, 128 experts of which 8 are taken (61 GB) | 8 dense layers (1.0 GB) |
+| tiny | 4 layers of width 32 (0.1 MB); for `bench.host_step` without a GPU | 1 layer |
 | small-moe | 6 layers, 16 experts, 4 taken (60 MB); vocabulary and tokenizer of the package's pair | 2 layers |
 
 The draft's share of a step follows from the layers: change those of the target and it is another one.
@@ -67,6 +68,14 @@ SHAPES: Mapping[str, Shape] = {
             moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
         ),
         draft_layers=8, draft_mlp=6144, mask_token_id=151669,
+    ),
+    "tiny": Shape(
+        BYTES,
+        dict(
+            num_hidden_layers=4, hidden_size=32, intermediate_size=32, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=32,
+        ),
+        draft_layers=1, draft_mlp=32, mask_token_id=259,
     ),
     "small-moe": Shape(
         BYTES,

@@ -221,8 +221,8 @@ class Verifier:
 
     def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
-        verify_input = self._verify_input(tokens.view(-1), block.positions.view(-1), block.loc_plan)
-        batch.out_cache_loc = block.slots.view(-1)
+        verify_input = self._verify_input(tokens.view(-1), block.rows.positions, block.loc_plan)
+        batch.out_cache_loc = block.rows.slots
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
         batch.seq_lens_sum = block.kv_len_bounds_sum
