@@ -7,7 +7,6 @@ is the sum of the steps' times. `python -m tests.width_simulation` prints the ta
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -112,25 +111,38 @@ HARD = profile(0.55, 0.55)
 
 @dataclass
 class Run:
-    """What a simulated run did, step by step."""
+    """What a simulated run did, step by step. `tokens` counts what the steps commit in expectation."""
 
-    tokens: int = 0
+    tokens: float = 0.0
     seconds: float = 0.0
+    lost: float = (
+        0.0  # seconds that probes took beyond what the held width needs for the same tokens, by the truth
+    )
     widths: list[int] = field(default_factory=list)
     probes: list[bool] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
-    worth: list[float] = field(default_factory=list)  # true rate of the chosen width over that of the best
-    lost: float = 0.0  # seconds that probes cost against the width that was held, by the truth
+    worth: list[float] = field(default_factory=list)  # true rate of the chosen width over that of the best one
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
     @property
+    def held(self) -> list[int]:
+        """The widths, probes left out."""
+        return [width for width, probe in zip(self.widths, self.probes, strict=True) if not probe]
+
+    @property
     def changes(self) -> int:
-        """How often the width changed, probes aside."""
-        held = [width for width, probe in zip(self.widths, self.probes, strict=True) if not probe]
-        return sum(a != b for a, b in zip(held, held[1:], strict=False))
+        return sum(a != b for a, b in zip(self.held, self.held[1:], strict=False))
+
+    def settled(self, share: float = 0.97) -> int:
+        """Steps until every later one, probes aside, is worth `share` of the best."""
+        poor = [
+            step
+            for step, (worth, probe) in enumerate(zip(self.worth, self.probes, strict=True))
+            if worth < share and not probe
+        ]
+        return poor[-1] + 1 if poor else 0
 
 
 class Fixed:
@@ -148,18 +160,19 @@ class Fixed:
 
 
 class Oracle(Fixed):
-    """Knows every request's acceptance and the machine's times."""
+    """Is told before each step which width is best."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
-    def know(self, rates: np.ndarray, widths: Sequence[int]) -> None:
-        self.width = widths[int(rates.argmax())]
-
 
 def adaptive(
-    machine: Machine, requests: int, config: WidthConfig | None = None, wrong: np.ndarray | None = None,
-    group: Group | None = None, seed: int = 0,
+    machine: Machine,
+    requests: int,
+    config: WidthConfig | None = None,
+    wrong: np.ndarray | None = None,
+    group: Group | None = None,
+    seed: int = 0,
 ) -> WidthPolicy:
     """Our policy, started on `startup_cells` of this machine, read three times each.
 
@@ -167,62 +180,77 @@ def adaptive(
     """
     buckets = [bucket for bucket in machine.buckets if bucket < requests]
     buckets.append(machine.buckets[len(buckets)])
-    policy = WidthPolicy(config or WidthConfig(widths=tuple(machine.widths)), BLOCK, buckets, requests, group)
+    config = config or WidthConfig(widths=tuple(machine.widths))
+    policy = WidthPolicy(config, BLOCK, buckets, requests, group)
     random = np.random.default_rng(seed)
-    if policy.config.fixed is None:
-        for batch, width, context in startup_cells(buckets, policy.widths):
-            index = list(machine.widths).index(width)
-            seconds = machine.seconds(batch, context)[index]
-            if wrong is not None:
-                seconds *= wrong[list(machine.buckets).index(batch), index]
-            for _ in range(3):
-                policy.step_times.record(batch, width, context, machine.read(seconds, random))
+    for batch, width, context in startup_cells(buckets, policy.widths):
+        index = list(machine.widths).index(width)
+        seconds = machine.seconds(batch, context)[index]
+        if wrong is not None:
+            seconds *= wrong[list(machine.buckets).index(batch), index]
+        for _ in range(3):
+            policy.step_times.record(batch, width, context, machine.read(seconds, random))
     policy.start()
     return policy
 
 
-class Server:
-    """A closed loop: whenever a request ends another one takes its place, as far as the concurrency asks."""
+class Rank:
+    """A closed loop of requests: whenever one ends another takes its place, as far as the concurrency asks."""
 
     def __init__(
-        self, policy: Policy, machine: Machine, draft: Draft, *, hard: float = 0.0, tokens: int = 512,
-        prompt: int = 256, delay: int = 2, timed: float = 0.7, caps: Callable[[np.ndarray], Any] | None = None,
-        seed: int = 1, slots: int = 4096,
+        self,
+        policy: Policy,
+        draft: Draft,
+        *,
+        hard: float = 0.0,
+        tokens: int = 512,
+        prompt: int = 256,
+        delay: int = 2,
+        timed: float = 0.7,
+        caps: Callable[[np.ndarray], Any] | None = None,
+        seed: int = 1,
+        clock: int = 0,
+        slots: int = 4096,
     ):
-        """`hard`: share of requests of the draft's second kind; `delay`: steps after which a result is known;
-        `timed`: share of steps whose time is measured (the others had a prefill before them); `caps`: max_width
-        of requests by kind."""
-        self.policy, self.machine, self.draft = policy, machine, draft
-        self.hard, self.length, self.prompt, self.delay, self.timed, self.caps = hard, tokens, prompt, delay, timed, caps
-        self.random, self._arrivals = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        """`hard`: share of requests of the draft's second kind; `tokens`, `prompt`: of a request, on average;
+        `delay`: steps after which a result is known; `timed`: share of steps whose time is measured (the others
+        had a prefill before them); `caps`: max_width of requests by their kinds [n]; `clock`: what the times that
+        it reads are drawn from."""
+        self.policy, self.draft = policy, draft
+        self.hard, self.tokens, self.prompt, self.delay, self.timed, self.caps = (
+            hard, tokens, prompt, delay, timed, caps,
+        )  # fmt: skip
+        self.random, self._arrivals = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
+        self.clock = np.random.default_rng(clock)
         self._free = list(range(slots - 1, -1, -1))
-        self._kind = np.zeros(slots, np.int64)
-        self._left = np.zeros(slots, np.int64)
-        self._context = np.zeros(slots, np.int64)
+        self._kind, self._left, self._context = (np.zeros(slots, np.int64) for _ in range(3))
         self._cap = np.full(slots, BLOCK, np.int64)
         self._running = np.zeros(0, np.int64)
-        self._fresh = True
         self._late: list[tuple[np.ndarray, float | None]] = []
+        self._fresh = True
 
-    def run(self, concurrency: int, *, steps: int | None = None, seconds: float | None = None) -> Run:
-        """Steps at a concurrency, by their number or their time; a later call goes on from here."""
-        run = Run()
-        while (steps is None or len(run.widths) < steps) and (seconds is None or run.seconds < seconds):
-            self._arrive(concurrency)
-            self._step(run)
-        return run
+    @property
+    def batch(self) -> int:
+        return len(self._running)
 
-    def _arrive(self, concurrency: int) -> None:
+    @property
+    def context_tokens(self) -> int:
+        return int(self._context[self._running].sum())
+
+    def arrive(self, concurrency: int) -> None:
+        """New requests up to the concurrency; clients beyond it hang up."""
         missing = concurrency - len(self._running)
         if missing <= 0:
+            self._free.extend(self._running[concurrency:].tolist())
+            self._running = self._running[:concurrency]
             return
         new = np.array([self._free.pop() for _ in range(missing)])
-        # Drawn one by one, so that every policy serves the same requests in the same order.
-        drawn = self._arrivals.random((missing, 3))
+        drawn = self._arrivals.random((missing, 3))  # the same requests in the same order, whatever the policy
         self._kind[new] = drawn[:, 0] < self.hard
-        self._left[new] = self.length * (0.5 + drawn[:, 1])
+        self._left[new] = self.tokens * (0.5 + drawn[:, 1])
         self._context[new] = self.prompt
-        if self._fresh:  # the first ones are found somewhere in the middle
+        if self._fresh:  # the first ones are found somewhere in the middle, and the long ones more often
+            self._left[new] = self.tokens * np.sqrt(0.25 + 2.0 * drawn[:, 1])
             done = (self._left[new] * drawn[:, 2]).astype(np.int64)
             self._left[new] -= done
             self._context[new] += done
@@ -232,38 +260,71 @@ class Server:
         self.policy.admit(new, caps)
         self._running = np.concatenate([self._running, new])
 
-    def _step(self, run: Run) -> None:
-        slots, machine = self._running, self.machine
-        context = int(self._context[slots].sum())
-        kinds = self._kind[slots]
-        times = machine.seconds(len(slots), context)
-        counts = np.bincount(kinds, minlength=self.draft.kinds)
-        rates = (len(slots) + counts @ self.draft.expected) / times
-        if isinstance(self.policy, Oracle):
-            self.policy.know(rates, machine.widths)
-        decision = self.policy.choose(slots, context)
-        index = machine.widths.index(decision.width)  # type: ignore[attr-defined]
-        accepted = self.draft.accepted(kinds, index, self.random)
+    def committed(self) -> np.ndarray:
+        """[widths] tokens that a step commits in expectation, requests' caps aside."""
+        counts = np.bincount(self._kind[self._running], minlength=self.draft.kinds)
+        return len(self._running) + counts @ self.draft.expected
+
+    def choose(self) -> Any:
+        return self.policy.choose(self._running, self.context_tokens)
+
+    def finish(self, width: int, seconds: float) -> None:
+        """The step is over: its results reach the policy `delay` steps after it was chosen."""
+        slots = self._running
+        accepted = self.draft.accepted(self._kind[slots], width, self.random)
         accepted = np.minimum(accepted, self._cap[slots] - 1)
-        seconds = machine.read(times[index], self.random)
-        measured = seconds if self.random.random() < self.timed else None
-        self._late.append((accepted, measured))
+        self._late.append((accepted, seconds if self.clock.random() < self.timed else None))
         if len(self._late) >= self.delay:
             self.policy.verified(*self._late.pop(0))
-
-        run.tokens += int(np.minimum(accepted + 1, self._left[slots]).sum())
-        run.seconds += times[index]
-        run.widths.append(decision.width)
-        run.probes.append(decision.probe)
-        run.batches.append(len(slots))
-        run.worth.append(float(rates[index] / rates.max()))
-        if decision.probe:
-            held = next(w for w, probe in zip(run.widths[::-1], run.probes[::-1], strict=True) if not probe or len(run.widths) == 1)
-            rate = rates[machine.widths.index(held)]  # type: ignore[attr-defined]
-            run.lost += max(times[index] * (1.0 - rates[index] / rate), 0.0)
         self._left[slots] -= accepted + 1
         self._context[slots] += accepted + 1
         done = self._left[slots] <= 0
         if done.any():
             self._free.extend(slots[done].tolist())
             self._running = slots[~done]
+
+
+class Server:
+    """Ranks that run their steps together, at one width: a step is as long as that of the largest batch."""
+
+    def __init__(self, machine: Machine, *ranks: Rank):
+        self.machine, self.ranks = machine, ranks
+
+    def run(
+        self, concurrency: int | Sequence[int], *, steps: int | None = None, seconds: float | None = None
+    ) -> Run:
+        """Steps at a concurrency (of each rank), by their number or their time; a later call goes on from here."""
+        run, widths = Run(), list(self.machine.widths)
+        each = [concurrency] * len(self.ranks) if isinstance(concurrency, int) else concurrency
+        held: int | None = None
+        while (steps is None or len(run.widths) < steps) and (seconds is None or run.seconds < seconds):
+            for rank, requests in zip(self.ranks, each, strict=True):
+                rank.arrive(requests)
+            committed = np.sum([rank.committed() for rank in self.ranks], axis=0)
+            times = self.machine.seconds(
+                max(rank.batch for rank in self.ranks), max(rank.context_tokens for rank in self.ranks)
+            )
+            rates = committed / times
+            for rank in self.ranks:
+                if isinstance(rank.policy, Oracle):
+                    rank.policy.width = widths[int(rates.argmax())]
+            decisions = [rank.choose() for rank in self.ranks]
+            assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
+            decision = decisions[0]
+            width = widths.index(decision.width)
+            for rank in self.ranks:
+                rank.finish(width, self.machine.read(times[width], rank.clock))
+            if not decision.probe or held is None:
+                held = width
+            run.lost += max(times[width] - committed[width] / rates[held], 0.0)
+            run.tokens += float(committed[width])
+            run.seconds += float(times[width])
+            run.widths.append(decision.width)
+            run.probes.append(decision.probe)
+            run.worth.append(float(rates[width] / rates.max()))
+        return run
+
+
+def serve(policy: Policy, machine: Machine, draft: Draft, **load: Any) -> Server:
+    """A server of one rank."""
+    return Server(machine, Rank(policy, draft, **load))

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_COST = 0.01  # of a step, that a probe is charged at least
+from dflash_sglang.scheduling.width.config import PLAIN
+
+MOST = 0.5  # of the requests of a batch
+MOST_IN_ADVANCE = 1.0  # steps, that a probe may cost before it is earned
+LEAST_COST = 0.03  # of a step, that a probe is charged at least
 CAUTION = 4 / 3  # of the estimated cost that is charged: the widths that get tried are those that were flattered
 
 
@@ -37,6 +41,9 @@ class Chooser:
     earned what it would cost: the time it takes beyond what the held width would need for the same tokens. What
     looks almost as good is tried often, what looks hopeless seldom, and all probes together cost
     `probe_budget` of the time by these estimates, whatever they turn out to give.
+
+    While nothing is drafted nothing is learnt of new requests. If most of the batch was never drafted for, a probe
+    that costs at most a step is made before it is earned; its width then earns it back before it is tried again.
     """
 
     def __init__(self, widths: Sequence[int], margin: float, probe_budget: float):
@@ -46,8 +53,21 @@ class Chooser:
         self._situation: tuple[int, int] | None = None
         self._earned = [0.0] * len(self.widths)
 
-    def choose(self, bucket: int, limit: int, committed: Sequence[float], seconds: Sequence[float]) -> Choice:
-        """`limit`: the largest width allowed; `committed`, `seconds`: expected of a step of every width."""
+    @property
+    def plain(self) -> bool:
+        """Whether plain decoding is held, so that `choose` looks at `unknown`."""
+        return self._held is not None and self.widths[self._held] == PLAIN
+
+    def choose(
+        self,
+        bucket: int,
+        limit: int,
+        committed: Sequence[float],
+        seconds: Sequence[float],
+        unknown: float = 0.0,
+    ) -> Choice:
+        """`limit`: the largest width allowed; `committed`, `seconds`: expected of a step of every width;
+        `unknown`: share of the batch that was never drafted for."""
         allowed = 1
         while allowed < len(self.widths) and self.widths[allowed] <= limit:
             allowed += 1
@@ -59,7 +79,8 @@ class Chooser:
         held = self._held
         assert held is not None
         self._situation = (bucket, allowed)
-        probe = self._probe(held, rates, committed, seconds)
+        in_advance = self.plain and unknown > MOST
+        probe = self._probe(held, rates, committed, seconds, in_advance)
         return Choice(held, held, reason) if probe is None else Choice(probe, held, "probe")
 
     def _reason(self, situation: tuple[int, int], best: int, rates: list[float]) -> str:
@@ -74,7 +95,12 @@ class Chooser:
         return "gain" if rates[best] > rates[self._held] * (1.0 + self._margin) else "hold"
 
     def _probe(
-        self, held: int, rates: list[float], committed: Sequence[float], seconds: Sequence[float]
+        self,
+        held: int,
+        rates: list[float],
+        committed: Sequence[float],
+        seconds: Sequence[float],
+        in_advance: bool,
     ) -> int | None:
         """The width to try in this step, if one has earned it."""
         if len(rates) == 1 or not self._budget:
@@ -85,9 +111,9 @@ class Chooser:
             if width == held:
                 continue
             price = max(CAUTION * (seconds[width] - committed[width] / rates[held]), LEAST_COST * seconds[held])
-            self._earned[width] += part
-            if self._earned[width] >= price:
-                self._earned[width] = price  # what waits for its turn saves nothing beyond it
+            self._earned[width] = min(self._earned[width] + part, price)  # waiting for its turn it saves no more
+            due = 0.0 if in_advance and price <= MOST_IN_ADVANCE * seconds[held] else price
+            if self._earned[width] >= due:
                 if chosen is None or rates[width] > rates[chosen]:
                     chosen, cost = width, price
         if chosen is not None:

@@ -41,8 +41,8 @@ class WidthConfig:
     margin: float = 0.02
     probe_budget: float = 0.01
     prior_acceptance: float = 0.8
-    prior_strength: float = 4.0
-    memory: int = 32
+    prior_strength: float = 2.0
+    memory: int = 64
     exchange_every: int = 64
 
     def __post_init__(self) -> None:

@@ -50,14 +50,19 @@ class WidthPolicy:
     """
 
     def __init__(
-        self, config: WidthConfig, block: int, buckets: Sequence[int], max_requests: int, group: Group | None = None
+        self,
+        config: WidthConfig,
+        block: int,
+        buckets: Sequence[int],
+        max_requests: int,
+        group: Group | None = None,
     ):
         """`block`: verify width of the served block; `buckets`: captured batch sizes, the largest at least
         `max_requests`; requests are named by their slots in [0, max_requests]."""
         if buckets[-1] < max_requests:
             raise StepTimesError(
-                f"buckets end at {buckets[-1]}: expected at least max_requests={max_requests}. Add the batch sizes "
-                "that run without a graph."
+                f"buckets end at {buckets[-1]}: expected at least max_requests={max_requests}. Add the batch "
+                "sizes that run without a graph."
             )
         self.config = config
         self.widths = config.states(block)
@@ -93,12 +98,12 @@ class WidthPolicy:
             )
         slots = np.array(slots, np.intp)
         if self.config.fixed is not None:
-            choice, bucket = self._fixed(slots), 0
+            choice, bucket, context = self._fixed(slots), 0, 0.0
         else:
             self._share_times()
-            choice, bucket, context_tokens = self._choose(slots, context_tokens)
+            choice, bucket, context = self._choose(slots, context_tokens)
         step, self._step = self._step, self._step + 1
-        self._in_flight.append(_InFlight(step, slots, choice.width, bucket, context_tokens))
+        self._in_flight.append(_InFlight(step, slots, choice.width, bucket, context))
         self.metrics.steps[choice.width] += 1
         self.metrics.probes[choice.width] += choice.probe
         if choice.reason not in ("hold", "probe"):
@@ -137,19 +142,21 @@ class WidthPolicy:
 
     def _choose(self, slots: np.ndarray, context_tokens: float) -> tuple[Choice, int, float]:
         batch, accepted, limit = len(slots), self.acceptance.expected(slots), self.acceptance.cap(slots)
-        requests = float(batch)
+        requests, unknown = float(batch), self.acceptance.unknown(slots) if self._chooser.plain else 0.0
         if self._group.gather_loads is not None:
-            row = np.array([batch, context_tokens, limit if batch else PLAIN, *accepted], np.float64)
+            row = np.array([batch, context_tokens, limit if batch else PLAIN, unknown, *accepted], np.float64)
             loads = self._group.gather_loads(row)
             # Ranks pad to the largest batch among them, and wait for the one with the longest contexts.
             batch, context_tokens, limit = int(loads[:, 0].max()), float(loads[:, 1].max()), int(loads[:, 2].max())
-            requests, accepted = float(loads[:, 0].sum()), loads[:, 3:].sum(axis=0).tolist()
+            requests, unknown = float(loads[:, 0].sum()), float(loads[:, 3].sum())
+            accepted = loads[:, 4:].sum(axis=0).tolist()
         if not batch:  # nothing is known of the load yet
-            limit, requests, accepted = self.widths[-1], 1.0, self.acceptance.expected_of_a_new_request()
+            limit, requests, unknown = self.widths[-1], 1.0, 0.0
+            accepted = self.acceptance.expected_of_a_new_request()
         bucket = self.step_times.bucket(max(batch, 1))
         seconds = self.step_times.seconds(bucket, context_tokens)
         committed = [requests + count for count in accepted]
-        choice = self._chooser.choose(bucket, limit, committed, seconds)
+        choice = self._chooser.choose(bucket, limit, committed, seconds, unknown / requests)
         rate = committed[choice.width] / seconds[choice.width]
         self.metrics.gain_over_plain = rate * seconds[0] / committed[0]
         self.metrics.gain_over_full = rate * seconds[-1] / committed[-1]

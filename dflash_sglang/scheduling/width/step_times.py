@@ -36,7 +36,7 @@ class StepTimes:
         self.buckets, self.widths = list(buckets), list(widths)
         if not self.buckets or self.buckets != sorted(set(self.buckets)):
             raise StepTimesError(f"buckets={self.buckets}: expected ascending batch sizes, at least one.")
-        self._samples: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        self._samples: dict[tuple[int, int], dict[float, list[float]]] = {}  # by cell and context
         self._spread = FIRST_SPREAD
         self._scale = 1.0
         self._by_width = [1.0] * len(self.widths)
@@ -49,7 +49,9 @@ class StepTimes:
         """Index of the captured batch size that a batch is padded to. Raises StepTimesError beyond the largest."""
         index = bisect.bisect_left(self.buckets, batch)
         if index == len(self.buckets):
-            raise StepTimesError(f"batch={batch}: expected at most {self.buckets[-1]}, the largest captured batch size.")
+            raise StepTimesError(
+                f"batch={batch}: expected at most {self.buckets[-1]}, the largest captured batch size."
+            )
         return index
 
     # ---- Start-up ----------------------------------------------------------------------------------------
@@ -62,33 +64,27 @@ class StepTimes:
                 "a positive time."
             )
         cell = (self.bucket(batch), self.widths.index(width))
-        self._samples.setdefault(cell, []).append((float(context_tokens), float(seconds)))
+        self._samples.setdefault(cell, {}).setdefault(float(context_tokens), []).append(float(seconds))
 
     def fit(self) -> None:
         """Builds the table from what was recorded. Raises StepTimesError if nothing was."""
         if not self._samples:
             raise StepTimesError("no step time was recorded: expected at least one cell of `startup_cells`.")
-        slopes = [self._fit_slope(width) for width in range(len(self.widths))]
-        known = [slope for slope in slopes if slope is not None]
-        usual = sum(known) / len(known) if known else 0.0
-        self._slope = [usual if slope is None else slope for slope in slopes]
+        medians = {
+            cell: [(context, float(np.median(seconds))) for context, seconds in samples.items()]
+            for cell, samples in self._samples.items()
+        }
+        lines = [[line for cell, line in medians.items() if cell[1] == width] for width in range(len(self.widths))]
+        usual = _slope([line for of_width in lines for line in of_width]) or 0.0
+        slopes = [_slope(of_width) for of_width in lines]
+        # Every width reads the same context: what differs between them is half noise.
+        self._slope = [usual if slope is None else (slope + usual) / 2 for slope in slopes]
         base = np.full((len(self.buckets), len(self.widths)), np.nan)
-        for (bucket, width), samples in self._samples.items():
-            rest = [max(seconds - self._slope[width] * context, 0.1 * seconds) for context, seconds in samples]
-            base[bucket, width] = float(np.median(rest))
+        for (bucket, width), line in medians.items():
+            rest = [max(seconds - self._slope[width] * context, 0.1 * seconds) for context, seconds in line]
+            base[bucket, width] = sum(rest) / len(rest)
             self._weight[bucket][width] = MEASURED_WEIGHT
         self._base = _filled(base, np.array(self.buckets, float), np.array(self.widths, float)).tolist()
-
-    def _fit_slope(self, width: int) -> float | None:
-        """Seconds per context token of a width, None where no cell was measured at two contexts."""
-        above = below = 0.0
-        for (_, of), samples in self._samples.items():
-            if of == width:
-                context, seconds = (np.array(values) for values in zip(*samples, strict=True))
-                context = context - context.mean()
-                above += float(context @ seconds)
-                below += float(context @ context)
-        return max(above / below, 0.0) if below > 0 else None
 
     def table(self) -> np.ndarray:
         """The fitted table as one row [2 * buckets * widths + widths], for a group to share."""
@@ -160,6 +156,17 @@ def startup_cells(
     ]
     middle = max(batch for batch in batches if batch <= max(16, buckets[0]))
     return cells + [(middle, width, middle * long_context) for width in widths]
+
+
+def _slope(lines: list[list[tuple[float, float]]]) -> float | None:
+    """Seconds per context token from cells that are (context, seconds) each, None if none has two contexts."""
+    above = below = 0.0
+    for line in lines:
+        context, seconds = (np.array(values) for values in zip(*line, strict=True))
+        context = context - context.mean()
+        above += float(context @ seconds)
+        below += float(context @ context)
+    return max(above / below, 0.0) if below > 0 else None
 
 
 def _filled(base: np.ndarray, buckets: np.ndarray, widths: np.ndarray) -> np.ndarray:
