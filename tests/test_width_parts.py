@@ -333,6 +333,14 @@ def test_an_exchange_that_is_one_step_late_starts_with_no_requests() -> None:
     assert policy.choose(np.arange(64), 64 * 500).width == 16  # as for one request
 
 
+def test_a_group_of_one_chooses_as_no_group_does() -> None:
+    alone, grouped = (
+        serve(adaptive(Machine(jitter=0.05), 32, group=group), Machine(jitter=0.05), Draft(GOOD)).run(32, steps=60)
+        for group in (None, Group(gather_loads=lambda row: row[None]))
+    )
+    assert alone.widths == grouped.widths and len(set(alone.widths)) > 1
+
+
 def test_widths_follow_the_block() -> None:
     assert WidthConfig().states(16) == (1, 2, 4, 6, 8, 12, 16)
     assert WidthConfig().states(10) == (1, 2, 4, 6, 8, 10)

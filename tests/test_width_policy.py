@@ -165,6 +165,16 @@ def test_a_table_whose_narrow_widths_look_too_slow_is_corrected() -> None:
     assert np.mean(before.worth) < 0.95 < 0.97 <= np.mean(server.run(128, steps=300).worth)
 
 
+def test_a_draft_that_accepts_otherwise_at_every_width_is_served_at_its_best_one() -> None:
+    # Narrow blocks accept better than the same positions of wide ones: only their own results say so.
+    own = {width: [0.9 if width <= 6 else 0.83] * 15 for width in WIDTHS}
+    for concurrency in (32, 64):
+        server = serve(adaptive(QUIET, concurrency), QUIET, Draft(own))
+        server.run(concurrency, steps=300)
+        run = server.run(concurrency, steps=200)
+        assert np.mean(run.worth) >= 0.97 and np.median(run.held) == 6
+
+
 def test_long_contexts_widen_the_block() -> None:
     # Reading the context costs every width the same, so that verifying more tokens of it costs little.
     widths = {}

@@ -19,12 +19,13 @@ import numpy as np
 NODES = 24  # levels at which expected accepts are tabulated; between them they are interpolated
 TABULATE_AT_FIRST, TABULATE_EVERY = 16, 4  # observed steps: the tables cost half of an observation
 KNOWN = 0.5  # expected rejections after which a request counts as drafted for
-AGE = 512  # steps without a trial after which what is known of a position or a width weighs half
+AGE = 512  # steps without a trial after which what is known of a position weighs half, and of a width:
+WIDTH_AGE = 16_384  # it is the draft's, whatever the traffic
 LEAST_TRIALS = 256.0  # what a position remembers, or
 STEPS_KEPT = 8.0  # steps of the whole batch, if those are more trials
 POSITION_PRIOR = 8.0  # trials that a position's likeness to the one before it is worth
 WIDTH_KEPT = 8192.0  # rejections that a width remembers, or so many steps, if those are more
-WIDTH_PRIOR = 512.0  # rejections that a width's likeness to the others is worth
+WIDTH_PRIOR = 256.0  # rejections that a width's likeness to the others is worth
 
 
 class Acceptance:
@@ -143,8 +144,8 @@ class Acceptance:
         rejections = np.bincount(tried * failed, minlength=positions + 1)[1:]
         exposure = self._exposure[:, width].take(tried)
 
-        self._update_width(step, width, at_risk, rejections)
         self._update_positions(step, self.factor[width], at_risk.tolist(), rejections.tolist())
+        self._update_width(step, width, at_risk, rejections)
         self._observed += 1
         if self._observed <= TABULATE_AT_FIRST or self._observed % TABULATE_EVERY == 0:
             self._tabulate()
@@ -162,7 +163,7 @@ class Acceptance:
 
     def _update_width(self, step: int, width: int, at_risk: np.ndarray, rejections: np.ndarray) -> None:
         expected = float(at_risk @ self._hazard[: len(at_risk)])
-        keep = AGE / (AGE + step - self._width_at[width])
+        keep = WIDTH_AGE / (WIDTH_AGE + step - self._width_at[width])
         self._width_at[width] = step
         total = self._width_expected[width] * keep + expected
         over = min(1.0, max(WIDTH_KEPT, STEPS_KEPT * expected) / max(total, 1e-9))

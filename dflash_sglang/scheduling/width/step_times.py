@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MEASURED_WEIGHT, FILLED_WEIGHT = 3.0, 0.5  # observations that a cell measured at start-up, or not, is worth
+MEASURED_WEIGHT, FILLED_WEIGHT = 1.5, 0.5  # observations that a cell measured at start-up, or not, is worth
 SLOWEST_GAIN = 1 / 16  # of a cell that was observed often
 SHARES = (0.3, 0.3, 0.4)  # of an error that go to the whole table, to its width and to its cell
-FIRST_SPREAD, LEAST_LIMIT, SPREADS = 0.1, 0.05, 3.0
+FIRST_SPREAD, SPREADS = 0.1, 3.0  # usual relative error; how many of it an error counts at most,
+LEAST_LIMIT, FRESH_LIMIT = 0.05, 1.0  # but at least these, the second times the gain
 
 
 class StepTimesError(ValueError):
@@ -28,7 +29,8 @@ class StepTimes:
     `observe` corrects the table by factors: one of the whole table, one per width and one per cell. The error of
     an observation goes to all three, so that a machine that is slower than at start-up changes no ratio between
     widths that were not tried yet, and a width that is slower than measured is so at batch sizes that were not
-    seen yet. An error counts at most `SPREADS` times the usual one: steps with a pause in them hardly move it.
+    seen yet. An error counts at most `SPREADS` times the usual one, and more in a cell that was seldom observed:
+    steps with a pause in them hardly move it, and a cell that start-up measured wrong is right after a few probes.
     """
 
     def __init__(self, buckets: Sequence[int], widths: Sequence[int]):
@@ -119,11 +121,12 @@ class StepTimes:
             * (self._by_width[width] * self._by_cell[bucket][width])
             * self._scale
         )
-        limit = max(SPREADS * self._spread, LEAST_LIMIT)
-        error = min(max(seconds / expected - 1.0, -limit), limit)
-        self._spread += (abs(error) - self._spread) / 32
         self._weight[bucket][width] += 1.0
-        correction = error * max(1.0 / self._weight[bucket][width], SLOWEST_GAIN)
+        gain = max(1.0 / self._weight[bucket][width], SLOWEST_GAIN)
+        limit = max(SPREADS * self._spread, LEAST_LIMIT, gain * FRESH_LIMIT)
+        error = min(max(seconds / expected - 1.0, -limit), limit)
+        self._spread += (min(abs(error), SPREADS * self._spread) - self._spread) / 32
+        correction = error * gain
         whole, of_width, of_cell = SHARES
         self._scale *= 1.0 + whole * correction
         self._by_width[width] *= 1.0 + of_width * correction
