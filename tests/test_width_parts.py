@@ -341,6 +341,15 @@ def test_a_group_of_one_chooses_as_no_group_does() -> None:
     assert alone.widths == grouped.widths and len(set(alone.widths)) > 1
 
 
+def test_ranks_that_know_nothing_of_the_load_choose_alike_whatever_each_has_learnt() -> None:
+    widths = []
+    for profile in (GOOD, HARD):
+        policy = adaptive(Machine(), 8, group=Group(gather_loads=lambda row: np.zeros((1, len(row)))))
+        teach(policy.acceptance, Draft(profile), np.zeros(8, int), WIDTHS.index(16), range(60))
+        widths.append([policy.choose(np.arange(8), 4000).width for _ in range(5)])
+    assert widths[0] == widths[1]
+
+
 def test_widths_follow_the_block() -> None:
     assert WidthConfig().states(16) == (1, 2, 4, 6, 8, 12, 16)
     assert WidthConfig().states(10) == (1, 2, 4, 6, 8, 10)

@@ -25,7 +25,7 @@ LEAST_TRIALS = 256.0  # what a position remembers, or
 STEPS_KEPT = 8.0  # steps of the whole batch, if those are more trials
 POSITION_PRIOR = 8.0  # trials that a position's likeness to the one before it is worth
 WIDTH_KEPT = 8192.0  # rejections that a width remembers, or so many steps, if those are more
-WIDTH_PRIOR = 256.0  # rejections that a width's likeness to the others is worth
+WIDTH_PRIOR = 512.0  # rejections that a width's likeness to the others is worth
 
 
 class Acceptance:

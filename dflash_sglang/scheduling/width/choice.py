@@ -79,8 +79,9 @@ class Chooser:
         held = self._held
         assert held is not None
         self._situation = (bucket, allowed)
-        in_advance = self.plain and unknown > MOST
-        probe = self._probe(held, rates, committed, seconds, in_advance)
+        if reason != "hold":
+            return Choice(held, held, reason)
+        probe = self._probe(held, rates, committed, seconds, in_advance=self.plain and unknown > MOST)
         return Choice(held, held, reason) if probe is None else Choice(probe, held, "probe")
 
     def _reason(self, situation: tuple[int, int], best: int, rates: list[float]) -> str:

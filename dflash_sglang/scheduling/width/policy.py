@@ -35,6 +35,19 @@ class _InFlight:
     width: int
     bucket: int
     context_tokens: float
+    expected_seconds: float
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What all ranks of the group ask of a step; `accepted` [widths] as expected of all requests together."""
+
+    requests: float
+    batch: int
+    context_tokens: float
+    limit: int
+    unknown: float
+    accepted: list[float]
 
 
 class WidthPolicy:
@@ -56,9 +69,11 @@ class WidthPolicy:
         buckets: Sequence[int],
         max_requests: int,
         group: Group | None = None,
+        slots: int | None = None,
     ):
         """`block`: verify width of the served block; `buckets`: captured batch sizes, the largest at least
-        `max_requests`; requests are named by their slots in [0, max_requests]."""
+        `max_requests`, which run at once on this rank; requests are named by slots in [0, `slots`), by default
+        [0, `max_requests`]."""
         if buckets[-1] < max_requests:
             raise StepTimesError(
                 f"buckets end at {buckets[-1]}: expected at least max_requests={max_requests}. Add the batch "
@@ -68,8 +83,14 @@ class WidthPolicy:
         self.widths = config.states(block)
         self.step_times = StepTimes(buckets, self.widths)
         self.acceptance = Acceptance(
-            self.widths, max_requests + 1, config.prior_acceptance, config.prior_strength, config.memory
+            self.widths,
+            max_requests + 1 if slots is None else slots,
+            config.prior_acceptance,
+            config.prior_strength,
+            config.memory,
         )
+        # Of a rank alone nothing may decide where no rank has told its load: this is equal on all of them.
+        self._no_load = _Load(1.0, 0, 0.0, self.widths[-1], 0.0, self.acceptance.expected_of_a_new_request())
         self.metrics = WidthMetrics(self.widths)
         self._chooser = Chooser(self.widths, config.margin, config.probe_budget)
         self._group = group or Group()
@@ -97,13 +118,18 @@ class WidthPolicy:
                 f"{MOST_IN_FLIGHT} steps were chosen and none verified: expected `verified` once per `choose`."
             )
         slots = np.array(slots, np.intp)
+        load = self._load(slots, context_tokens)
+        bucket, expected_seconds = 0, 0.0
         if self.config.fixed is not None:
-            choice, bucket, context = self._fixed(slots), 0, 0.0
+            choice = self._fixed(load)
         else:
             self._share_times()
-            choice, bucket, context = self._choose(slots, context_tokens)
+            bucket = self.step_times.bucket(max(load.batch, 1))
+            seconds = self.step_times.seconds(bucket, load.context_tokens)
+            choice = self._choose(load, bucket, seconds)
+            expected_seconds = seconds[choice.width]
         step, self._step = self._step, self._step + 1
-        self._in_flight.append(_InFlight(step, slots, choice.width, bucket, context))
+        self._in_flight.append(_InFlight(step, slots, choice.width, bucket, load.context_tokens, expected_seconds))
         self.metrics.steps[choice.width] += 1
         self.metrics.probes[choice.width] += choice.probe
         if choice.reason not in ("hold", "probe"):
@@ -125,8 +151,7 @@ class WidthPolicy:
                 f"verified: {len(accepted)} results for step {done.step}: expected {len(done.slots)}, one for "
                 "each of its requests, and results in the order of the steps."
             )
-        if seconds is not None:
-            self.metrics.seconds[done.width] += seconds
+        self.metrics.seconds[done.width] += done.expected_seconds if seconds is None else seconds
         if self.config.fixed is not None:
             return
         self.acceptance.observe(done.step, done.slots, done.width, np.asarray(accepted, np.int64))
@@ -135,32 +160,32 @@ class WidthPolicy:
         elif seconds is not None:
             self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds)
 
-    def _fixed(self, slots: np.ndarray) -> Choice:
-        fixed = len(self.widths) - 1
-        width = fixed if self.acceptance.cap(slots) >= self.widths[fixed] else 0
-        return Choice(width, width, "hold" if self._step else "start")
-
-    def _choose(self, slots: np.ndarray, context_tokens: float) -> tuple[Choice, int, float]:
-        batch, accepted, limit = len(slots), self.acceptance.expected(slots), self.acceptance.cap(slots)
-        requests, unknown = float(batch), self.acceptance.unknown(slots) if self._chooser.plain else 0.0
+    def _load(self, slots: np.ndarray, context_tokens: float) -> _Load:
+        """Of the whole group, one step late if its exchange is."""
+        batch, limit = len(slots), self.acceptance.cap(slots)
+        unknown = self.acceptance.unknown(slots) if self._chooser.plain else 0.0
+        accepted = self.acceptance.expected(slots)
+        load = _Load(float(batch), batch, float(context_tokens), limit, unknown, accepted)
         if self._group.gather_loads is not None:
             row = np.array([batch, context_tokens, limit if batch else PLAIN, unknown, *accepted], np.float64)
-            loads = self._group.gather_loads(row)
+            rows = self._group.gather_loads(row)
             # Ranks pad to the largest batch among them, and wait for the one with the longest contexts.
-            batch, context_tokens, limit = int(loads[:, 0].max()), float(loads[:, 1].max()), int(loads[:, 2].max())
-            requests, unknown = float(loads[:, 0].sum()), float(loads[:, 3].sum())
-            accepted = loads[:, 4:].sum(axis=0).tolist()
-        if not batch:  # nothing is known of the load yet
-            limit, requests, unknown = self.widths[-1], 1.0, 0.0
-            accepted = self.acceptance.expected_of_a_new_request()
-        bucket = self.step_times.bucket(max(batch, 1))
-        seconds = self.step_times.seconds(bucket, context_tokens)
-        committed = [requests + count for count in accepted]
-        choice = self._chooser.choose(bucket, limit, committed, seconds, unknown / requests)
+            most, total = rows.max(axis=0).tolist(), rows.sum(axis=0).tolist()
+            load = _Load(total[0], int(most[0]), most[1], int(most[2]), total[3], total[4:])
+        return load if load.batch else self._no_load
+
+    def _fixed(self, load: _Load) -> Choice:
+        fixed = len(self.widths) - 1
+        width = fixed if load.limit >= self.widths[fixed] else 0
+        return Choice(width, width, "hold" if self._step else "start")
+
+    def _choose(self, load: _Load, bucket: int, seconds: list[float]) -> Choice:
+        committed = [load.requests + count for count in load.accepted]
+        choice = self._chooser.choose(bucket, load.limit, committed, seconds, load.unknown / load.requests)
         rate = committed[choice.width] / seconds[choice.width]
         self.metrics.gain_over_plain = rate * seconds[0] / committed[0]
         self.metrics.gain_over_full = rate * seconds[-1] / committed[-1]
-        return choice, bucket, context_tokens
+        return choice
 
     def _share_times(self) -> None:
         """Every `exchange_every` choices, what rank 0 measured since corrects the table of every rank."""
