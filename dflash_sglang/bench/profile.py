@@ -1,0 +1,72 @@
+"""Profiles decode steps of a running server under load, through SGLang's /start_profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench import prompts, trace
+from dflash_sglang.bench.settings import Served, Settings
+from dflash_sglang.config import read_config
+from dflash_sglang.demo.progress import Progress
+from dflash_sglang.demo.server import Server, ServerFailed
+
+STEPS = 12
+NEW_TOKENS = 1024  # enough for every request to decode until the steps are over
+TIMEOUT = 180.0  # seconds, for the first tokens and for the trace
+
+
+def take_apart(
+    settings: Settings, served: Served, server: Server, concurrency: int, progress: Progress
+) -> dict[str, Any]:
+    """The average decode step of that many requests, first rank: `trace.Step`'s fields, idle share, trace file."""
+    progress.begin(f"profiling {STEPS} steps, {concurrency} at a time: {served}")
+    directory = (settings.out / "traces" / f"{served.slug}_{concurrency}").resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("*.trace.json.gz"):
+        old.unlink()
+    vocabulary = read_config(Path(settings.target)).get("vocab_size", 32000)
+    asked = prompts.requests(settings, settings.inputs[0], concurrency, vocabulary)
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    decoding = threading.Semaphore(0)
+
+    def client(request: dict[str, Any]) -> None:
+        for number, _ in enumerate(server.stream(**request, sampling_params=sampling)):
+            if number == 0:
+                decoding.release()
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        clients = [pool.submit(client, request) for request in asked]
+        deadline = time.monotonic() + TIMEOUT
+        for _ in clients:
+            if not decoding.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise ServerFailed(f"{served}: no token within {TIMEOUT:.0f} s of a request\n{server.log_tail()}")
+        server.post(
+            "/start_profile", output_dir=str(directory), num_steps=STEPS, activities=["CPU", "GPU"],
+            with_stack=False, record_shapes=False,
+        )  # fmt: skip
+        for done in clients:
+            done.result()
+    path, step = wait_for_trace(directory, progress)
+    progress.end(f"{step.step_ms:.3f} ms a step")
+    return {"concurrency": concurrency, **dataclasses.asdict(step), "idle": step.idle, "trace": str(path)}
+
+
+def wait_for_trace(directory: Path, progress: Progress, timeout: float = TIMEOUT) -> tuple[Path, trace.Step]:
+    """The first rank's trace once it is written to its end. Raises TraceError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        for path in sorted(directory.glob("*TP-0*.trace.json.gz")):
+            try:
+                return path, trace.read(path)
+            except (EOFError, OSError, json.JSONDecodeError):  # still being written
+                pass
+        if time.monotonic() > deadline:
+            raise trace.TraceError(f"no complete trace in {directory} after {timeout:.0f} s")
+        progress.update("waiting for the trace")
+        time.sleep(0.5)

@@ -1,0 +1,79 @@
+"""`dflash-sglang bench` from start to end: settings, measurement, and the files that it leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench import plot, sweep, table
+from dflash_sglang.bench.arguments import settings_of
+from dflash_sglang.bench.document import document
+from dflash_sglang.bench.load import LoadFailed
+from dflash_sglang.bench.settings import BadSetting, Settings
+from dflash_sglang.bench.trace import TraceError
+from dflash_sglang.demo.progress import Progress
+from dflash_sglang.demo.server import ServerFailed
+from dflash_sglang.demo.signals import signals_as_exit
+
+
+def bench(options: argparse.Namespace) -> int:
+    """The exit code: 0; 1 when a server, a load or a trace failed, another worker ran, or float32 outputs differ;
+    2 for settings that cannot be measured; 130 after Ctrl-C."""
+    import torch
+
+    try:
+        with signals_as_exit():
+            if options.redraw is not None:
+                return write(json.loads(options.redraw.read_text()), options.out)
+            settings = settings_of(options, torch.cuda.is_available())
+            return measure(settings)
+    except BadSetting as error:
+        print(f"dflash-sglang bench: {error}", file=sys.stderr)
+        return 2
+    except (ServerFailed, LoadFailed, TraceError) as error:
+        print(f"\ndflash-sglang bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ndflash-sglang bench: interrupted, servers ended, nothing written", file=sys.stderr)
+        return 130
+
+
+def measure(settings: Settings) -> int:
+    progress = Progress(sys.stdout)
+    for kind, reason in settings.skipped:
+        progress.text(f"without the {kind.replace('_', '-')} worker: {reason}\n")
+    order = "up together" if settings.together else "one after the other"
+    progress.text(f"servers {order} ({settings.together_reason}); logs in {settings.out / 'logs'}\n")
+    if not plot.can_draw():
+        progress.text(f"{plot.MISSING}\n")
+    results = sweep.measure(settings, progress)
+    measured = document(settings, results, ["dflash-sglang", *sys.argv[1:]])
+    settings.out.mkdir(parents=True, exist_ok=True)
+    (settings.out / "bench.json").write_text(json.dumps(measured, indent=1) + "\n")
+    code = write(measured, settings.out)
+    outputs = measured["outputs"]
+    if settings.dtype == "float32" and outputs:
+        unequal = [name for name, equal in outputs["equal_to_plain"].items() if equal < outputs["prompts"]]
+        if unequal:
+            print(f"dflash-sglang bench: outputs differ from plain decoding: {unequal}", file=sys.stderr)
+            return 1
+    return code
+
+
+def write(measured: dict[str, Any], out: Path) -> int:
+    """Writes the table and, with matplotlib, the plot; prints the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = [out / "bench.json", out / "bench.md"]
+    text = table.markdown(measured)
+    written[1].write_text(text)
+    print(f"\n{text}")
+    if plot.can_draw():
+        plot.draw(measured, out / "bench.png")
+        written.append(out / "bench.png")
+    else:
+        print(plot.MISSING)
+    print("written: " + ", ".join(str(path) for path in written if path.exists()))
+    return 0
