@@ -20,11 +20,11 @@ def texts_of(path: Path) -> tuple[str, ...]:
 
 
 def contexts(settings: Settings, length: int | None, count: int) -> list[str]:
-    """`count` prompts, from texts evenly apart. With a length, each is cut or filled from the left, with other texts, to about that many
-    tokens (it is text, which the server divides into tokens itself).
+    """`count` prompts, of texts evenly apart.
 
-    A text that comes again without a length is the same prompt: its prefix may be in the radix cache, on every
-    server alike.
+    With a length, each is cut or filled from the left, with other texts, to about that many tokens (it stays text,
+    which the server divides into tokens itself). Without, a text that comes again is the same prompt: its prefix
+    may be in the radix cache, on every server alike.
     """
     texts = settings.prompts
     chosen = [i * len(texts) // count if count < len(texts) else i % len(texts) for i in range(count)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dflash_sglang.bench.kinds import PLAIN
 
-
 LEAST_REQUESTS = 4  # of a load
 
 

@@ -23,7 +23,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{versions['torch']}; {document['date']}.",
         f"Target `{document['target']}`, draft `{document['draft']}`; {settings['output']} tokens out; servers "
         f"{'up together, by turns' if settings['together'] else 'one after the other'}, "
-        f"{'one round' if settings['rounds'] == 1 else 'medians of %d rounds' % settings['rounds']}; {_acceptance(settings)}.",
+        f"{_rounds(settings['rounds'])}; {_acceptance(settings)}.",
     ]
     for group, figures in groups(document).items():
         parts += [f"## {group}", _rows(COLUMNS, [_row(figure, figures) for figure in figures])]
@@ -84,6 +84,10 @@ def step_table(step: Mapping[str, Any]) -> str:
         outside = [(f"`{name[:90]}`", f"{count:.1f}", f"{us:.1f}") for name, count, us in step["outside_kernels"]]
         parts.append(_rows(("outside of graphs", "launches a step", "us a step"), outside))
     return "\n\n".join(parts)
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"medians of {count} rounds"
 
 
 def _acceptance(settings: Mapping[str, Any]) -> str:
