@@ -77,9 +77,7 @@ def step_of(events: Iterable[Mapping[str, Any]]) -> Step:
     part_of = _parts(graphs)
     starts = sorted(min(k.start for k in graphs[launch]) for launch, part in part_of.items() if part == VERIFY)
     if len(starts) < 2:
-        raise TraceError(
-            f"the trace has {len(starts)} launches of a CUDA graph that verifies: expected at least 2"
-        )
+        raise TraceError(f"the trace has {len(starts)} launches of a verify graph: expected at least 2")
     begin, end, steps = starts[0], starts[-1], len(starts) - 1
     inside = [kernel for kernel in kernels if begin <= kernel.start < end]
     by_part: dict[str, list[Kernel]] = {part: [] for part in PARTS}
