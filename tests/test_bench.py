@@ -73,6 +73,7 @@ def settings_of(*options: str, gpu: bool = False, out: Path = Path("out")) -> Se
     (["--input", "4090"], "--input 4090 and 96 new tokens: expected at most 4096 together"),
     (["--prompts", "no.txt"], "--prompts no.txt: expected a file with a text a line"),
     (["--prompts", "no.txt", "--accept-length", "3"], "--accept-length 3: the texts mean nothing then"),
+    (["--redraw", "no.json"], "--redraw no.json: expected a bench.json of an earlier run"),
     (["--profile"], "--profile: takes the kernels of a GPU apart, and this machine has none"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_measured_are_refused_by_name(options, message, monkeypatch, capsys, tmp_path):
@@ -93,10 +94,14 @@ def test_a_draft_that_another_worker_serves_is_refused(tmp_path):
 def test_the_servers_differ_in_their_worker_and_width_alone(tmp_path):
     options = ["--target", *pair_of(tmp_path, [0, 1, 3]), "--width", "4", "8", "--concurrency", "1", "8"]
     options += ["--together", "--flags=--tp-size 2", "--dflash-flags=--speculative-draft-window-size 64"]
+    options += ["--ours-flags=--speculative-token-map FILE"]
     settings = settings_of(*options, gpu=True)
     named = {str(served): served for served in settings.served}
     assert list(named) == ["plain", "built-in, width 4", "built-in, width 8", "ours, width 4", "ours, width 8"]
     plain, built_in, ours = (servers.flags(settings, named[name]) for name in list(named)[::2])
+    at = ours.index("--speculative-token-map")
+    assert ours[at : at + 2] == ["--speculative-token-map", "FILE"]
+    del ours[at : at + 2]
     assert built_in == ours
     assert [flag for flag in plain if flag not in ours] == []
     speculative = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", settings.draft]
@@ -224,6 +229,22 @@ def test_a_server_that_does_not_start_is_reported_by_its_own_error(fake, tmp_pat
     )
     assert lines[-1] == "where memory is short, --in-turn runs one server at a time"
     assert "Received sigquit" in log.read_text()
+
+
+def test_a_server_that_dies_under_load_is_named_with_its_error(fake, monkeypatch, tmp_path, capsys):
+    fake.program = f"print({OURS_LINE!r}, flush=True)\n{SERVES}"
+
+    def refused(server: Server, *_: Any) -> None:
+        with server.log.open("a") as log:
+            log.write("Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory\n")
+        raise LoadFailed("1 of 4 requests failed")
+
+    monkeypatch.setattr(load, "run", refused)
+    assert main(["bench", "--out", str(tmp_path), "--servers", "ours"]) == 1
+    first, second = capsys.readouterr().err.strip().splitlines()[:2]
+    assert first == "dflash-sglang bench: ours, width 16: 1 of 4 requests failed"
+    assert second == "torch.OutOfMemoryError: CUDA out of memory"
+    assert wait_until_ended(fake.pids) == []
 
 
 def test_ctrl_c_ends_the_servers_and_says_so(fake, monkeypatch, tmp_path, capsys):
@@ -405,6 +426,12 @@ def test_the_split_is_printed_with_shares_that_sum_up(trace_file):
     assert rows[2] == ["verify graph", "0.090", "45.2%", "10.5"] or rows[2][1] == "0.091"
     assert sum(float(row[1]) for row in rows[2:8]) == pytest.approx(0.2, abs=2e-3)
     assert rows[-1] == ["`copy`", "1.0", "5.0"]
+
+
+@pytest.mark.parametrize("recorded", [4, 9])
+def test_a_verify_graph_that_the_profile_began_in_is_no_step(recorded):
+    begun = [kernel(10 * i - 200, 9, -1) for i in range(10 - recorded, 10)]
+    assert trace.step_of([*begun, *steps(4)]) == trace.step_of(steps(4))
 
 
 @pytest.mark.parametrize("events, lacks", [

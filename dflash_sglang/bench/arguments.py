@@ -57,6 +57,7 @@ def add_parser(commands: Any) -> None:
     servers.add_argument("--max-total-tokens", type=int, help="of each KV pool; what the load needs by default")
     servers.add_argument("--flags", type=shlex.split, default=[], help="more for each: --flags='--tp-size 2'")
     servers.add_argument("--dflash-flags", type=shlex.split, default=[], help="more for those with DFLASH")
+    servers.add_argument("--ours-flags", type=shlex.split, default=[], help="more for this package's")
     parser.add_argument("--out", type=Path, default=Path("dflash-bench"), help="directory (default dflash-bench)")
     parser.add_argument("--redraw", type=Path, metavar="BENCH_JSON", help="measure nothing, draw from this file")
 
@@ -100,10 +101,11 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
     )
     fraction = options.mem_fraction
     if fraction is None:
-        fraction = 0.1 if not gpu else 0.7 if together else None
+        fraction = 0.5 if not gpu else 0.7 if together else None
     return Settings(
         target=pair.target,
         draft=pair.draft,
+        vocabulary=pair.vocabulary,
         gpu=gpu,
         kinds=kinds,
         skipped=skipped,
@@ -125,6 +127,7 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         max_total_tokens=options.max_total_tokens or max(tokens, LEAST_TOKENS),
         flags=tuple(options.flags),
         dflash_flags=tuple(options.dflash_flags),
+        ours_flags=tuple(options.ours_flags),
         profile=profile,
     )
 
@@ -179,7 +182,10 @@ def _together(options: argparse.Namespace, pair: Pair, gpu: bool, kinds: Sequenc
     """(whether all servers are up at once, why). By default where a rough estimate fits into the first GPU."""
     if options.together or options.in_turn or not gpu:
         return not options.in_turn, "--in-turn" if options.in_turn else "--together" if gpu else "on a CPU"
-    free = min(int(line) for line in nvidia_smi("memory.free").splitlines()) * MIB
+    told = nvidia_smi("memory.free").splitlines()
+    if not told or not all(line.isdecimal() for line in told):
+        return False, "nvidia-smi does not tell how much memory is free"
+    free = min(map(int, told)) * MIB
     # A quarter of the weights and 8 GiB for KV, graphs and workspaces.
     sizes = [pair.target_bytes + (0 if kind == PLAIN else pair.draft_bytes) for kind in kinds]
     needed = int(sum(1.25 * size + 8 * GIB for size in sizes))

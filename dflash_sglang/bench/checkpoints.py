@@ -23,6 +23,7 @@ class Pair:
     spec: DraftSpec
     target_layers: int | None
     context: int | None
+    vocabulary: int
     target_bytes: int  # of the weight files on this machine
     draft_bytes: int
 
@@ -71,7 +72,7 @@ def facts(target: str, draft: str) -> Pair:
     text: Mapping[str, Any] = config.get("text_config") or config
     sizes = [_weights(directory) for directory in directories.values()]
     layers, context = text.get("num_hidden_layers"), text.get("max_position_embeddings")
-    return Pair(target, draft, spec, layers, context, *sizes)
+    return Pair(target, draft, spec, layers, context, text.get("vocab_size", spec.vocab_size), *sizes)
 
 
 def why_no_built_in(pair: Pair, gpu: bool) -> str | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from dflash_sglang.bench import prompts, trace
 from dflash_sglang.bench.settings import Served, Settings
-from dflash_sglang.config import read_config
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed
 
@@ -30,8 +29,7 @@ def take_apart(
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("*.trace.json.gz"):
         old.unlink()
-    vocabulary = read_config(Path(settings.target)).get("vocab_size", 32000)
-    asked = prompts.requests(settings, settings.inputs[0], concurrency, vocabulary)
+    asked = prompts.requests(settings, settings.inputs[0], concurrency)
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     decoding = threading.Semaphore(0)
 
@@ -44,8 +42,11 @@ def take_apart(
         clients = [pool.submit(client, request) for request in asked]
         deadline = time.monotonic() + TIMEOUT
         for _ in clients:
-            if not decoding.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise ServerFailed(f"{served}: no token within {TIMEOUT:.0f} s of a request\n{server.log_tail()}")
+            while not decoding.acquire(timeout=1):
+                for failed in (one for one in clients if one.done()):
+                    failed.result()
+                if time.monotonic() > deadline:
+                    raise ServerFailed(f"no token within {TIMEOUT:.0f} s of a request")
         server.post(
             "/start_profile", output_dir=str(directory), num_steps=STEPS, activities=["CPU", "GPU"],
             with_stack=False, record_shapes=False,

@@ -60,9 +60,10 @@ def dataset_flags(settings: Settings, length: int | None, count: int, output: in
     return ["--dataset-name", "custom", "--dataset-path", str(path), "--sharegpt-output-len", str(output), *chat]
 
 
-def requests(settings: Settings, length: int | None, count: int, vocabulary: int) -> list[dict[str, Any]]:
+def requests(settings: Settings, length: int | None, count: int) -> list[dict[str, Any]]:
     """The same kind of prompts as fields of /generate."""
     if settings.prompts:
         return [{"text": text} for text in contexts(settings, length, count)]
     rng = random.Random(0)
-    return [{"input_ids": [rng.randrange(vocabulary) for _ in range(length or 1)]} for _ in range(count)]
+    ids = range(settings.vocabulary)
+    return [{"input_ids": rng.choices(ids, k=length or 1)} for _ in range(count)]

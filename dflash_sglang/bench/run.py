@@ -11,7 +11,6 @@ from typing import Any
 from dflash_sglang.bench import plot, sweep, table
 from dflash_sglang.bench.arguments import settings_of
 from dflash_sglang.bench.document import document
-from dflash_sglang.bench.load import LoadFailed
 from dflash_sglang.bench.settings import BadSetting, Settings
 from dflash_sglang.bench.trace import TraceError
 from dflash_sglang.demo.progress import Progress
@@ -27,18 +26,29 @@ def bench(options: argparse.Namespace) -> int:
     try:
         with signals_as_exit():
             if options.redraw is not None:
-                return write(json.loads(options.redraw.read_text()), options.out)
+                return write(_read(options.redraw), options.out)
             settings = settings_of(options, torch.cuda.is_available())
             return measure(settings)
     except BadSetting as error:
         print(f"dflash-sglang bench: {error}", file=sys.stderr)
         return 2
-    except (ServerFailed, LoadFailed, TraceError) as error:
+    except (ServerFailed, TraceError) as error:
         print(f"\ndflash-sglang bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ndflash-sglang bench: interrupted, servers ended, nothing written", file=sys.stderr)
         return 130
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        measured = json.loads(path.read_text())
+        if "figures" in measured:
+            return measured
+        reason = "it has no figures"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise BadSetting(f"--redraw {path}: expected a bench.json of an earlier run ({reason})")
 
 
 def measure(settings: Settings) -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from dflash_sglang.bench.kinds import ENVIRONMENT, PLAIN
+from dflash_sglang.bench.kinds import ENVIRONMENT, OURS, PLAIN
 from dflash_sglang.bench.settings import Served, Settings
 from dflash_sglang.demo.server import Server, free_port
 
@@ -26,7 +26,7 @@ def flags(settings: Settings, served: Served) -> list[str]:
     if served.kind != PLAIN:
         out += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", settings.draft]
         out += ["--speculative-dflash-block-size", str(served.width), *settings.dflash_flags]
-    return [*out, *settings.flags]
+    return [*out, *(settings.ours_flags if served.kind == OURS else ()), *settings.flags]
 
 
 def environment(settings: Settings, served: Served) -> dict[str, str]:

@@ -53,6 +53,7 @@ class Settings:
 
     target: str
     draft: str
+    vocabulary: int
     gpu: bool
     kinds: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]  # (kind, why it does not run)
@@ -74,6 +75,7 @@ class Settings:
     max_total_tokens: int
     flags: tuple[str, ...]
     dflash_flags: tuple[str, ...]
+    ours_flags: tuple[str, ...]
     profile: tuple[int, ...]
 
     @property

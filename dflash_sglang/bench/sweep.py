@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench import load, prompts, servers
 from dflash_sglang.bench.kinds import BUILT_IN, PLAIN, wait_for, worker_line
-from dflash_sglang.bench.load import Outcome
+from dflash_sglang.bench.load import LoadFailed, Outcome
 from dflash_sglang.bench.profile import take_apart
 from dflash_sglang.bench.settings import Cell, Served, Settings
 from dflash_sglang.demo.measure import run_prompts
@@ -34,7 +34,7 @@ class Measured:
 
 
 def measure(settings: Settings, progress: Progress) -> list[Measured]:
-    """In the order of `settings.served`. Raises ServerFailed or LoadFailed; all servers end in any case."""
+    """In the order of `settings.served`. Raises ServerFailed or TraceError; all servers end in any case."""
     progress.begin("importing SGLang's load generator")
     load.generator()
     progress.end()
@@ -47,13 +47,14 @@ def measure(settings: Settings, progress: Progress) -> list[Measured]:
                     _rounds(settings, cell, running, results, Path(scratch), progress)
                 if settings.accept_length is None:
                     for served, server in running.items():
-                        results[served].outputs = _outputs(settings, served, server, progress)
+                        with _named(served, server):
+                            results[served].outputs = _outputs(settings, served, server, progress)
                 for concurrency in settings.profile:
                     for served, server in running.items():
                         if served.kind != PLAIN:
-                            results[served].steps.append(
-                                take_apart(settings, served, server, concurrency, progress)
-                            )
+                            with _named(served, server):
+                                step = take_apart(settings, served, server, concurrency, progress)
+                            results[served].steps.append(step)
     return list(results.values())
 
 
@@ -103,7 +104,8 @@ def _rounds(
             def on_done(done: int, total: int = total) -> None:
                 progress.update(f"{done} of {total} requests")
 
-            outcome = load.run(server, flags, served.kind != PLAIN, on_done)
+            with _named(served, server):
+                outcome = load.run(server, flags, served.kind != PLAIN, on_done)
             results[served].rounds.setdefault(cell, []).append(outcome)
             accepted = "" if served.kind == PLAIN else f", accept length {outcome.accept_length:.2f}"
             progress.end(f"{outcome.output_tokens_per_second:.1f} tokens/s{accepted}")
@@ -115,6 +117,16 @@ def _outputs(settings: Settings, served: Served, server: Server, progress: Progr
     run = run_prompts(server, texts, COMPARED_TOKENS, lambda done: progress.update(f"{done} of {len(texts)}"))
     progress.end(f"{run.tokens} tokens")
     return run.outputs
+
+
+@contextlib.contextmanager
+def _named(served: Served, server: Server) -> Iterator[None]:
+    """Whatever goes wrong between a client and a server, with the server's name, its own error and its log."""
+    try:
+        yield
+    except (LoadFailed, OSError) as error:
+        reason = first_error(server.log_text()) or "no error in its log"
+        raise ServerFailed(f"{served}: {error}\n{reason}\n{server.log_tail()}") from error
 
 
 def _failure(settings: Settings, served: Served, server: Server, error: ServerFailed) -> str:

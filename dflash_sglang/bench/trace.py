@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def step_of(events: Iterable[Mapping[str, Any]]) -> Step:
         launches[kernel.launch].append(kernel)
     graphs = {launch: run for launch, run in launches.items() if len(run) > 1 or launch in graph_launches}
     part_of = _parts(graphs)
-    starts = sorted(min(k.start for k in graphs[launch]) for launch, part in part_of.items() if part == VERIFY)
+    starts = _whole([graphs[launch] for launch, part in part_of.items() if part == VERIFY])
     if len(starts) < 2:
         raise TraceError(f"the trace has {len(starts)} launches of a verify graph: expected at least 2")
     begin, end, steps = starts[0], starts[-1], len(starts) - 1
@@ -84,11 +85,8 @@ def step_of(events: Iterable[Mapping[str, Any]]) -> Step:
     for kernel in inside:
         by_part[part_of.get(kernel.launch, OUTSIDE)].append(kernel)
     busy = _shares([[(k.start, min(k.end, end)) for k in by_part[part]] for part in PARTS])
-    spans = [
-        (min(k.start for k in run), min(max(k.end for k in run), end))
-        for run in graphs.values()
-        if begin <= min(k.start for k in run) < end
-    ]
+    spans = [(_start(run), min(max(k.end for k in run), end)) for run in graphs.values()]
+    spans = [span for span in spans if begin <= span[0] < end]
     with_graphs_whole = _length([*spans, *((k.start, min(k.end, end)) for k in inside)])
     gaps = end - begin - sum(busy)
     ms = 1 / (1000 * steps)
@@ -104,6 +102,18 @@ def step_of(events: Iterable[Mapping[str, Any]]) -> Step:
         kernels={part: len(by_part[part]) / steps for part in PARTS},
         outside_kernels=_by_name(by_part[OUTSIDE], steps),
     )
+
+
+def _start(run: Iterable[Kernel]) -> float:
+    return min(kernel.start for kernel in run)
+
+
+def _whole(graphs: list[list[Kernel]]) -> list[float]:
+    """When each began, without a first one that was already running when the profile began."""
+    graphs = sorted(graphs, key=_start)
+    if graphs and len(graphs[0]) < statistics.median_low(len(run) for run in graphs):
+        del graphs[0]
+    return [_start(run) for run in graphs]
 
 
 def _kernels(events: Iterable[Mapping[str, Any]]) -> tuple[list[Kernel], set[int]]:
