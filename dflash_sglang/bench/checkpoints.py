@@ -78,7 +78,7 @@ def facts(target: str, draft: str) -> Pair:
 def why_no_built_in(pair: Pair, gpu: bool) -> str | None:
     """Why SGLang's own worker cannot serve the pair on this machine, or None."""
     if not gpu:
-        return "it needs a GPU, and this run is on a CPU"
+        return "without this package SGLang serves no DFLASH on a CPU"
     if pair.spec.speculators:
         return "it does not read drafts in the speculators format"
     if pair.target_layers and pair.target_layers - 1 in pair.spec.feature_layer_ids(pair.target_layers):

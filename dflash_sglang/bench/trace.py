@@ -1,16 +1,17 @@
 """A decode step taken apart: a torch profiler's trace, as verify graph, draft graph, other kernels and gaps.
 
 Kernels belong together when one launch started them: they carry its correlation id, and a graph's launch is the
-only one that starts more than one. The graphs of a step differ in size by far, those of one kind by a few kernels
-at most, so graphs are told apart by their number of kernels; the kind that takes the most time verifies, the
-next one drafts. A step lasts from one launch of verify to the next one.
+only one that starts more than one. A graph replays the same number of kernels each time (at one batch size, which
+a profile's load keeps), so that number tells graphs apart; those that take the most time verify, the next ones
+draft. A step lasts from one launch of verify to the next one. A graph that was running when the profile began has
+fewer kernels than it should, and is none of them.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-ONE_KIND = 1.25  # two graphs are of one kind up to this ratio of their numbers of kernels
 VERIFY, DRAFT, OTHER_GRAPHS, OUTSIDE = "verify", "draft", "other_graphs", "outside"
 PARTS = (VERIFY, DRAFT, OTHER_GRAPHS, OUTSIDE)
 
@@ -75,15 +75,16 @@ def step_of(events: Iterable[Mapping[str, Any]]) -> Step:
     for kernel in kernels:
         launches[kernel.launch].append(kernel)
     graphs = {launch: run for launch, run in launches.items() if len(run) > 1 or launch in graph_launches}
-    part_of = _parts(graphs)
-    starts = _whole([graphs[launch] for launch, part in part_of.items() if part == VERIFY])
+    verify = next(iter(_kinds(graphs)), [])
+    starts = sorted(_start(graphs[launch]) for launch in verify)
     if len(starts) < 2:
         raise TraceError(f"the trace has {len(starts)} launches of a verify graph: expected at least 2")
     begin, end, steps = starts[0], starts[-1], len(starts) - 1
+    part_of = _parts({launch: run for launch, run in graphs.items() if begin <= _start(run) < end})
     inside = [kernel for kernel in kernels if begin <= kernel.start < end]
     by_part: dict[str, list[Kernel]] = {part: [] for part in PARTS}
     for kernel in inside:
-        by_part[part_of.get(kernel.launch, OUTSIDE)].append(kernel)
+        by_part[part_of.get(kernel.launch, OTHER_GRAPHS if kernel.launch in graphs else OUTSIDE)].append(kernel)
     busy = _shares([[(k.start, min(k.end, end)) for k in by_part[part]] for part in PARTS])
     spans = [(_start(run), min(max(k.end for k in run), end)) for run in graphs.values()]
     spans = [span for span in spans if begin <= span[0] < end]
@@ -108,14 +109,6 @@ def _start(run: Iterable[Kernel]) -> float:
     return min(kernel.start for kernel in run)
 
 
-def _whole(graphs: list[list[Kernel]]) -> list[float]:
-    """When each began, without a first one that was already running when the profile began."""
-    graphs = sorted(graphs, key=_start)
-    if graphs and len(graphs[0]) < statistics.median_low(len(run) for run in graphs):
-        del graphs[0]
-    return [_start(run) for run in graphs]
-
-
 def _kernels(events: Iterable[Mapping[str, Any]]) -> tuple[list[Kernel], set[int]]:
     """What ran on the device, and the correlation ids of the launches of graphs."""
     kernels: list[Kernel] = []
@@ -134,20 +127,22 @@ def _kernels(events: Iterable[Mapping[str, Any]]) -> tuple[list[Kernel], set[int
     return kernels, graph_launches
 
 
+def _kinds(graphs: Mapping[int, Sequence[Kernel]]) -> list[list[int]]:
+    """The launches of each graph, those first that take the most time."""
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for launch, run in graphs.items():
+        by_size[len(run)].append(launch)
+
+    def time(launches: list[int]) -> float:
+        return sum(kernel.end - kernel.start for launch in launches for kernel in graphs[launch])
+
+    return sorted(by_size.values(), key=time, reverse=True)
+
+
 def _parts(graphs: Mapping[int, Sequence[Kernel]]) -> dict[int, str]:
     """The part that each launch of a graph is of."""
-    kinds: list[list[int]] = []
-    size = 0.0
-    for launch in sorted(graphs, key=lambda launch: len(graphs[launch])):
-        if not kinds or len(graphs[launch]) > ONE_KIND * size:
-            kinds.append([])
-        kinds[-1].append(launch)
-        size = len(graphs[launch])
-    kinds.sort(key=lambda kind: -sum(k.end - k.start for launch in kind for k in graphs[launch]))
-    names = (VERIFY, DRAFT)
-    return {
-        launch: names[i] if i < len(names) else OTHER_GRAPHS for i, kind in enumerate(kinds) for launch in kind
-    }
+    names = itertools.chain((VERIFY, DRAFT), itertools.repeat(OTHER_GRAPHS))
+    return {launch: name for name, kind in zip(names, _kinds(graphs), strict=False) for launch in kind}
 
 
 def _shares(parts: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
