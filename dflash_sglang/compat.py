@@ -11,14 +11,20 @@ from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput, should_apply_lm_head_quant_method
+from sglang.srt.layers.logits_processor import (
+    LogitsProcessor,
+    LogitsProcessorOutput,
+    should_apply_lm_head_quant_method,
+)
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MambaPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -27,6 +33,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     compute_position,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, mamba_track_grid
@@ -49,7 +56,6 @@ from sglang.srt.speculative.spec_utils import (
     commit_mamba_states_after_verify,
     draft_pp_context,
     draft_tp_context,
-    sample_simulated_acc_len,
 )
 from sglang.srt.utils.common import async_h2d, is_pin_memory_available
 
@@ -62,15 +68,19 @@ __all__ = [
     "CaptureHiddenMode",
     "DFlashDraftInputV2",
     "DFlashVerifyInput",
+    "DecodeCudaGraphRunner",
     "DraftParallelSpec",
     "DraftTPExecution",
     "ForwardBatch",
     "ForwardMode",
+    "FutureRelayBuffers",
     "GenerationBatchResult",
     "GrammarMask",
     "GrammarTree",
+    "IdSpaceKind",
     "KVWriteLoc",
     "LinearBase",
+    "LogitsProcessor",
     "LogitsProcessorOutput",
     "MambaPool",
     "ProcessorEntry",
@@ -105,8 +115,8 @@ __all__ = [
     "mambaish_config",
     "maybe_remap_kv_scale_name",
     "model_draft_parallel_spec",
+    "offer_future_relay_buffers",
     "resolve_draft_parallel_layout",
-    "sample_simulated_acc_len",
     "should_apply_lm_head_quant_method",
     "table_qk_norm_rope_",
     "unwrap_lora_layer",

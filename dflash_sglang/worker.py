@@ -34,6 +34,9 @@ from dflash_sglang.observability import memory_line, startup_line
 from dflash_sglang.scheduling import stops
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.token_map import read_token_map
+from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.verify.logits import TargetLogits
+from dflash_sglang.verify.tail import VerifyTail
 from dflash_sglang.verify.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -131,11 +134,14 @@ class DFlashWorker(BaseSpecWorker):
             rows, self.block_size, row_width, token_to_kv_pool_allocator.page_size, self.device
         )
         assert self.draft_spec.mask_token_id is not None  # start-up validation refuses a draft without
+        target_runner = self.target_worker.model_runner
+        self._acceptor = Acceptor(rows, self.block_size, self.device, self._config.simulated_acceptance)
         self._blocks = BlockBuilder(
-            self.target_worker.model_runner,
+            target_runner,
             self.block_size,
             self.draft_spec.mask_token_id,
             self._reservation.row_limit,
+            self._acceptor.step,
         )
         self._proposer = Proposer(
             self._draft_runner,
@@ -149,7 +155,9 @@ class DFlashWorker(BaseSpecWorker):
                 self._draft_runner.req_to_token_pool.req_to_token,
             ),
         )
-        self._verifier = Verifier(self.target_worker, self.block_size)
+        logits = TargetLogits(target_runner)
+        tail = VerifyTail(target_runner, self._draft_runner, logits, self._acceptor, self._write_at)
+        self._verifier = Verifier(self.target_worker, self.block_size, logits, self._acceptor, tail)
         self._context_kv.bind(self._draft_runner.token_to_kv_pool)
         if get_parallel().tp_rank == 0:
             logger.info("dflash_sglang context KV: %s", self.context_kv_decision)
@@ -164,6 +172,7 @@ class DFlashWorker(BaseSpecWorker):
         alone = get_parallel().override(attn_dp_enabled=False)
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), alone:
             self._draft_worker.init_cuda_graphs()
+        self._verifier.after_capture()
         logger.info(memory_line(self._draft_runner, self._draft_model, self._hot_rows))
 
     @property
@@ -209,7 +218,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
-        block = self._blocks.build(batch)
+        block = self._blocks.build(batch, self._acceptor.next_turn())
         proposals = self._proposer.propose(batch, block)
         verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
         accepted = verified.accepted
@@ -217,10 +226,11 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(accepted.new_seq_lens)
         # Context KV of every verified row, accepted or not: the next block starts at the first row that was
         # not committed and overwrites the rest before anything reads it.
-        self._write_context_kv(verified.features, block.positions.view(-1), block.loc_plan)
+        if verified.features is not None:
+            self._write_context_kv(verified.features, block.positions.view(-1), block.loc_plan)
         return GenerationBatchResult(
             logits_output=verified.forward.logits_output,
-            next_token_ids=verified.target_ids.view(-1),
+            next_token_ids=accepted.target_ids.view(-1),
             accept_lens=accepted.commit_lens,
             new_seq_lens=accepted.new_seq_lens,
             next_draft_input=self._draft_input(accepted.bonus_tokens, accepted.new_seq_lens),
@@ -280,7 +290,10 @@ class DFlashWorker(BaseSpecWorker):
 
     def _write_context_kv(self, features: torch.Tensor, positions: torch.Tensor, loc_plan: KVLocPlan) -> None:
         """features [tokens, n_layers * hidden] at positions [tokens] into the slots that the plan writes."""
-        slots = loc_plan.write_ids(self._draft_runner.kv_index_translator)
+        self._write_at(features, positions, loc_plan.write_ids(self._draft_runner.kv_index_translator))
+
+    def _write_at(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """The same into `slots` [tokens] of the draft's pool. Capturable in a CUDA graph."""
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             self._context_kv.write(features, positions, slots)
 

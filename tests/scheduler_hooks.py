@@ -217,6 +217,7 @@ def _sentinels(worker: Any) -> None:
         assert torch.equal(table, table_before), "a forward changed req_to_token"
         for buffer, copy in zip(buffers, copies, strict=True):
             copy[slots] = buffer[slots]
+            copy[:page_size] = buffer[:page_size]  # a graph's padding rows
             if not torch.equal(buffer, copy):
                 changed = (buffer != copy).flatten(1).any(dim=1).nonzero().flatten().tolist()
                 raise AssertionError(f"slots {changed} belong to no request of the batch")

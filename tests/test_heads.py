@@ -33,7 +33,7 @@ def rank() -> None:
 def test_the_argmax_over_shards_is_the_argmax_over_the_vocabulary_with_ties_to_the_lowest_id(
     shards, vocabulary, offset, values
 ):
-    from dflash_sglang.models.heads import merge_shards, pack_shard
+    from dflash_sglang.kernels.pack_shard import merge_shards, pack_shard
 
     logits = torch.tensor(values).view(2, 40)[:, :vocabulary]
     rows = -(-vocabulary // shards)  # the last shards may be short or empty
@@ -55,7 +55,8 @@ class LastRank:
 
 @pytest.mark.parametrize(("ranks", "vocabulary", "rows"), [(2, 100, 64), (4, 100, 32), (4, 150_000, 37_504)])
 def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(ranks, vocabulary, rows):
-    from dflash_sglang.models.heads import TargetHead, pack_shard
+    from dflash_sglang.kernels.pack_shard import pack_shard
+    from dflash_sglang.models.heads import TargetHead
 
     weight = torch.randn(vocabulary, 16)
     hidden = torch.randn(30, 16)

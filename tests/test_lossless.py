@@ -2,7 +2,8 @@
 
 Every request of `requests()` goes to a server without speculation once, and then to each configuration of ours,
 one by one, all at once, on a warm prefix cache, and with oracle proposals that drive accept lengths through
-their whole range. Instruments of `scheduler_hooks` watch the pools meanwhile.
+their whole range. Instruments of `scheduler_hooks` watch the pools meanwhile. Recorded graphs (C7) are captured
+steps: `recorded_graphs`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests import scheduler_hooks
+from tests import recorded_graphs, scheduler_hooks
 from tests.engines import serve
 
 pytestmark = pytest.mark.slow
@@ -28,8 +29,9 @@ NEW_TOKENS = 60
 BLOCK = 16
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
-    "synchronous_pages_of_16_chunked": dict(
-        page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, hooks="poison"
+    "recorded_graphs": dict(graphs=True, max_total_tokens=6400, hooks="sentinels"),
+    "recorded_graphs_synchronous_pages_of_16_chunked": dict(
+        graphs=True, page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, hooks="poison"
     ),
     "pages_of_64_mixed_chunks": dict(
         page_size=64,
@@ -112,10 +114,11 @@ def plain() -> dict[str, Any]:
 def ours(request, plain, tmp_path_factory) -> Any:
     """(server, directory of the oracle's records) of one configuration; the oracle is silent at first."""
     arguments = dict(CONFIGURATIONS[request.param])
-    records = tmp_path_factory.mktemp("records")
+    records, hooks = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("hooks")
+    captured = arguments.pop("graphs", False)
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
+        **(recorded_graphs.recording(hooks) if captured else {"PYTHONPATH": scheduler_hooks.install(hooks)}),
         scheduler_hooks.HOOKS_ENV: ",".join(filter(None, ["oracle", arguments.pop("hooks", "")])),
         scheduler_hooks.RECORDS_ENV: str(records),
         **arguments.pop("env", {}),
@@ -132,6 +135,17 @@ def ours(request, plain, tmp_path_factory) -> Any:
         print(server.log_tail(60))  # shown with a failure
         if request.param == "retracting":
             assert "Testing retraction" in server.log_text()
+        if captured:
+            assert_replayed(recorded_graphs.replays(hooks))
+            assert "skipped its input_ids / positions re-copy" in server.log_text()
+
+
+def assert_replayed(replays: list[recorded_graphs.Replay]) -> None:
+    """Every decode step ran in graphs, with and without padding rows."""
+    for role in ("draft", "target"):
+        own = [replay for replay in replays if replay.role == role]
+        assert len(own) > 100 and {replay.captured for replay in own} == set(recorded_graphs.SIZES)
+        assert {replay.captured > replay.requests for replay in own} == {True, False}
 
 
 def ask_at_once(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -190,11 +190,11 @@ def test_greedy_requests_beside_sampled_ones_commit_what_agrees_with_the_argmax(
     info = sampling_info(4, is_any_greedy=True, need_top_k_sampling=True)
     info.top_ks[:3] = 1
     token_ids = rejection_sample(logits, info, Proposals.certain(tokens), kernels=False)
-    target_ids, accepted = committed(token_ids, torch.tensor([10, 20, 30, 40]))
+    accepted = committed(token_ids, torch.tensor([10, 20, 30, 40]))
     assert accepted.commit_lens[:3].tolist() == [3, 2, 1]
     assert accepted.new_seq_lens[:3].tolist() == [13, 22, 31]
     assert accepted.bonus_tokens[:3].tolist() == [best[0, 2], best[1, 1], best[2, 0]]
-    assert [target_ids[i, :n].tolist() for i, n in enumerate([3, 2, 1])] == [
+    assert [accepted.target_ids[i, :n].tolist() for i, n in enumerate([3, 2, 1])] == [
         best[0].tolist(), best[1, :2].tolist(), best[2, :1].tolist(),
     ]  # fmt: skip
 

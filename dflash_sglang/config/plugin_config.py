@@ -31,10 +31,14 @@ class PluginConfig:
     ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest tokens), "drawn" (from
     the draft's own distribution, verified against it), or "auto": drawn where a selector makes that a joint
     distribution of the block (DFlash2), argmax where each position has one of its own (a plain draft).
+
+    ``simulated_acceptance``: for measurements without a trained draft: the probability that proposal 1, 2, ... is
+    accepted once those before it are. Outputs then follow neither the draft nor the target.
     """
 
     context_kv: ContextKVForm = "auto"
     proposals: ProposalKind = "auto"
+    simulated_acceptance: tuple[float, ...] | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:
@@ -76,12 +80,25 @@ def required(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _checked(key: str, value: Any) -> Any:
+    if key == "simulated_acceptance":
+        return _profile(value)
     choices = get_args(get_type_hints(PluginConfig)[key])
     if value not in choices:
         raise PluginConfigError(
             f"{CONFIG_ENV}: {key}={value!r} ({type(value).__name__}): expected one of {', '.join(choices)}."
         )
     return value
+
+
+def _profile(value: Any) -> tuple[float, ...]:
+    """Probabilities, one for each proposal of a block."""
+    numbers = value if isinstance(value, list) else []
+    if not numbers or not all(type(p) in (int, float) and 0 <= p <= 1 for p in numbers):
+        raise PluginConfigError(
+            f"{CONFIG_ENV}: simulated_acceptance={value!r}: expected a list of probabilities, 0 to 1, "
+            "one for each proposal of a block."
+        )
+    return tuple(float(p) for p in numbers)
 
 
 def _read(path: str) -> str:

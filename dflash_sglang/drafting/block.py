@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, prepare_block
+from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -39,7 +39,10 @@ class Block:
 class BlockBuilder:
     """Builds the step's `Block` in buffers that keep their place for the life of the worker."""
 
-    def __init__(self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int):
+    def __init__(
+        self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int, step: torch.Tensor
+    ):
+        """step [2]: where the device finds each step's turn."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._row_limit = row_limit
@@ -54,16 +57,20 @@ class BlockBuilder:
             positions=buffer(max_requests, block_size),
             slots=buffer(max_requests, block_size),
             prefix_lens=buffer(max_requests),
+            step=step,
         )
 
-    def build(self, batch: ScheduleBatch) -> Block:
+    def build(self, batch: ScheduleBatch, turn: Turn) -> Block:
         """The blocks of a decode batch whose slots `prepare_for_decode` has reserved."""
         bs, block_size = len(batch.reqs), self._buffers.ids.shape[1]
-        tensors = BlockTensors(*(buffer[:bs] for buffer in self._buffers))
+        buffers = self._buffers
+        tensors = BlockTensors(
+            buffers.ids[:bs], buffers.positions[:bs], buffers.slots[:bs], buffers.prefix_lens[:bs], buffers.step
+        )
         sources = BlockSources(
             batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
         )
-        prepare_block(sources, self._mask_token_id, self._row_limit, tensors)
+        prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
         if batch.seq_lens_cpu is not None:
             kv_len_bounds = (batch.seq_lens_cpu + block_size).clamp_(max=self._row_limit)
         else:
@@ -75,4 +82,4 @@ class BlockBuilder:
             write_virtual=tensors.slots.view(-1),
             read_extent=block_size,
         )
-        return Block(*tensors, kv_len_bounds, int(kv_len_bounds.sum()), loc_plan)
+        return Block(*tensors[:-1], kv_len_bounds, int(kv_len_bounds.sum()), loc_plan)

@@ -1,4 +1,4 @@
-"""Accept in one launch: how many tokens of each verified block are committed, and the bonus token."""
+"""Accept in one launch: what each verified block commits, where the next step and the host read it."""
 
 from __future__ import annotations
 
@@ -7,66 +7,139 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+COIN_BITS = 31
+_GOLDEN = 1_327_217_885  # 2**31 over the golden ratio: multiples of it spread evenly over the coin's range
 
 
-class Accepted(NamedTuple):
-    """What a verified block commits. The committed tokens of request b are `target_ids[b, :commit_lens[b]]`."""
+class Outcomes(NamedTuple):
+    """What steps commit, in `places` that they write in turn: the host copies one while the next step runs.
 
-    commit_lens: torch.Tensor  # [bs] int32, accepted proposals + 1
-    bonus_tokens: torch.Tensor  # [bs] int64, the last committed token
-    new_seq_lens: torch.Tensor  # [bs] int64, prefix + commit
+    The committed tokens of request b are the first `commit_lens[b]` from `token_ids[b * block]` on.
+    """
+
+    token_ids: Tensor  # [places, max_requests * block] int64
+    commit_lens: Tensor  # [places, max_requests] int32, accepted proposals + 1
+    bonus_tokens: Tensor  # [places, max_requests] int64, the last committed token
+    new_seq_lens: Tensor  # [places, max_requests] int64, prefix + commit
 
 
-def accept(
-    tokens: torch.Tensor,  # [bs, block] last token + proposals
-    target_ids: torch.Tensor,  # [bs, block] the target's token after each row
-    prefix_lens: torch.Tensor,  # [bs]
-) -> Accepted:
+class Relay(NamedTuple):
+    """The last outcome of each row of `req_to_token`, from which SGLang starts the next step. [rows] int64."""
+
+    new_seq_lens: Tensor
+    bonus_tokens: Tensor
+
+
+class Forced(NamedTuple):
+    """Accept lengths that a coin decides instead of the target."""
+
+    survival: Tensor  # [block - 1] int64: proposal i is accepted where the coin is below; not increasing
+    alike: bool  # one coin for all requests of a step, not one each
+    token_id: int | None  # what is committed, None: the accepted proposals and the target's token
+
+
+class Verification(NamedTuple):
+    """A step's verified blocks. Row i proposes `tokens[:, i + 1]`, the target answers `target_ids[:, i]`."""
+
+    tokens: Tensor  # [bs, block] last token + proposals
+    target_ids: Tensor  # [bs, block] the target's token after each row
+    prefix_lens: Tensor  # [bs]
+    requests: Tensor  # [bs] rows of req_to_token
+    step: Tensor  # [2] int64: the outcome's place, and a coin below 2**COIN_BITS
+
+
+def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
     """Commit the longest prefix of proposals that the target would have produced, and one token more.
 
-    Row i proposes `tokens[:, i + 1]`, the target answers `target_ids[:, i]`; the first disagreement ends
-    the prefix and the target's own token there is the bonus token. With `target_ids` drawn from the
-    target's distribution this is exact rejection sampling of a point-mass proposal: a proposal x is taken
-    with probability p(x), and otherwise the emitted token is distributed as p without x.
+    The first disagreement ends the prefix and the target's own token there is the bonus token. With `target_ids`
+    drawn from the target's distribution this is exact rejection sampling of a point-mass proposal: a proposal x
+    is taken with probability p(x), and otherwise the emitted token is distributed as p without x.
     """
-    if tokens.is_cuda:
-        return accept_triton(tokens, target_ids, prefix_lens)
-    return accept_torch(tokens, target_ids, prefix_lens)
+    launch = accept_triton if blocks.tokens.is_cuda else accept_torch
+    launch(blocks, outcomes, relay, forced)
 
 
-def accept_torch(tokens: torch.Tensor, target_ids: torch.Tensor, prefix_lens: torch.Tensor) -> Accepted:
+def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
     """The definition of `accept` in torch operations."""
-    agrees = tokens[:, 1:] == target_ids[:, :-1]
-    accepted = agrees.long().cumprod(dim=1).sum(dim=1)
-    bonus_tokens = target_ids.gather(1, accepted[:, None]).squeeze(1)
-    return Accepted((accepted + 1).int(), bonus_tokens.long(), prefix_lens.long() + accepted + 1)
-
-
-def accept_triton(tokens: torch.Tensor, target_ids: torch.Tensor, prefix_lens: torch.Tensor) -> Accepted:
-    """`accept` as one Triton launch, one program per request."""
+    tokens, target_ids, prefix_lens, requests, step = blocks
     bs, block = tokens.shape
-    out = Accepted(
-        torch.empty(bs, dtype=torch.int32, device=tokens.device),
-        torch.empty(bs, dtype=torch.int64, device=tokens.device),
-        torch.empty(bs, dtype=torch.int64, device=tokens.device),
+    if forced is None:
+        accepted = (tokens[:, 1:] == target_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+        committed = target_ids.long()
+    else:
+        request = torch.arange(bs, device=tokens.device)
+        coins = (step[1] + request * (0 if forced.alike else _GOLDEN)) % (1 << COIN_BITS)
+        accepted = (coins[:, None] < forced.survival[: block - 1]).sum(dim=1)
+        proposed = torch.arange(block, device=tokens.device) < accepted[:, None]
+        committed = torch.where(proposed, tokens.roll(-1, dims=1), target_ids).long()
+        if forced.token_id is not None:
+            committed = torch.full_like(committed, forced.token_id)
+    bonus_tokens = committed.gather(1, accepted[:, None]).squeeze(1)
+    new_seq_lens = prefix_lens.long() + accepted + 1
+    place = step[:1]
+    outcomes.token_ids[:, : bs * block].index_copy_(0, place, committed.view(1, -1))
+    outcomes.commit_lens[:, :bs].index_copy_(0, place, (accepted + 1).int()[None])
+    outcomes.bonus_tokens[:, :bs].index_copy_(0, place, bonus_tokens[None])
+    outcomes.new_seq_lens[:, :bs].index_copy_(0, place, new_seq_lens[None])
+    relay.new_seq_lens.index_copy_(0, requests.long(), new_seq_lens)
+    relay.bonus_tokens.index_copy_(0, requests.long(), bonus_tokens)
+
+
+def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
+    """`accept` as one Triton launch, one program per request."""
+    bs, block = blocks.tokens.shape
+    _accept_kernel[(bs,)](
+        *blocks,
+        *outcomes,
+        *relay,
+        blocks.step if forced is None else forced.survival,
+        outcomes.token_ids.stride(0),
+        outcomes.commit_lens.stride(0),
+        BLOCK=block,
+        LANES=triton.next_power_of_2(block),
+        FORCED=forced is not None,
+        SPREAD=0 if forced is None or forced.alike else _GOLDEN,
+        TOKEN_ID=-1 if forced is None or forced.token_id is None else forced.token_id,
+        COINS=1 << COIN_BITS,
     )
-    _accept_kernel[(bs,)](tokens, target_ids, prefix_lens, *out, BLOCK=block, LANES=triton.next_power_of_2(block))
-    return out
 
 
 @triton.jit
 def _accept_kernel(
-    tokens_ptr, target_ptr, prefix_ptr, commit_ptr, bonus_ptr, new_seq_lens_ptr,
+    tokens_ptr, target_ptr, prefix_ptr, requests_ptr, step_ptr,
+    ids_ptr, commit_ptr, bonus_ptr, new_seq_lens_ptr,
+    relay_seq_lens_ptr, relay_bonus_ptr,
+    survival_ptr,
+    ids_stride, lens_stride,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
+    FORCED: tl.constexpr, SPREAD: tl.constexpr, TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
 ):  # fmt: skip
-    request = tl.program_id(0)
+    request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
-    compared = lane < BLOCK - 1
-    proposal = tl.load(tokens_ptr + request * BLOCK + lane + 1, mask=compared, other=0)
-    target = tl.load(target_ptr + request * BLOCK + lane, mask=lane < BLOCK, other=0)
-    disagrees = (proposal != target) | (lane >= BLOCK - 1)
-    accepted = tl.min(tl.where(disagrees, lane, BLOCK - 1), axis=0)
-    bonus = tl.sum(tl.where(lane == accepted, target.to(tl.int64), 0), axis=0)
-    tl.store(commit_ptr + request, accepted + 1)
-    tl.store(bonus_ptr + request, bonus)
-    tl.store(new_seq_lens_ptr + request, tl.load(prefix_ptr + request).to(tl.int64) + accepted + 1)
+    proposes = lane < BLOCK - 1
+    proposal = tl.load(tokens_ptr + request * BLOCK + lane + 1, mask=proposes, other=0).to(tl.int64)
+    committed = tl.load(target_ptr + request * BLOCK + lane, mask=lane < BLOCK, other=0).to(tl.int64)
+    if FORCED:
+        coin = (tl.load(step_ptr + 1) + request * SPREAD) % COINS
+        survives = coin < tl.load(survival_ptr + lane, mask=proposes, other=0)
+        accepted = tl.sum((survives & proposes).to(tl.int32), axis=0)
+        committed = tl.where(lane < accepted, proposal, committed)
+        if TOKEN_ID >= 0:
+            committed = tl.full((LANES,), TOKEN_ID, tl.int64)
+    else:
+        disagrees = (proposal != committed) | (lane >= BLOCK - 1)
+        accepted = tl.min(tl.where(disagrees, lane, BLOCK - 1), axis=0)
+    bonus = tl.sum(tl.where(lane == accepted, committed, 0), axis=0)
+    new_seq_len = tl.load(prefix_ptr + request).to(tl.int64) + accepted + 1
+
+    place = tl.load(step_ptr)
+    out = place * lens_stride + request
+    tl.store(ids_ptr + place * ids_stride + request * BLOCK + lane, committed, mask=lane < BLOCK)
+    tl.store(commit_ptr + out, accepted + 1)
+    tl.store(bonus_ptr + out, bonus)
+    tl.store(new_seq_lens_ptr + out, new_seq_len)
+    row = tl.load(requests_ptr + request).to(tl.int64)
+    tl.store(relay_seq_lens_ptr + row, new_seq_len)
+    tl.store(relay_bonus_ptr + row, bonus)

@@ -1,4 +1,5 @@
-"""Block input in one launch: ids, positions, KV slots and prefix length of every request's block."""
+"""Block input in one launch: ids, positions, KV slots and prefix length of every request's block, and whose turn
+it is to be written among the outcomes."""
 
 from __future__ import annotations
 
@@ -16,6 +17,14 @@ class BlockTensors(NamedTuple):
     positions: torch.Tensor  # [bs, block]
     slots: torch.Tensor  # [bs, block]
     prefix_lens: torch.Tensor  # [bs]
+    step: torch.Tensor  # [2] the step's Turn, for kernels of a captured graph
+
+
+class Turn(NamedTuple):
+    """What tells a step from the ones before and after it, see `accept`."""
+
+    place: int
+    coin: int
 
 
 class BlockSources(NamedTuple):
@@ -27,17 +36,21 @@ class BlockSources(NamedTuple):
     req_to_token: torch.Tensor  # [max_requests, row_width] int32 slots
 
 
-def prepare_block(sources: BlockSources, mask_token_id: int, row_limit: int, out: BlockTensors) -> None:
+def prepare_block(
+    sources: BlockSources, mask_token_id: int, row_limit: int, turn: Turn, out: BlockTensors
+) -> None:
     """Fill the block of every request: last token + masks, at the positions after its prefix.
 
     A request that outran its row (it has already finished, and its result is still in flight) is moved
     back so that the block ends at `row_limit`: it then only touches slots of its own that nothing commits.
     """
     launch = prepare_block_triton if sources.seq_lens.is_cuda else prepare_block_torch
-    launch(sources, mask_token_id, row_limit, out)
+    launch(sources, mask_token_id, row_limit, turn, out)
 
 
-def prepare_block_torch(sources: BlockSources, mask_token_id: int, row_limit: int, out: BlockTensors) -> None:
+def prepare_block_torch(
+    sources: BlockSources, mask_token_id: int, row_limit: int, turn: Turn, out: BlockTensors
+) -> None:
     """The definition of `prepare_block` in torch operations."""
     block = out.ids.shape[1]
     torch.clamp(sources.seq_lens, max=row_limit - block, out=out.prefix_lens)
@@ -45,9 +58,12 @@ def prepare_block_torch(sources: BlockSources, mask_token_id: int, row_limit: in
     out.ids[:, 0] = sources.bonus_tokens
     torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
     out.slots.copy_(sources.req_to_token[sources.req_pool_indices.long()[:, None], out.positions])
+    out.step.copy_(torch.tensor(turn))
 
 
-def prepare_block_triton(sources: BlockSources, mask_token_id: int, row_limit: int, out: BlockTensors) -> None:
+def prepare_block_triton(
+    sources: BlockSources, mask_token_id: int, row_limit: int, turn: Turn, out: BlockTensors
+) -> None:
     """`prepare_block` as one Triton launch, one program per request."""
     bs, block = out.ids.shape
     _prepare_block_kernel[(bs,)](
@@ -56,12 +72,14 @@ def prepare_block_triton(sources: BlockSources, mask_token_id: int, row_limit: i
         sources.req_to_token.stride(0),
         mask_token_id,
         row_limit,
+        *turn,
         BLOCK=block,
         LANES=triton.next_power_of_2(block),
     )
 
 
-@triton.jit
+# Specialised values would compile the kernel anew in the middle of serving.
+@triton.jit(do_not_specialize=["place", "coin"])
 def _prepare_block_kernel(
     bonus_ptr,
     seq_lens_ptr,
@@ -71,9 +89,12 @@ def _prepare_block_kernel(
     positions_ptr,
     slots_ptr,
     prefix_ptr,
+    step_ptr,
     row_stride,
     mask_token_id,
     row_limit,
+    place,
+    coin,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -90,3 +111,6 @@ def _prepare_block_kernel(
     tl.store(positions_ptr + out, position, mask=live)
     tl.store(slots_ptr + out, slot.to(tl.int64), mask=live)
     tl.store(prefix_ptr + request, prefix)
+    if request == 0:
+        tl.store(step_ptr, place.to(tl.int64))
+        tl.store(step_ptr + 1, coin.to(tl.int64))

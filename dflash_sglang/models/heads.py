@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from dflash_sglang.collectives import RowGather
 from dflash_sglang.compat import should_apply_lm_head_quant_method, unwrap_lora_layer
 from dflash_sglang.kernels.largest import largest
+from dflash_sglang.kernels.pack_shard import merge_shards, pack_shard
 
 _NESTED = ("language_model", "model", "text_model", "thinker", "llm")
 _DENSE = (torch.float16, torch.bfloat16, torch.float32)
-_LOW_BITS = 0xFFFFFFFF
 
 
 def find_embedding(target_model: nn.Module, same_batch: int | None = None) -> nn.Module:
@@ -118,14 +118,18 @@ class TargetHead:
     def greedy(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] -> ids [N] int64 of the largest logit over the whole vocabulary, the lowest id
         among equals. Collective over the head's TP group; capturable in a CUDA graph."""
-        if self.group is None:
-            return self.logits(hidden).argmax(dim=-1)
         rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
-        packed = pack_shard(self.logits(rows), self.first_id)
+        ids = self.best(self.logits(rows))
+        return ids if self.all_rows is None else self.all_rows.own(ids, len(hidden))
+
+    def best(self, logits: Tensor) -> Tensor:
+        """logits [N, rows] of this rank's tokens -> ids [N] int64 as of `greedy`, with its collective."""
+        packed = pack_shard(logits, self.first_id)
+        if self.group is None:
+            return merge_shards(packed[None])
         gathered = packed.new_empty(self.group.world_size * packed.shape[0])
         self.group.all_gather_into_tensor(gathered, packed)
-        ids = merge_shards(gathered.view(self.group.world_size, -1))
-        return ids if self.all_rows is None else self.all_rows.own(ids, len(hidden))
+        return merge_shards(gathered.view(self.group.world_size, -1))
 
     @torch.no_grad()
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -149,22 +153,3 @@ class TargetHead:
         if self.all_rows is None:
             return ids, values
         return self.all_rows.own(ids, len(hidden)), self.all_rows.own(values, len(hidden))
-
-
-def pack_shard(logits: Tensor, first_id: int) -> Tensor:
-    """The best token of a shard as one sortable integer per row, so that one gather carries value and id.
-
-    logits [N, rows] (rows may be 0), first_id: id of row 0 -> [N] int64: the order of the float32 value in
-    the high 32 bits, the complement of the id in the low ones, so that equal values prefer the lower id.
-    """
-    if logits.shape[1] == 0:
-        return torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)
-    value, index = logits.max(dim=-1)
-    bits = (value.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats sort backwards
-    return (order.to(torch.int64) << 32) | (_LOW_BITS - (index + first_id))
-
-
-def merge_shards(packed: Tensor) -> Tensor:
-    """packed [shards, N] of pack_shard -> ids [N] int64 of the best token over all shards."""
-    return _LOW_BITS - (packed.amax(dim=0) & _LOW_BITS)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dflash_sglang.compat import SamplingBatchInfo
 from dflash_sglang.drafting.proposals import Proposals, draw
-from dflash_sglang.kernels.accept import Accepted
 from dflash_sglang.kernels.row_stats import row_stats
+from dflash_sglang.verify.acceptance import Accepted
 from dflash_sglang.verify.filters import Filters, filtered_probs, kept
 
 NOT_COMMITTED = -1
@@ -77,8 +77,8 @@ def _common_mass(logits: Tensor, filters: Filters, log_normaliser: Tensor, propo
     return torch.minimum(p, proposals.probs)
 
 
-def committed(token_ids: Tensor, prefix_lens: Tensor) -> tuple[Tensor, Accepted]:
-    """`rejection_sample`'s tokens [bs, block] as ids without gaps, and the accept that they stand for."""
+def committed(token_ids: Tensor, prefix_lens: Tensor) -> Accepted:
+    """The accept that `rejection_sample`'s tokens [bs, block] stand for."""
     commit_lens = (token_ids != NOT_COMMITTED).sum(dim=1)
     bonus_tokens = token_ids.gather(1, commit_lens[:, None] - 1).squeeze(1)
-    return token_ids.clamp(min=0), Accepted(commit_lens.int(), bonus_tokens, prefix_lens.long() + commit_lens)
+    return Accepted(token_ids.clamp(min=0), commit_lens.int(), bonus_tokens, prefix_lens.long() + commit_lens)

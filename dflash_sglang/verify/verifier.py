@@ -8,8 +8,11 @@ import torch
 
 from dflash_sglang.compat import (
     CaptureHiddenMode,
+    DecodeCudaGraphRunner,
     DFlashVerifyInput,
+    GrammarMask,
     GrammarTree,
+    SamplingBatchInfo,
     SpecTpSync,
     SpecTpSyncSite,
     SpeculativeSamplingMaskCapture,
@@ -19,13 +22,14 @@ from dflash_sglang.compat import (
     get_exec,
     get_parallel,
 )
-from dflash_sglang.kernels.accept import Accepted, accept
+from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
+from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
 from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.rejection import committed, rejection_sample
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
-from dflash_sglang.verify.simulate import simulate, simulation_enabled
+from dflash_sglang.verify.tail import VerifyTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,19 +44,28 @@ if TYPE_CHECKING:
 class Verified(NamedTuple):
     """The outcome of one verify forward."""
 
-    target_ids: torch.Tensor  # [bs, block] the first commit_lens[b] of row b are committed
     accepted: Accepted
-    features: torch.Tensor  # [bs * block, n_layers * hidden] captured target layers
+    features: torch.Tensor | None  # [bs * block, n_layers * hidden], None where their context KV is written
     forward: Any  # the target's GenerationBatchResult
 
 
 class Verifier:
-    def __init__(self, target_worker: TpModelWorker, block_size: int):
+    def __init__(
+        self,
+        target_worker: TpModelWorker,
+        block_size: int,
+        logits: TargetLogits,
+        acceptor: Acceptor,
+        tail: VerifyTail,
+    ):
+        """tail: of the target's graphs, which uses these `logits` and this `acceptor`."""
         self._worker = target_worker
+        self._logits = logits
+        self._acceptor = acceptor
+        self._tail = tail
         self._runner = target_worker.model_runner
         self._block_size = block_size
         self._tp_sync = SpecTpSync(get_dp_tp_group())
-        self._simulated = simulation_enabled()
         self._by_kernels = get_exec().kernel.sampling_backend == "flashinfer"
         max_requests = self._runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(self._runner.model_config.vocab_size, self._runner.device)
@@ -62,6 +75,13 @@ class Verifier:
     def bind_attention_backends(self) -> None:
         """Once the target's exist. Raises StartupError where the target's recurrent states cannot be committed."""
         self._recurrent = RecurrentStates.of(self._worker, self._block_size)
+
+    def after_capture(self) -> None:
+        """Once the target's graphs exist, if it has any."""
+        graphs = self._runner.decode_cuda_graph_runner
+        if isinstance(graphs, DecodeCudaGraphRunner):
+            # `prepare_for_verify` has loaded ids and positions: the replay need not load them again.
+            graphs._skips_prefilled_inputs = True
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
@@ -87,26 +107,30 @@ class Verifier:
         grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
         forward = self._forward(batch, block, tokens)
         logits_output = forward.logits_output
-        logits = logits_output.next_token_logits
         penalised = self._penalties.of(batch)
-        if penalised is not None:
-            self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
-        grammar_mask = None
-        if grammar_tree is not None:
-            grammar_mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=grammar_tree,
-                sampling_info=sampling_info,
-                device=logits.device,
-                barrier=grammar_barrier,
-            )
-        mask_and_bias(logits, sampling_info, grammar_mask, self._block_size)
-        if sampling_info.has_custom_logit_processor:
-            self._processors.apply(logits, batch, tokens, block.prefix_lens)
-        target_ids, accepted = self._accept(batch, block, proposals, logits)
+        greedy = sampling_info.is_all_greedy and not (
+            penalised is not None or batch.has_grammar or _changes_logits(sampling_info)
+        )
+        if not greedy or batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None:
+            logits_output.next_token_logits = self._logits.whole(logits_output.next_token_logits)
+        logits = logits_output.next_token_logits
+        if greedy:
+            accepted = self._accept_greedy(batch, block, tokens, forward)
+        else:
+            grammar_mask = None
+            if grammar_tree is not None:
+                grammar_mask = build_grammar_vocab_mask(
+                    reqs=batch.reqs,
+                    tree=grammar_tree,
+                    sampling_info=sampling_info,
+                    device=logits.device,
+                    barrier=grammar_barrier,
+                )
+            self._adjust(logits, batch, block, tokens, penalised, grammar_mask)
+            accepted = self._accept_adjusted(batch, block, proposals, logits)
         if self._recurrent is not None:
             self._recurrent.commit(batch, accepted.commit_lens)
-        self._note(batch, penalised, target_ids, accepted.commit_lens)
+        self._note(batch, penalised, accepted.target_ids, accepted.commit_lens)
         sampling_masks = SpeculativeSamplingMaskCapture.from_logits(
             sampling_info,
             next_token_logits=logits,
@@ -116,35 +140,64 @@ class Verifier:
         )
         if sampling_masks is not None:
             logits_output.sampling_mask_output = sampling_masks.build_output(
-                out_tokens=target_ids, commit_lens=accepted.commit_lens
+                out_tokens=accepted.target_ids, commit_lens=accepted.commit_lens
             )
         if batch.return_logprob:
-            compute_spec_logprobs(batch, logits_output, target_ids.view(-1), chain_stride=self._block_size)
+            compute_spec_logprobs(
+                batch, logits_output, accepted.target_ids.view(-1), chain_stride=self._block_size
+            )
         features = logits_output.hidden_states
         logits_output.hidden_states = None  # else overlap scheduling copies it to the host
-        return Verified(target_ids, accepted, features[: tokens.numel()], forward)
+        written = forward.can_run_cuda_graph and self._tail.writes_context
+        return Verified(accepted, None if written else features[: tokens.numel()], forward)
 
-    def _accept(
+    def _accept_greedy(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, forward: Any) -> Accepted:
+        """The target's best tokens as they are; every rank finds them in what all have gathered."""
+        if not forward.can_run_cuda_graph:  # else the graph has accepted
+            target_ids = self._logits.best(forward.logits_output.next_token_logits)
+            self._accept(batch, block, tokens, target_ids.view(-1, self._block_size))
+        return self._acceptor.outcome(block.batch_size)
+
+    def _adjust(
+        self,
+        logits: torch.Tensor,  # [bs * block, vocab], changed in place
+        batch: ScheduleBatch,
+        block: Block,
+        tokens: torch.Tensor,  # [bs, block]
+        penalised: PenalisedRequests | None,
+        grammar_mask: GrammarMask | None,
+    ) -> None:
+        """What requests ask of their logits, in the order of plain decoding."""
+        if penalised is not None:
+            self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
+        mask_and_bias(logits, batch.sampling_info, grammar_mask, self._block_size)
+        if batch.sampling_info.has_custom_logit_processor:
+            self._processors.apply(logits, batch, tokens, block.prefix_lens)
+
+    def _accept_adjusted(
         self, batch: ScheduleBatch, block: Block, proposals: Proposals, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, Accepted]:
-        """(target_ids, accepted), the same on all ranks of a tensor-parallel group. Keeps the logits."""
+    ) -> Accepted:
+        """What adjusted logits commit, the same on all ranks of a tensor-parallel group. Keeps the logits."""
         info = batch.sampling_info
         if info.is_all_greedy:
             target_ids = logits.argmax(dim=-1).view(-1, self._block_size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-            accepted = accept(proposals.tokens, target_ids, block.prefix_lens)
         elif info.sampling_seed is not None:
             positions = block.positions.view(-1)
             target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, self._block_size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
-            accepted = accept(proposals.tokens, target_ids, block.prefix_lens)
         else:
             token_ids = rejection_sample(logits, info, proposals, self._by_kernels)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, token_ids)
-            target_ids, accepted = committed(token_ids, block.prefix_lens)
-        if self._simulated:
-            target_ids, accepted = simulate(proposals.tokens, target_ids, block.prefix_lens)
-        return target_ids, accepted
+            accepted = committed(token_ids, block.prefix_lens)
+            if not self._acceptor.simulates:
+                return accepted
+            target_ids = accepted.target_ids
+        self._accept(batch, block, proposals.tokens, target_ids)
+        return self._acceptor.outcome(block.batch_size)
+
+    def _accept(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, target_ids: torch.Tensor) -> None:
+        self._acceptor.accept(tokens, target_ids, block.prefix_lens, batch.req_pool_indices)
 
     def _note(
         self,
@@ -160,6 +213,7 @@ class Verifier:
 
     def verify_idle(self, batch: ScheduleBatch) -> None:
         """Take part in the collectives of a verify that other data-parallel ranks run."""
+        self._acceptor.pass_turn()
         device = self._runner.device
         verify_input = self._verify_input(
             torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64, device=device)
@@ -190,3 +244,7 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=plan,
         )
+
+
+def _changes_logits(info: SamplingBatchInfo) -> bool:
+    return info.logit_bias is not None or info.has_custom_logit_processor

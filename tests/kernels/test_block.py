@@ -11,6 +11,7 @@ from dflash_sglang.kernels import accept as accept_kernels
 from dflash_sglang.kernels import prepare_block as block_kernels
 
 MASK = 259
+TURN = block_kernels.Turn(place=1, coin=2**31 - 1)
 
 
 def on(device, *values):
@@ -26,16 +27,17 @@ def prepare(device, launch, bonus, seq_lens, requests, table, block, row_limit):
     out = block_kernels.BlockTensors(
         *(torch.full((len(bonus), block), -7, device=device) for _ in range(3)),
         torch.full((len(bonus),), -7, device=device),
+        torch.full((2,), -7, device=device),
     )
-    launch(
-        block_kernels.BlockSources(*on(device, bonus, seq_lens, requests), table.to(device)), MASK, row_limit, out
-    )
+    sources = block_kernels.BlockSources(*on(device, bonus, seq_lens, requests), table.to(device))
+    launch(sources, MASK, row_limit, TURN, out)
+    assert out.step.tolist() == list(TURN)
     return out
 
 
 def test_a_block_is_the_last_token_and_masks_at_the_positions_after_the_prefix(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
-    ids, positions, slots, prefix = prepare(
+    ids, positions, slots, prefix, _ = prepare(
         device, launch, [100, 200, 300], [10, 8, 12], [0, 1, 2], slot_table(4, 64), block=4, row_limit=64
     )
     assert ids.tolist() == [[100, MASK, MASK, MASK], [200, MASK, MASK, MASK], [300, MASK, MASK, MASK]]
@@ -46,13 +48,13 @@ def test_a_block_is_the_last_token_and_masks_at_the_positions_after_the_prefix(t
 
 def test_compact_batch_rows_use_the_slots_of_their_persistent_requests(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
-    _, _, slots, _ = prepare(device, launch, [1, 2], [5, 7], [3, 1], slot_table(4, 32), block=2, row_limit=32)
+    _, _, slots, *_ = prepare(device, launch, [1, 2], [5, 7], [3, 1], slot_table(4, 32), block=2, row_limit=32)
     assert slots.tolist() == [[3005, 3006], [1007, 1008]]
 
 
 def test_a_request_that_outran_its_row_is_moved_back_into_it(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
-    _, positions, slots, prefix = prepare(
+    _, positions, slots, prefix, _ = prepare(
         device, launch, [1, 2], [59, 63], [0, 1], slot_table(3, 64), block=8, row_limit=64
     )
     assert prefix.tolist() == [56, 56]
@@ -77,39 +79,108 @@ def test_the_block_kernel_equals_its_torch_twin(triton_runs, device, data):
         assert torch.equal(expected, got)
 
 
+PLACES, ROWS = 5, 9
+
+
+class Accepts:
+    """One launch of `accept` into buffers full of sentinels."""
+
+    def __init__(self, twin, device, tokens, target_ids, prefix_lens, requests, step=(3, 0), forced=None):
+        def buffer(*shape, dtype=torch.int64):
+            return torch.full(shape, -7, dtype=dtype, device=device)
+
+        self.bs, self.block = len(tokens), len(tokens[0])
+        self.outcomes = accept_kernels.Outcomes(
+            buffer(PLACES, ROWS * self.block),
+            buffer(PLACES, ROWS, dtype=torch.int32),
+            buffer(PLACES, ROWS),
+            buffer(PLACES, ROWS),
+        )
+        self.relay = accept_kernels.Relay(buffer(ROWS), buffer(ROWS))
+        blocks = accept_kernels.Verification(*on(device, tokens, target_ids, prefix_lens, requests, step))
+        getattr(accept_kernels, f"accept_{twin}")(blocks, self.outcomes, self.relay, forced)
+        self.place = step[0]
+        commit, bonus, lengths = (buffer[self.place, : self.bs].tolist() for buffer in self.outcomes[1:])
+        self.commit_lens, self.bonus_tokens, self.new_seq_lens = commit, bonus, lengths
+        ids = self.outcomes.token_ids[self.place, : self.bs * self.block].view(self.bs, self.block)
+        self.committed = [row[:n].tolist() for row, n in zip(ids, commit, strict=True)]
+
+
 def test_the_next_block_starts_at_the_first_row_that_was_not_committed(twin, device):
-    accept = getattr(accept_kernels, f"accept_{twin}")
     # Rows at 10..13; the target agrees with the first proposal only: rows 12 and 13 are rejected.
-    out = accept(*on(device, [[5, 6, 7, 8]], [[6, 99, 0, 0]], [10]))
-    assert out.commit_lens.tolist() == [2]
-    assert out.bonus_tokens.tolist() == [99]
-    assert out.new_seq_lens.tolist() == [12]
+    out = Accepts(twin, device, [[5, 6, 7, 8]], [[6, 99, 0, 0]], [10], [2])
+    assert out.commit_lens == [2]
+    assert out.committed == [[6, 99]]
+    assert out.bonus_tokens == [99]
+    assert out.new_seq_lens == [12]
 
 
 @pytest.mark.parametrize("agreeing", range(4))
 def test_a_block_commits_the_agreeing_prefix_and_one_token(twin, device, agreeing):
-    accept = getattr(accept_kernels, f"accept_{twin}")
-    tokens = torch.tensor([[5, 6, 7, 8]])
-    target = torch.tensor([[6, 7, 8, 9]])
+    target = [6, 7, 8, 9]
     if agreeing < 3:
-        target[0, agreeing] = 50  # later rows agree again, and must not count
-    out = accept(*on(device, tokens.tolist(), target.tolist(), [100]))
-    assert out.commit_lens.tolist() == [agreeing + 1]
-    assert out.bonus_tokens.tolist() == [50 if agreeing < 3 else 9]
-    assert out.new_seq_lens.tolist() == [100 + agreeing + 1]
+        target[agreeing] = 50  # later rows agree again, and must not count
+    out = Accepts(twin, device, [[5, 6, 7, 8]], [target], [100], [1])
+    assert out.committed == [target[: agreeing + 1]]
+    assert out.bonus_tokens == [50 if agreeing < 3 else 9]
+    assert out.new_seq_lens == [100 + agreeing + 1]
+
+
+def test_an_outcome_is_written_at_its_place_and_into_the_relay_rows_of_its_requests_alone(twin, device):
+    out = Accepts(twin, device, [[5, 6], [7, 8]], [[6, 1], [2, 3]], [10, 20], [6, 4], step=(2, 0))
+    assert (out.relay.new_seq_lens[[6, 4]].tolist(), out.relay.bonus_tokens[[6, 4]].tolist()) == ([12, 21], [1, 2])
+    assert sum((row == -7).sum().item() for row in out.relay) == 2 * (ROWS - 2)
+    for buffer in out.outcomes:
+        others = torch.cat([buffer[:2], buffer[3:]])
+        assert (others == -7).all() and (buffer[2, out.bs * out.block :] == -7).all()
+
+
+@pytest.mark.parametrize("token_id", [None, 100])
+def test_a_forced_length_follows_the_coin_and_not_the_target(twin, device, token_id):
+    half = 1 << (accept_kernels.COIN_BITS - 1)
+    survival = torch.tensor([2 * half, half, 0], device=device)  # of proposals 1, 2, 3
+    for coin, accepted in ((0, 2), (half - 1, 2), (half, 1), (2 * half - 1, 1)):
+        forced = accept_kernels.Forced(survival, alike=True, token_id=token_id)
+        out = Accepts(
+            twin, device, [[5, 6, 7, 8]] * 2, [[90, 91, 92, 93]] * 2, [10, 20], [1, 2], (0, coin), forced
+        )
+        tokens = [6, 7][:accepted] + [90 + accepted]
+        assert out.committed == [tokens if token_id is None else [token_id] * (accepted + 1)] * 2
+        assert out.bonus_tokens == [tokens[-1] if token_id is None else token_id] * 2
+        assert out.new_seq_lens == [11 + accepted, 21 + accepted]
+
+
+def test_requests_of_a_step_draw_lengths_of_their_own_which_average_to_the_profile(twin, device):
+    survival = torch.tensor([round(share * 2**31) for share in (0.8, 0.4)], device=device)
+    forced = accept_kernels.Forced(survival, alike=False, token_id=None)
+    lengths = []
+    for coin in range(0, 2**31, 2**25):
+        out = Accepts(twin, device, [[5, 6, 7]] * 8, [[0, 0, 0]] * 8, [1] * 8, list(range(8)), (0, coin), forced)
+        lengths += out.commit_lens
+        assert len(set(out.commit_lens)) > 1
+    assert abs(sum(lengths) / len(lengths) - 2.2) < 0.03
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), bs=st.integers(1, 6), block=st.integers(2, 17))
-def test_the_accept_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, block):
+@given(seed=st.integers(0, 10_000), bs=st.integers(1, 6), block=st.integers(2, 17), forced=st.booleans())
+def test_the_accept_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, block, forced):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 3, (bs, block), generator=generator)
     target = torch.randint(0, 3, (bs, block), generator=generator)
     prefix = torch.randint(0, 1000, (bs,), generator=generator)
-    tokens, target, prefix = tokens.to(device), target.to(device), prefix.to(device)
+    requests = torch.randperm(ROWS, generator=generator)[:bs]
+    coins = torch.randint(0, 2**31, (block,), generator=generator)
+    force = accept_kernels.Forced(
+        coins[1:].sort(descending=True).values.to(device), alike=bool(seed % 2), token_id=None
+    )
+    of_torch, of_triton = (
+        Accepts(
+            name, device, tokens.tolist(), target.tolist(), prefix.tolist(), requests.tolist(),
+            (seed % PLACES, int(coins[0])), force if forced else None,
+        )
+        for name in ("torch", "triton")
+    )  # fmt: skip
     for expected, got in zip(
-        accept_kernels.accept_torch(tokens, target, prefix),
-        accept_kernels.accept_triton(tokens, target, prefix),
-        strict=True,
+        (*of_torch.outcomes, *of_torch.relay), (*of_triton.outcomes, *of_triton.relay), strict=True
     ):
-        assert torch.equal(expected, got) and expected.dtype == got.dtype
+        assert torch.equal(expected, got)

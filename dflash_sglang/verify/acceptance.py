@@ -1,0 +1,94 @@
+"""What verified blocks commit: kept where the next step, the host and SGLang's relay find it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from dflash_sglang.compat import FutureRelayBuffers, offer_future_relay_buffers
+from dflash_sglang.kernels.accept import COIN_BITS, Outcomes, Relay, Verification, accept
+from dflash_sglang.kernels.prepare_block import Turn
+from dflash_sglang.verify.simulate import forced_acceptance
+
+# Overlap scheduling copies an outcome to the host while the next step runs, and waits before the one after.
+_PLACES = 4
+_NOBODYS = _PLACES  # where a rank without requests writes
+
+
+class Accepted(NamedTuple):
+    """What verified blocks commit. The committed tokens of request b are `target_ids[b, :commit_lens[b]]`."""
+
+    target_ids: torch.Tensor  # [bs, block]
+    commit_lens: torch.Tensor  # [bs] int32, accepted proposals + 1
+    bonus_tokens: torch.Tensor  # [bs] int64, the last committed token
+    new_seq_lens: torch.Tensor  # [bs] int64, prefix + commit
+
+
+class Acceptor:
+    """Accepts blocks into buffers that keep their place, so that a captured graph can.
+
+    Beside the outcome, lengths and last tokens go to SGLang's relay, from which overlap scheduling starts the next
+    step: they are there when SGLang publishes and stashes them.
+    """
+
+    def __init__(
+        self, max_requests: int, block_size: int, device: str, simulated_acceptance: Sequence[float] | None = None
+    ) -> None:
+        """max_requests: rows of req_to_token."""
+        self._block_size = block_size
+        self._forced = forced_acceptance(block_size, simulated_acceptance, device)
+
+        def buffer(width: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros((_PLACES + 1, width), dtype=dtype, device=device)
+
+        self._outcomes = Outcomes(
+            buffer(max_requests * block_size),
+            buffer(max_requests, torch.int32),
+            buffer(max_requests),
+            buffer(max_requests),
+        )
+        self.step = torch.tensor([_NOBODYS, 0], device=device)
+        self._turn = Turn(0, 0)
+        self._coins = random.Random(0)  # the same on all ranks
+        self._future_relay = FutureRelayBuffers(req_pool_size=max_requests, device=device)
+        offer_future_relay_buffers(self._future_relay)
+        self._relay = Relay(self._future_relay.new_seq_lens, self._future_relay.output_tokens)
+
+    @property
+    def simulates(self) -> bool:
+        """Whether accept lengths are forced in this process."""
+        return self._forced is not None
+
+    def next_turn(self) -> Turn:
+        """Of a step with requests; `step` gets it on the device, before anything is accepted."""
+        self._turn = Turn((self._turn.place + 1) % _PLACES, self._coins.getrandbits(COIN_BITS))
+        return self._turn
+
+    def pass_turn(self) -> None:
+        """A step without requests, whose graph accepts padding: the outcomes of others stay."""
+        self.step[0] = _NOBODYS
+
+    def accept(
+        self,
+        tokens: torch.Tensor,  # [bs, block] last token + proposals
+        target_ids: torch.Tensor,  # [bs, block] the target's token after each row
+        prefix_lens: torch.Tensor,  # [bs]
+        requests: torch.Tensor,  # [bs] rows of req_to_token
+    ) -> None:
+        """In one launch, capturable in a CUDA graph. See `kernels.accept`."""
+        blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step)
+        accept(blocks, self._outcomes, self._relay, self._forced)
+
+    def outcome(self, bs: int) -> Accepted:
+        """What this turn's `accept` commits; valid for three turns more."""
+        place = self._turn.place
+        ids, *of_requests = (buffer[place] for buffer in self._outcomes)
+        commit_lens, bonus_tokens, new_seq_lens = (buffer[:bs] for buffer in of_requests)
+        if self._future_relay.adopted:
+            self._future_relay.published_seq_lens = new_seq_lens
+            self._future_relay.published_bonus = bonus_tokens
+        target_ids = ids[: bs * self._block_size].view(bs, self._block_size)
+        return Accepted(target_ids, commit_lens, bonus_tokens, new_seq_lens)
