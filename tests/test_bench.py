@@ -84,6 +84,12 @@ def test_settings_that_cannot_be_measured_are_refused_by_name(options, message, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_results_that_cannot_be_written_end_the_run_before_it_measures(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(checkpoints.BadSetting, match="--out .*file: expected a directory to write to"):
+        run.measure(settings_of(out=tmp_path / "file"))
+
+
 def test_a_draft_that_another_worker_serves_is_refused(tmp_path):
     config = json.loads((Path(pair_directories()["draft"]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3DSparkModel"]}))
@@ -255,7 +261,7 @@ def test_ctrl_c_ends_the_servers_and_says_so(fake, monkeypatch, tmp_path, capsys
 
     monkeypatch.setattr(load, "run", interrupted)
     assert main(["bench", "--out", str(tmp_path), "--servers", "plain"]) == 130
-    assert capsys.readouterr().err.endswith("interrupted, servers ended, nothing written\n")
+    assert capsys.readouterr().err.endswith("interrupted, servers ended\n")
     grandchild = int((tmp_path / "logs" / "plain.log").read_text().split()[1])
     assert wait_until_ended([*fake.pids, grandchild]) == []
 
@@ -306,7 +312,7 @@ def document(**changes: Any) -> dict[str, Any]:
     settings = dict(output=64, together=True, rounds=3, accept_length=None, dtype="auto")
     outputs = dict(prompts=4, new_tokens=64, equal_to_plain={"ours, width 16": 3})
     made = dict(versions=versions, date="today", target="T", draft="D", settings=settings, figures=figures)
-    return {**made, "skipped": [], "outputs": outputs, "profile": [], **changes}
+    return {**made, "incomplete": None, "skipped": [], "outputs": outputs, "profile": [], **changes}
 
 
 def rows_of(markdown: str) -> list[list[str]]:
@@ -356,14 +362,34 @@ def test_a_run_without_matplotlib_says_how_to_get_it_and_draws_again_from_its_fi
 
 def test_float32_outputs_that_differ_fail_the_run(monkeypatch, tmp_path, capsys):
     settings = settings_of("--output", "8", out=tmp_path)
-    results = [sweep.Measured(served, outputs=[[1, 2]]) for served in settings.served]
-    for one in results:
-        one.rounds = {cell: [outcome(10.0)] for cell in settings.cells}
-    monkeypatch.setattr(sweep, "measure", lambda *_: results)
+    outputs = {}
+
+    def measured(settings: Settings, results: dict[Served, sweep.Measured], progress: Progress) -> None:
+        for served, one in results.items():
+            one.outputs = outputs.get(served.kind, [[1, 2]])
+            one.rounds = {cell: [outcome(10.0)] for cell in settings.cells}
+
+    monkeypatch.setattr(sweep, "measure", measured)
     assert run.measure(settings) == 0
-    results[1].outputs = [[1, 3]]
+    outputs["ours"] = [[1, 3]]
     assert run.measure(settings) == 1
     assert "outputs differ from plain decoding: ['ours, width 16']" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_failure_is_kept_and_called_incomplete(monkeypatch, tmp_path):
+    settings = settings_of("--concurrency", "1", out=tmp_path)
+
+    def fails(settings: Settings, results: dict[Served, sweep.Measured], progress: Progress) -> None:
+        results[settings.served[0]].rounds = {cell: [outcome(10.0)] for cell in settings.cells}
+        raise ServerFailed("ours, width 16: out of memory\nits log")
+
+    monkeypatch.setattr(sweep, "measure", fails)
+    with pytest.raises(ServerFailed):
+        run.measure(settings)
+    measured = json.loads((tmp_path / "bench.json").read_text())
+    assert [one["server"] for one in measured["figures"]] == ["plain"]
+    assert measured["incomplete"] == "ours, width 16: out of memory\nits log" and measured["outputs"] is None
+    assert "\nIncomplete: ours, width 16: out of memory\n" in (tmp_path / "bench.md").read_text()
 
 
 # A step taken apart
@@ -477,6 +503,7 @@ def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypa
     assert measured["skipped"] == [
         {"kind": "built_in", "reason": "without this package SGLang serves no DFLASH on a CPU"}
     ]
+    assert measured["incomplete"] is None
     assert measured["versions"]["sglang"] == "0.5.23" and measured["settings"]["together"] is True
     assert [(one["server"], one["concurrency"]) for one in measured["figures"]] == [
         ("plain", 1), ("plain", 2), ("ours, width 16", 1), ("ours, width 16", 2),
@@ -507,6 +534,7 @@ def profiles_of_cpu_servers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has every server of the run profiled as well: SGLang's trace arrives, and what it lacks is noted."""
     monkeypatch.setattr(profile, "NEW_TOKENS", 96)
     monkeypatch.setattr(profile, "STEPS", 2)
+    monkeypatch.setattr(profile, "ACTIVITIES", ["CPU"])
     outputs, noted = sweep._outputs, []
 
     def and_profile(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:

@@ -13,20 +13,26 @@ from dflash_sglang.bench.kinds import PLAIN
 from dflash_sglang.bench.load import Outcome
 from dflash_sglang.bench.settings import Served, Settings
 from dflash_sglang.bench.sweep import COMPARED_TOKENS, Measured
-from dflash_sglang.bench.versions import versions
 
 FIGURES = tuple(field.name for field in dataclasses.fields(Outcome))
 NOT_SETTINGS = ("target", "draft", "kinds", "skipped", "out", "prompts")  # told elsewhere, or long
 
 
-def document(settings: Settings, results: Sequence[Measured], command: Sequence[str]) -> dict[str, Any]:
+def document(
+    settings: Settings,
+    results: Sequence[Measured],
+    command: Sequence[str],
+    versions: Mapping[str, str],
+    incomplete: str | None = None,
+) -> dict[str, Any]:
     """``figures``: per server and cell each round's `Outcome`, and its medians by name; ``outputs``: how many
-    greedy outputs equal the plain server's, null where accept lengths are forced or no plain server ran."""
+    greedy outputs equal the plain server's, null where accept lengths are forced or no plain server ran;
+    ``incomplete``: what ended the run early, or null."""
     told = {key: value for key, value in vars(settings).items() if key not in NOT_SETTINGS}
     return {
         "command": list(command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+        "versions": dict(versions),
         "target": settings.target,
         "draft": settings.draft,
         "settings": {**told, "dtype": settings.dtype, "texts": len(settings.prompts)},
@@ -41,6 +47,7 @@ def document(settings: Settings, results: Sequence[Measured], command: Sequence[
             for one in results
         ],
         "skipped": [{"kind": kind, "reason": reason} for kind, reason in settings.skipped],
+        "incomplete": incomplete,
         "figures": [
             {
                 "server": str(one.served),
@@ -76,6 +83,6 @@ def _equal_outputs(results: Sequence[Measured]) -> Mapping[str, Any] | None:
         "equal_to_plain": {
             str(one.served): sum(a == b for a, b in zip(one.outputs, plain, strict=True))
             for one in results
-            if one.served.kind != PLAIN
+            if one.served.kind != PLAIN and one.outputs
         },
     }

@@ -33,12 +33,14 @@ class Measured:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 
-def measure(settings: Settings, progress: Progress) -> list[Measured]:
-    """In the order of `settings.served`. Raises ServerFailed or TraceError; all servers end in any case."""
+def measure(settings: Settings, results: Mapping[Served, Measured], progress: Progress) -> None:
+    """Fills `results`, one for each of `settings.served`; what they hold when something fails is measured.
+
+    Raises ServerFailed or TraceError; all servers end in any case.
+    """
     progress.begin("importing SGLang's load generator")
     load.generator()
     progress.end()
-    results = {served: Measured(served) for served in settings.served}
     with tempfile.TemporaryDirectory(prefix="dflash-sglang-bench-") as scratch:
         for group in [settings.served] if settings.together else [[served] for served in settings.served]:
             with contextlib.ExitStack() as stack:
@@ -55,7 +57,6 @@ def measure(settings: Settings, progress: Progress) -> list[Measured]:
                             with _named(served, server):
                                 step = take_apart(settings, served, server, concurrency, progress)
                             results[served].steps.append(step)
-    return list(results.values())
 
 
 def start(

@@ -25,6 +25,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{'up together, by turns' if settings['together'] else 'one after the other'}, "
         f"{_rounds(settings['rounds'])}; {_acceptance(settings)}.",
     ]
+    if document["incomplete"]:
+        parts.append(f"Incomplete: {document['incomplete'].splitlines()[0]}")
     for group, figures in groups(document).items():
         parts += [f"## {group}", _rows(COLUMNS, [_row(figure, figures) for figure in figures])]
     parts += [f"{one['kind'].replace('_', '-')}: not run, {one['reason']}." for one in document["skipped"]]
