@@ -173,6 +173,17 @@ def test_a_prompt_of_a_length_ends_with_its_text():
     assert len(set(prompts)) == 3
 
 
+def test_a_random_target_has_a_word_for_each_of_its_tokens(tmp_path):
+    from transformers import AutoTokenizer
+
+    random_pair.write_words(tmp_path, 151936)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.vocab_size == 151936
+    ids = [0, 7, 151935, 7]
+    assert tokenizer.decode(ids) == "w0 w7 w151935 w7" and tokenizer.encode("w0 w7 w151935 w7") == ids
+
+
 # Which worker ran
 
 
@@ -532,7 +543,7 @@ def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypa
 
 def profiles_of_cpu_servers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has every server of the run profiled as well: SGLang's trace arrives, and what it lacks is noted."""
-    monkeypatch.setattr(profile, "NEW_TOKENS", 96)
+    monkeypatch.setattr(profile, "PROFILED_TOKENS", 128)
     monkeypatch.setattr(profile, "STEPS", 2)
     monkeypatch.setattr(profile, "ACTIVITIES", ["CPU"])
     outputs, noted = sweep._outputs, []

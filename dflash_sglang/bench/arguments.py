@@ -11,13 +11,12 @@ from typing import Any
 from dflash_sglang.bench import checkpoints, prompts
 from dflash_sglang.bench.checkpoints import Pair
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
-from dflash_sglang.bench.settings import BadSetting, Settings
+from dflash_sglang.bench.settings import PROFILED_TOKENS, BadSetting, Settings
 from dflash_sglang.bench.versions import nvidia_smi
 from dflash_sglang.pair import held_out_prompts
 
 NAMES = {"plain": PLAIN, "built-in": BUILT_IN, "ours": OURS}
 RANDOM_INPUT = 256  # tokens of a prompt of random ids
-PROFILED_TOKENS = 1024  # of each request while a step is profiled
 LEAST_TOKENS = 20_000  # of a KV pool
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench import prompts, trace
-from dflash_sglang.bench.settings import Served, Settings
+from dflash_sglang.bench.settings import PROFILED_TOKENS, Served, Settings
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed
 
 STEPS = 12
 ACTIVITIES = ["GPU"]  # kernels and their launches; recording torch's operations too would slow the host
-NEW_TOKENS = 1024  # enough for every request to decode until the steps are over
 TIMEOUT = 180.0  # seconds, for the first tokens and for the trace
 
 
@@ -31,7 +30,7 @@ def take_apart(
     for old in directory.glob("*.trace.json.gz"):
         old.unlink()
     asked = prompts.requests(settings, settings.inputs[0], concurrency)
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": PROFILED_TOKENS, "ignore_eos": True}
     decoding = threading.Semaphore(0)
 
     def client(request: dict[str, Any]) -> None:

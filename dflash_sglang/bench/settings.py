@@ -9,6 +9,7 @@ from pathlib import Path
 from dflash_sglang.bench.kinds import PLAIN
 
 LEAST_REQUESTS = 4  # of a load
+PROFILED_TOKENS = 1536  # of each request, enough to decode until the profiled steps are over
 
 
 class BadSetting(ValueError):
