@@ -21,6 +21,7 @@ from dflash_sglang.bench import (
     load,
     plot,
     profile,
+    random_pair,
     run,
     servers,
     sweep,
