@@ -244,7 +244,7 @@ def test_estimates_are_monotone_in_the_width_and_within_their_bounds(
 def test_the_chooser_never_exceeds_the_limit_and_spends_no_more_than_its_budget(data: Any) -> None:
     number = st.floats(0.1, 10)
     chooser, budget = Chooser(WIDTHS, 0.02, 0.01), 0.01
-    spent = time = 0.0
+    spent, time, held = 0.0, 0.0, None
     dearest = [0.0] * 7
     for _ in range(data.draw(st.integers(1, 4))):
         committed = np.cumsum(data.draw(st.lists(number, min_size=7, max_size=7)))
@@ -255,7 +255,8 @@ def test_the_chooser_never_exceeds_the_limit_and_spends_no_more_than_its_budget(
             assert WIDTHS[choice.width] <= limit and WIDTHS[choice.incumbent] <= limit
             rates = (committed / seconds)[[w <= limit for w in WIDTHS]]
             assert rates[choice.incumbent] * 1.02 >= rates.max() * (1 - 1e-9)
-            time += seconds[choice.incumbent]
+            assert choice.incumbent == held or not choice.probe  # a change is made at once
+            time, held = time + seconds[choice.incumbent], choice.incumbent
             if choice.probe:
                 cost = seconds[choice.width] - committed[choice.width] / rates[choice.incumbent]
                 dearest[choice.width] = max(dearest[choice.width], seconds[choice.incumbent])
