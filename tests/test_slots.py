@@ -139,8 +139,8 @@ def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
     with mock.patch("dflash_sglang.scheduling.draft_input.alloc_for_spec_decode"):
         steps = [reserve(10, 20, 30), reserve(11, 21, 31), reserve(22, 32), reserve(23, 33, 1, 2)]
         assert [step.lengths.tolist() for step in steps] == [[18, 28, 38], [19, 29, 39], [30, 40], [31, 41, 9, 10]]
-        again = reserve(24, 34, 2)  # in the buffers of the first
-    assert again.lengths.tolist() == [32, 42, 10]
+        again = reserve(24, 34)  # in the buffers of the first
+    assert again.lengths.tolist() == [32, 42]
     assert [step.lengths.tolist() for step in steps[1:]] == [[19, 29, 39], [30, 40], [31, 41, 9, 10]]
     assert [step.committed.tolist() for step in steps] == [[10, 20, 30], [11, 21, 31], [22, 32], [23, 33, 1, 2]]
 
