@@ -227,7 +227,7 @@ class DFlashWorker(BaseSpecWorker):
         # Context KV of every verified row, accepted or not: the next block starts at the first row that was
         # not committed and overwrites the rest before anything reads it.
         if verified.features is not None:
-            self._write_context_kv(verified.features, block.positions.view(-1), block.loc_plan)
+            self._write_context_kv(verified.features, block.rows.positions, block.loc_plan)
         return GenerationBatchResult(
             logits_output=verified.forward.logits_output,
             next_token_ids=accepted.target_ids.view(-1),

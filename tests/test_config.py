@@ -213,6 +213,8 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
     assert PluginConfig.from_env({}) == PluginConfig(context_kv="auto")
     assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": ' {"context_kv": "stacked"} '}).context_kv == "stacked"
     assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": str(path)}).context_kv == "per_layer"
+    profile = PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": '{"simulated_acceptance": [1, 0.5]}'})
+    assert profile.simulated_acceptance == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,9 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ('{"context_kv": "fast"}', "context_kv='fast'.*expected one of auto, stacked, per_layer"),
         ('{"context_kv": 1}', r"context_kv=1 \(int\)"),
         ('{"context_kv": ["auto"]}', r"context_kv=\['auto'\] \(list\)"),
+        ('{"simulated_acceptance": []}', r"simulated_acceptance=\[\]: expected a list of probabilities"),
+        ('{"simulated_acceptance": [0.5, 1.5]}', r"simulated_acceptance=\[0.5, 1.5\]: expected"),
+        ('{"simulated_acceptance": [true]}', r"simulated_acceptance=\[True\]: expected"),
         ("{", "is not JSON"),
         ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),
     ],

@@ -76,6 +76,26 @@ def test_stacked_equals_per_layer_in_bfloat16(tmp_path, features, overrides, poo
         torch.testing.assert_close(v, wanted_v, rtol=step, atol=step / 8)
 
 
+def test_a_long_prefill_is_written_in_parts_that_add_up(tmp_path, features, monkeypatch):
+    from dflash_sglang.models import context_kv
+
+    model = layers.make_draft(tmp_path)
+    whole = list(written(model, "auto", features, model.norm.weight.dtype))
+    rows: list[int] = []
+    project = context_kv.ContextKV.project
+
+    def counting(self, features):
+        rows.append(len(features))
+        return project(self, features)
+
+    monkeypatch.setattr(context_kv.ContextKV, "project", counting)
+    monkeypatch.setattr(context_kv, "WRITE_ROWS", 2)
+    in_parts = list(written(model, "auto", features, model.norm.weight.dtype))
+    assert rows == [2, 2, 1]
+    for expected, got in zip(whole, in_parts, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=layers.cpu_only)])
 def test_keys_of_the_block_and_of_the_context_are_rounded_alike(tmp_path, dtype):
     model = layers.make_draft(tmp_path, dtype, attention_bias=True)

@@ -186,7 +186,7 @@ def test_a_sampled_step_takes_few_launches_and_nothing_of_it_waits_for_the_devic
     with Launches(monkeypatch) as counted:
         sampler.target_tokens(logits, info, proposals, kernels=True)
     assert len(counted.kernels) == launches
-    assert counted.operations <= {"view", "empty"}
+    assert counted.operations <= {"view", "slice", "empty"}
 
 
 def test_a_batch_that_does_not_fit_the_workspace_is_refused():

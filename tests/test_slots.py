@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +25,7 @@ from tests.engines import greedy_params, serve
 from tests.tiny import make_pair
 
 CONTEXT = 100
+OF_A_BATCH = ("tree_cache", "req_to_token_pool", "req_pool_indices")
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +113,54 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
         SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=min(a, limit)))
         for c, a in zip(committed, allocated, strict=True)
     ]
-    got_committed, got_allocated, reserved = reservation(block, row_width, page).lengths(reqs)
-    assert got_committed.tolist() == committed
-    for c, a, r in zip(committed, got_allocated.tolist(), reserved.tolist(), strict=True):
+    alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH))
+    with mock.patch("dflash_sglang.scheduling.draft_input.alloc_for_spec_decode", alloc):
+        reserved = reservation(block, row_width, page).reserve(given)
+    asked = alloc.call_args.kwargs
+    assert reserved.committed.tolist() == committed
+    assert reserved.committed_sum == sum(committed)
+    before, lengths = [req.kv.kv_allocated_len for req in reqs], reserved.lengths.tolist()
+    assert asked["cur_kv_lens"].tolist() == asked["cur_kv_lens_cpu"].tolist() == before
+    assert asked["nxt_kv_lens"].tolist() == asked["nxt_kv_lens_cpu"].tolist() == lengths
+    assert asked["num_needed_tokens"] == sum(lengths) - sum(before)
+    assert reserved.lengths_sum == sum(lengths)
+    for c, a, r in zip(committed, before, lengths, strict=True):
         assert a <= r <= limit
         assert r % page == 0
         assert r == limit or r >= c + 2 * block
+
+
+def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
+    def reserve(*committed: int) -> Any:
+        reqs = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=c)) for c in committed]
+        return slots.reserve(SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH)))
+
+    slots = reservation(4, 100, 1)
+    with mock.patch("dflash_sglang.scheduling.draft_input.alloc_for_spec_decode"):
+        steps = [reserve(10, 20, 30), reserve(11, 21, 31), reserve(22, 32), reserve(23, 33, 1, 2)]
+        assert [step.lengths.tolist() for step in steps] == [[18, 28, 38], [19, 29, 39], [30, 40], [31, 41, 9, 10]]
+        again = reserve(24, 34)  # in the buffers of the first
+    assert again.lengths.tolist() == [32, 42]
+    assert [step.lengths.tolist() for step in steps[1:]] == [[19, 29, 39], [30, 40], [31, 41, 9, 10]]
+    assert [step.committed.tolist() for step in steps] == [[10, 20, 30], [11, 21, 31], [22, 32], [23, 33, 1, 2]]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_draft_input_is_filtered_and_merged_with_its_batch(overlap):
+    from dflash_sglang.scheduling.draft_input import DFlashDraftInput
+
+    def of(*requests: int) -> DFlashDraftInput:
+        made = DFlashDraftInput.create(torch.tensor(requests) + 100, torch.tensor(requests) + 200, None)
+        made.future_indices = torch.tensor(requests) if overlap else None
+        return made
+
+    running = of(1, 2, 3)
+    running.nxt_kv_lens_cpu, running.nxt_kv_lens_sum = torch.tensor([5, 6, 7]), 18
+    running.filter_batch(torch.tensor([0, 2]), [0, 2])
+    running.merge_batch(of(8))
+    if overlap:  # tokens and lengths come from SGLang's relay, by these
+        assert running.future_indices.tolist() == [1, 3, 8]
+    else:
+        assert running.bonus_tokens.tolist() == [101, 103, 108]
+        assert running.new_seq_lens.tolist() == [201, 203, 208]
+    assert running.nxt_kv_lens_cpu is running.nxt_kv_lens_sum is None, "a reservation is of one step's batch"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Rows(NamedTuple):
+    """A batch's blocks row by row."""
+
+    ids: torch.Tensor  # [bs * block], as the next two
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 @dataclass
@@ -26,6 +35,7 @@ class Block:
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     kv_len_bounds_sum: int
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
+    rows: Rows
 
     @property
     def batch_size(self) -> int:
@@ -59,27 +69,34 @@ class BlockBuilder:
             prefix_lens=buffer(max_requests),
             step=step,
         )
+        self._tensors, self._rows = self._views(0)
 
     def build(self, batch: ScheduleBatch, turn: Turn) -> Block:
         """The blocks of a decode batch whose slots `prepare_for_decode` has reserved."""
         bs, block_size = len(batch.reqs), self._buffers.ids.shape[1]
-        buffers = self._buffers
-        tensors = BlockTensors(
-            buffers.ids[:bs], buffers.positions[:bs], buffers.slots[:bs], buffers.prefix_lens[:bs], buffers.step
-        )
+        if bs != len(self._tensors.prefix_lens):  # views outlive the step: most steps have the batch of the last
+            self._tensors, self._rows = self._views(bs)
+        tensors = self._tensors
         sources = BlockSources(
             batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
         )
         prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
         if batch.seq_lens_cpu is not None:
-            kv_len_bounds = (batch.seq_lens_cpu + block_size).clamp_(max=self._row_limit)
+            bounds = np.minimum(batch.seq_lens_cpu.numpy() + block_size, self._row_limit)
+            kv_len_bounds, bounds_sum = torch.from_numpy(bounds), int(np.add.reduce(bounds))
         else:
-            kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
+            kv_len_bounds, bounds_sum = batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
+            bounds = kv_len_bounds.numpy()
         loc_plan = self._runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=tensors.prefix_lens,
-            seq_lens_cpu=kv_len_bounds - block_size,
-            write_virtual=tensors.slots.view(-1),
+            seq_lens_cpu=torch.from_numpy(bounds - block_size),
+            write_virtual=self._rows.slots,
             read_extent=block_size,
         )
-        return Block(*tensors[:-1], kv_len_bounds, int(kv_len_bounds.sum()), loc_plan)
+        return Block(*tensors[:-1], kv_len_bounds, bounds_sum, loc_plan, self._rows)
+
+    def _views(self, bs: int) -> tuple[BlockTensors, Rows]:
+        ids, positions, slots, prefix_lens, step = self._buffers
+        tensors = BlockTensors(ids[:bs], positions[:bs], slots[:bs], prefix_lens[:bs], step)
+        return tensors, Rows(tensors.ids.view(-1), tensors.positions.view(-1), tensors.slots.view(-1))

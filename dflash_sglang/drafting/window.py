@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from dflash_sglang.compat import get_spec
@@ -62,5 +63,5 @@ class DraftWindow:
             self.span,
             WindowRows(self._draft_table, prefix_lens),
         )
-        bounds = block.kv_len_bounds.clamp(max=self.span.widest(block.size))
-        return Seen(prefix_lens, bounds, int(bounds.sum()))
+        bounds = np.minimum(block.kv_len_bounds.numpy(), self.span.widest(block.size))
+        return Seen(prefix_lens, torch.from_numpy(bounds), int(bounds.sum()))

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from dflash_sglang.models.draft import DFlashDraftModel
 
 Form = Literal["stacked", "sliced", "per_layer"]
+WRITE_ROWS = 2048  # context rows projected at once: more of them make no GEMM faster, and take memory
 
 
 class Projection(Protocol):
     """K and V of context rows, of all layers."""
 
-    def project(self, rows: Tensor) -> Tensor:
-        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; before k_norm and RoPE."""
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; before k_norm and RoPE.
+
+        Into `out` of this shape where it is given and the form can.
+        """
 
     def refresh(self) -> None:
         """Takes the layers' present weights over."""
@@ -54,6 +58,9 @@ class ContextKV:
         self.form: Form
         self.form, self._projection, self._why = _projection(self._attentions, form)
         self._k_norms = _shared([a.k_norm.weight for a in self._attentions])  # [L, head_dim]
+        # Taken now: SGLang gives the KV pools what is free once the weights are there.
+        shape = (WRITE_ROWS, len(self._attentions), 2 * self._attentions[0].kv_size)
+        self._workspace = model.hidden_norm.weight.data.new_empty(shape)
         self._why_writer: str | None = None
 
     @property
@@ -100,11 +107,16 @@ class ContextKV:
         Rows that belong to no request go to slot 0, the pool's padding page. Later rows of a slot given
         twice do not reliably win.
         """
-        if features.shape[0] == 0:
-            return
+        for start in range(0, features.shape[0], WRITE_ROWS):
+            part = slice(start, start + WRITE_ROWS)
+            self._write(features[part], positions[part], slots[part])
+
+    def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """`write` of at most WRITE_ROWS rows."""
         rows = self.project(features)
         if self._writer is not None:
-            self._writer.write(self._projection.project(rows), positions, slots)
+            kv = self._projection.project(rows, self._workspace[: len(rows)])
+            self._writer.write(kv, positions, slots)
             return
         loc = KVWriteLoc(slots, physical=True)
         for attention, (k, v) in zip(self._attentions, self.keys_values(rows, positions), strict=True):
@@ -128,15 +140,15 @@ class _Stack:
     def refresh(self) -> None:
         """Nothing to do: an update of a layer's weight is one of the stack's."""
 
-    def project(self, rows: Tensor) -> Tensor:
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V."""
         layers, _, width = self.weight.shape
-        kv = rows.new_empty(rows.shape[0], layers, width)
-        out, rows = kv.transpose(0, 1), rows.expand(layers, -1, -1)
+        kv = rows.new_empty(rows.shape[0], layers, width) if out is None else out
+        by_layer, rows = kv.transpose(0, 1), rows.expand(layers, -1, -1)
         if self.bias is None:
-            torch.bmm(rows, self.weight, out=out)
+            torch.bmm(rows, self.weight, out=by_layer)
         else:
-            torch.baddbmm(self.bias, rows, self.weight, out=out)
+            torch.baddbmm(self.bias, rows, self.weight, out=by_layer)
         return kv
 
 
@@ -149,9 +161,10 @@ class _WholeLayers:
     def refresh(self) -> None:
         """Nothing to do: the weights are the layers'."""
 
-    def project(self, rows: Tensor) -> Tensor:
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V."""
-        kv = rows.new_empty(rows.shape[0], len(self._attentions), 2 * self._attentions[0].kv_size)
+        shape = (rows.shape[0], len(self._attentions), 2 * self._attentions[0].kv_size)
+        kv = rows.new_empty(shape) if out is None else out
         for layer, attention in enumerate(self._attentions):
             qkv, _ = attention.qkv_proj(rows)
             kv[:, layer].copy_(qkv[:, attention.q_size :])

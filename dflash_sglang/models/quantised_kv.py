@@ -132,12 +132,13 @@ class QuantisedKV:
         for part in self._parts:
             part.refresh()
 
-    def project(self, rows: Tensor) -> Tensor:
-        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V."""
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; joined layers in a tensor of the
+        method's own."""
         shape = (rows.shape[0], len(self._attentions), 2 * self._attentions[0].kv_size)
         if self.joined:
             return self._parts[0].project(rows).view(shape)
-        kv = rows.new_empty(shape)
+        kv = rows.new_empty(shape) if out is None else out
         for layer, part in enumerate(self._parts):
             part.project(rows, out=kv[:, layer])
         return kv

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +11,18 @@ import torch
 from dflash_sglang.compat import DFlashDraftInputV2, alloc_for_spec_decode, is_pin_memory_available
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 _RING = 4  # batches whose pinned lengths may still be in flight; overlap scheduling keeps at most two
+
+
+class Reserved(NamedTuple):
+    """What a reservation found and left, on the host."""
+
+    committed: torch.Tensor  # [bs] int64, tokens with KV
+    committed_sum: int
+    lengths: torch.Tensor  # [bs] int32, tokens with slots; stands until the ring comes round
+    lengths_sum: int
 
 
 class SlotReservation:
@@ -28,44 +37,79 @@ class SlotReservation:
         self.block_size = block_size
         self.page_size = page_size
         self.row_limit = row_width // page_size * page_size
-        pinned = is_pin_memory_available(device)
-        self._host = [torch.empty(2 * max_requests, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
-        self._device = torch.empty(2 * max_requests, dtype=torch.int32, device=device)
+        # One buffer: what writes it and what reads it follow each other on the scheduler's stream.
+        on_device = torch.empty(2 * max_requests, dtype=torch.int32, device=device)
+        self._ring = [_Lengths(on_device, is_pin_memory_available(device)) for _ in range(_RING)]
         self._turn = 0
 
-    def lengths(self, reqs: list[Req]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(committed, allocated, reserved) tokens of each request, int32 [bs]."""
-        bs = len(reqs)
-        committed = np.fromiter((req.kv.kv_committed_len for req in reqs), np.int32, bs)
-        allocated = np.fromiter((req.kv.kv_allocated_len for req in reqs), np.int32, bs)
-        wanted = committed + 2 * self.block_size
-        pages = -(-wanted // self.page_size)
-        reserved = np.maximum(allocated, np.minimum(pages * self.page_size, self.row_limit))
-        return committed, allocated, reserved
-
-    def reserve(self, batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate slots into `req_to_token`. Returns (committed, reserved) lengths, int [bs] on the host."""
-        bs = len(batch.reqs)
-        committed, allocated, reserved = self.lengths(batch.reqs)
+    def reserve(self, batch: ScheduleBatch) -> Reserved:
+        """Allocate slots into `req_to_token`."""
+        kvs = [req.kv for req in batch.reqs]
+        committed, allocated = [kv.kv_committed_len for kv in kvs], [kv.kv_allocated_len for kv in kvs]
         self._turn = (self._turn + 1) % _RING
-        host = self._host[self._turn][: 2 * bs]
-        host_np = host.numpy()
-        host_np[:bs], host_np[bs:] = allocated, reserved
-        device = self._device[: 2 * bs]
-        device.copy_(host, non_blocking=True)
+        lengths = self._ring[self._turn].of(len(kvs))
+        lengths.allocated[:] = allocated
+        committed_array = np.array(committed, dtype=np.int64)
+        self._bound(committed_array, lengths)
+        reserved_sum = int(np.add.reduce(lengths.reserved))
+        lengths.device.copy_(lengths.host, non_blocking=True)
         alloc_for_spec_decode(
             batch.tree_cache,
             batch.req_to_token_pool,
             reqs=batch.reqs,
             req_pool_indices=batch.req_pool_indices,
-            cur_kv_lens=device[:bs],
-            cur_kv_lens_cpu=host[:bs],
-            nxt_kv_lens=device[bs:],
-            nxt_kv_lens_cpu=host[bs:],
-            num_needed_tokens=int((reserved - allocated).sum()),
+            cur_kv_lens=lengths.device_allocated,
+            cur_kv_lens_cpu=lengths.host_allocated,
+            nxt_kv_lens=lengths.device_reserved,
+            nxt_kv_lens_cpu=lengths.host_reserved,
+            num_needed_tokens=reserved_sum - sum(allocated),
             batch=batch,
         )
-        return torch.from_numpy(committed.astype(np.int64)), torch.from_numpy(reserved)
+        return Reserved(torch.from_numpy(committed_array), sum(committed), lengths.host_reserved, reserved_sum)
+
+    def _bound(self, committed: np.ndarray, lengths: LengthViews) -> None:
+        """`lengths.reserved`: two blocks past committed [bs] in whole pages, within the row; never fewer than are
+        allocated."""
+        ahead = 2 * self.block_size
+        if self.page_size == 1:
+            wanted = committed + ahead
+        else:
+            wanted = (committed + (ahead + self.page_size - 1)) // self.page_size * self.page_size
+        np.minimum(wanted, self.row_limit, out=wanted)
+        np.maximum(wanted, lengths.allocated, out=lengths.reserved)
+
+
+class LengthViews(NamedTuple):
+    """The first rows of the buffers below: of each request the allocated, then the reserved tokens, int32 [bs]."""
+
+    allocated: np.ndarray
+    reserved: np.ndarray
+    host: torch.Tensor  # [2 * bs]
+    host_allocated: torch.Tensor
+    host_reserved: torch.Tensor
+    device: torch.Tensor  # [2 * bs]
+    device_allocated: torch.Tensor
+    device_reserved: torch.Tensor
+
+
+class _Lengths:
+    """Pinned lengths of one batch in flight; the views of a batch size are kept until another one comes."""
+
+    def __init__(self, device: torch.Tensor, pinned: bool) -> None:
+        """device [2 * max_requests] int32: where they are copied to."""
+        self._device = device
+        self._host = torch.empty(device.shape, dtype=device.dtype, pin_memory=pinned)
+        self._views = self._of(0)
+
+    def of(self, bs: int) -> LengthViews:
+        if bs != len(self._views.allocated):
+            self._views = self._of(bs)
+        return self._views
+
+    def _of(self, bs: int) -> LengthViews:
+        host, device = self._host[: 2 * bs], self._device[: 2 * bs]
+        values = host.numpy()
+        return LengthViews(values[:bs], values[bs:], host, host[:bs], host[bs:], device, device[:bs], device[bs:])
 
 
 @dataclass
@@ -75,6 +119,14 @@ class DFlashDraftInput(DFlashDraftInputV2):
     The scheduler filters and merges it with the batch and calls `prepare_for_decode` before each step.
     """
 
+    if TYPE_CHECKING:  # SGLang's fields
+        bonus_tokens: torch.Tensor
+        new_seq_lens: torch.Tensor
+        future_indices: torch.Tensor | None
+        nxt_kv_lens_cpu: torch.Tensor | None
+        nxt_kv_lens_sum: int | None
+        max_top_k: int
+
     reservation: SlotReservation | None = None
 
     @classmethod
@@ -82,12 +134,10 @@ class DFlashDraftInput(DFlashDraftInputV2):
         cls, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor, reservation: SlotReservation
     ) -> DFlashDraftInput:
         """`bonus_tokens` [bs]: last committed token; `new_seq_lens` [bs]: committed tokens with KV."""
-        bs, device = new_seq_lens.shape[0], new_seq_lens.device
-        unused = torch.empty((bs, 0), device=device)
         return cls(
-            topk_p=unused,
-            topk_index=unused,
-            hidden_states=unused,
+            topk_p=None,
+            topk_index=None,
+            hidden_states=None,
             bonus_tokens=bonus_tokens.long(),
             new_seq_lens=new_seq_lens.long(),
             reservation=reservation,
@@ -95,16 +145,33 @@ class DFlashDraftInput(DFlashDraftInputV2):
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve the slots of the step that comes. Called by the scheduler, on its own stream."""
-        if batch.batch_size() == 0:
+        if not batch.reqs:
             return
         assert self.reservation is not None
         batch.maybe_evict_swa()
         if batch.sampling_info.sampling_mask_batch_indices is not None:
             self.max_top_k = max(req.sampling_params.top_k for req in batch.reqs)
-        committed, reserved = self.reservation.reserve(batch)
+        reserved = self.reservation.reserve(batch)
         for req in batch.reqs:
             req.decode_batch_idx += 1
-        batch.seq_lens_cpu = committed
-        batch.seq_lens_sum = int(committed.sum())
-        self.nxt_kv_lens_cpu = reserved
-        self.nxt_kv_lens_sum = int(reserved.sum())
+        batch.seq_lens_cpu, batch.seq_lens_sum = reserved.committed, reserved.committed_sum
+        self.nxt_kv_lens_cpu, self.nxt_kv_lens_sum = reserved.lengths, reserved.lengths_sum
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        """Keep the requests of these rows [n]. SGLang's filters fields that DFLASH leaves empty as well."""
+        self.nxt_kv_lens_cpu = self.nxt_kv_lens_sum = None  # of the batch as it was; the next step reserves anew
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+            return
+        self.bonus_tokens = self.bonus_tokens[new_indices]
+        self.new_seq_lens = self.new_seq_lens[new_indices]
+
+    def merge_batch(self, spec_info: DFlashDraftInput) -> None:
+        """Append another batch's requests."""
+        self.nxt_kv_lens_cpu = self.nxt_kv_lens_sum = None
+        if self.future_indices is not None:
+            assert spec_info.future_indices is not None
+            self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
+            return
+        self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
+        self.new_seq_lens = torch.cat([self.new_seq_lens, spec_info.new_seq_lens])

@@ -17,7 +17,11 @@ def install() -> None:
 
     @functools.wraps(original)
     def update_finish_state(req: Any, new_accepted_len: int = 1) -> None:
-        _first_stop(original, req, new_accepted_len)
+        sampling = req.sampling_params
+        if new_accepted_len > 1 and (sampling.stop_strs or sampling.stop_regex_strs):
+            _first_stop(original, req, new_accepted_len)
+        else:  # of every request in every step: nothing else is looked at
+            original(req, new_accepted_len)
 
     Req.update_finish_state = update_finish_state
 
@@ -27,10 +31,7 @@ def _first_stop(original: Callable[..., None], req: Any, new_accepted_len: int) 
     wherever they are. Where that has ended a request, its tokens are looked at again, one by one."""
     undecided = not req.finished() and not req.to_finish
     original(req, new_accepted_len)
-    sampling = req.sampling_params
-    if not undecided or not req.finished() or new_accepted_len < 2:
-        return
-    if not (sampling.stop_strs or sampling.stop_regex_strs):
+    if not undecided or not req.finished():
         return
     whole, outcome, grammar = req.output_ids, (req.finished_reason, req.finished_len), req.grammar
     req.finished_reason = req.finished_len = req.grammar = None  # the grammar has taken the whole run

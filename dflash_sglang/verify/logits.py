@@ -42,7 +42,7 @@ class TargetLogits:
         return self._head.best(logits[:, : self._head.rows])
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits as of `best` -> [rows, vocab] float32, by a gather over the head's group where they are a shard."""
+        """logits as of `best` -> [rows, vocab] float32. Collective over the head's group for a shard."""
         if self._head is None or not self._is_shard(logits):
             return logits
         shard = logits.to(self._dtype)

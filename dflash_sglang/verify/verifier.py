@@ -139,7 +139,7 @@ class Verifier:
             sampling_info,
             next_token_logits=logits,
             draft_input=draft_input,
-            draft_token_num=self._block_size,
+            draft_token_num=block.size,
             bs=block.batch_size,
         )
         if sampling_masks is not None:
@@ -147,9 +147,7 @@ class Verifier:
                 out_tokens=accepted.target_ids, commit_lens=accepted.commit_lens
             )
         if batch.return_logprob:
-            compute_spec_logprobs(
-                batch, logits_output, accepted.target_ids.view(-1), chain_stride=self._block_size
-            )
+            compute_spec_logprobs(batch, logits_output, accepted.target_ids.view(-1), chain_stride=block.size)
         features = logits_output.hidden_states
         logits_output.hidden_states = None  # else overlap scheduling copies it to the host
         written = forward.can_run_cuda_graph and self._tail.writes_context
@@ -159,8 +157,8 @@ class Verifier:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
         if not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._logits.best(forward.logits_output.next_token_logits)
-            self._accept(batch, block, tokens, target_ids.view(-1, self._block_size))
-        return self._acceptor.outcome(block.batch_size)
+            self._accept(batch, block, tokens, target_ids.view(-1, block.size))
+        return self._acceptor.outcome(block.batch_size, block.size)
 
     def _adjust(
         self,
@@ -174,7 +172,7 @@ class Verifier:
         """What requests ask of their logits, in the order of plain decoding."""
         if penalised is not None:
             self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
-        mask_and_bias(logits, batch.sampling_info, grammar_mask, self._block_size)
+        mask_and_bias(logits, batch.sampling_info, grammar_mask, block.size)
         if batch.sampling_info.has_custom_logit_processor:
             self._processors.apply(logits, batch, tokens, block.prefix_lens)
 
@@ -184,17 +182,17 @@ class Verifier:
         """What adjusted logits commit, the same on all ranks of a tensor-parallel group. Keeps the logits."""
         info = batch.sampling_info
         if info.is_all_greedy:
-            target_ids = logits.argmax(dim=-1).view(-1, self._block_size)
+            target_ids = logits.argmax(dim=-1).view(-1, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
         elif info.sampling_seed is not None:
             positions = block.positions.view(-1)
-            target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, self._block_size)
+            target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         else:
             target_ids = self._sampler.target_tokens(logits, info, proposals, self._by_kernels)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         self._accept(batch, block, proposals.tokens, target_ids)
-        return self._acceptor.outcome(block.batch_size)
+        return self._acceptor.outcome(block.batch_size, block.size)
 
     def _accept(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, target_ids: torch.Tensor) -> None:
         self._acceptor.accept(tokens, target_ids, block.prefix_lens, batch.req_pool_indices)
@@ -223,8 +221,8 @@ class Verifier:
 
     def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
-        verify_input = self._verify_input(tokens.view(-1), block.positions.view(-1), block.loc_plan)
-        batch.out_cache_loc = block.slots.view(-1)
+        verify_input = self._verify_input(tokens.view(-1), block.rows.positions, block.loc_plan)
+        batch.out_cache_loc = block.rows.slots
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
         batch.seq_lens_sum = block.kv_len_bounds_sum

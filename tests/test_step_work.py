@@ -1,0 +1,71 @@
+"""The host's work in a decode step: nothing of it waits for the device or grows with the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.demo.server import Server
+from tests import recorded_graphs, step_work
+from tests.engines import serve
+from tests.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from tests.step_work import Work
+from tests.tiny import make_pair
+
+GREEDY: dict[str, Any] = dict(temperature=0)
+SAMPLED: dict[str, Any] = dict(temperature=0.8, top_p=0.9)
+# One pass over the requests each: their lengths, which SGLang keeps in them, and a counter that SGLang wants.
+LOOPS = ["SlotReservation.reserve", "DFlashDraftInput.prepare_for_decode"]
+
+
+def ask(server: Server, requests: int, new_tokens: int = 24, **sampling: Any) -> None:
+    prompts = [[4 + i, 9, 70 + i] for i in range(requests)]
+    parameters = {"max_new_tokens": new_tokens, "ignore_eos": True, **sampling}
+    server.generate(input_ids=prompts, sampling_params=parameters)
+
+
+def typical(directory: Path, requests: int) -> Work:
+    """The last step of so many requests, when nothing is new any more."""
+    return step_work.steps(directory, requests)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_nothing(tmp_path, captured):
+    """With graphs and overlap scheduling, and without either."""
+    target, draft = make_pair(tmp_path)
+    environment = step_work.recorded(tmp_path)
+    if captured:
+        environment |= recorded_graphs.recording(tmp_path, "step_work")
+    with serve(
+        target,
+        draft,
+        environment=environment,
+        disable_overlap_schedule=not captured,
+        max_running_requests=16,
+        min_free_slots_delay=1,
+        random_seed=1,
+    ) as server:
+        for sampling in (GREEDY, SAMPLED):
+            for requests in (1, 16):
+                ask(server, requests, **sampling)
+            one, many = (typical(tmp_path, requests) for requests in (1, 16))
+            assert one.waits == many.waits == []
+            assert one.loops == many.loops == LOOPS
+            assert many.calls == one.calls
+            assert many.operators == one.operators
+            assert ("rejection_sample" in one.calls) == (sampling is SAMPLED)
+    assert not captured or {replay.requests for replay in recorded_graphs.replays(tmp_path)} >= {1, 16}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_torch_sees_no_wait_for_the_gpu_in_a_step(tmp_path):
+    environment = {**step_work.recorded(tmp_path, synchronising=True), **DEVICE_ENVIRONMENT}
+    graphs = dict(cuda_graph_max_bs_decode=8, max_running_requests=8, min_free_slots_delay=1)
+    with serve(TARGET, DRAFT, environment=environment, **graphs, **ON_DEVICE) as server:
+        for requests, sampling in ((1, GREEDY), (8, GREEDY), (7, SAMPLED)):
+            ask(server, requests, new_tokens=64, **sampling)
+            assert typical(tmp_path, requests).waits == []
