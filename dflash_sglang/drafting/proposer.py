@@ -93,6 +93,16 @@ class Proposer:
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
 
+    def examples(self) -> list[Proposals]:
+        """One request's proposals of each kind that sampled steps get: for what compiles before them."""
+        tokens = self._tokens[:1]
+        kinds = [Proposals.certain(tokens, self._ones[:1])]
+        if self._drawn:
+            temperature = torch.ones(1, dtype=torch.float32, device=tokens.device)
+            with torch.inference_mode():
+                kinds.append(self._source.draw(tokens, temperature, temperature < 0))
+        return kinds
+
     def propose_idle(self, batch: ScheduleBatch) -> None:
         """Take part in the collectives of a draft forward that other data-parallel ranks run: those of a head that
         is sharded over all of them. Nothing is embedded, attended to or written."""
