@@ -189,6 +189,30 @@ def test_a_sampled_step_takes_few_launches_and_nothing_of_it_waits_for_the_devic
     assert counted.operations <= {"view", "slice", "empty"}
 
 
+def test_a_batch_larger_than_one_sequence_of_launches_takes_is_sampled_in_parts(monkeypatch):
+    from dflash_sglang.kernels.sampled import RowFilters, SampledRows, Workspace
+    from dflash_sglang.verify import rejection
+
+    sizes = []
+
+    def greedy_part(rows: SampledRows, filters: RowFilters, work: Workspace, out: Tensor) -> None:
+        logits, *proposals = rows
+        sizes.append(len(out))
+        coins = torch.zeros(len(out), BLOCK + 1)
+        out.copy_(rejection.sample_with(logits, filters, Proposals(*proposals), coins).clamp(min=0))
+
+    monkeypatch.setattr(rejection, "AT_ONCE", 3)
+    monkeypatch.setattr(rejection, "target_tokens_triton", greedy_part)
+    table = markov_target()
+    proposals = Draft("likeliest", table).propose(torch.arange(VOCAB), 1.0, True)
+    logits, info = table[proposals.tokens].view(-1, VOCAB), sampling_info(VOCAB, top_k=1)
+    sampler = rejection.RejectionSampler(VOCAB, BLOCK, VOCAB, "cpu")
+    whole = sampler.target_tokens(logits, info, proposals, kernels=False)
+    sampler._work = Workspace(3, BLOCK, VOCAB, "cpu")
+    assert torch.equal(sampler.target_tokens(logits, info, proposals, kernels=False), whole)
+    assert sizes == [3, 3, 1]
+
+
 def test_a_batch_that_does_not_fit_the_workspace_is_refused():
     from dflash_sglang.kernels.sampled import Workspace
     from dflash_sglang.verify.rejection import RejectionSampler

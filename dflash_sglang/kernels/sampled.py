@@ -67,6 +67,8 @@ class Workspace:
         self.chunks = triton.cdiv(vocab_size, self.chunk)
         self.stats_chunk = self.chunk // 2
         self.stats_chunks = triton.cdiv(vocab_size, self.stats_chunk)
+        self.lanes = dict(CHUNK=self.chunk, CHUNK_LANES=triton.next_power_of_2(self.chunks))
+        self.stats_lanes = triton.next_power_of_2(self.stats_chunks)
 
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -116,7 +118,6 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
     )  # fmt: skip
     width = candidates.shape[2]
     base, total, best, logit, prob = work.rows
-    chunks = dict(CHUNK=work.chunk, CHUNK_LANES=triton.next_power_of_2(work.chunks))
 
     chunk_stats_kernel[(bs * block, work.stats_chunks)](
         logits, tokens, temperatures, *work.chunk_stats, vocab, logits.stride(0), tokens.stride(0),
@@ -127,7 +128,7 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         logits, tokens, candidates, probs, work.rng, temperatures, top_ks, top_ps, min_ps,
         *work.chunk_stats, *work.rows, work.uniforms, work.stop, work.searches, work.searched, old[0],
         *proposed, work.stats_chunks, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width), BLOCK=block,
-        LANES=lanes, CHUNK_LANES=triton.next_power_of_2(work.stats_chunks), FILTERED=filters.any,
+        LANES=lanes, CHUNK_LANES=work.stats_lanes, FILTERED=filters.any,
         RENORMALISED=renormalised,
     )  # fmt: skip
     passes = PASSES if filters.top_k or filters.top_p else int(filters.min_p)  # min-p alone needs no bisection
@@ -135,17 +136,18 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         cut_kernel[(bs, work.chunks)](
             logits, temperatures, top_ks, top_ps, min_ps, base, total, work.searches, work.searched,
             *old, *new, work.likely, vocab, logits.stride(0), work.chunks,
-            BLOCK=block, WAYS=WAYS, **chunks, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
+            BLOCK=block, WAYS=WAYS, **work.lanes, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
         )  # fmt: skip
         old, new = new, old
     residual_kernel[(bs, work.chunks)](
         logits, tokens, candidates, probs, temperatures, top_ks, top_ps, min_ps, base, total, logit, prob,
         work.uniforms, work.stop, work.searches, work.searched, *old, work.likely, *work.drawing, *work.left,
-        *proposed, work.chunks, WIDTH=width, BLOCK=block, WAYS=WAYS, **chunks, FILTERED=filters.any,
+        *proposed, work.chunks, WIDTH=width, BLOCK=block, WAYS=WAYS, **work.lanes, FILTERED=filters.any,
         RENORMALISED=renormalised, num_warps=8,
     )  # fmt: skip
     pick_kernel[(bs,)](
         logits, tokens, candidates, probs, temperatures, top_ks, min_ps, base, best, work.uniforms,
         *work.drawing, *work.left, work.rng, out,
-        *proposed, work.chunks, WIDTH=width, BLOCK=block, LANES=lanes, **chunks, FILTERED=filters.any, num_warps=8,
+        *proposed, work.chunks, WIDTH=width, BLOCK=block, LANES=lanes, **work.lanes,
+        FILTERED=filters.any, num_warps=8,
     )  # fmt: skip

@@ -62,6 +62,9 @@ class RejectionSampler:
         if out is None:
             out = torch.empty((bs, block_size), dtype=torch.int64, device=logits.device)
         filters = Filters.of(info, kernels)
+        if bs <= AT_ONCE:
+            target_tokens_triton(SampledRows(logits, *proposals), filters, self._work, out)
+            return out
         for start in range(0, bs, AT_ONCE):
             part = slice(start, start + AT_ONCE)
             rows = SampledRows(
