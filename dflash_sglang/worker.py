@@ -173,7 +173,7 @@ class DFlashWorker(BaseSpecWorker):
         alone = get_parallel().override(attn_dp_enabled=False)
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), alone:
             self._draft_worker.init_cuda_graphs()
-        self._verifier.after_capture()
+        self._verifier.after_capture(self._proposer.examples())
         logger.info(memory_line(self._draft_runner, self._draft_model, self._hot_rows))
 
     @property

@@ -91,10 +91,24 @@ class Proposer:
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
             if self._source.ranks_may_part:
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-            return Proposals.certain(tokens, self._ones[: bs * (width - 1)].view(bs, width - 1, 1))
+            return self._certain(tokens)
         proposals = self._source.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
+
+    def _certain(self, tokens: torch.Tensor) -> Proposals:
+        bs, proposals = tokens.shape[0], tokens.shape[1] - 1
+        return Proposals.certain(tokens, self._ones[: bs * proposals].view(bs, proposals, 1))
+
+    def examples(self) -> list[Proposals]:
+        """One request's proposals of each kind that sampled steps get: for what compiles before them."""
+        tokens = self._tokens_of(1, self._width)
+        kinds = [self._certain(tokens)]
+        if self._drawn:
+            temperature = torch.ones(1, dtype=torch.float32, device=tokens.device)
+            with torch.inference_mode():
+                kinds.append(self._source.draw(tokens, temperature, temperature < 0))
+        return kinds
 
     def propose_idle(self, batch: ScheduleBatch, width: int) -> None:
         """Take part in the collectives of a draft forward that other data-parallel ranks run: those of a head that

@@ -22,7 +22,6 @@ from dflash_sglang.compat import (
     get_exec,
     get_parallel,
 )
-from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.logits import TargetLogits
@@ -33,12 +32,13 @@ from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.tail import VerifyTail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from dflash_sglang.drafting.block import Block
+    from dflash_sglang.drafting.proposals import Proposals
 
 
 class Verified(NamedTuple):
@@ -78,14 +78,14 @@ class Verifier:
         """Once the target's exist. Raises StartupError where the target's recurrent states cannot be committed."""
         self._recurrent = RecurrentStates.of(self._worker, self._block_size)
 
-    def after_capture(self) -> None:
-        """Once the target's graphs exist, if it has any."""
+    def after_capture(self, proposals: Sequence[Proposals]) -> None:
+        """Once the target's graphs exist, if it has any; proposals: one request's, of each kind there will be."""
         graphs = self._runner.decode_cuda_graph_runner
         if isinstance(graphs, DecodeCudaGraphRunner):
             # `prepare_for_verify` has loaded ids and positions: the replay need not load them again.
             graphs._skips_prefilled_inputs = True
-        block = torch.zeros((1, self._block_size), dtype=torch.int64, device=self._runner.device)
-        self._sampler.warm_up(Proposals.certain(block))
+        for kind in proposals:
+            self._sampler.warm_up(kind)
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""

@@ -113,7 +113,7 @@ def commit_what_the_definition_commits(of: Batch, work: Workspace, got: Tensor) 
 @pytest.mark.parametrize(
     "of,block,vocab,scale,width,renormalised",
     [
-        ("temperature", 16, 37, 3.0, 1, False),
+        ("temperature", 16, 20, 3.0, 1, False),
         ("temperature", 3, 41, 1.0, 4, False),
         ("top-p", 3, 30, 2.0, 1, False),
         ("min-p", 4, 40, 2.0, 3, False),
@@ -126,7 +126,7 @@ def test_the_kernels_commit_what_the_definition_commits(
     of, block, vocab, scale, width, renormalised, device, triton_runs
 ):
     """Filters of every kind side by side, over several chunks of a vocabulary that they do not divide."""
-    requests = len(PARAMETERS[of]) if vocab < 100 else 3
+    requests = min(len(PARAMETERS[of]), 5) if vocab < 100 else 3
     one = to(device, batch(of, requests, block, vocab, scale, width, renormalised))
     work = Workspace(requests + 1, block, vocab, device, chunk=16 if vocab < 100 else 1024)
     commit_lens = commit_what_the_definition_commits(one, work, by_kernels(one, work))
