@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.layouts import Layout
-from bench.serve import ENVIRONMENT, PLAIN, READY_TIMEOUT, assert_worker
+from dflash_sglang.bench.kinds import ENVIRONMENT, PLAIN, READY_TIMEOUT, assert_worker
 from dflash_sglang.demo.server import Server, ServerFailed
 
 # Not at the start of a line: a progress bar may stand before.

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.serve import ENVIRONMENT, OURS, wait_for
 from dflash_sglang import pair
+from dflash_sglang.bench.kinds import ENVIRONMENT, OURS, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
 RECORD = json.loads((Path(pair.__file__).parent / "record.json").read_text())["training"]

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.serve import ENVIRONMENT, OURS, PLAIN, wait_for
 from dflash_sglang import pair
+from dflash_sglang.bench.kinds import ENVIRONMENT, OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
 TOLERANCE = 0.02

@@ -25,8 +25,8 @@ from bench import report
 from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
 from bench.load import Load, Outcome, run
-from bench.random_pair import write_pair
-from bench.serve import BUILT_IN, OURS, PLAIN
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.bench.random_pair import write_pair
 from dflash_sglang.demo.server import free_port
 
 KINDS = (OURS, BUILT_IN, PLAIN)

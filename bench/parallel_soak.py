@@ -27,10 +27,10 @@ from typing import Any
 from bench import report
 from bench.cluster import Cluster, environment_of, model_flags, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_SERVER, Layout
-from bench.random_pair import write_pair
-from bench.serve import OURS, PLAIN
 from bench.uneven import PHASES, astray, compared, phases
 from dflash_sglang import pair
+from dflash_sglang.bench.kinds import OURS, PLAIN
+from dflash_sglang.bench.random_pair import write_pair
 from dflash_sglang.demo.server import free_port
 from tests.soak.checks import as_plain, compare, problems
 from tests.soak.driver import Outcome, ask, call, drive, held_tokens

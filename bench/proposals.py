@@ -20,8 +20,8 @@ from typing import Any, get_args
 
 from bench import report
 from bench.pair import decode, pair_server
-from bench.serve import OURS, wait_for
 from dflash_sglang import pair
+from dflash_sglang.bench.kinds import OURS, wait_for
 from dflash_sglang.config.plugin_config import CONFIG_ENV, PluginConfig, ProposalKind
 
 NEW_TOKENS = 128

@@ -24,8 +24,8 @@ from typing import Any
 from bench import report
 from bench.pair import decode, pair_server
 from bench.quantised_table import launches_per_layer
-from bench.serve import OURS, PLAIN, wait_for
 from dflash_sglang import pair
+from dflash_sglang.bench.kinds import OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server, ServerFailed
 from training.calibrate import read_inputs
 from training.quantise import SCHEMES, quantise_checkpoint

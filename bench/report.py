@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
-import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-VERSIONS_OF = ("dflash_sglang", "sglang", "torch", "triton", "flashinfer-python")
+from dflash_sglang.bench.versions import versions
 
 
 def claim(what: str, value: Any, bound: str, ok: bool) -> dict[str, Any]:
@@ -45,15 +41,3 @@ def finish(module: str, out: Path | None, claims: Sequence[Mapping[str, Any]], *
         out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(claims, indent=1))
     return 0 if all(one["ok"] for one in claims) else 1
-
-
-def versions() -> dict[str, str]:
-    gpu = "none"
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    return {
-        **{name: importlib.metadata.version(name) for name in VERSIONS_OF},
-        "python": platform.python_version(),
-        "gpu": gpu,
-    }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import shlex
 import statistics
@@ -24,20 +23,13 @@ from typing import Any
 
 from bench import report
 from bench.load import Load, Outcome, run
+from dflash_sglang.bench.kinds import BUILT_IN, ENVIRONMENT, OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
-OURS, BUILT_IN, PLAIN = "ours", "built_in", "plain"
-ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
-    OURS: {"DFLASH_SGLANG_REQUIRE": "1"},
-    BUILT_IN: {"SGLANG_PLUGINS": "none"},
-    PLAIN: {"SGLANG_PLUGINS": "none"},
-}
-SIGNATURE = {OURS: "dflash_sglang", BUILT_IN: "Initialized DFLASH draft runner"}
 SAMPLING: Mapping[str, dict[str, float]] = {
     "greedy": dict(temperature=0.0),
     "sampled": dict(temperature=0.7, top_p=0.95),
 }
-READY_TIMEOUT = 400.0  # seconds; a first start compiles kernels
 
 
 def server_of(kind: str, arguments: argparse.Namespace, log: Path) -> Server:
@@ -57,21 +49,6 @@ def server_of(kind: str, arguments: argparse.Namespace, log: Path) -> Server:
     }  # fmt: skip
     command = [sys.executable, "-m", "sglang.launch_server", *flags]
     return Server(command, port=port, environment=environment, log=log)
-
-
-def wait_for(kind: str, server: Server) -> None:
-    """Returns once a started server is ready. Raises RuntimeError when its log shows another kind's worker."""
-    server.wait_ready(READY_TIMEOUT)
-    assert_worker(kind, server.log_text())
-
-
-def assert_worker(kind: str, log: str) -> None:
-    """The log must hold the line that only this kind's worker writes, and none of another's."""
-    for other, line in SIGNATURE.items():
-        if other == OURS:
-            line += f" {importlib.metadata.version('dflash_sglang')} worker active"
-        if (line in log) != (other == kind):
-            raise RuntimeError(f"{kind}: the log {'has' if line in log else 'lacks'} {line!r}")
 
 
 def measure(servers: Mapping[str, Server], arguments: argparse.Namespace) -> dict[str, Any]:

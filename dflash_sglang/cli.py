@@ -1,4 +1,4 @@
-"""Command line: `dflash-sglang pair`, `demo` and `hot-vocab`."""
+"""Command line: `dflash-sglang pair`, `demo`, `bench` and `hot-vocab`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dflash_sglang import __version__
+from dflash_sglang.bench import arguments
 from dflash_sglang.pair import held_out_prompts, pair_directories
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 when a server failed, float32 outputs differ or a text has too few tokens, 130
-    after Ctrl-C."""
+    """Returns the exit code: 0, 1 when a server failed, float32 outputs differ or a text has too few tokens, 2 for
+    a setting that `bench` cannot measure, 130 after Ctrl-C."""
     options = _parser().parse_args(argv)
     if options.command == "pair":
         print(json.dumps(pair_directories(), indent=1))
         return 0
+    if options.command == "bench":
+        from dflash_sglang.bench.run import bench
+
+        return bench(options)
     return _hot_vocab(options) if options.command == "hot-vocab" else _demo(options)
 
 
@@ -34,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     demo.add_argument("--prompts", type=_between(1, available), default=8, help="held-out prompts (default 8)")
     demo.add_argument("--max-new-tokens", type=_between(2, 1024), default=128, help="default 128")
+    arguments.add_parser(commands)
     hot = commands.add_parser(
         "hot-vocab", help="write the most frequent tokens of a text as a file for --speculative-token-map"
     )

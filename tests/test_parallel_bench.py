@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from bench import cluster, layouts, parallel, random_pair, uneven
+from bench import cluster, layouts, parallel, uneven
 from bench.load import Outcome
-from bench.serve import BUILT_IN, OURS, PLAIN
+from dflash_sglang.bench import random_pair
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.config import DraftSpec
 from tests.soak.requests import corpus_of
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_sglang.drafting.proposals import Proposals
 
@@ -137,47 +138,89 @@ def chi_square_bound(degrees: int, quantile: float = 3.0902) -> float:
     return degrees * (1 - 2 / (9 * degrees) + quantile * math.sqrt(2 / (9 * degrees))) ** 3
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("scale", [0.05, 1.0, 6.0])
-def test_the_bounds_of_a_filtered_distribution_hold_at_any_size_of_vocabulary(scale, kernels):
-    """Flat and peaked rows of 5000 tokens, where a top-p or a top-k need not be made of likely tokens."""
-    from dflash_sglang.verify.filters import LIKELY, Filters, filtered_probs, kept
+class Launches(TorchDispatchMode):
+    """Counts what reaches the device: kernels in place of the Triton ones, and tensor operations."""
 
-    rows, vocab = 64, 5000
-    generator = torch.Generator().manual_seed(5)
-    logits = scale * torch.randn(rows, vocab, generator=generator)
-    choices = dict(
-        top_ks=torch.tensor([1, 20, 900, 1 << 30]),
-        top_ps=torch.tensor([0.3, 0.95, 1.0]),
-        min_ps=torch.tensor([0.0, 0.001, 0.2]),
-    )
-    picked = {
-        key: values[torch.randint(len(values), (rows,), generator=generator)] for key, values in choices.items()
-    }
-    info = sampling_info(
-        rows, 0.8, **picked, need_top_k_sampling=True, need_top_p_sampling=True, need_min_p_sampling=True
-    )
-    filters = Filters.of(info, kernels)
-    log_normaliser = (logits / 0.8).logsumexp(-1)
-    raw = logits / 0.8 - log_normaliser[:, None]
-    bounds = kept(logits, filters, log_normaliser)
-    probs = filtered_probs(logits, filters)
-    certainly = raw >= bounds.floor[:, None]
-    assert (probs[certainly] > 0).all(), "what is said to be kept is kept"
-    mass = raw.exp().where(probs > 0, 0.0).sum(-1)
-    assert (bounds.mass >= mass - 1e-5).all()
-    likely = raw.exp() >= 1 / LIKELY
-    # Exact where the filters end within the likely tokens, and what top-k leaves is known.
-    k_known = (filters.top_ks <= likely.sum(-1)) | (filters.top_ks >= vocab)
-    exact = (likely & (probs == 0)).any(-1) & k_known
-    torch.testing.assert_close(bounds.mass[exact], mass[exact], atol=1e-5, rtol=0)
-    assert (certainly == (probs > 0))[exact].all()
-    if scale == 6.0:
-        assert exact.sum() > rows / 3
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        from dflash_sglang.kernels import sampled
+
+        super().__init__()
+        self.kernels: list[str] = []
+        self.operations: set[str] = set()
+        for name in ("chunk_stats_kernel", "verdict_kernel", "cut_kernel", "residual_kernel", "pick_kernel"):
+            monkeypatch.setattr(sampled, name, self._counting(name))
+
+    def _counting(self, name: str) -> Any:
+        class Kernel:
+            def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., None]:
+                assert all(isinstance(size, int) and size > 0 for size in grid)
+                return lambda *args, **kwargs: self.kernels.append(name)
+
+        return Kernel()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "filters,launches",
+    [
+        (dict(temperature=0.7), 4),
+        (dict(top_p=0.95), 10),
+        (dict(top_k=20), 10),
+        (dict(min_p=0.1), 5),
+        (dict(top_k=20, top_p=0.95, min_p=0.1), 11),
+    ],
+)
+def test_a_sampled_step_takes_few_launches_and_nothing_of_it_waits_for_the_device(filters, launches, monkeypatch):
+    """Its tensor operations are views and the allocation of its result: a CUDA graph can capture it."""
+    from dflash_sglang.kernels.sampled import Workspace
+    from dflash_sglang.verify.rejection import RejectionSampler
+
+    sampler = RejectionSampler(4, BLOCK, VOCAB, "cpu")
+    sampler._work = Workspace(4, BLOCK, VOCAB, "cpu")
+    info = sampling_info(4, **filters)
+    proposals = Proposals.certain(torch.zeros(4, BLOCK, dtype=torch.long))
+    logits = torch.zeros(4 * BLOCK, VOCAB)
+    with Launches(monkeypatch) as counted:
+        sampler.target_tokens(logits, info, proposals, kernels=True)
+    assert len(counted.kernels) == launches
+    assert counted.operations <= {"view", "slice", "empty"}
+
+
+def test_a_batch_that_does_not_fit_the_workspace_is_refused():
+    from dflash_sglang.kernels.sampled import Workspace
+    from dflash_sglang.verify.rejection import RejectionSampler
+
+    sampler = RejectionSampler(2, BLOCK, VOCAB, "cpu")
+    sampler._work = Workspace(2, BLOCK, VOCAB, "cpu")
+    proposals = Proposals.certain(torch.zeros(3, BLOCK, dtype=torch.long))
+    message = "a workspace for 2 x 3 rows of 7 logits cannot take 3 x 3 rows of 7"
+    with pytest.raises(ValueError, match=message):
+        sampler.target_tokens(torch.zeros(3 * BLOCK, VOCAB), sampling_info(3), proposals, kernels=False)
+
+
+@pytest.mark.parametrize("kind", ["likeliest", "drawn"])
+def test_the_longest_agreeing_prefix_of_the_targets_tokens_is_what_is_committed(kind):
+    """Where a proposal is rejected the target's own token is another, so that `accept` ends there."""
+    from dflash_sglang.verify.rejection import NOT_COMMITTED, RejectionSampler, rejection_sample
+
+    table = markov_target()
+    proposals = Draft(kind, table).propose(torch.arange(2000) % VOCAB, 1.0, False)
+    logits, info = table[proposals.tokens].view(-1, VOCAB), sampling_info(2000)
+    torch.manual_seed(2)
+    committed = rejection_sample(logits, info, proposals, kernels=False)
+    torch.manual_seed(2)
+    target_tokens = RejectionSampler(2000, BLOCK, VOCAB, "cpu").target_tokens(logits, info, proposals, False)
+    agrees = (proposals.tokens[:, 1:] == target_tokens[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+    assert torch.equal(agrees + 1, (committed != NOT_COMMITTED).sum(dim=1))
+    assert set(agrees.tolist()) == {0, 1, 2}
+    assert torch.equal(target_tokens, committed.clamp(min=0))
 
 
 def test_greedy_requests_beside_sampled_ones_commit_what_agrees_with_the_argmax():
-    from dflash_sglang.verify.rejection import committed, rejection_sample
+    from dflash_sglang.verify.rejection import NOT_COMMITTED, rejection_sample
 
     logits = torch.randn(4 * BLOCK, VOCAB, generator=torch.Generator().manual_seed(1))
     best = logits.argmax(-1).view(4, BLOCK)
@@ -190,11 +233,8 @@ def test_greedy_requests_beside_sampled_ones_commit_what_agrees_with_the_argmax(
     info = sampling_info(4, is_any_greedy=True, need_top_k_sampling=True)
     info.top_ks[:3] = 1
     token_ids = rejection_sample(logits, info, Proposals.certain(tokens), kernels=False)
-    accepted = committed(token_ids, torch.tensor([10, 20, 30, 40]))
-    assert accepted.commit_lens[:3].tolist() == [3, 2, 1]
-    assert accepted.new_seq_lens[:3].tolist() == [13, 22, 31]
-    assert accepted.bonus_tokens[:3].tolist() == [best[0, 2], best[1, 1], best[2, 0]]
-    assert [accepted.target_ids[i, :n].tolist() for i, n in enumerate([3, 2, 1])] == [
+    assert (token_ids != NOT_COMMITTED).sum(dim=1)[:3].tolist() == [3, 2, 1]
+    assert [token_ids[i, :n].tolist() for i, n in enumerate([3, 2, 1])] == [
         best[0].tolist(), best[1, :2].tolist(), best[2, :1].tolist(),
     ]  # fmt: skip
 

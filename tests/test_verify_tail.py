@@ -127,7 +127,7 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
         for one in (acceptor, eager):
             one.step.copy_(torch.tensor(one.next_turn()))
         graph.replay()
-        got = acceptor.outcome(live)
+        got = acceptor.outcome(live, BLOCK)
 
         batch, rows = graph.batch, live * BLOCK
         target_ids = graph.out.next_token_logits[:rows].argmax(-1).view(live, BLOCK)
@@ -137,7 +137,7 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
             batch.seq_lens[:live],
             batch.req_pool_indices[:live],
         )
-        expected = eager.outcome(live)
+        expected = eager.outcome(live, BLOCK)
         for name, ours, twin in zip(got._fields, got, expected, strict=True):
             assert torch.equal(ours, twin), f"{name} of step {step}"
         if before is not None:
@@ -165,7 +165,7 @@ def test_a_rank_that_passes_its_turn_leaves_the_outcomes_of_the_step_before(tmp_
     lengths, requests = (torch.full((1,), n, device=layers.DEVICE) for n in (10, 3))
     acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
     acceptor.accept(*blocks, lengths, requests)
-    outcome = acceptor.outcome(1)
+    outcome = acceptor.outcome(1, BLOCK)
     kept = [tensor.clone() for tensor in outcome]
     acceptor.pass_turn()
     acceptor.accept(blocks[0], blocks[1] + 1, lengths + 5, requests)
@@ -205,5 +205,5 @@ def test_a_profile_gives_the_mean_length_of_its_products_and_needs_a_probability
     for _ in range(200):
         acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
         acceptor.accept(*blocks, lengths, requests)
-        total += int(acceptor.outcome(8).commit_lens.sum())
+        total += int(acceptor.outcome(8, BLOCK).commit_lens.sum())
     assert total / 1600 == pytest.approx(1 + 0.9 + 0.45 + 0.09, abs=0.06)

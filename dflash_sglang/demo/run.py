@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from dflash_sglang.demo.launch import Setup, proven_worker
 from dflash_sglang.demo.measure import Run, run_prompts, stream_text
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.report import Comparison
+from dflash_sglang.demo.signals import signals_as_exit
 
 READY_TIMEOUT = 600.0  # seconds
 STREAMED = 2  # completions shown as they arrive
@@ -23,7 +20,7 @@ SHOWN_PROMPT = 160  # characters of a prompt's end
 
 def compare(setup: Setup, prompts: Sequence[str], max_new_tokens: int, progress: Progress) -> Comparison:
     """Runs the prompts on one server after the other. Raises ServerFailed; both servers end in any case."""
-    with tempfile.TemporaryDirectory(prefix="dflash-sglang-demo-") as directory, _signals_as_exit():
+    with tempfile.TemporaryDirectory(prefix="dflash-sglang-demo-") as directory, signals_as_exit():
         dflash, worker = _measure(setup, True, prompts, max_new_tokens, progress, Path(directory))
         plain, _ = _measure(setup, False, prompts, max_new_tokens, progress, Path(directory))
     return Comparison(
@@ -65,18 +62,3 @@ def _measure(
         )
         progress.end(f"{run.tokens_per_second:.1f} tokens/s")
     return run, worker
-
-
-@contextmanager
-def _signals_as_exit() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit, as Ctrl-C is KeyboardInterrupt, so `with` ends servers."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -93,6 +93,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Recurrent states are kept for the prefix cache: `cpu_recurrent.py` writes them."""
         return True
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """Asked for by /start_profile, whatever it shall record."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
         """Registers the attention backend and the hooks; SGLang calls it once in each worker process."""
         from dflash_sglang.attention.torch_cpu import register

@@ -37,8 +37,7 @@ class Acceptor:
     def __init__(
         self, max_requests: int, block_size: int, device: str, simulated_acceptance: Sequence[float] | None = None
     ) -> None:
-        """max_requests: rows of req_to_token."""
-        self._block_size = block_size
+        """max_requests: rows of req_to_token; block_size: of the widest blocks that are verified."""
         self._forced = forced_acceptance(block_size, simulated_acceptance, device)
 
         def buffer(width: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -82,13 +81,12 @@ class Acceptor:
         blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step)
         accept(blocks, self._outcomes, self._relay, self._forced)
 
-    def outcome(self, bs: int) -> Accepted:
-        """What this turn's `accept` commits; valid for three turns more."""
+    def outcome(self, bs: int, width: int) -> Accepted:
+        """What this turn's `accept` commits of bs blocks of this width; valid for three turns more."""
         place = self._turn.place
         ids, *of_requests = (buffer[place] for buffer in self._outcomes)
         commit_lens, bonus_tokens, new_seq_lens = (buffer[:bs] for buffer in of_requests)
         if self._future_relay.adopted:
             self._future_relay.published_seq_lens = new_seq_lens
             self._future_relay.published_bonus = bonus_tokens
-        target_ids = ids[: bs * self._block_size].view(bs, self._block_size)
-        return Accepted(target_ids, commit_lens, bonus_tokens, new_seq_lens)
+        return Accepted(ids[: bs * width].view(bs, width), commit_lens, bonus_tokens, new_seq_lens)

@@ -1,59 +1,116 @@
 """Rejection sampling of proposals: every output token is distributed as the target samples it.
 
-A row accepts proposal x with probability c(x) / q(x), where q is what the draft proposed from and c <= min(p, q)
-a lower bound from the row's likely tokens; the first row that does not draws its token from p - c. With c =
-min(p, q) that is the usual scheme; a smaller c accepts less often and changes nothing in the outcome, so that
-only one row per request needs its whole distribution.
+A row accepts proposal x with probability min(p(x), q(x)) / q(x), where q is what the draft proposed from and p the
+target's filtered distribution; the first row that does not draws its token from p - min(p, q).
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from dflash_sglang.compat import SamplingBatchInfo
-from dflash_sglang.drafting.proposals import Proposals, draw
-from dflash_sglang.kernels.row_stats import row_stats
-from dflash_sglang.verify.acceptance import Accepted
-from dflash_sglang.verify.filters import Filters, filtered_probs, kept
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.sampled import CHUNK, SampledRows, Workspace, target_tokens_triton
+from dflash_sglang.verify.filters import Filters, filtered_probs
+
+if TYPE_CHECKING:
+    from dflash_sglang.compat import SamplingBatchInfo
 
 NOT_COMMITTED = -1
+AT_ONCE = 256  # requests that one sequence of launches takes: they share its buffers
 
 
-def rejection_sample(
-    logits: Tensor,  # [bs * block, vocab] float32, adjusted
-    info: SamplingBatchInfo,
-    proposals: Proposals,
-    kernels: bool,  # as Filters.of
-) -> Tensor:
-    """[bs, block] int64: the committed tokens of each request, the rest NOT_COMMITTED.
+class RejectionSampler:
+    """Samples the verified rows of up to `max_requests` requests, on a GPU by kernels whose state is here."""
 
-    Greedy requests in the batch commit what agrees with the argmax, as if they were alone.
-    """
+    def __init__(self, max_requests: int, block_size: int, vocab_size: int, device: str):
+        on_gpu = torch.device(device).type == "cuda"
+        at_once = min(max_requests, AT_ONCE)
+        self._work = Workspace(at_once, block_size, vocab_size, device) if on_gpu else None
+
+    def warm_up(self, proposals: Proposals) -> None:
+        """Compile every form of the launches, for proposals like these [1, block]."""
+        if self._work is None:
+            return
+        device = proposals.tokens.device
+        logits = torch.zeros((proposals.tokens.shape[1], self._work.vocab_size), device=device)
+        ones = torch.ones(1, device=device)
+        top_k = torch.full((1,), 2, dtype=torch.int32, device=device)
+        out = torch.empty_like(proposals.tokens)
+        for filtered, renormalised in ((False, False), (True, False), (True, True)):
+            filters = Filters(ones, top_k, ones / 2, ones / 4, filtered, filtered, filtered, renormalised)
+            target_tokens_triton(SampledRows(logits, *proposals), filters, self._work, out)
+
+    def target_tokens(
+        self,
+        logits: Tensor,  # [bs * block, vocab] float32, adjusted
+        info: SamplingBatchInfo,
+        proposals: Proposals,
+        kernels: bool,  # as Filters.of
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[bs, block] int64, into `out` where given: the accepted proposals of each request, the token of the
+        target's after them, which is another than was proposed there, then zeros. Greedy requests in the batch get
+        the argmax, as if they were alone. Capturable in a CUDA graph.
+        """
+        if self._work is None:
+            tokens = rejection_sample(logits, info, proposals, kernels).clamp_(min=0)
+            return tokens if out is None else out.copy_(tokens)
+        bs, block_size = proposals.tokens.shape
+        if out is None:
+            out = torch.empty((bs, block_size), dtype=torch.int64, device=logits.device)
+        filters = Filters.of(info, kernels)
+        for start in range(0, bs, AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            rows = SampledRows(
+                logits[start * block_size : part.stop * block_size],
+                *(tensor[part] for tensor in proposals),
+            )
+            target_tokens_triton(rows, filters.part(part), self._work, out[part])
+        return out
+
+
+def rejection_sample(logits: Tensor, info: SamplingBatchInfo, proposals: Proposals, kernels: bool) -> Tensor:
+    """[bs, block] int64: the committed tokens of each request, the rest NOT_COMMITTED. The definition."""
     bs, block_size = proposals.tokens.shape
-    filters = Filters.of(info, kernels)
-    of_rows = filters.repeat(block_size)
-    stats = row_stats(logits, of_rows.temperatures)
-    best = stats.argmax.view(bs, block_size)
-    common = _common_mass(logits, of_rows, stats.log_normaliser, proposals)
-    greedy = filters.top_ks <= 1
-    agrees = (proposals.candidates == best[:, :-1, None]).float()
-    common = torch.where(greedy[:, None, None], torch.minimum(agrees, proposals.probs), common)
+    uniforms = torch.rand((bs, block_size + 1), device=logits.device)
+    return sample_with(logits, Filters.of(info, kernels), proposals, uniforms)
 
+
+def sample_with(
+    logits: Tensor,  # [bs * block, vocab] float32, adjusted
+    filters: Filters,  # of bs requests
+    proposals: Proposals,
+    uniforms: Tensor,  # [bs, block + 1] in [0, 1): a coin for every proposal, two for the draw
+    chunk: int = CHUNK,  # the draw takes a chunk of the vocabulary first, then a token of it
+) -> Tensor:
+    """[bs, block] int64: the committed tokens of each request, the rest NOT_COMMITTED, as `uniforms` decide."""
+    bs, block_size = proposals.tokens.shape
+    p = filtered_probs(logits, filters.repeat(block_size)).view(bs, block_size, -1)
+    best = logits.argmax(dim=-1).view(bs, block_size)
+    greedy = filters.top_ks <= 1
+    common = torch.minimum(p[:, :-1].gather(2, proposals.candidates), proposals.probs)
     proposed = proposals.tokens[:, 1:]
     is_proposed = proposals.candidates == proposed[:, :, None]
-    chance = (common * is_proposed).sum(dim=-1) / (proposals.probs * is_proposed).sum(dim=-1)
-    accepts = torch.rand_like(chance) < chance
+    q = (proposals.probs * is_proposed).sum(dim=-1).clamp(min=torch.finfo(torch.float32).tiny, max=1)
+    agrees = proposed == best[:, :-1]
+    chance = (common * is_proposed).sum(dim=-1) / q
+    accepts = torch.where(greedy[:, None], agrees, uniforms[:, : block_size - 1] < chance)
     num_accepted = accepts.long().cumprod(dim=1).sum(dim=1)
 
     # The one row of each request that draws its own token.
     request = torch.arange(bs, device=logits.device)
-    weights = filtered_probs(logits.view(bs, block_size, -1)[request, num_accepted], filters)
     rejecting = num_accepted.clamp(max=block_size - 2)
-    taken = common[request, rejecting] * (num_accepted < block_size - 1)[:, None]
-    left = weights.scatter_add(1, proposals.candidates[request, rejecting], -taken).clamp_(min=0)
-    left = torch.where(left.sum(dim=-1, keepdim=True) > 0, left, weights)  # nothing left but rounding
-    drawn = draw(left)
+    rejects = (num_accepted < block_size - 1)[:, None]
+    own = proposed[request, rejecting][:, None]
+    weights = p[request, num_accepted]
+    kept = torch.where(rejects, weights.scatter(1, own, 0.0), weights)
+    taken = common[request, rejecting] * rejects
+    left = kept.scatter_add(1, proposals.candidates[request, rejecting], -taken).clamp_(min=0)
+    left = torch.where(left.sum(dim=-1, keepdim=True) > 0, left, kept)  # nothing left but rounding
+    drawn = _draw_by_chunks(left, uniforms[:, block_size - 1 :], chunk)
     drawn = torch.where(greedy, best.gather(1, num_accepted[:, None]).squeeze(1), drawn)
 
     offsets = torch.arange(block_size, device=logits.device)
@@ -62,23 +119,17 @@ def rejection_sample(
     return committed.masked_fill(offsets > num_accepted[:, None], NOT_COMMITTED)
 
 
-def _common_mass(logits: Tensor, filters: Filters, log_normaliser: Tensor, proposals: Proposals) -> Tensor:
-    """[bs, block - 1, K]: at most min(p, q) of every candidate, p the target's filtered probability."""
-    bs, block_size = proposals.tokens.shape
-
-    def by_proposal(of_rows: Tensor) -> Tensor:
-        return of_rows.view(bs, block_size)[:, :-1, None]
-
-    logit = logits.view(bs, block_size, -1)[:, :-1].gather(2, proposals.candidates)
-    logprob = logit / by_proposal(filters.temperatures) - by_proposal(log_normaliser)
-    bounds = kept(logits, filters, log_normaliser)
-    p = logprob.exp() / by_proposal(bounds.mass)
-    p = torch.where(logprob >= by_proposal(bounds.floor), p, 0.0)
-    return torch.minimum(p, proposals.probs)
+def _draw_by_chunks(weights: Tensor, uniforms: Tensor, chunk: int) -> Tensor:
+    """weights [bs, n], uniforms [bs, 2] -> [bs] indices: a chunk in proportion to its mass, then a token of it."""
+    n = weights.shape[1]
+    chunk = min(chunk, n)
+    by_chunk = torch.nn.functional.pad(weights, (0, -n % chunk)).unflatten(1, (-1, chunk))
+    taken = _pick(by_chunk.sum(dim=-1), uniforms[:, 0])
+    return taken * chunk + _pick(by_chunk[torch.arange(len(taken), device=taken.device), taken], uniforms[:, 1])
 
 
-def committed(token_ids: Tensor, prefix_lens: Tensor) -> Accepted:
-    """The accept that `rejection_sample`'s tokens [bs, block] stand for."""
-    commit_lens = (token_ids != NOT_COMMITTED).sum(dim=1)
-    bonus_tokens = token_ids.gather(1, commit_lens[:, None] - 1).squeeze(1)
-    return Accepted(token_ids.clamp(min=0), commit_lens.int(), bonus_tokens, prefix_lens.long() + commit_lens)
+def _pick(weights: Tensor, coins: Tensor) -> Tensor:
+    """weights [bs, n], coins [bs] -> [bs] the first index at which the sum passes the coin's share."""
+    hit = (weights.cumsum(dim=-1) > (coins * weights.sum(dim=-1))[:, None]) & (weights > 0)
+    last = weights.shape[1] - 1 - (weights > 0).flip(-1).long().argmax(dim=-1)
+    return torch.where(hit.any(dim=-1), hit.long().argmax(dim=-1), last)

@@ -22,12 +22,13 @@ from dflash_sglang.compat import (
     get_exec,
     get_parallel,
 )
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
 from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.verify.rejection import committed, rejection_sample
+from dflash_sglang.verify.rejection import RejectionSampler
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.tail import VerifyTail
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
 
 
 class Verified(NamedTuple):
@@ -69,6 +69,8 @@ class Verifier:
         self._by_kernels = get_exec().kernel.sampling_backend == "flashinfer"
         max_requests = self._runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(self._runner.model_config.vocab_size, self._runner.device)
+        vocab_size = self._runner.model_config.vocab_size
+        self._sampler = RejectionSampler(max_requests, block_size, vocab_size, self._runner.device)
         self._processors = CustomProcessors(max_requests, block_size, self._runner.device)
         self._recurrent: RecurrentStates | None = None
 
@@ -82,6 +84,8 @@ class Verifier:
         if isinstance(graphs, DecodeCudaGraphRunner):
             # `prepare_for_verify` has loaded ids and positions: the replay need not load them again.
             graphs._skips_prefilled_inputs = True
+        block = torch.zeros((1, self._block_size), dtype=torch.int64, device=self._runner.device)
+        self._sampler.warm_up(Proposals.certain(block))
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
@@ -135,7 +139,7 @@ class Verifier:
             sampling_info,
             next_token_logits=logits,
             draft_input=draft_input,
-            draft_token_num=self._block_size,
+            draft_token_num=block.size,
             bs=block.batch_size,
         )
         if sampling_masks is not None:
@@ -143,9 +147,7 @@ class Verifier:
                 out_tokens=accepted.target_ids, commit_lens=accepted.commit_lens
             )
         if batch.return_logprob:
-            compute_spec_logprobs(
-                batch, logits_output, accepted.target_ids.view(-1), chain_stride=self._block_size
-            )
+            compute_spec_logprobs(batch, logits_output, accepted.target_ids.view(-1), chain_stride=block.size)
         features = logits_output.hidden_states
         logits_output.hidden_states = None  # else overlap scheduling copies it to the host
         written = forward.can_run_cuda_graph and self._tail.writes_context
@@ -155,8 +157,8 @@ class Verifier:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
         if not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._logits.best(forward.logits_output.next_token_logits)
-            self._accept(batch, block, tokens, target_ids.view(-1, self._block_size))
-        return self._acceptor.outcome(block.batch_size)
+            self._accept(batch, block, tokens, target_ids.view(-1, block.size))
+        return self._acceptor.outcome(block.batch_size, block.size)
 
     def _adjust(
         self,
@@ -170,7 +172,7 @@ class Verifier:
         """What requests ask of their logits, in the order of plain decoding."""
         if penalised is not None:
             self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
-        mask_and_bias(logits, batch.sampling_info, grammar_mask, self._block_size)
+        mask_and_bias(logits, batch.sampling_info, grammar_mask, block.size)
         if batch.sampling_info.has_custom_logit_processor:
             self._processors.apply(logits, batch, tokens, block.prefix_lens)
 
@@ -180,21 +182,17 @@ class Verifier:
         """What adjusted logits commit, the same on all ranks of a tensor-parallel group. Keeps the logits."""
         info = batch.sampling_info
         if info.is_all_greedy:
-            target_ids = logits.argmax(dim=-1).view(-1, self._block_size)
+            target_ids = logits.argmax(dim=-1).view(-1, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
         elif info.sampling_seed is not None:
             positions = block.positions.view(-1)
-            target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, self._block_size)
+            target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         else:
-            token_ids = rejection_sample(logits, info, proposals, self._by_kernels)
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, token_ids)
-            accepted = committed(token_ids, block.prefix_lens)
-            if not self._acceptor.simulates:
-                return accepted
-            target_ids = accepted.target_ids
+            target_ids = self._sampler.target_tokens(logits, info, proposals, self._by_kernels)
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         self._accept(batch, block, proposals.tokens, target_ids)
-        return self._acceptor.outcome(block.batch_size)
+        return self._acceptor.outcome(block.batch_size, block.size)
 
     def _accept(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, target_ids: torch.Tensor) -> None:
         self._acceptor.accept(tokens, target_ids, block.prefix_lens, batch.req_pool_indices)

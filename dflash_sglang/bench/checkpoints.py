@@ -1,0 +1,97 @@
+"""The pair that is served: given directories, random weights of given shapes, or the pair of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.checkpoint import config_directory
+from dflash_sglang.config import DraftConfigError, DraftSpec, read_config
+from dflash_sglang.families import foreign
+from dflash_sglang.pair import pair_directories
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Facts of the two checkpoints. ``context``: the target's longest context, or None where it names none."""
+
+    target: str
+    draft: str
+    spec: DraftSpec
+    target_layers: int | None
+    context: int | None
+    vocabulary: int
+    target_bytes: int  # of the weight files on this machine
+    draft_bytes: int
+
+
+def find(
+    target: str | None, draft: str | None, shapes: str | None, layers: int | None, out: Path,
+    say: Callable[[str], None],
+) -> Pair:  # fmt: skip
+    """The pair that the options name. Raises BadSetting."""
+    if shapes is not None:
+        if target or draft:
+            raise BadSetting(f"--shapes {shapes}: takes the place of --target and --draft; leave one of them out")
+        return facts(**random_weights(shapes, layers, out, say))
+    if layers is not None:
+        raise BadSetting(f"--layers {layers}: says how many layers the target of --shapes has; give --shapes")
+    if bool(target) != bool(draft):
+        given, missing = ("--target", "--draft") if target else ("--draft", "--target")
+        raise BadSetting(f"{given} {target or draft}: a target and its draft belong together; give {missing} too")
+    return facts(target, draft) if target and draft else facts(**pair_directories())
+
+
+def random_weights(shapes: str, layers: int | None, out: Path, say: Callable[[str], None]) -> dict[str, str]:
+    """Directories of random weights, written below `out` once and found there by the next run."""
+    from dflash_sglang.bench.random_pair import SHAPES, write_pair
+
+    if shapes not in SHAPES:
+        raise BadSetting(f"--shapes {shapes}: expected one of {', '.join(SHAPES)}")
+    directory = out / (f"random-{shapes}" if layers is None else f"random-{shapes}-{layers}")
+    if not (directory / "draft" / "config.json").is_file():  # the last file to be written
+        say(f"writing random weights in the shapes of {shapes} to {directory}")
+        return write_pair(directory, shapes, layers)
+    return {role: str(directory / role) for role in ("target", "draft")}
+
+
+def facts(target: str, draft: str) -> Pair:
+    """Raises BadSetting for a checkpoint that is not there, or a draft that another worker serves."""
+    directories = {"--target": _directory("--target", target), "--draft": _directory("--draft", draft)}
+    config, draft_config = (read_config(directory) for directory in directories.values())
+    reason = foreign(draft_config)
+    if reason is not None:
+        raise BadSetting(f"--draft {draft}: {reason}")
+    try:
+        spec = DraftSpec.from_config(draft_config)
+    except DraftConfigError as error:
+        raise BadSetting(f"--draft {draft}: {error}") from error
+    text: Mapping[str, Any] = config.get("text_config") or config
+    sizes = [_weights(directory) for directory in directories.values()]
+    layers, context = text.get("num_hidden_layers"), text.get("max_position_embeddings")
+    return Pair(target, draft, spec, layers, context, text.get("vocab_size", spec.vocab_size), *sizes)
+
+
+def why_no_built_in(pair: Pair, gpu: bool) -> str | None:
+    """Why SGLang's own worker cannot serve the pair on this machine, or None."""
+    if not gpu:
+        return "without this package SGLang serves no DFLASH on a CPU"
+    if pair.spec.speculators:
+        return "it does not read drafts in the speculators format"
+    if pair.target_layers and pair.target_layers - 1 in pair.spec.feature_layer_ids(pair.target_layers):
+        return "it cannot capture the output of the target's last layer, which the draft reads"
+    return None
+
+
+def _directory(option: str, path: str) -> Path:
+    try:
+        return config_directory(path, None)
+    except OSError as error:
+        raise BadSetting(f"{option} {path}: expected the directory of a checkpoint ({error})") from error
+
+
+def _weights(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))

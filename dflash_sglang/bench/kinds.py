@@ -1,0 +1,47 @@
+"""The kinds of servers that are compared, what makes one of a kind, and the proof of which worker ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from dflash_sglang import __version__
+from dflash_sglang.demo.server import Server, ServerFailed
+
+PLAIN, BUILT_IN, OURS = "plain", "built_in", "ours"
+ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    PLAIN: {"SGLANG_PLUGINS": "none"},
+    BUILT_IN: {"SGLANG_PLUGINS": "none"},
+    OURS: {"DFLASH_SGLANG_REQUIRE": "1"},
+}
+# What a DFLASH worker writes into the log once it is up.
+SIGNATURE: Mapping[str, str] = {
+    BUILT_IN: "Initialized DFLASH draft runner",
+    OURS: f"dflash_sglang {__version__} worker active",
+}
+READY_TIMEOUT = 400.0  # seconds; a first start compiles kernels
+
+
+def wait_for(kind: str, server: Server, on_wait: Callable[[], None] = lambda: None) -> None:
+    """Returns once a started server is ready; calls `on_wait` meanwhile.
+
+    Raises ServerFailed when it does not become ready, or when its log shows another kind's worker.
+    """
+    server.wait_ready(READY_TIMEOUT, on_wait)
+    try:
+        assert_worker(kind, server.log_text())
+    except ServerFailed as error:
+        raise ServerFailed(f"{error} ({server.log})") from None
+
+
+def assert_worker(kind: str, log: str) -> None:
+    """The log must hold the line that only this kind's worker writes, and none of another's; else ServerFailed."""
+    for other, line in SIGNATURE.items():
+        if (line in log) != (other == kind):
+            verb = "has" if line in log else "lacks"
+            raise ServerFailed(f"{kind}: another worker runs than expected, the log {verb} {line!r}")
+
+
+def worker_line(log: str) -> str:
+    """The line with which the DFLASH worker of a log presents itself; empty without one."""
+    lines = [line for line in log.splitlines() if any(one in line for one in SIGNATURE.values())]
+    return lines[0] if lines else ""

@@ -1,0 +1,132 @@
+"""One load on one server, by SGLang's own generator, `python -m sglang.benchmark.serving`, inside this process.
+
+Inside, because its import takes ten seconds and a comparison runs it dozens of times; with the arguments of its
+command line, so that anyone can repeat a load by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.demo.server import Server
+
+FLAGS = ("--backend", "sglang", "--flush-cache", "--disable-tqdm", "--output-details", "--seed", "1")
+
+
+class LoadFailed(RuntimeError):
+    """The load generator gave no result, or requests of it failed; the message holds what it said."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a load measured. Times between tokens leave the first one out; medians are over requests or tokens.
+
+    ``user_tokens_per_second``: what one user sees, the inverse of the median time per output token.
+    ``accept_length``: tokens after the first per verify step, 1 without speculation.
+    """
+
+    output_tokens_per_second: float
+    user_tokens_per_second: float
+    ttft_ms: float  # to the first token
+    inter_token_ms: float
+    accept_length: float
+    requests: int
+    output_tokens: int
+    seconds: float
+
+
+def generator() -> Any:
+    """SGLang's module; the import, the only one of it, takes seconds and warns of quantisations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.benchmark import serving
+    return serving
+
+
+def run(
+    server: Server, arguments: Sequence[str], speculative: bool, on_done: Callable[[int], None] = lambda done: None
+) -> Outcome:
+    """Drives the server with the generator's `arguments` beside FLAGS; on_done(requests answered).
+
+    Raises LoadFailed.
+    """
+    serving = generator()
+    with tempfile.TemporaryDirectory() as directory:
+        result, log = Path(directory) / "result.jsonl", Path(directory) / "serving.log"
+        argv = [*FLAGS, "--base-url", server.url, "--output-file", str(result), *arguments]
+        with log.open("w") as out, contextlib.redirect_stdout(out), _recorded(serving, on_done) as answers:
+            try:
+                with _command_line(argv):
+                    serving.cli_main()
+            except SystemExit as error:
+                if error.code not in (1, 2):  # a signal
+                    raise
+                out.flush()
+                raise LoadFailed(f"sglang.benchmark.serving {' '.join(argv)}\n{log.read_text()[-2000:]}") from None
+            except ValueError as error:  # the warm-up failed, or an argument is not accepted
+                raise LoadFailed(f"sglang.benchmark.serving {' '.join(argv)}\n{error}") from error
+        return outcome(json.loads(result.read_text()), answers, speculative)
+
+
+def outcome(result: dict[str, Any], answers: Sequence[Any], speculative: bool) -> Outcome:
+    """`result`: the generator's record; `answers`: of the warm-up and the load, in order of arrival."""
+    failed = [error for error in result["errors"] if error]
+    if failed or not result["completed"]:
+        raise LoadFailed(f"{len(failed)} of {len(result['errors'])} requests failed; the first: {failed[:1]}")
+    answers = answers[-result["completed"] :]
+    tokens = sum(answer.output_len for answer in answers)
+    accept_length = 1.0
+    if speculative:
+        # Each answer states its tokens per verify step, the first token among them.
+        steps = sum(answer.output_len / answer.spec_accept_length for answer in answers)
+        accept_length = (tokens - len(answers)) / steps
+    return Outcome(
+        output_tokens_per_second=result["output_throughput"],
+        user_tokens_per_second=1000 / result["median_tpot_ms"],
+        ttft_ms=result["median_ttft_ms"],
+        inter_token_ms=result["median_itl_ms"],
+        accept_length=accept_length,
+        requests=result["completed"],
+        output_tokens=tokens,
+        seconds=result["duration"],
+    )
+
+
+@contextlib.contextmanager
+def _command_line(arguments: Sequence[str]) -> Iterator[None]:
+    """This process as the generator's command finds it; straight to the server, whatever proxy is set."""
+    argv, environment = sys.argv, dict(os.environ)
+    sys.argv = ["sglang.benchmark.serving", *arguments]
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _recorded(serving: Any, on_done: Callable[[int], None]) -> Iterator[list[Any]]:
+    """Every answer as the generator's own client reads it: its record leaves the accept lengths out."""
+    client, answers = serving.ASYNC_REQUEST_FUNCS["sglang"], []
+
+    async def recording(*args: Any, **kwargs: Any) -> Any:
+        answers.append(await client(*args, **kwargs))
+        on_done(len(answers))
+        return answers[-1]
+
+    serving.ASYNC_REQUEST_FUNCS["sglang"] = recording
+    try:
+        yield answers
+    finally:
+        serving.ASYNC_REQUEST_FUNCS["sglang"] = client

@@ -1,0 +1,62 @@
+"""`bench.png`: throughput against concurrency, and the speed that one user sees against throughput."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench.table import groups
+
+MISSING = "bench.png is not drawn: matplotlib is not installed (pip install 'dflash_sglang[bench]')"
+STYLE = {"plain": ("0.5", "o"), "built_in": ("tab:orange", "s"), "ours": ("tab:blue", "D")}
+
+DASHES = ("-", "--", ":", "-.")
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def series(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """{title of a table: {server: {kind, concurrency, tokens_per_second, user_tokens_per_second}}}, the last three
+    as lists of the same order, by concurrency."""
+    out: dict[str, dict[str, dict[str, Any]]] = {}
+    for title, figures in groups(document).items():
+        lines = out.setdefault(title, {})
+        for figure in figures:
+            empty: dict[str, Any] = dict(concurrency=[], tokens_per_second=[], user_tokens_per_second=[])
+            line = lines.setdefault(figure["server"], {"kind": figure["kind"], **empty})
+            line["concurrency"].append(figure["concurrency"])
+            line["tokens_per_second"].append(figure["median"]["output_tokens_per_second"])
+            line["user_tokens_per_second"].append(figure["median"]["user_tokens_per_second"])
+    return out
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """Two panels for each table. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    panels = series(document)
+    figure = Figure(figsize=(11, 4.2 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 2, squeeze=False)
+    for (title, lines), (left, right) in zip(panels.items(), axes, strict=True):
+        drawn: list[str] = []  # widths of one kind differ in their lines
+        for server, line in lines.items():
+            color, marker = STYLE[line["kind"]]
+            dashes = DASHES[drawn.count(line["kind"]) % len(DASHES)]
+            drawn.append(line["kind"])
+            look = dict(label=server, color=color, marker=marker, linestyle=dashes)
+            left.plot(line["concurrency"], line["tokens_per_second"], **look)
+            right.plot(line["tokens_per_second"], line["user_tokens_per_second"], **look)
+        concurrency = sorted({at for line in lines.values() for at in line["concurrency"]})
+        left.set_xscale("log", base=2)
+        left.set_xticks(concurrency, [str(at) for at in concurrency])
+        left.set(title=title, xlabel="requests at a time", ylabel="output tokens/s")
+        right.set(title=title, xlabel="output tokens/s", ylabel="tokens/s per user")
+        for axis in (left, right):
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+            axis.legend()
+    figure.savefig(path, dpi=150)

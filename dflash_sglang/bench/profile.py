@@ -1,0 +1,73 @@
+"""Profiles decode steps of a running server under load, through SGLang's /start_profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench import prompts, trace
+from dflash_sglang.bench.settings import PROFILED_TOKENS, Served, Settings
+from dflash_sglang.demo.progress import Progress
+from dflash_sglang.demo.server import Server, ServerFailed
+
+STEPS = 12
+ACTIVITIES = ["GPU"]  # kernels and their launches; recording torch's operations too would slow the host
+TIMEOUT = 180.0  # seconds, for the first tokens and for the trace
+
+
+def take_apart(
+    settings: Settings, served: Served, server: Server, concurrency: int, progress: Progress
+) -> dict[str, Any]:
+    """The average decode step of that many requests, first rank: `trace.Step`'s fields, idle share, trace file."""
+    progress.begin(f"profiling {STEPS} steps, {concurrency} at a time: {served}")
+    directory = (settings.out / "traces" / f"{served.slug}_{concurrency}").resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("*.trace.json.gz"):
+        old.unlink()
+    asked = prompts.requests(settings, settings.inputs[0], concurrency)
+    sampling = {"temperature": 0, "max_new_tokens": PROFILED_TOKENS, "ignore_eos": True}
+    decoding = threading.Semaphore(0)
+
+    def client(request: dict[str, Any]) -> None:
+        for number, _ in enumerate(server.stream(**request, sampling_params=sampling)):
+            if number == 0:
+                decoding.release()
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        clients = [pool.submit(client, request) for request in asked]
+        deadline = time.monotonic() + TIMEOUT
+        for _ in clients:
+            while not decoding.acquire(timeout=1):
+                for failed in (one for one in clients if one.done()):
+                    failed.result()
+                if time.monotonic() > deadline:
+                    raise ServerFailed(f"no token within {TIMEOUT:.0f} s of a request")
+        server.post(
+            "/start_profile", output_dir=str(directory), num_steps=STEPS, activities=ACTIVITIES,
+            with_stack=False, record_shapes=False,
+        )  # fmt: skip
+        for done in clients:
+            done.result()
+    path, step = wait_for_trace(directory, progress)
+    progress.end(f"{step.step_ms:.3f} ms a step")
+    return {"concurrency": concurrency, **dataclasses.asdict(step), "idle": step.idle, "trace": str(path)}
+
+
+def wait_for_trace(directory: Path, progress: Progress, timeout: float = TIMEOUT) -> tuple[Path, trace.Step]:
+    """The first rank's trace once it is written to its end. Raises TraceError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        for path in sorted(directory.glob("*TP-0*.trace.json.gz")):
+            try:
+                return path, trace.read(path)
+            except (EOFError, OSError, json.JSONDecodeError):  # still being written
+                pass
+        if time.monotonic() > deadline:
+            raise trace.TraceError(f"no complete trace in {directory} after {timeout:.0f} s")
+        progress.update("waiting for the trace")
+        time.sleep(0.5)

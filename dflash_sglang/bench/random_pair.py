@@ -1,0 +1,215 @@
+"""Random weights in the shapes of a published target and its block-16 draft: for step time, not for acceptance.
+
+| shape | target | draft |
+|---|---|---|
+| qwen3-8b | Qwen3-8B: 36 layers (16.4 GB) | 5 layers (2.1 GB) |
+| qwen3-30b-a3b | Qwen3-30B-A3B: 48 layers, 128 experts of which 8 are taken (61 GB) | 8 dense layers (1.0 GB) |
+| tiny | 4 layers of width 32 (0.1 MB); for measurements of the host without a GPU | 1 layer |
+| small-moe | 6 layers, 16 experts, 4 taken (60 MB); vocabulary and tokenizer of the package's pair | 2 layers |
+
+The draft's share of a step follows from the layers: change those of the target and it is another one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dflash_sglang.pair import pair_directories
+
+BLOCK = 16
+COMMON: dict[str, Any] = dict(
+    rms_norm_eps=1e-6, max_position_embeddings=40960, torch_dtype="bfloat16", attention_bias=False,
+    tie_word_embeddings=False, hidden_act="silu",
+)  # fmt: skip
+QWEN3: dict[str, Any] = dict(COMMON, rope_theta=1e6, vocab_size=151936, bos_token_id=151643, eos_token_id=151645)
+BYTES: dict[str, Any] = dict(COMMON, rope_theta=1e4, vocab_size=320, bos_token_id=256, eos_token_id=257)
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`target`: fields of its config.json beside those of `common`; the draft is dense, of the same widths."""
+
+    common: Mapping[str, Any]
+    target: Mapping[str, Any]
+    draft_layers: int
+    draft_mlp: int
+    mask_token_id: int
+    tokenizer: bool = False  # the package's pair has one that fits
+
+
+SHAPES: Mapping[str, Shape] = {
+    "qwen3-8b": Shape(
+        QWEN3,
+        dict(
+            num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128,
+        ),
+        draft_layers=5, draft_mlp=12288, mask_token_id=151669,
+    ),
+    "qwen3-30b-a3b": Shape(
+        QWEN3,
+        dict(
+            num_hidden_layers=48, hidden_size=2048, intermediate_size=6144, num_attention_heads=32,
+            num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+            moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+        ),
+        draft_layers=8, draft_mlp=6144, mask_token_id=151669,
+    ),
+    "tiny": Shape(
+        BYTES,
+        dict(
+            num_hidden_layers=4, hidden_size=32, intermediate_size=32, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=32,
+        ),
+        draft_layers=1, draft_mlp=32, mask_token_id=259,
+    ),
+    "small-moe": Shape(
+        BYTES,
+        dict(
+            num_hidden_layers=6, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
+            moe_intermediate_size=256, norm_topk_prob=True, decoder_sparse_step=1,
+        ),
+        draft_layers=2, draft_mlp=1024, mask_token_id=259, tokenizer=True,
+    ),
+}  # fmt: skip
+
+
+def matrix(rows: int, columns: int) -> torch.Tensor:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return (torch.randn(rows, columns, device=device) * 0.02).bfloat16().cpu()
+
+
+def ones(size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.bfloat16)
+
+
+def mlp(prefix: str, hidden: int, width: int) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.gate_proj.weight": matrix(width, hidden),
+        f"{prefix}.up_proj.weight": matrix(width, hidden),
+        f"{prefix}.down_proj.weight": matrix(hidden, width),
+    }
+
+
+def layer(prefix: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of one decoder layer, with experts where the config has them."""
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    attention, block = f"{prefix}.self_attn", f"{prefix}.mlp"
+    tensors = {
+        f"{attention}.q_proj.weight": matrix(queries, hidden),
+        f"{attention}.k_proj.weight": matrix(keys, hidden),
+        f"{attention}.v_proj.weight": matrix(keys, hidden),
+        f"{attention}.o_proj.weight": matrix(hidden, queries),
+        f"{attention}.q_norm.weight": ones(dim),
+        f"{attention}.k_norm.weight": ones(dim),
+        f"{prefix}.input_layernorm.weight": ones(hidden),
+        f"{prefix}.post_attention_layernorm.weight": ones(hidden),
+    }
+    if "num_experts" not in config:
+        return tensors | mlp(block, hidden, config["intermediate_size"])
+    tensors[f"{block}.gate.weight"] = matrix(config["num_experts"], hidden)
+    for i in range(config["num_experts"]):
+        tensors |= mlp(f"{block}.experts.{i}", hidden, config["moe_intermediate_size"])
+    return tensors
+
+
+def target_config(shape: Shape, layers: int | None) -> dict[str, Any]:
+    moe = "num_experts" in shape.target
+    return {
+        **shape.common,
+        **shape.target,
+        "model_type": "qwen3_moe" if moe else "qwen3",
+        "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
+        "num_hidden_layers": layers or shape.target["num_hidden_layers"],
+        **({"mlp_only_layers": []} if moe else {}),
+    }
+
+
+def draft_config(shape: Shape, target: Mapping[str, Any]) -> dict[str, Any]:
+    """Features of five layers of the target, evenly apart, the first and the last two not among them."""
+    dense = {key: value for key, value in target.items() if key not in (*EXPERTS, "mlp_only_layers")}
+    layers = target["num_hidden_layers"]
+    features = min(5, layers - 3)
+    return {
+        **dense,
+        "model_type": "qwen3",
+        "architectures": ["DFlashDraftModel"],
+        "intermediate_size": shape.draft_mlp,
+        "num_hidden_layers": shape.draft_layers,
+        "num_target_layers": layers,
+        "block_size": BLOCK,
+        "layer_types": ["full_attention"] * shape.draft_layers,
+        "dflash_config": {
+            "target_layer_ids": [1 + i * (layers - 4) // max(1, features - 1) for i in range(features)],
+            "mask_token_id": shape.mask_token_id,
+        },
+    }
+
+
+def save(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if tensors:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def target_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    tensors = {
+        "model.embed_tokens.weight": matrix(vocabulary, hidden),
+        "lm_head.weight": matrix(vocabulary, hidden),
+        "model.norm.weight": ones(hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        tensors |= layer(f"model.layers.{i}", config)
+    return tensors
+
+
+def draft_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    hidden = config["hidden_size"]
+    tensors = {name: ones(hidden) for name in ("hidden_norm.weight", "norm.weight")}
+    tensors["fc.weight"] = matrix(hidden, len(config["dflash_config"]["target_layer_ids"]) * hidden)
+    for i in range(config["num_hidden_layers"]):
+        tensors |= layer(f"layers.{i}", config)
+    return tensors
+
+
+def write_words(directory: Path, vocabulary: int) -> None:
+    """A tokenizer of as many words, `w0`, `w1`, ..., for clients that count and show text."""
+    model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocabulary)}, "unk_token": "w0"}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": model,
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def write_pair(directory: Path, name: str, layers: int | None = None, config_only: bool = False) -> dict[str, str]:
+    """Writes a pair of the shape `name`; the directories by `target` and `draft`."""
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    target = target_config(shape, layers)
+    save(directory / "target", {} if config_only else target_tensors(target), target)
+    if shape.tokenizer:
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(Path(pair_directories()["target"]) / file, directory / "target" / file)
+    else:
+        write_words(directory / "target", shape.common["vocab_size"])
+    draft = draft_config(shape, target)
+    # Last, and its config.json after its weights: where that is, the pair is complete.
+    save(directory / "draft", draft_tensors(draft), draft)
+    return {role: str(directory / role) for role in ("target", "draft")}

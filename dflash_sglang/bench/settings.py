@@ -1,0 +1,103 @@
+"""What a run measures: the checked options of `dflash-sglang bench`, and the cells and servers that follow."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dflash_sglang.bench.kinds import PLAIN
+
+LEAST_REQUESTS = 4  # of a load
+PROFILED_TOKENS = 1536  # of each request, enough to decode until the profiled steps are over
+
+
+class BadSetting(ValueError):
+    """An option that cannot be measured; names it, its value and what was expected."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One load. ``input``: tokens of each prompt, None for texts as they are."""
+
+    concurrency: int
+    input: int | None
+    temperature: float
+
+    def __str__(self) -> str:
+        text = "texts as they are" if self.input is None else f"{self.input} tokens in"
+        return f"{self.concurrency} at a time, {text}, temperature {self.temperature:g}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """One server of the comparison. ``width``: its verify width, None without speculation."""
+
+    kind: str
+    width: int | None = None
+
+    def __str__(self) -> str:
+        name = self.kind.replace("_", "-")
+        return name if self.width is None else f"{name}, width {self.width}"
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a file's."""
+        return self.kind if self.width is None else f"{self.kind}_{self.width}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``widths``: verify widths; ``output``: tokens of each completion; ``requests``: of a load, for each that
+    runs at a time; ``accept_length``: forced, or None for the draft's own; ``prompts``: texts, empty for random
+    token ids; ``together``: all servers up at once; ``profile``: concurrencies at which a step is taken apart."""
+
+    target: str
+    draft: str
+    vocabulary: int
+    gpu: bool
+    kinds: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]  # (kind, why it does not run)
+    out: Path
+    concurrency: tuple[int, ...]
+    widths: tuple[int, ...]
+    inputs: tuple[int | None, ...]
+    temperatures: tuple[float, ...]
+    top_p: float
+    output: int
+    requests: int
+    rounds: int
+    accept_length: float | None
+    prompts: tuple[str, ...] = field(repr=False)
+    chat: bool
+    together: bool
+    together_reason: str
+    mem_fraction: float | None
+    max_total_tokens: int
+    flags: tuple[str, ...]
+    dflash_flags: tuple[str, ...]
+    ours_flags: tuple[str, ...]
+    profile: tuple[int, ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        sweep = itertools.product(self.temperatures, self.inputs, self.concurrency)
+        return [Cell(concurrency, length, temperature) for temperature, length, concurrency in sweep]
+
+    @property
+    def served(self) -> list[Served]:
+        """The servers in the order in which they take turns."""
+        return [
+            served
+            for kind in self.kinds
+            for served in ([Served(kind)] if kind == PLAIN else [Served(kind, width) for width in self.widths])
+        ]
+
+    @property
+    def dtype(self) -> str:
+        """Of the CPU platform, whose outputs are compared for equality; on a GPU the checkpoint's own."""
+        return "auto" if self.gpu else "float32"
+
+    def requests_of(self, cell: Cell) -> int:
+        """How many requests a load of the cell has."""
+        return max(self.requests * cell.concurrency, LEAST_REQUESTS)

@@ -1,0 +1,153 @@
+"""The measurement: servers up together and taking turns, or one after the other, through all cells and rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench import load, prompts, servers
+from dflash_sglang.bench.kinds import BUILT_IN, PLAIN, wait_for, worker_line
+from dflash_sglang.bench.load import LoadFailed, Outcome
+from dflash_sglang.bench.profile import take_apart
+from dflash_sglang.bench.settings import Cell, Served, Settings
+from dflash_sglang.demo.measure import run_prompts
+from dflash_sglang.demo.progress import Progress
+from dflash_sglang.demo.server import Server, ServerFailed
+
+COMPARED_PROMPTS = 4
+COMPARED_TOKENS = 64
+
+
+@dataclass
+class Measured:
+    """Everything that was measured on one server. ``outputs``: greedy, of the compared prompts."""
+
+    served: Served
+    worker: str = ""
+    rounds: dict[Cell, list[Outcome]] = field(default_factory=dict)
+    outputs: list[list[int]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+
+def measure(settings: Settings, results: Mapping[Served, Measured], progress: Progress) -> None:
+    """Fills `results`, one for each of `settings.served`; what they hold when something fails is measured.
+
+    Raises ServerFailed or TraceError; all servers end in any case.
+    """
+    progress.begin("importing SGLang's load generator")
+    load.generator()
+    progress.end()
+    with tempfile.TemporaryDirectory(prefix="dflash-sglang-bench-") as scratch:
+        for group in [settings.served] if settings.together else [[served] for served in settings.served]:
+            with contextlib.ExitStack() as stack:
+                running = start(settings, group, stack, results, progress)
+                for cell in settings.cells:
+                    _rounds(settings, cell, running, results, Path(scratch), progress)
+                if settings.accept_length is None:
+                    for served, server in running.items():
+                        with _named(served, server):
+                            results[served].outputs = _outputs(settings, served, server, progress)
+                for concurrency in settings.profile:
+                    for served, server in running.items():
+                        if served.kind != PLAIN:
+                            with _named(served, server):
+                                step = take_apart(settings, served, server, concurrency, progress)
+                            results[served].steps.append(step)
+
+
+def start(
+    settings: Settings,
+    group: Sequence[Served],
+    stack: contextlib.ExitStack,
+    results: Mapping[Served, Measured],
+    progress: Progress,
+) -> dict[Served, Server]:
+    """Ready servers, which `stack` ends. Raises ServerFailed when one does not start or has another worker."""
+    running: dict[Served, Server] = {}
+    # The first start fills the compilation caches that the others, started at once, then share.
+    for batch in (group[:1], group[1:]):
+        for served in batch:
+            running[served] = stack.enter_context(servers.server_of(settings, served))
+        for served in batch:
+            progress.begin(f"starting the server: {served}")
+            try:
+                wait_for(served.kind, running[served], progress.update)
+            except ServerFailed as error:
+                raise ServerFailed(_failure(settings, served, running[served], error)) from error
+            results[served].worker = worker_line(running[served].log_text())
+            progress.end("ready")
+    return running
+
+
+def _rounds(
+    settings: Settings,
+    cell: Cell,
+    running: Mapping[Served, Server],
+    results: Mapping[Served, Measured],
+    scratch: Path,
+    progress: Progress,
+) -> None:
+    count = settings.requests_of(cell)
+    flags = prompts.dataset_flags(settings, cell.input, count, settings.output, scratch)
+    flags += ["--num-prompts", str(count), "--max-concurrency", str(cell.concurrency)]
+    flags += ["--warmup-requests", str(cell.concurrency), "--temperature", str(cell.temperature)]
+    if cell.temperature > 0:
+        flags += ["--top-p", str(settings.top_p)]
+    for number in range(1, settings.rounds + 1):
+        for served, server in running.items():
+            progress.begin(f"{cell}, round {number} of {settings.rounds}: {served}")
+            total = count + cell.concurrency  # with the warm-up
+
+            def on_done(done: int, total: int = total) -> None:
+                progress.update(f"{done} of {total} requests")
+
+            with _named(served, server):
+                outcome = load.run(server, flags, served.kind != PLAIN, on_done)
+            results[served].rounds.setdefault(cell, []).append(outcome)
+            accepted = "" if served.kind == PLAIN else f", accept length {outcome.accept_length:.2f}"
+            progress.end(f"{outcome.output_tokens_per_second:.1f} tokens/s{accepted}")
+
+
+def _outputs(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:
+    texts = prompts.contexts(settings, None, COMPARED_PROMPTS)
+    progress.begin(f"greedy outputs of {len(texts)} prompts: {served}")
+    run = run_prompts(server, texts, COMPARED_TOKENS, lambda done: progress.update(f"{done} of {len(texts)}"))
+    progress.end(f"{run.tokens} tokens")
+    return run.outputs
+
+
+@contextlib.contextmanager
+def _named(served: Served, server: Server) -> Iterator[None]:
+    """Whatever goes wrong between a client and a server, with the server's name, its own error and its log."""
+    try:
+        yield
+    except (LoadFailed, OSError) as error:
+        reason = first_error(server.log_text()) or "no error in its log"
+        raise ServerFailed(f"{served}: {error}\n{reason}\n{server.log_tail()}") from error
+
+
+def _failure(settings: Settings, served: Served, server: Server, error: ServerFailed) -> str:
+    """What went wrong first, by the log's own words, before the end of the log; and what can be left out."""
+    lines = [f"{served}: {error}"]
+    if reason := first_error(server.log_text()):
+        lines.insert(0, f"{served}: {reason} ({server.log})")
+    if served.kind == BUILT_IN:
+        lines.append("the comparison runs without the built-in worker with: --servers plain ours")
+    if settings.together:
+        lines.append("where memory is short, --in-turn runs one server at a time")
+    return "\n".join(lines)
+
+
+def first_error(log: str) -> str:
+    """The message that ends the first traceback of a log; empty without one."""
+    inside = False
+    for line in log.splitlines():
+        if "Traceback (most recent call last)" in line:
+            inside = True
+        elif inside and line[:1].isalpha() and ":" in line:
+            return line
+    return ""

@@ -1,0 +1,121 @@
+"""`bench.md`: the medians of a run as Markdown tables, each with what it was measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dflash_sglang.bench.kinds import BUILT_IN, PLAIN
+
+COLUMNS = (
+    "at a time", "server", "output tok/s", "tok/s per user", "first token, ms", "between tokens, ms",
+    "accept length", "tok/s over plain", "tok/s over built-in",
+)  # fmt: skip
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """All tables of a `document.document`, one per input length and temperature."""
+    versions, settings = document["versions"], document["settings"]
+    where = "CPU" if versions["gpu"] == "none" else versions["gpu"].replace("\n", "; ")
+    parts = [
+        "# DFLASH, measured",
+        f"{where}; dflash_sglang {versions['dflash_sglang']}, SGLang {versions['sglang']}, torch "
+        f"{versions['torch']}; {document['date']}.",
+        f"Target `{document['target']}`, draft `{document['draft']}`; {settings['output']} tokens out; servers "
+        f"{'up together, by turns' if settings['together'] else 'one after the other'}, "
+        f"{_rounds(settings['rounds'])}; {_acceptance(settings)}.",
+    ]
+    if document["incomplete"]:
+        parts.append(f"Incomplete: {document['incomplete'].splitlines()[0]}")
+    for group, figures in groups(document).items():
+        parts += [f"## {group}", _rows(COLUMNS, [_row(figure, figures) for figure in figures])]
+    parts += [f"{one['kind'].replace('_', '-')}: not run, {one['reason']}." for one in document["skipped"]]
+    if outputs := document["outputs"]:
+        parts += [
+            f"Greedy outputs of {outputs['new_tokens']} tokens equal to those without speculation, {server}: "
+            f"{equal} of {outputs['prompts']}." + ("" if settings["dtype"] == "float32" else ROUNDING)
+            for server, equal in outputs["equal_to_plain"].items()
+        ]
+    return "\n\n".join([*parts, *map(step_table, document["profile"])]) + "\n"
+
+
+ROUNDING = " In 16-bit types a block's forward rounds differently from a single token's; near-ties may fall apart."
+
+
+def groups(document: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """The figures by the title of their table, in it by concurrency."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for figure in document["figures"]:
+        length = "texts as they are" if figure["input"] is None else f"{figure['input']} tokens in"
+        sampling = "greedy" if figure["temperature"] == 0 else f"temperature {figure['temperature']:g}"
+        found.setdefault(f"{length}, {sampling}", []).append(figure)
+    return {title: sorted(figures, key=lambda one: one["concurrency"]) for title, figures in found.items()}
+
+
+def ratio(figure: Mapping[str, Any], figures: Iterable[Mapping[str, Any]], kind: str) -> float | None:
+    """Output tokens per second over those of the server of a kind under the same load, of the same width if it
+    has one; None without such a server."""
+    for other in figures:
+        same_load = all(other[key] == figure[key] for key in ("concurrency", "input", "temperature"))
+        if same_load and other["kind"] == kind and other["width"] in (None, figure["width"]):
+            rates = (one["median"]["output_tokens_per_second"] for one in (figure, other))
+            return next(rates) / next(rates)
+    return None
+
+
+def step_table(step: Mapping[str, Any]) -> str:
+    """A profiled step: where its time goes, and what runs outside of its graphs."""
+    share = lambda ms: f"{ms / step['step_ms']:.1%}"  # noqa: E731
+    kernels = step["kernels"]
+    rows = [
+        ("verify graph", step["verify_ms"], kernels["verify"]),
+        ("draft graph", step["draft_ms"], kernels["draft"]),
+        ("other graphs", step["other_graphs_ms"], kernels["other_graphs"]),
+        ("outside of graphs", step["outside_ms"], kernels["outside"]),
+        ("gaps within graphs", step["gaps_in_graphs_ms"], 0),
+        ("gaps between launches", step["gaps_ms"] - step["gaps_in_graphs_ms"], 0),
+    ]
+    split = _rows(
+        ("part of a step", "ms", "share", "kernels"),
+        [(name, f"{ms:.3f}", share(ms), f"{count:.1f}" if count else "") for name, ms, count in rows],
+    )
+    title = f"## A step of {step['server']}, {step['concurrency']} at a time"
+    facts = f"{step['step_ms']:.3f} ms, average of {step['steps']} steps; the GPU is idle for {step['idle']:.1%}."
+    parts = [title, facts, split]
+    if step["outside_kernels"]:
+        outside = [(f"`{name[:90]}`", f"{count:.1f}", f"{us:.1f}") for name, count, us in step["outside_kernels"]]
+        parts.append(_rows(("outside of graphs", "launches a step", "us a step"), outside))
+    return "\n\n".join(parts)
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"medians of {count} rounds"
+
+
+def _acceptance(settings: Mapping[str, Any]) -> str:
+    if settings["accept_length"] is None:
+        return "accept lengths are the draft's own"
+    return f"accept length forced to {settings['accept_length']:g}: speed only, the output means nothing"
+
+
+def _row(figure: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    median, kind = figure["median"], figure["kind"]
+    ratios = [
+        None if kind in (PLAIN, of) else ratio(figure, figures, of)
+        for of in (PLAIN, BUILT_IN)
+    ]  # fmt: skip
+    return [
+        str(figure["concurrency"]),
+        figure["server"],
+        f"{median['output_tokens_per_second']:.1f}",
+        f"{median['user_tokens_per_second']:.1f}",
+        f"{median['ttft_ms']:.1f}",
+        f"{median['inter_token_ms']:.2f}",
+        "" if kind == PLAIN else f"{median['accept_length']:.2f}",
+        *("" if value is None else f"{value:.3f}" for value in ratios),
+    ]
+
+
+def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,106 @@
+"""WidthConfig: what an operator sets of the width policy, checked against the checkpoint's block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+PLAIN = 1  # the width of plain decoding: nothing is drafted
+DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
+
+
+class WidthConfigError(ValueError):
+    """A setting of the width policy is unknown, of the wrong type or out of range."""
+
+
+@dataclass(frozen=True)
+class WidthConfig:
+    """Settings of the width policy.
+
+    ``widths``: the verify widths to choose from; by default those of 16, 12, 8, 6, 4, 2 that fit the block, and
+    the block itself. Width 1, plain decoding, is always among them: a request may ask for it.
+
+    ``fixed``: always this width (still 1 for requests that all ask for less); nothing is estimated or probed.
+
+    ``margin``: a width is left for another only if that one promises this much more throughput.
+
+    ``probe_budget``: share of the time that may be spent on steps at widths that look worse.
+
+    ``prior_acceptance``: conditional acceptance of a proposal before anything was verified.
+
+    ``prior_strength``: pseudo-count, in rejections, by which a request starts as the average request.
+
+    ``memory``: verify steps of its own after which a request's history weighs 1/e.
+
+    ``exchange_every``: steps between two exchanges of measured step times in a group of ranks.
+    """
+
+    widths: tuple[int, ...] | None = None
+    fixed: int | None = None
+    margin: float = 0.02
+    probe_budget: float = 0.01
+    prior_acceptance: float = 0.8
+    prior_strength: float = 2.0
+    memory: int = 64
+    exchange_every: int = 64
+
+    def __post_init__(self) -> None:
+        if self.widths is not None:
+            if not isinstance(self.widths, Sequence) or isinstance(self.widths, str) or not self.widths:
+                raise _error("widths", self.widths, "a list of whole numbers from 1 to the draft's block")
+            for width in self.widths:
+                _check("widths", width, int, 1, None, "whole numbers from 1 to the draft's block")
+            object.__setattr__(self, "widths", tuple(self.widths))
+            if self.fixed is not None:
+                raise WidthConfigError(f"width: fixed={self.fixed} and widths={self.widths}: give one of them.")
+        if self.fixed is not None:
+            _check("fixed", self.fixed, int, 1, None, "a whole number from 1 to the draft's block")
+        _check("margin", self.margin, float, 0.0, 0.5, "a share from 0 to 0.5")
+        _check("probe_budget", self.probe_budget, float, 0.0, 0.1, "a share of the time from 0 to 0.1")
+        _check("prior_acceptance", self.prior_acceptance, float, 0.01, 0.99, "a probability from 0.01 to 0.99")
+        _check("prior_strength", self.prior_strength, float, 0.1, 1000.0, "a count from 0.1 to 1000")
+        _check("memory", self.memory, int, 2, 100_000, "a whole number of steps from 2 to 100000")
+        _check("exchange_every", self.exchange_every, int, 1, 100_000, "a whole number of steps from 1 to 100000")
+
+    @classmethod
+    def from_mapping(cls, values: object) -> WidthConfig:
+        """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
+        if not isinstance(values, Mapping):
+            raise WidthConfigError(f"width: expected a JSON object, found {type(values).__name__}.")
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise WidthConfigError(f"width: unknown key {key!r}. Known keys: {', '.join(known)}. Correct it.")
+        return cls(**values)
+
+    def states(self, block: int) -> tuple[int, ...]:
+        """The widths to capture for a draft of this block, ascending, 1 first. Raises WidthConfigError."""
+        wanted = self.widths or DEFAULT_WIDTHS
+        if self.fixed is not None:
+            wanted = (self.fixed,)
+        elif self.widths is None:
+            wanted = (*(width for width in DEFAULT_WIDTHS if width < block), block)
+        if max(wanted) > block:
+            key, value = ("fixed", self.fixed) if self.fixed is not None else ("widths", list(wanted))
+            raise WidthConfigError(
+                f"width: {key}={value}: expected at most {block}, the block that is served; a draft may be served "
+                f"narrower than its block, not wider. Lower it, or leave {key} out."
+            )
+        return tuple(sorted({*wanted, PLAIN}))
+
+
+def request_max_width(value: Any) -> int:
+    """`max_width` of a request's custom_params. Raises WidthConfigError with what was expected."""
+    _check("max_width", value, int, 1, None, "a whole number, at least 1 (1: this request is not drafted for)")
+    return int(value)
+
+
+def _check(key: str, value: Any, kind: type, low: float, high: float | None, expected: str) -> None:
+    fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+    if not fits or isinstance(value, bool) or not value >= low or (high is not None and value > high):
+        raise _error(key, value, expected)
+
+
+def _error(key: str, value: Any, expected: str) -> WidthConfigError:
+    return WidthConfigError(f"width: {key}={value!r} ({type(value).__name__}): expected {expected}. Change it.")

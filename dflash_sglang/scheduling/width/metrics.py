@@ -1,0 +1,42 @@
+"""What a width policy reports of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class WidthMetrics:
+    """Counters since start-up, by width. Steps whose time was not measured count with the estimate of it.
+
+    `gain_over_plain` and `gain_over_full` are estimates of the last choice: committed tokens per second of the
+    chosen width over those of plain decoding and of the whole block.
+    """
+
+    widths: Sequence[int]
+    steps: list[int] = field(init=False)
+    seconds: list[float] = field(init=False)
+    probes: list[int] = field(init=False)
+    changes: int = 0
+    last_change: str = "start"
+    gain_over_plain: float = 1.0
+    gain_over_full: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.steps = [0] * len(self.widths)
+        self.seconds = [0.0] * len(self.widths)
+        self.probes = [0] * len(self.widths)
+
+    def snapshot(self) -> dict[str, Any]:
+        """For logs and gauges: width histogram, seconds in each width, probes, the last change and its reason."""
+        return {
+            "steps": dict(zip(self.widths, self.steps, strict=True)),
+            "seconds": dict(zip(self.widths, self.seconds, strict=True)),
+            "probes": dict(zip(self.widths, self.probes, strict=True)),
+            "changes": self.changes,
+            "last_change": self.last_change,
+            "gain_over_plain": self.gain_over_plain,
+            "gain_over_full": self.gain_over_full,
+        }

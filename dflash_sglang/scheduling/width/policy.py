@@ -1,0 +1,199 @@
+"""WidthPolicy: what the worker asks for the width of the next step, and tells of those that came back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_sglang.scheduling.width.acceptance import Acceptance
+from dflash_sglang.scheduling.width.choice import Choice, Chooser
+from dflash_sglang.scheduling.width.config import PLAIN, WidthConfig
+from dflash_sglang.scheduling.width.group import Group
+from dflash_sglang.scheduling.width.metrics import WidthMetrics
+from dflash_sglang.scheduling.width.step_times import StepTimes, StepTimesError
+
+MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap scheduling has at most two
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Width of one step. `probe`: tried for this step alone; `reason` as in `choice.Choice`."""
+
+    step: int
+    width: int
+    probe: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    step: int
+    slots: np.ndarray
+    width: int
+    bucket: int
+    context_tokens: float
+    expected_seconds: float
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What all ranks of the group ask of a step; `accepted` [widths] as expected of all requests together."""
+
+    requests: float
+    batch: int
+    context_tokens: float
+    limit: int
+    unknown: float
+    accepted: list[float]
+
+
+class WidthPolicy:
+    """One width for every step of the whole batch.
+
+    At start-up: `step_times.record` for every cell of `startup_cells`, then `start`. Serving: `admit` when a
+    request is prefilled, `choose` before each decode step, `verified` when its result is on the host, in the order
+    of the steps. Overlap scheduling chooses a step or two ahead of what it was told; a result that comes back
+    after its request's slot was given away is dropped.
+
+    All ranks of a group that must choose alike make the same calls in the same order; only `seconds` may differ
+    (`group.Group`). Nothing here reads a clock or draws.
+    """
+
+    def __init__(
+        self,
+        config: WidthConfig,
+        block: int,
+        buckets: Sequence[int],
+        max_requests: int,
+        group: Group | None = None,
+        slots: int | None = None,
+    ):
+        """`block`: verify width of the served block; `buckets`: captured batch sizes, the largest at least
+        `max_requests`, which run at once on this rank; requests are named by slots in [0, `slots`), by default
+        [0, `max_requests`]."""
+        if buckets[-1] < max_requests:
+            raise StepTimesError(
+                f"buckets end at {buckets[-1]}: expected at least max_requests={max_requests}. Add the batch "
+                "sizes that run without a graph."
+            )
+        self.config = config
+        self.widths = config.states(block)
+        self.step_times = StepTimes(buckets, self.widths)
+        self.acceptance = Acceptance(
+            self.widths,
+            max_requests + 1 if slots is None else slots,
+            config.prior_acceptance,
+            config.prior_strength,
+            config.memory,
+        )
+        # Of a rank alone nothing may decide where no rank has told its load: this is equal on all of them.
+        self._no_load = _Load(1.0, 0, 0.0, self.widths[-1], 0.0, self.acceptance.expected_of_a_new_request())
+        self.metrics = WidthMetrics(self.widths)
+        self._chooser = Chooser(self.widths, config.margin, config.probe_budget)
+        self._group = group or Group()
+        self._step = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._unshared: list[tuple[_InFlight, float]] = []
+
+    def start(self) -> None:
+        """Ends start-up: builds the table of step times, rank 0's for every rank."""
+        if self.config.fixed is not None:
+            return
+        self.step_times.fit()
+        if self._group.share_times is not None:
+            self.step_times.load(self._group.share_times(self.step_times.table()))
+
+    def admit(self, slots: np.ndarray, max_widths: Sequence[int] | None = None) -> None:
+        """New requests in these slots [n], with the `max_width` of each."""
+        self.acceptance.admit(slots, self._step, max_widths)
+
+    def choose(self, slots: np.ndarray, context_tokens: int) -> Decision:
+        """The width of the next step for the requests in `slots` [n] (none: another rank has requests), whose
+        contexts have `context_tokens` together. Raises RuntimeError if steps are chosen and never verified."""
+        if len(self._in_flight) >= MOST_IN_FLIGHT:
+            raise RuntimeError(
+                f"{MOST_IN_FLIGHT} steps were chosen and none verified: expected `verified` once per `choose`."
+            )
+        slots = np.array(slots, np.intp)
+        load = self._load(slots, context_tokens)
+        bucket, expected_seconds = 0, 0.0
+        if self.config.fixed is not None:
+            choice = self._fixed(load)
+        else:
+            self._share_times()
+            bucket = self.step_times.bucket(max(load.batch, 1))
+            seconds = self.step_times.seconds(bucket, load.context_tokens)
+            choice = self._choose(load, bucket, seconds)
+            expected_seconds = seconds[choice.width]
+        step, self._step = self._step, self._step + 1
+        self._in_flight.append(_InFlight(step, slots, choice.width, bucket, load.context_tokens, expected_seconds))
+        self.metrics.steps[choice.width] += 1
+        self.metrics.probes[choice.width] += choice.probe
+        if choice.reason not in ("hold", "probe"):
+            self.metrics.changes += choice.reason != "start"
+            self.metrics.last_change = choice.reason
+        return Decision(step, self.widths[choice.width], choice.probe, choice.reason)
+
+    def verified(self, accepted: Sequence[int] | np.ndarray, seconds: float | None = None) -> None:
+        """The oldest step that is in flight came back: `accepted` [n] proposals, and how long it took.
+
+        `seconds`: from the end of the step before to the end of this one, so that the host's share counts; None
+        where something else ran in between (a prefill). Raises ValueError if [n] is not that step's.
+        """
+        if not self._in_flight:
+            raise ValueError("verified: no step is in flight: expected one `verified` per `choose`.")
+        done = self._in_flight.popleft()
+        if len(accepted) != len(done.slots):
+            raise ValueError(
+                f"verified: {len(accepted)} results for step {done.step}: expected {len(done.slots)}, one for "
+                "each of its requests, and results in the order of the steps."
+            )
+        self.metrics.seconds[done.width] += done.expected_seconds if seconds is None else seconds
+        if self.config.fixed is not None:
+            return
+        self.acceptance.observe(done.step, done.slots, done.width, np.asarray(accepted, np.int64))
+        if self._group.share_times is not None:
+            self._unshared.append((done, np.nan if seconds is None else seconds))
+        elif seconds is not None:
+            self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds)
+
+    def _load(self, slots: np.ndarray, context_tokens: float) -> _Load:
+        """Of the whole group, one step late if its exchange is."""
+        batch, limit = len(slots), self.acceptance.cap(slots)
+        unknown = self.acceptance.unknown(slots) if self._chooser.plain else 0.0
+        accepted = self.acceptance.expected(slots)
+        load = _Load(float(batch), batch, float(context_tokens), limit, unknown, accepted)
+        if self._group.gather_loads is not None:
+            row = np.array([batch, context_tokens, limit if batch else PLAIN, unknown, *accepted], np.float64)
+            rows = self._group.gather_loads(row)
+            # Ranks pad to the largest batch among them, and wait for the one with the longest contexts.
+            most, total = rows.max(axis=0).tolist(), rows.sum(axis=0).tolist()
+            load = _Load(total[0], int(most[0]), most[1], int(most[2]), total[3], total[4:])
+        return load if load.batch else self._no_load
+
+    def _fixed(self, load: _Load) -> Choice:
+        fixed = len(self.widths) - 1
+        width = fixed if load.limit >= self.widths[fixed] else 0
+        return Choice(width, width, "hold" if self._step else "start")
+
+    def _choose(self, load: _Load, bucket: int, seconds: list[float]) -> Choice:
+        committed = [load.requests + count for count in load.accepted]
+        choice = self._chooser.choose(bucket, load.limit, committed, seconds, load.unknown / load.requests)
+        rate = committed[choice.width] / seconds[choice.width]
+        self.metrics.gain_over_plain = rate * seconds[0] / committed[0]
+        self.metrics.gain_over_full = rate * seconds[-1] / committed[-1]
+        return choice
+
+    def _share_times(self) -> None:
+        """Every `exchange_every` choices, what rank 0 measured since corrects the table of every rank."""
+        if self._group.share_times is None or self._step % self.config.exchange_every or not self._step:
+            return
+        row = np.full(self.config.exchange_every + MOST_IN_FLIGHT, np.nan)
+        row[: len(self._unshared)] = [seconds for _, seconds in self._unshared]
+        shared = self._group.share_times(row).tolist()
+        for (done, _), seconds in zip(self._unshared, shared, strict=False):
+            self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds)
+        self._unshared.clear()

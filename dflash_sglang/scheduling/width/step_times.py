@@ -1,0 +1,196 @@
+"""How long a step takes: a table over padded batch and width, measured at start-up and corrected while serving."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+MEASURED_WEIGHT, FILLED_WEIGHT = 1.5, 0.5  # observations that a cell measured at start-up, or not, is worth
+SLOWEST_GAIN = 1 / 16  # of a cell that was observed often
+SHARES = (0.3, 0.3, 0.4)  # of an error that go to the whole table, to its width and to its cell
+FIRST_SPREAD, SPREADS = 0.1, 3.0  # usual relative error; how many of it an error counts at most,
+LEAST_LIMIT, FRESH_LIMIT = 0.05, 1.0  # but at least these, the second times the gain
+
+
+class StepTimesError(ValueError):
+    """A step time was recorded that has no place in the table, or none was recorded at all."""
+
+
+class StepTimes:
+    """Seconds of a step for every captured batch size and width.
+
+    A step costs `base[bucket, width] + slope[width] * context_tokens`, with `context_tokens` the sum over the
+    batch. `record` takes what start-up measures, `fit` fills what it did not: along the batch sizes piecewise
+    linearly, which keeps what is monotone monotone, beyond the largest measured one along its last slope (there a
+    step is bound by its tokens), and widths that were not measured from their neighbours.
+
+    `observe` corrects the table by factors: one of the whole table, one per width and one per cell. The error of
+    an observation goes to all three, so that a machine that is slower than at start-up changes no ratio between
+    widths that were not tried yet, and a width that is slower than measured is so at batch sizes that were not
+    seen yet. An error counts at most `SPREADS` times the usual one, and more in a cell that was seldom observed:
+    steps with a pause in them hardly move it, and a cell that start-up measured wrong is right after a few probes.
+    """
+
+    def __init__(self, buckets: Sequence[int], widths: Sequence[int]):
+        """`buckets`: the captured batch sizes; `widths`: those to choose from. Both ascending."""
+        self.buckets, self.widths = list(buckets), list(widths)
+        if not self.buckets or self.buckets != sorted(set(self.buckets)):
+            raise StepTimesError(f"buckets={self.buckets}: expected ascending batch sizes, at least one.")
+        self._samples: dict[tuple[int, int], dict[float, list[float]]] = {}  # by cell and context
+        self._spread = FIRST_SPREAD
+        self._scale = 1.0
+        self._by_width = [1.0] * len(self.widths)
+        self._by_cell = [[1.0] * len(self.widths) for _ in self.buckets]
+        self._weight = [[FILLED_WEIGHT] * len(self.widths) for _ in self.buckets]
+        self._base: list[list[float]] = []
+        self._slope = [0.0] * len(self.widths)
+
+    def bucket(self, batch: int) -> int:
+        """Index of the captured batch size that a batch is padded to. Raises StepTimesError beyond the largest."""
+        index = bisect.bisect_left(self.buckets, batch)
+        if index == len(self.buckets):
+            raise StepTimesError(
+                f"batch={batch}: expected at most {self.buckets[-1]}, the largest captured batch size."
+            )
+        return index
+
+    # ---- Start-up ----------------------------------------------------------------------------------------
+
+    def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
+        """A step measured at start-up; several of one cell are taken by their median."""
+        if width not in self.widths or not seconds > 0:
+            raise StepTimesError(
+                f"record(batch={batch}, width={width}, seconds={seconds}): expected a width of {self.widths} and "
+                "a positive time."
+            )
+        cell = (self.bucket(batch), self.widths.index(width))
+        self._samples.setdefault(cell, {}).setdefault(float(context_tokens), []).append(float(seconds))
+
+    def fit(self) -> None:
+        """Builds the table from what was recorded. Raises StepTimesError if nothing was."""
+        if not self._samples:
+            raise StepTimesError("no step time was recorded: expected at least one cell of `startup_cells`.")
+        medians = {
+            cell: [(context, float(np.median(seconds))) for context, seconds in samples.items()]
+            for cell, samples in self._samples.items()
+        }
+        lines = [[line for cell, line in medians.items() if cell[1] == width] for width in range(len(self.widths))]
+        usual = _slope([line for of_width in lines for line in of_width]) or 0.0
+        slopes = [_slope(of_width) for of_width in lines]
+        # Every width reads the same context: what differs between them is half noise.
+        self._slope = [usual if slope is None else (slope + usual) / 2 for slope in slopes]
+        base = np.full((len(self.buckets), len(self.widths)), np.nan)
+        for (bucket, width), line in medians.items():
+            rest = [max(seconds - self._slope[width] * context, 0.1 * seconds) for context, seconds in line]
+            base[bucket, width] = sum(rest) / len(rest)
+            self._weight[bucket][width] = MEASURED_WEIGHT
+        self._base = _filled(base, np.array(self.buckets, float), np.array(self.widths, float)).tolist()
+
+    def table(self) -> np.ndarray:
+        """The fitted table as one row [2 * buckets * widths + widths], for a group to share."""
+        return np.concatenate([np.ravel(self._base), np.ravel(self._weight), self._slope])
+
+    def load(self, row: np.ndarray) -> None:
+        """Takes another rank's `table()`."""
+        cells = len(self.buckets) * len(self.widths)
+        shape = (len(self.buckets), len(self.widths))
+        self._base = row[:cells].reshape(shape).tolist()
+        self._weight = row[cells : 2 * cells].reshape(shape).tolist()
+        self._slope = row[2 * cells :].tolist()
+
+    # ---- Serving -----------------------------------------------------------------------------------------
+
+    def seconds(self, bucket: int, context_tokens: float) -> list[float]:
+        """Expected seconds of a step of every width."""
+        scale = self._scale
+        return [
+            (base + slope * context_tokens) * by_width * by_cell * scale
+            for base, slope, by_width, by_cell in zip(
+                self._base[bucket], self._slope, self._by_width, self._by_cell[bucket], strict=True
+            )
+        ]
+
+    def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> None:
+        """A step that was served, its width given as an index."""
+        if not seconds > 0:
+            return
+        expected = (
+            (self._base[bucket][width] + self._slope[width] * context_tokens)
+            * (self._by_width[width] * self._by_cell[bucket][width])
+            * self._scale
+        )
+        self._weight[bucket][width] += 1.0
+        gain = max(1.0 / self._weight[bucket][width], SLOWEST_GAIN)
+        limit = max(SPREADS * self._spread, LEAST_LIMIT, gain * FRESH_LIMIT)
+        error = min(max(seconds / expected - 1.0, -limit), limit)
+        self._spread += (min(abs(error), SPREADS * self._spread) - self._spread) / 32
+        correction = error * gain
+        whole, of_width, of_cell = SHARES
+        self._scale *= 1.0 + whole * correction
+        self._by_width[width] *= 1.0 + of_width * correction
+        self._by_cell[bucket][width] *= 1.0 + of_cell * correction
+
+
+def startup_cells(
+    buckets: Sequence[int],
+    widths: Sequence[int],
+    *,
+    spacing: int = 4,
+    max_tokens: int = 8192,
+    long_context: int = 4096,
+) -> list[tuple[int, int, int]]:
+    """The (batch, width, context tokens of the batch) that are worth measuring at start-up.
+
+    Batch sizes a factor of `spacing` apart and the largest; of those no cell of more than `max_tokens` verified
+    tokens (two batch sizes of each width are kept), beyond which time grows with tokens. One batch size of at
+    most 16 is measured at `long_context` tokens per request as well, for the cost of context.
+    """
+    batches = [buckets[0]]
+    for bucket in buckets:
+        if bucket >= spacing * batches[-1] or (bucket == buckets[-1] and bucket > batches[-1]):
+            batches.append(bucket)
+    cells = [
+        (batch, width, 0)
+        for index, batch in enumerate(batches)
+        for width in widths
+        if batch * width <= max_tokens or index < 2
+    ]
+    middle = max(batch for batch in batches if batch <= max(16, buckets[0]))
+    return cells + [(middle, width, middle * long_context) for width in widths]
+
+
+def _slope(lines: list[list[tuple[float, float]]]) -> float | None:
+    """Seconds per context token from cells that are (context, seconds) each, None if none has two contexts."""
+    above = below = 0.0
+    for line in lines:
+        context, seconds = (np.array(values) for values in zip(*line, strict=True))
+        context = context - context.mean()
+        above += float(context @ seconds)
+        below += float(context @ context)
+    return max(above / below, 0.0) if below > 0 else None
+
+
+def _filled(base: np.ndarray, buckets: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """base [buckets, widths] with NaN where nothing was measured, without any NaN."""
+    out = base.copy()
+    whole = [width for width in range(len(widths)) if np.isfinite(base[:, width]).sum() >= 2]
+    if not whole:  # at most one batch size per width: taken for all batch sizes
+        whole = [width for width in range(len(widths)) if np.isfinite(base[:, width]).any()]
+    for width in whole:
+        seen = np.isfinite(base[:, width])
+        at, seconds = buckets[seen], base[seen, width]
+        line = np.interp(buckets, at, seconds)
+        if len(at) > 1:
+            slope = max((seconds[-1] - seconds[-2]) / (at[-1] - at[-2]), 0.0)
+            line = line + np.maximum(buckets - at[-1], 0.0) * slope
+        out[:, width] = line
+    for width in set(range(len(widths))) - set(whole):
+        # Drafting at all costs more than one more row: plain decoding says little about the next width.
+        near = [other for other in whole if (widths[other] > 1) == (widths[width] > 1)] or whole
+        column = np.array([np.interp(widths[width], widths[near], row) for row in out[:, near]])
+        seen = np.isfinite(base[:, width])
+        ratio = base[seen, width] / column[seen]
+        out[:, width] = column * (ratio.mean() if seen.any() else 1.0)
+    return out

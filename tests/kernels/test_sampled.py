@@ -1,0 +1,215 @@
+"""Rejection sampling in a few launches: what the definition commits by the same random numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.sampled import SampledRows, Workspace, target_tokens_triton
+from dflash_sglang.verify.filters import Filters, filtered_probs
+from dflash_sglang.verify.rejection import sample_with
+
+OFF = 1 << 30
+# Per request in turn: temperature, top-k, top-p, min-p.
+PARAMETERS = {
+    "temperature": [(0.7, OFF, 1.0, 0.0), (1.0, OFF, 1.0, 0.0), (1e-5, OFF, 1.0, 0.0), (30.0, OFF, 1.0, 0.0)],
+    "top-k": [(0.8, 3, 1.0, 0.0), (1.0, 1, 1.0, 0.0), (1.0, 20, 1.0, 0.0), (2.0, 2, 1.0, 0.0)],
+    "top-p": [(0.8, OFF, 0.95, 0.0), (1.0, OFF, 1e-6, 0.0), (1.0, OFF, 1.0, 0.0), (2.0, OFF, 0.4, 0.0)],
+    "min-p": [(0.8, OFF, 1.0, 0.05), (1.0, OFF, 1.0, 1.0), (1.0, OFF, 1.0, 0.0), (2.0, OFF, 1.0, 0.5)],
+    "all": [
+        (0.8, 20, 0.9, 0.05), (1.0, 5, 0.6, 0.0), (1.0, 30, 0.95, 0.2), (1.0, 1, 1.0, 0.0), (1.5, 12, 1.0, 0.1),
+        (1.0, OFF, 0.7, 0.3), (0.6, OFF, 1.0, 0.0),
+    ],
+}  # fmt: skip
+
+
+class Batch(NamedTuple):
+    logits: Tensor
+    filters: Filters
+    proposals: Proposals
+
+
+def batch(
+    of: str, requests: int, block: int, vocab: int, scale: float, width: int = 1, renormalised: bool = False
+) -> Batch:
+    """Random rows, mostly proposed their argmax; `width` > 1: proposals drawn from so many candidates."""
+    generator = torch.Generator().manual_seed(vocab + 7 * block + width)
+    parameters = (PARAMETERS[of] * requests)[:requests]
+    temperatures, top_ks, top_ps, min_ps = (torch.tensor(column) for column in zip(*parameters, strict=True))
+    filters = Filters(
+        temperatures,
+        top_ks.int(),
+        top_ps.float(),
+        min_ps.float(),
+        bool((top_ks < vocab).any()),
+        bool((top_ps < 1).any()),
+        bool((min_ps > 0).any()),
+        renormalised,
+    )
+    logits = scale * torch.randn(requests, block, vocab, generator=generator)
+    tokens = torch.randint(vocab, (requests, block), generator=generator)
+    astray = torch.rand(requests, block - 1, generator=generator) < 0.1
+    tokens[:, 1:] = torch.where(astray, tokens[:, 1:], logits[:, :-1].argmax(-1))
+    proposals = Proposals.certain(tokens)
+    if width > 1:
+        torch.manual_seed(width)
+        noisy = logits[:, :-1] + 0.5 * scale * torch.randn(requests, block - 1, vocab, generator=generator)
+        values, candidates = noisy.topk(width, dim=-1)
+        proposals = Proposals.drawn(tokens, candidates, values, temperatures, top_ks <= 1)
+    return Batch(logits.view(-1, vocab), filters, proposals)
+
+
+def to(device: str, of: Batch) -> Batch:
+    filters = of.filters._replace(**{name: getattr(of.filters, name).to(device) for name in Filters._fields[:4]})
+    return Batch(of.logits.to(device), filters, Proposals(*(tensor.to(device) for tensor in of.proposals)))
+
+
+def by_kernels(of: Batch, work: Workspace, out: Tensor | None = None) -> Tensor:
+    out = torch.full_like(of.proposals.tokens, -7) if out is None else out
+    target_tokens_triton(SampledRows(of.logits, *of.proposals), of.filters, work, out)
+    return out
+
+
+class Compared(NamedTuple):
+    alike: Tensor  # [requests] bool: commits what the definition commits
+    commit_lens: Tensor  # [requests] of the definition
+    strays: Tensor  # [sampled requests] tokens of the drawing row that filters keep in one form alone
+    mass: Tensor  # [sampled requests] what they keep of it over what they should
+
+
+def compared(of: Batch, work: Workspace, got: Tensor, logits: Tensor | None = None) -> Compared:
+    """`got` and the definition by the random numbers in `work`; logits: of another dtype, for the definition."""
+    requests = len(got)
+    logits = of.logits if logits is None else logits
+    expected = sample_with(logits, of.filters, of.proposals, work.uniforms[:requests], work.chunk)
+    commit_lens = (expected >= 0).sum(-1)
+    number, cut, mass = (tensor[:requests] for tensor in work.drawing)
+    rows = logits.view(*got.shape, -1)[torch.arange(requests, device=got.device), number.long()]
+    probs = filtered_probs(rows, of.filters)
+    weights = ((rows - rows.amax(-1, keepdim=True)) / of.filters.temperatures[:, None]).exp()
+    kept = (rows > cut[:, None]) & (weights >= of.filters.min_ps[:, None]) & (weights > 0)
+    sampled = of.filters.top_ks > 1
+    return Compared(
+        (got == expected.clamp(min=0)).all(-1) & (number + 1 == commit_lens),
+        commit_lens,
+        (kept ^ (probs > 0)).sum(-1)[sampled],
+        (mass / (weights * (probs > 0)).sum(-1))[sampled],
+    )
+
+
+def commit_what_the_definition_commits(of: Batch, work: Workspace, got: Tensor) -> Tensor:
+    """Asserts it, bit for bit; returns the numbers of committed tokens."""
+    result = compared(of, work, got)
+    assert result.alike.all()
+    assert not result.strays.any(), "the same tokens are kept"
+    torch.testing.assert_close(result.mass, torch.ones_like(result.mass), rtol=1e-5, atol=0)
+    return result.commit_lens
+
+
+@pytest.mark.parametrize(
+    "of,block,vocab,scale,width,renormalised",
+    [
+        ("temperature", 16, 37, 3.0, 1, False),
+        ("temperature", 3, 41, 1.0, 4, False),
+        ("top-p", 3, 30, 2.0, 1, False),
+        ("min-p", 4, 40, 2.0, 3, False),
+        ("top-k", 4, 40, 1.0, 3, False),
+        ("all", 2, 40, 1.0, 3, True),
+        ("all", 2, 2000, 0.02, 1, False),
+    ],
+)
+def test_the_kernels_commit_what_the_definition_commits(
+    of, block, vocab, scale, width, renormalised, device, triton_runs
+):
+    """Filters of every kind side by side, over several chunks of a vocabulary that they do not divide."""
+    requests = len(PARAMETERS[of]) if vocab < 100 else 3
+    one = to(device, batch(of, requests, block, vocab, scale, width, renormalised))
+    work = Workspace(requests + 1, block, vocab, device, chunk=16 if vocab < 100 else 1024)
+    commit_lens = commit_what_the_definition_commits(one, work, by_kernels(one, work))
+    assert vocab > 100 or commit_lens.float().mean() > 1
+
+
+def test_logits_as_masks_biases_and_bfloat16_leave_them_are_filtered_and_drawn_from(device, triton_runs):
+    """One finite logit, proposals without a probability, ties, a bias beyond all others; no number is not one."""
+    logits, filters, proposals = batch("all", 7, 2, 40, 2.0)
+    rows = logits.view(7, 2, 40)
+    rows[0, :, 1:] = float("-inf")
+    rows[0, :, 0] = -3.0
+    rows[1] = rows[1].bfloat16().float()
+    rows[2, :, ::2] = rows[2, :, :1]
+    rows[3, :, [9, 12, 30]] = 20.0  # of a greedy request: the lowest id
+    rows[4, 0, proposals.tokens[4, 1]] = float("-inf")
+    rows[5, :, 7] += 1e4
+    rows[5, :, 3] -= 1e9
+    rows[6, :, 20:] = float("-inf")  # no filter, and chunks without a finite logit
+    proposals.tokens[0], proposals.tokens[3] = 0, 9
+    one = to(device, Batch(logits, filters, proposals))
+    work = Workspace(7, 2, 40, device, chunk=16)
+    got = by_kernels(one, work)
+    commit_lens = commit_what_the_definition_commits(one, work, got)
+    assert commit_lens[0] == 2 and not got[0].any()
+    assert got[3].tolist() == [9, 9]
+    assert commit_lens[4] == 1
+
+
+def test_steps_draw_different_numbers_and_a_seed_draws_them_again(device, triton_runs):
+    one = to(device, batch("temperature", 2, 3, 5, 1.0))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        work = Workspace(2, 3, 5, device)
+        for _ in range(2):
+            by_kernels(one, work)
+            drawn.append(work.uniforms.clone())
+    first, again = torch.stack(drawn[:2]), torch.stack(drawn[2:])
+    assert torch.equal(first, again)
+    assert first.unique().numel() == first.numel()
+    assert ((first >= 0) & (first < 1)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of,width", [("temperature", 1), ("top-p", 1), ("all", 1), ("all", 16)])
+def test_a_captured_step_follows_its_inputs(of, width):
+    """152064 tokens, blocks of 16: replays commit what the definition commits of the inputs as they are then."""
+    requests, block, vocab = 7, 16, 152064
+    steps = [to("cuda", batch(of, requests, block, vocab, scale, width)) for scale in (3.0, 8.0, 0.5)]
+    static = to("cuda", batch(of, requests, block, vocab, 3.0, width))
+    work = Workspace(requests + 2, block, vocab, "cuda")
+    out = torch.zeros((requests, block), dtype=torch.int64, device="cuda")
+    by_kernels(static, work, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        by_kernels(static, work, out)
+    results = []
+    for step in steps:
+        static.logits.copy_(step.logits)
+        for into, value in zip(static.proposals, step.proposals, strict=True):
+            into.copy_(value)
+        for _ in range(3):
+            graph.replay()
+            results.append(compared(static, work, out, static.logits.double()))
+    agree_but_for_rounding(results)
+    assert work.rng[1] == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [1, 128])
+def test_a_step_of_one_and_of_many_requests(requests):
+    work = Workspace(requests, 4, 151936, "cuda")
+    results = []
+    for scale in (1.0, 4.0, 8.0):
+        one = to("cuda", batch("all", requests, 4, 151936, scale))
+        results.append(compared(one, work, by_kernels(one, work), one.logits.double()))
+    agree_but_for_rounding(results)
+
+
+def agree_but_for_rounding(results: list[Compared]) -> None:
+    """A token's share of a flat row is not much more than what single precision rounds a sum of the row by."""
+    alike, _, strays, mass = (torch.cat(column) for column in zip(*results, strict=True))
+    assert alike.double().mean() > 0.94
+    assert strays.max() <= 4 and (strays > 0).double().mean() < 0.2
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=2e-4, atol=0)

@@ -1,0 +1,306 @@
+"""The width policy as a whole, in simulation: throughput, load that moves, noise, wrong tables, probes, ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_sglang.scheduling.width import Group, OneStepLate, WidthConfig
+from tests.width_simulation import (
+    BUCKETS,
+    EASY,
+    GOOD,
+    HARD,
+    POOR,
+    WIDTHS,
+    Draft,
+    Fixed,
+    Machine,
+    Oracle,
+    Rank,
+    Run,
+    Server,
+    adaptive,
+    serve,
+)
+
+QUIET = Machine(jitter=0.02, outliers=0.01)
+NOISY = Machine(jitter=0.1, outliers=0.02)
+DRAFTS = {"good": Draft(GOOD), "poor": Draft(POOR), "mixed": Draft(EASY, HARD)}
+
+
+@functools.cache
+def steady(profile: str, concurrency: int, policy: str | int) -> Run:
+    """900 steps at one concurrency of ours, 60 of a fixed width (whose expectation does not vary)."""
+    ours = policy == "ours"
+    chooser = adaptive(QUIET, concurrency) if ours else Fixed(int(policy))
+    server = serve(chooser, QUIET, DRAFTS[profile])
+    return server.run(concurrency, steps=900 if ours else 60)
+
+
+def test_the_profiles_have_the_accept_lengths_that_were_measured() -> None:
+    lengths = dict(zip(WIDTHS, 1 + DRAFTS["good"].expected[0], strict=True))
+    assert lengths[16] == pytest.approx(6.4, abs=0.05) and lengths[8] == pytest.approx(5.1, abs=0.02)
+    assert lengths[4] == pytest.approx(3.2, abs=0.1)
+    assert 1 + DRAFTS["poor"].expected[0, -1] == pytest.approx(1.5, abs=0.01)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 32, 64, 128, 256, 1024, 4096])
+def test_throughput_is_that_of_the_best_fixed_width_at_every_concurrency(concurrency: int) -> None:
+    fixed = {width: steady("good", concurrency, width).rate for width in WIDTHS}
+    ours = steady("good", concurrency, "ours")
+    assert ours.rate >= 0.97 * max(fixed.values())
+    if concurrency in (64, 128):
+        assert ours.rate >= {64: 1.25, 128: 1.4}[concurrency] * fixed[16]  # the built-in default, by width alone
+
+
+@pytest.mark.parametrize("concurrency", [64, 256])
+def test_a_poor_draft_costs_nothing_against_no_speculation(concurrency: int) -> None:
+    plain = steady("poor", concurrency, 1).rate
+    assert steady("poor", concurrency, "ours").rate >= 0.97 * plain
+    assert steady("poor", concurrency, 16).rate < 0.4 * plain  # what the built-in default makes of it
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_settles_within_thirty_steps_of_a_change_of_load(seed: int) -> None:
+    server = serve(adaptive(QUIET, 128, seed=seed), QUIET, DRAFTS["good"], seed=seed)
+    server.run(1, steps=150)
+    up, down = server.run(128, steps=200), server.run(1, steps=200)
+    assert up.settled() <= 30 and down.settled() <= 30
+    assert max(up.held[30:]) <= 6 and min(down.held[30:]) >= 12
+
+
+def over_a_changing_load(policy: Any) -> float:
+    server = serve(policy, QUIET, DRAFTS["mixed"], hard=0.5)
+    runs = [server.run(concurrency, seconds=1.5) for concurrency in (1, 8, 64, 256, 32, 128, 8, 1)]
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def test_easy_and_hard_requests_under_a_changing_load_go_better_than_at_any_single_width() -> None:
+    ours = over_a_changing_load(adaptive(QUIET, 256))
+    assert ours >= 1.05 * max(over_a_changing_load(Fixed(width)) for width in WIDTHS)
+    assert ours >= 0.97 * over_a_changing_load(Oracle())
+
+
+def over_changing_traffic(policy: Any, concurrency: int) -> float:
+    server, runs = serve(policy, QUIET, DRAFTS["mixed"]), []
+    for hard in (0, 1, 0, 1):
+        server.ranks[0].hard = hard
+        runs.append(server.run(concurrency, seconds=4.0))
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def test_traffic_that_turns_from_easy_to_hard_goes_better_than_at_any_single_width() -> None:
+    ours = over_changing_traffic(adaptive(QUIET, 32), 32)
+    assert ours >= 1.02 * max(over_changing_traffic(Fixed(width), 32) for width in WIDTHS)
+
+
+def test_a_batch_of_a_constant_mix_goes_as_well_as_at_the_best_single_width() -> None:
+    # One width per step cannot draft easy requests long and hard ones short: here a fixed width is as good.
+    ours, oracle = (
+        serve(policy, QUIET, DRAFTS["mixed"], hard=0.5).run(32, steps=600).rate
+        for policy in (adaptive(QUIET, 32), Oracle())
+    )
+    assert ours >= 0.97 * oracle
+
+
+def test_probes_cost_at_most_a_hundredth_of_the_time() -> None:
+    for profile, concurrency in [("good", 1), ("good", 32), ("good", 128), ("poor", 64), ("poor", 256)]:
+        run = steady(profile, concurrency, "ours")
+        assert any(run.probes)
+        assert run.lost <= 0.01 * run.seconds, (profile, concurrency)
+
+
+def test_probes_cost_no_more_while_the_traffic_changes_under_them() -> None:
+    server, lost, seconds = serve(adaptive(NOISY, 256), NOISY, DRAFTS["mixed"]), 0.0, 0.0
+    for concurrency, hard in ((256, 1), (256, 0), (32, 1), (128, 0), (8, 1), (64, 0)):
+        server.ranks[0].hard = hard
+        run = server.run(concurrency, seconds=4.0)
+        lost, seconds = lost + run.lost, seconds + run.seconds
+    assert lost <= 0.01 * seconds
+
+
+def test_an_abandoned_width_is_found_again_when_the_draft_gets_better() -> None:
+    server = serve(adaptive(QUIET, 64), QUIET, DRAFTS["poor"])
+    assert max(server.run(64, seconds=5.0).held[-50:]) <= 2
+    server.ranks[0].draft = DRAFTS["good"]
+    run = server.run(64, seconds=20.0)
+    assert run.settled(0.95) <= 500
+    server.ranks[0].draft = DRAFTS["poor"]
+    assert np.mean(server.run(64, steps=200).worth[30:]) >= 0.97  # what is drafted shows at once
+
+
+@pytest.mark.parametrize("concurrency", [8, 128])
+def test_noise_and_pauses_in_step_times_do_not_make_it_flap(concurrency: int) -> None:
+    server = serve(adaptive(NOISY, concurrency), NOISY, DRAFTS["good"])
+    server.run(concurrency, steps=200)
+    run = server.run(concurrency, steps=800)
+    assert run.changes <= 30
+    assert np.mean(run.worth) >= 0.97
+
+
+def test_one_width_that_is_best_by_far_is_never_left() -> None:
+    server = serve(adaptive(NOISY, 1), NOISY, Draft([0.97] * 15))
+    server.run(1, steps=50)
+    assert server.run(1, steps=500).changes == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_start_up_table_that_is_wrong_by_a_third_is_corrected(seed: int) -> None:
+    wrong = np.random.default_rng(seed).uniform(0.7, 1.3, (len(BUCKETS), len(WIDTHS)))
+    server = serve(adaptive(QUIET, 64, wrong=wrong, seed=seed), QUIET, DRAFTS["good"], seed=seed)
+    server.run(64, steps=1500)
+    assert np.mean(server.run(64, steps=300).worth) >= 0.97
+
+
+def test_a_table_whose_narrow_widths_look_too_slow_is_corrected() -> None:
+    wrong = np.tile(np.linspace(1.3, 0.7, len(WIDTHS)), (len(BUCKETS), 1))
+    server = serve(adaptive(QUIET, 128, wrong=wrong), QUIET, DRAFTS["good"])
+    before = server.run(128, steps=5)
+    server.run(128, steps=1500)
+    assert np.mean(before.worth) < 0.95 < 0.97 <= np.mean(server.run(128, steps=300).worth)
+
+
+def test_a_draft_that_accepts_otherwise_at_every_width_is_served_at_its_best_one() -> None:
+    # Narrow blocks accept better than the same positions of wide ones: only their own results say so.
+    own = {width: [0.9 if width <= 6 else 0.83] * 15 for width in WIDTHS}
+    for concurrency in (32, 64):
+        server = serve(adaptive(QUIET, concurrency), QUIET, Draft(own))
+        server.run(concurrency, steps=300)
+        run = server.run(concurrency, steps=200)
+        assert np.mean(run.worth) >= 0.97 and np.median(run.held) == 6
+
+
+def test_long_contexts_widen_the_block() -> None:
+    # Reading the context costs every width the same, so that verifying more tokens of it costs little.
+    widths = {}
+    for prompt in (256, 16_384):
+        server = serve(adaptive(QUIET, 128), QUIET, DRAFTS["good"], prompt=prompt)
+        server.run(128, steps=100)
+        run = server.run(128, steps=100)
+        widths[prompt] = np.median(run.held)
+        assert np.mean(run.worth) >= 0.97
+    assert widths[256] <= 6 and widths[16_384] >= 8
+
+
+@pytest.mark.parametrize("cap, widest", [(5, 4), (1, 1)])
+def test_no_width_exceeds_what_every_request_allows(cap: int, widest: int) -> None:
+    server = serve(adaptive(QUIET, 32), QUIET, DRAFTS["good"], caps=lambda kinds: np.full(len(kinds), cap))
+    run = server.run(32, steps=150)
+    assert max(run.widths) == widest
+    assert any(run.probes) == (cap > 1)
+
+
+def test_requests_that_are_not_drafted_for_do_not_vote_for_a_wide_block() -> None:
+    widths = []
+    for off in (0.0, 0.9):
+        alike = Draft(GOOD, GOOD)
+        caps = lambda kinds: np.where(kinds == 1, 1, 16)  # noqa: E731
+        server = serve(adaptive(QUIET, 64), QUIET, alike, caps=caps, hard=off)
+        server.run(64, steps=50)
+        widths.append(np.median(server.run(64, steps=50).held))
+    assert widths[0] >= 4 and widths[1] <= 2
+
+
+def test_a_fixed_width_is_kept_and_costs_no_probe() -> None:
+    policy = adaptive(QUIET, 8, WidthConfig(fixed=8))
+    run = serve(policy, QUIET, DRAFTS["poor"]).run(8, steps=60)
+    assert set(run.widths) == {8} and not any(run.probes)
+    assert policy.metrics.steps == [0, 60]
+
+
+def test_two_runs_of_the_same_requests_choose_the_same_widths() -> None:
+    first, second = (
+        serve(adaptive(NOISY, 32), NOISY, DRAFTS["mixed"], hard=0.5).run(32, steps=200).widths for _ in range(2)
+    )
+    assert first == second and len(set(first)) > 2
+
+
+def test_the_metrics_say_what_was_done_and_what_it_is_worth() -> None:
+    policy = adaptive(QUIET, 128)
+    server = serve(policy, QUIET, DRAFTS["good"], timed=1.0, delay=1)
+    up, down = server.run(1, steps=100), server.run(128, steps=300)
+    told = policy.metrics.snapshot()
+    widths = up.widths + down.widths
+    assert told["steps"] == {width: widths.count(width) for width in WIDTHS}
+    assert sum(told["probes"].values()) == sum(up.probes) + sum(down.probes)
+    assert sum(told["seconds"].values()) == pytest.approx(up.seconds + down.seconds, rel=0.15)
+    assert told["changes"] >= 1 and told["last_change"] in ("load", "gain")
+    plain, full = (steady("good", 128, width).rate for width in (1, 16))
+    ours = steady("good", 128, "ours").rate
+    assert told["gain_over_plain"] == pytest.approx(ours / plain, rel=0.15)
+    assert told["gain_over_full"] == pytest.approx(ours / full, rel=0.15)
+
+
+# ---- Ranks -------------------------------------------------------------------------------------------------
+
+
+class Board:
+    """Where ranks that run in turn leave rows for one another; rank 0 is first in every round."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.rows: list[list[np.ndarray]] = []
+        self.turn = [0] * ranks
+        self.first: list[np.ndarray] = []
+        self.shared = [0] * ranks
+
+    def group(self, rank: int, loads: bool, times: bool = True) -> Group:
+        return Group(
+            share_times=functools.partial(self.share, rank) if times else None,
+            gather_loads=OneStepLate(functools.partial(self.post, rank)) if loads else None,
+        )
+
+    def share(self, rank: int, row: np.ndarray) -> np.ndarray:
+        if rank == 0:
+            self.first.append(row.copy())
+        self.shared[rank] += 1
+        return self.first[self.shared[rank] - 1]
+
+    def post(self, rank: int, row: np.ndarray) -> Any:
+        turn = self.turn[rank]
+        self.turn[rank] += 1
+        if rank == 0:
+            self.rows.append([])
+        self.rows[turn].append(row)
+        return lambda: np.stack(self.rows[turn])
+
+
+def group_of(ranks: int, requests: int, *, loads: bool = True, times: bool = True, **load: Any) -> Server:
+    """Ranks whose clocks read differently; with `loads` they have different requests, else the same ones."""
+    board = Board(ranks)
+    return Server(
+        NOISY,
+        *(
+            Rank(
+                adaptive(NOISY, requests, group=board.group(rank, loads, times), seed=rank),
+                DRAFTS["mixed"],
+                seed=rank if loads else 0,
+                clock=rank,
+                slots=requests,
+                **load,
+            )
+            for rank in range(ranks)
+        ),
+    )  # its `run` asserts in every step that all ranks chose one width
+
+
+def test_sixty_four_ranks_with_requests_of_their_own_choose_one_width_and_a_good_one() -> None:
+    server = group_of(64, 64, hard=0.5)
+    uneven = [64 * (rank % 4) // 3 for rank in range(64)]  # a quarter of them idle
+    assert np.mean(server.run(uneven, steps=50).worth[20:]) >= 0.95
+    few = server.run([int(rank == 5) for rank in range(64)], steps=30)
+    assert np.mean(few.worth[20:]) >= 0.9 and min(few.held[20:]) >= 4
+
+
+def test_tensor_parallel_ranks_whose_clocks_differ_choose_alike() -> None:
+    run = group_of(8, 64, loads=False, hard=0.5).run(64, steps=300)
+    assert run.changes > 0 and np.mean(run.worth[100:]) >= 0.96
+
+
+def test_without_the_exchange_of_times_such_ranks_part() -> None:
+    with pytest.raises(AssertionError, match="different widths"):
+        group_of(8, 64, loads=False, times=False, hard=0.5).run(64, steps=300)

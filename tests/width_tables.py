@@ -1,0 +1,136 @@
+"""Prints the tables of docs/width.md: `python -m tests.width_tables`. Simulated, but for the last one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from dflash_sglang.scheduling.width import WidthConfig
+from tests.width_simulation import (
+    EASY,
+    GOOD,
+    HARD,
+    POOR,
+    WIDTHS,
+    Draft,
+    Fixed,
+    Machine,
+    Oracle,
+    Run,
+    adaptive,
+    serve,
+)
+
+CONCURRENCIES = (1, 8, 32, 64, 128, 256, 1024, 4096)
+MOVING = (1, 8, 64, 256, 32, 128, 8, 1)
+SEEDS = range(3)
+
+
+def row(*cells: Any) -> None:
+    print("|", " | ".join(str(cell) for cell in cells), "|")
+
+
+def head(*cells: Any) -> None:
+    print()
+    row(*cells)
+    row(*("---" for _ in cells))
+
+
+def throughput(draft: Draft, machine: Machine) -> None:
+    head("concurrency", "no speculation", "4", "8", "16 (built-in)", "best fixed", "ours", "ours / best", "probes")
+    for concurrency in CONCURRENCIES:
+        fixed = {w: serve(Fixed(w), machine, draft).run(concurrency, steps=60).rate for w in WIDTHS}
+        ours = [
+            serve(adaptive(machine, concurrency, seed=seed), machine, draft, seed=seed, clock=seed).run(
+                concurrency, steps=900
+            )
+            for seed in SEEDS
+        ]
+        rate, best = float(np.mean([run.rate for run in ours])), max(fixed, key=fixed.__getitem__)
+        probes = max(run.lost / run.seconds for run in ours)
+        row(
+            concurrency,
+            *(round(fixed[width]) for width in (1, 4, 8, 16)),
+            f"{best}: {fixed[best]:.0f}",
+            round(rate),
+            f"{rate / fixed[best]:.3f}",
+            f"{probes:.1%}",
+        )
+
+
+def changing(machine: Machine) -> None:
+    draft = Draft(EASY, HARD)
+    head(*(f"fixed {width}" for width in WIDTHS), "ours", "oracle")
+
+    def rate(policy: Any, loads: Any) -> float:
+        server = serve(policy, machine, draft, hard=0.5)
+        runs: list[Run] = []
+        for concurrency, hard in loads:
+            server.ranks[0].hard = hard
+            runs.append(server.run(concurrency, seconds=3.0))
+        return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+    loads = {
+        "load": [(concurrency, 0.5) for concurrency in MOVING],
+        "traffic at 32": [(32, hard) for hard in (0.0, 1.0) * 3],
+        "neither": [(32, 0.5)] * 6,
+    }
+    for name, load in loads.items():
+        policies = [*(Fixed(width) for width in WIDTHS), adaptive(machine, 256), Oracle()]
+        rates = [rate(policy, load) for policy in policies]
+        row(*(f"{each / rates[-2]:.2f}" for each in rates), name)
+
+
+def margins() -> None:
+    head("margin", "share of the best, 2 % jitter", "changes in 1000 steps", "10 % jitter", "changes")
+    loads = [(Draft(GOOD), 0, c) for c in (1, 32, 64, 128)] + [(Draft(EASY, HARD), 0.5, c) for c in (8, 64)]
+    for margin in (0.0, 0.01, 0.02, 0.05, 0.1):
+        cells = []
+        for jitter in (0.02, 0.1):
+            machine = Machine(jitter=jitter, outliers=0.01)
+            config = WidthConfig(widths=WIDTHS, margin=margin)
+            runs = [
+                serve(adaptive(machine, c, config, seed=seed), machine, draft, hard=hard, seed=seed).run(
+                    c, steps=800
+                )
+                for draft, hard, c in loads
+                for seed in SEEDS
+            ]
+            cells += [f"{np.mean([np.mean(run.worth) for run in runs]):.3f}"]
+            cells += [round(float(np.mean([run.changes for run in runs])) / 0.8)]
+        row(f"{margin:.0%}", *cells)
+
+
+def cost() -> None:
+    head("batch", "choose, us", "verified, us")
+    machine = Machine()
+    machine.table[:] = 1.0  # the widest block is best, and so every step has something to learn from
+    for batch in (1, 64, 512, 4096):
+        policy = adaptive(machine, batch, WidthConfig(widths=WIDTHS, probe_budget=0.0))
+        spent: dict[str, list[float]] = {"choose": [], "verified": []}
+        server = serve(policy, machine, Draft([0.999] * 15), delay=1)
+        for name in spent:
+            setattr(policy, name, timed(getattr(policy, name), spent[name]))
+        server.run(batch, steps=300)
+        row(batch, *(round(float(np.median(times)) * 1e6) for times in spent.values()))
+
+
+def timed(call: Any, times: list[float]) -> Any:
+    def wrapped(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*arguments)
+        times.append(time.perf_counter() - start)
+        return result
+
+    return wrapped
+
+
+if __name__ == "__main__":
+    quiet = Machine(jitter=0.02, outliers=0.01)
+    throughput(Draft(GOOD), quiet)
+    throughput(Draft(POOR), quiet)
+    changing(quiet)
+    margins()
+    cost()
