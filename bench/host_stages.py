@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -80,6 +81,7 @@ class Clock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._thread = threading.get_ident()
         self._stack: list[int] = []  # of each open stage: what the stages below it have taken, ns
         self._times: dict[str, int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
@@ -92,6 +94,8 @@ class Clock:
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
             start = time.perf_counter_ns()
             self._stack.append(0)
             try:

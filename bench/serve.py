@@ -81,8 +81,13 @@ def measure(servers: Mapping[str, Server], arguments: argparse.Namespace) -> dic
     return figures
 
 
-def claims(figures: Mapping[str, Any], bound: float, sampled_bound: float) -> list[dict[str, Any]]:
-    """Per concurrency: our step time over the built-in worker's, and our sampled step over our greedy one."""
+def claims(
+    figures: Mapping[str, Any], bound: float, sampled_bound: float, bounds: Mapping[tuple[str, str], float]
+) -> list[dict[str, Any]]:
+    """Per concurrency: our step time over the built-in worker's, and our sampled step over our greedy one.
+
+    bounds: of the former by (sampling, concurrency), in place of `bound`.
+    """
     out = []
 
     def claim(what: str, ours: float, other: float, bound: float) -> None:
@@ -98,11 +103,19 @@ def claims(figures: Mapping[str, Any], bound: float, sampled_bound: float) -> li
         for name in by_sampling:
             if {(name, OURS), (name, BUILT_IN)} <= set(step):
                 what = f"{name} step time over the built-in worker's {where}"
-                claim(what, step[name, OURS], step[name, BUILT_IN], bound)
+                claim(what, step[name, OURS], step[name, BUILT_IN], bounds.get((name, concurrency), bound))
         if {("sampled", OURS), ("greedy", OURS)} <= set(step):
             what = f"sampled step time over the greedy one {where}"
             claim(what, step["sampled", OURS], step["greedy", OURS], sampled_bound)
     return out
+
+
+def _bound(text: str) -> tuple[tuple[str, str], float]:
+    cell, ratio = text.split("=")
+    sampling, concurrency = cell.split(":")
+    if sampling not in SAMPLING:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(SAMPLING)} before the colon")
+    return (sampling, concurrency), float(ratio)
 
 
 def main() -> int:
@@ -117,6 +130,10 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=512)
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])
     parser.add_argument("--bound", type=float, default=1.03, help="of the step-time ratio to the built-in worker")
+    parser.add_argument(
+        "--bounds", type=_bound, nargs="+", default=[], metavar="SAMPLING:CONCURRENCY=RATIO",
+        help="in place of --bound, such as greedy:1=0.95",
+    )  # fmt: skip
     parser.add_argument(
         "--sampled-bound", type=float, default=1.05, help="of the sampled step over the greedy one"
     )
@@ -135,7 +152,7 @@ def main() -> int:
             for kind in together:
                 wait_for(kind, servers[kind])
         figures = measure(servers, arguments)
-    claimed = claims(figures, arguments.bound, arguments.sampled_bound)
+    claimed = claims(figures, arguments.bound, arguments.sampled_bound, dict(arguments.bounds))
     return report.finish("bench.serve", arguments.out, claimed, figures=figures)
 
 

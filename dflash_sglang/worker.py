@@ -91,6 +91,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_runner: ModelRunner = bundle.draft_model_runner
         self._draft_model = bundle.draft_model
         self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
+        self.width = self.block_size  # of the next step's blocks
 
         path = get_spec().speculative_token_map
         self._token_map = None if path is None else read_token_map(path)
@@ -218,7 +219,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
-        block = self._blocks.build(batch, self._acceptor.next_turn())
+        block = self._blocks.build(batch, self._acceptor.next_turn(), self.width)
         proposals = self._proposer.propose(batch, block)
         verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
         accepted = verified.accepted
@@ -235,7 +236,7 @@ class DFlashWorker(BaseSpecWorker):
             new_seq_lens=accepted.new_seq_lens,
             next_draft_input=self._draft_input(accepted.bonus_tokens, accepted.new_seq_lens),
             can_run_cuda_graph=verified.forward.can_run_cuda_graph,
-            speculative_num_draft_tokens=self.block_size,
+            speculative_num_draft_tokens=block.size,
             routed_experts_output=verified.forward.routed_experts_output,
             indexer_topk_output=verified.forward.indexer_topk_output,
         )
@@ -274,8 +275,8 @@ class DFlashWorker(BaseSpecWorker):
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
         """A data-parallel rank without requests: the collectives of `_decode` (`collectives`), nothing written."""
         if get_parallel().attn_dp_enabled:
-            self._proposer.propose_idle(batch)
-            self._verifier.verify_idle(batch)
+            self._proposer.propose_idle(batch, self.width)
+            self._verifier.verify_idle(batch, self.width)
         draft_input = self._idle_draft_input()
         if on_publish is not None:
             on_publish(draft_input.new_seq_lens)

@@ -9,6 +9,7 @@ features   every write of context KV leaves its positions and features in a file
            one what the draft borrows of the target (`borrowed`)
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
+widths     every decode step's blocks have a width of its own, 1 to the served one
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -20,6 +21,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,17 @@ def _proposals(worker: Any) -> None:
     Proposer.propose = noting
 
 
+def _widths(worker: Any) -> None:
+    decode = worker._decode
+    draws = random.Random(0)
+
+    def at_some_width(self: Any, *args: Any) -> Any:
+        self.width = draws.randint(1, self.block_size)
+        return decode(self, *args)
+
+    worker._decode = at_some_width
+
+
 def _sentinels(worker: Any) -> None:
     from dflash_sglang.scheduling.draft_input import SlotReservation
 
@@ -275,5 +288,6 @@ _HOOKS = {
     "poison": _poison,
     "features": _features,
     "sentinels": _sentinels,
+    "widths": _widths,
     "seeds": _seeds,
 }

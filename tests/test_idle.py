@@ -14,10 +14,12 @@ class Parts:
     def __init__(self) -> None:
         self.took_part: list[str] = []
 
-    def propose_idle(self, batch) -> None:
+    def propose_idle(self, batch, width) -> None:
+        assert width == 16
         self.took_part.append("draft")
 
-    def verify_idle(self, batch) -> None:
+    def verify_idle(self, batch, width) -> None:
+        assert width == 16
         self.took_part.append("target")
 
 
@@ -32,7 +34,7 @@ def test_an_idle_step_publishes_nothing_and_takes_part_only_for_data_parallel_ne
 
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=data_parallel_attention))
     worker = object.__new__(module.DFlashWorker)
-    worker.device, worker.block_size, worker._reservation = "cpu", 16, None
+    worker.device, worker.block_size, worker.width, worker._reservation = "cpu", 16, 16, None
     worker._proposer = worker._verifier = parts = Parts()
     published: list[torch.Tensor] = []
     batch = SimpleNamespace(forward_mode=ForwardMode.IDLE, is_extend_in_batch=False)

@@ -29,6 +29,7 @@ NEW_TOKENS = 60
 BLOCK = 16
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
+    "random_widths": dict(hooks="widths"),
     "recorded_graphs": dict(graphs=True, max_total_tokens=6400, hooks="sentinels"),
     "recorded_graphs_synchronous_pages_of_16_chunked": dict(
         graphs=True, page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, hooks="poison"
@@ -148,6 +149,11 @@ def assert_replayed(replays: list[recorded_graphs.Replay]) -> None:
         assert {replay.captured > replay.requests for replay in own} == {True, False}
 
 
+@pytest.fixture
+def fixed_width(request) -> bool:
+    return request.node.callspec.params["ours"] != "random_widths"
+
+
 def ask_at_once(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(12) as pool:
         return list(pool.map(lambda one: server.generate(**one), asked))
@@ -168,7 +174,7 @@ def logprob_values(answer: dict[str, Any], field: str) -> list[float]:
     return [number for triple in triples for number in triple[:2]]
 
 
-def test_outputs_equal_plain_decoding_one_by_one_cold_and_warm(ours, plain):
+def test_outputs_equal_plain_decoding_one_by_one_cold_and_warm(ours, plain, fixed_width):
     server, _ = ours
     server.post("/flush_cache?timeout=60")
     cold = [server.generate(**one) for one in plain["asked"]]
@@ -178,10 +184,10 @@ def test_outputs_equal_plain_decoding_one_by_one_cold_and_warm(ours, plain):
     # Proposals are the draft's: a row of NaN among the keys that it reads would leave none accepted.
     whole = cold[: len(LENGTHS)]
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in whole)
-    assert sum(len(answer["output_ids"]) - 1 for answer in whole) >= 3 * steps
+    assert sum(len(answer["output_ids"]) - 1 for answer in whole) >= (3 if fixed_width else 2) * steps
 
 
-def test_acceptance_after_a_prefix_hit_is_the_cold_runs(ours):
+def test_acceptance_after_a_prefix_hit_is_the_cold_runs(ours, fixed_width):
     """The next turn of a conversation: rows that verify wrote serve as well as rows that prefill writes."""
     server, _ = ours
     prompt = prompts()[LENGTHS.index(700)]
@@ -193,7 +199,8 @@ def test_acceptance_after_a_prefix_hit_is_the_cold_runs(ours):
     cold = server.generate(**turn)
     assert after_hit["meta_info"]["cached_tokens"] >= 832 > cold["meta_info"]["cached_tokens"]
     assert after_hit["output_ids"] == cold["output_ids"]
-    assert after_hit["meta_info"]["spec_verify_ct"] == cold["meta_info"]["spec_verify_ct"]
+    if fixed_width:
+        assert after_hit["meta_info"]["spec_verify_ct"] == cold["meta_info"]["spec_verify_ct"]
 
 
 def test_outputs_equal_plain_decoding_in_a_batch(ours, plain):

@@ -98,7 +98,7 @@ def commit(prefix_lens: list[int], commit_lens: list[int], slots: list[int], tra
         mamba_track_indices=None if track is None else torch.tensor(track),
         tree_cache=SimpleNamespace(page_size=1),
     )
-    RecurrentStates(target, BLOCK).commit(batch, torch.tensor(commit_lens, dtype=torch.int32))
+    RecurrentStates(target, BLOCK).commit(batch, torch.tensor(commit_lens, dtype=torch.int32), BLOCK)
     return target.model_runner.req_to_token_pool.mamba_pool.mamba_cache
 
 

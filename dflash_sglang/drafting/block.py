@@ -52,37 +52,32 @@ class BlockBuilder:
     def __init__(
         self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int, step: torch.Tensor
     ):
-        """step [2]: where the device finds each step's turn."""
+        """block_size: of the widest blocks; step [2]: where the device finds each step's turn."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._row_limit = row_limit
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
         max_requests = self._req_to_token.shape[0]
 
-        def buffer(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int64, device=self._req_to_token.device)
+        def buffer(rows: int) -> torch.Tensor:
+            return torch.empty(rows, dtype=torch.int64, device=self._req_to_token.device)
 
-        self._buffers = BlockTensors(
-            ids=buffer(max_requests, block_size),
-            positions=buffer(max_requests, block_size),
-            slots=buffer(max_requests, block_size),
-            prefix_lens=buffer(max_requests),
-            step=step,
-        )
-        self._tensors, self._rows = self._views(0)
+        rows = max_requests * block_size
+        self._buffers = BlockTensors(buffer(rows), buffer(rows), buffer(rows), buffer(max_requests), step)
+        self._tensors, self._rows = self._views(0, block_size)
 
-    def build(self, batch: ScheduleBatch, turn: Turn) -> Block:
-        """The blocks of a decode batch whose slots `prepare_for_decode` has reserved."""
-        bs, block_size = len(batch.reqs), self._buffers.ids.shape[1]
-        if bs != len(self._tensors.prefix_lens):  # views outlive the step: most steps have the batch of the last
-            self._tensors, self._rows = self._views(bs)
+    def build(self, batch: ScheduleBatch, turn: Turn, width: int) -> Block:
+        """Blocks of `width` for a decode batch whose slots `prepare_for_decode` has reserved."""
+        bs = len(batch.reqs)
+        if self._tensors.ids.shape != (bs, width):  # views outlive the step: most steps are like the last
+            self._tensors, self._rows = self._views(bs, width)
         tensors = self._tensors
         sources = BlockSources(
             batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
         )
         prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
         if batch.seq_lens_cpu is not None:
-            bounds = np.minimum(batch.seq_lens_cpu.numpy() + block_size, self._row_limit)
+            bounds = np.minimum(batch.seq_lens_cpu.numpy() + width, self._row_limit)
             kv_len_bounds, bounds_sum = torch.from_numpy(bounds), int(np.add.reduce(bounds))
         else:
             kv_len_bounds, bounds_sum = batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
@@ -90,13 +85,14 @@ class BlockBuilder:
         loc_plan = self._runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=tensors.prefix_lens,
-            seq_lens_cpu=torch.from_numpy(bounds - block_size),
+            seq_lens_cpu=torch.from_numpy(bounds - width),
             write_virtual=self._rows.slots,
-            read_extent=block_size,
+            read_extent=width,
         )
         return Block(*tensors[:-1], kv_len_bounds, bounds_sum, loc_plan, self._rows)
 
-    def _views(self, bs: int) -> tuple[BlockTensors, Rows]:
-        ids, positions, slots, prefix_lens, step = self._buffers
-        tensors = BlockTensors(ids[:bs], positions[:bs], slots[:bs], prefix_lens[:bs], step)
-        return tensors, Rows(tensors.ids.view(-1), tensors.positions.view(-1), tensors.slots.view(-1))
+    def _views(self, bs: int, width: int) -> tuple[BlockTensors, Rows]:
+        *of_rows, prefix_lens, step = self._buffers
+        rows = Rows(*(buffer[: bs * width] for buffer in of_rows))
+        ids, positions, slots = (tensor.view(bs, width) for tensor in rows)
+        return BlockTensors(ids, positions, slots, prefix_lens[:bs], step), rows

@@ -20,9 +20,9 @@ class HeadProposals:
     ranks_may_part = False  # the head hands every rank of its group the same tokens
 
     def __init__(self, head: TargetHead, max_requests: int, steps: int, drawn: bool, device: str):
-        """steps: proposals of a block; drawn: whether `draw` will be asked for."""
+        """steps: proposals of the widest blocks; drawn: whether `draw` will be asked for."""
         self._head, self._drawn = head, drawn
-        shape = (max_requests if drawn else 0, steps, DRAWN_FROM)
+        shape = (max_requests * steps if drawn else 0, DRAWN_FROM)
         self._candidates = torch.zeros(shape, dtype=torch.int64, device=device)
         self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
 
@@ -36,9 +36,9 @@ class HeadProposals:
             tokens[:, 1:] = self._head.greedy(rows.flatten(0, 1)).view(bs, steps)
             return
         candidates, logits = self._head.likeliest(rows.flatten(0, 1), DRAWN_FROM)
-        self._candidates[:bs] = candidates.view(bs, steps, -1)
-        self._logits[:bs] = logits.view(bs, steps, -1)
-        tokens[:, 1:] = self._candidates[:bs, :, 0]
+        self._candidates[: bs * steps] = candidates
+        self._logits[: bs * steps] = logits
+        tokens[:, 1:] = candidates[:, 0].view(bs, steps)
 
     def write_nothing(self, rows: Tensor) -> None:
         """The collectives of `write` on no rows [0, hidden]."""
@@ -52,5 +52,8 @@ class HeadProposals:
 
         tokens [bs, block], written: the proposals; temperatures [bs], greedy [bs] bool.
         """
-        bs = len(tokens)
-        return Proposals.drawn(tokens, self._candidates[:bs], self._logits[:bs], temperatures, greedy)
+        bs, steps = len(tokens), tokens.shape[1] - 1
+        candidates, logits = (
+            buffer[: bs * steps].view(bs, steps, -1) for buffer in (self._candidates, self._logits)
+        )
+        return Proposals.drawn(tokens, candidates, logits, temperatures, greedy)

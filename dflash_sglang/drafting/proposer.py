@@ -36,7 +36,7 @@ class Proposer:
     the draft's selector.
 
     `tokens` of a step live in one buffer, row b = last committed token + proposals of request b, whether a
-    graph or the eager forward wrote them.
+    graph or the eager forward wrote them. Blocks of one token have no proposals, and no draft forward.
     """
 
     def __init__(
@@ -48,13 +48,15 @@ class Proposer:
         drawn: bool,
         window: DraftWindow | None = None,
     ):
+        """block_size: of the widest blocks."""
         self._runner = runner
-        self._block_size = block_size
+        self._model = model
+        self._width = block_size
         self._layout = parallel_layout
         self._window = window
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
-        self._tokens = torch.zeros((max_requests, block_size), dtype=torch.int64, device=runner.device)
-        self._ones = torch.ones((max_requests, block_size - 1, 1), dtype=torch.float32, device=runner.device)
+        self._tokens = torch.zeros(max_requests * block_size, dtype=torch.int64, device=runner.device)
+        self._ones = torch.ones(max_requests * block_size, dtype=torch.float32, device=runner.device)
         self._drawn = drawn
         self._source: HeadProposals | SelectorProposals
         shape = (max_requests, block_size - 1)
@@ -65,66 +67,75 @@ class Proposer:
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
-        self._spec_info = DFlashVerifyInput(
-            draft_token=torch.empty(0, dtype=torch.int64, device=runner.device),
-            positions=torch.empty(0, dtype=torch.int64, device=runner.device),
-            draft_token_num=block_size,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=runner.device)
         if self._all_rows is None:  # else ranks with batches of their own, and IDLE ones, run the head together
             runner.capture_tail_hooks.append(self._capture_tail)
 
     def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
         """One draft forward. Drawn proposals are for sampled requests without seeds: a seed's output must not
         depend on what was proposed."""
+        bs, width = block.ids.shape
+        if width == 1:
+            return Proposals.certain(block.ids)
+        if width != self._width:
+            self._model.serve_blocks_of(width)
+            self._width = width
         forward_batch = self._forward_batch(batch, block)
-        self._expect_rows(batch)
+        self._expect_rows(batch, width)
         with torch.inference_mode(), draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
             if not out.can_run_graph or self._all_rows is not None:
                 self._write_tokens(block.ids, out.logits_output.hidden_states)
-        tokens = self._tokens[: block.batch_size]
+        tokens = self._tokens_of(bs, width)
         info = batch.sampling_info
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
             if self._source.ranks_may_part:
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-            return Proposals.certain(tokens, self._ones[: block.batch_size])
+            return self._certain(tokens)
         proposals = self._source.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
 
+    def _certain(self, tokens: torch.Tensor) -> Proposals:
+        bs, proposals = tokens.shape[0], tokens.shape[1] - 1
+        return Proposals.certain(tokens, self._ones[: bs * proposals].view(bs, proposals, 1))
+
     def examples(self) -> list[Proposals]:
         """One request's proposals of each kind that sampled steps get: for what compiles before them."""
-        tokens = self._tokens[:1]
-        kinds = [Proposals.certain(tokens, self._ones[:1])]
+        tokens = self._tokens_of(1, self._width)
+        kinds = [self._certain(tokens)]
         if self._drawn:
             temperature = torch.ones(1, dtype=torch.float32, device=tokens.device)
             with torch.inference_mode():
                 kinds.append(self._source.draw(tokens, temperature, temperature < 0))
         return kinds
 
-    def propose_idle(self, batch: ScheduleBatch) -> None:
+    def propose_idle(self, batch: ScheduleBatch, width: int) -> None:
         """Take part in the collectives of a draft forward that other data-parallel ranks run: those of a head that
         is sharded over all of them. Nothing is embedded, attended to or written."""
-        if self._all_rows is not None:
-            self._expect_rows(batch)
+        if self._all_rows is not None and width > 1:
+            self._expect_rows(batch, width)
             with torch.inference_mode(), draft_tp_context(self._layout):
                 self._source.write_nothing(self._no_rows)
 
-    def _expect_rows(self, batch: ScheduleBatch) -> None:
+    def _expect_rows(self, batch: ScheduleBatch, width: int) -> None:
         if self._all_rows is not None:
-            self._all_rows.expect(max(batch.global_num_tokens) * (self._block_size - 1))
+            self._all_rows.expect(max(batch.global_num_tokens) * (width - 1))
+
+    def _tokens_of(self, bs: int, width: int) -> torch.Tensor:
+        return self._tokens[: bs * width].view(bs, width)
 
     def _capture_tail(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """SGLang's capture hook: the last nodes of the draft graph."""
         del runner
-        self._write_tokens(forward_batch.input_ids[:num_tokens].view(-1, self._block_size), out.hidden_states)
+        ids = forward_batch.input_ids[:num_tokens].view(forward_batch.batch_size, -1)
+        self._write_tokens(ids, out.hidden_states)
 
     def _write_tokens(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """ids [bs, block], hidden_states [bs * block (+ padding), hidden]."""
         bs, block_size = ids.shape
         rows = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:]
-        tokens = self._tokens[:bs]
+        tokens = self._tokens_of(bs, block_size)
         tokens[:, 0] = ids[:, 0]
         self._source.write(rows, tokens)
 
@@ -152,7 +163,12 @@ class Proposer:
             seq_lens_cpu=seen.kv_len_bounds,
             positions=block.rows.positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._spec_info,
+            spec_info=DFlashVerifyInput(
+                draft_token=self._no_ids,
+                positions=self._no_ids,
+                draft_token_num=block.size,
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+            ),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_token_non_padded=(
                 torch.full((), num_tokens, dtype=torch.int32, device=block.ids.device)

@@ -23,14 +23,14 @@ class SelectorProposals:
     ranks_may_part = True  # a walk follows from rows that every rank computed for itself
 
     def __init__(self, selector: CandidateSelector, head: TargetHead, max_requests: int, steps: int, drawn: bool):
-        """steps: proposals of a block; drawn: whether `draw` will be asked for."""
+        """steps: proposals of the widest blocks; drawn: whether `draw` will be asked for."""
         self._selector, self._head, self._drawn = selector, head, drawn
         base = selector.predecessor_codebook
-        shape, width = (max_requests if drawn else 0, steps), selector.spec.selector_top_k
+        rows, width = max_requests * steps if drawn else 0, selector.spec.selector_top_k
         self._lattice = Lattice(
-            torch.zeros((*shape, width), dtype=torch.int64, device=base.device),
-            torch.zeros((*shape, width), dtype=torch.float32, device=base.device),
-            torch.zeros((*shape, base.shape[1]), dtype=base.dtype, device=base.device),
+            torch.zeros((rows, width), dtype=torch.int64, device=base.device),
+            torch.zeros((rows, width), dtype=torch.float32, device=base.device),
+            torch.zeros((rows, base.shape[1]), dtype=base.dtype, device=base.device),
         )
 
     def write(self, rows: Tensor, tokens: Tensor) -> None:
@@ -41,7 +41,7 @@ class SelectorProposals:
         lattice = self._selector.lattice(self._head, rows)
         if self._drawn:
             for buffer, values in zip(self._lattice, lattice, strict=True):
-                buffer[: len(rows)] = values
+                buffer[: rows.shape[0] * rows.shape[1]] = values.flatten(0, 1)
         tokens[:, 1:] = self._selector.walk(lattice, tokens[:, 0]).tokens
 
     def write_nothing(self, rows: Tensor) -> None:
@@ -53,7 +53,8 @@ class SelectorProposals:
 
         tokens [bs, block], written: the proposals; temperatures [bs], greedy [bs] bool.
         """
-        lattice = Lattice(*(buffer[: len(tokens)] for buffer in self._lattice))
+        bs, steps = len(tokens), tokens.shape[1] - 1
+        lattice = Lattice(*(buffer[: bs * steps].view(bs, steps, -1) for buffer in self._lattice))
         draw = Draw(temperatures, greedy, exponential_like(lattice.logits))
         walk = self._selector.walk(lattice, tokens[:, 0], draw)
         assert walk.probs is not None

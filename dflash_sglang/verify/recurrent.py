@@ -30,13 +30,12 @@ class RecurrentStates:
     """The states of a target whose pools and attention backends exist."""
 
     def __init__(self, target_worker: TpModelWorker, block_size: int) -> None:
+        """block_size: of the widest blocks."""
         self._worker = target_worker
-        self._block_size = block_size
         runner = target_worker.model_runner
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         # SGLang commits along a tree of proposals: here row i follows row i - 1.
-        rows = torch.arange(max_requests * block_size, device=runner.device)
-        self._chain = rows.view(max_requests, block_size)
+        self._rows = torch.arange(max_requests * block_size, device=runner.device)
 
     @classmethod
     def of(cls, target_worker: TpModelWorker, block_size: int) -> RecurrentStates | None:
@@ -57,14 +56,15 @@ class RecurrentStates:
                 raise StartupError([_problem_of_grid(mamba.mamba_track_interval, grid, block_size)])
         return cls(target_worker, block_size)
 
-    def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor, width: int) -> None:
         """After the verify of `batch`, whose seq_lens are still the prefixes. commit_lens [bs], on the device."""
+        bs = commit_lens.shape[0]
         commit_mamba_states_after_verify(
             target_worker=self._worker,
             batch=batch,
             accept_lens=commit_lens,
-            accept_index=self._chain[: commit_lens.shape[0]],
-            draft_token_num=self._block_size,
+            accept_index=self._rows[: bs * width].view(bs, width),
+            draft_token_num=width,
         )
 
 

@@ -133,7 +133,7 @@ class Verifier:
             self._adjust(logits, batch, block, tokens, penalised, grammar_mask)
             accepted = self._accept_adjusted(batch, block, proposals, logits)
         if self._recurrent is not None:
-            self._recurrent.commit(batch, accepted.commit_lens)
+            self._recurrent.commit(batch, accepted.commit_lens, block.size)
         self._note(batch, penalised, accepted.target_ids, accepted.commit_lens)
         sampling_masks = SpeculativeSamplingMaskCapture.from_logits(
             sampling_info,
@@ -184,7 +184,8 @@ class Verifier:
         if info.is_all_greedy:
             target_ids = logits.argmax(dim=-1).view(-1, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-        elif info.sampling_seed is not None:
+        elif info.sampling_seed is not None or block.size == 1:
+            # As plain decoding draws: the row's token follows from its seed, or nothing was proposed.
             positions = block.positions.view(-1)
             target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
@@ -209,19 +210,17 @@ class Verifier:
             self._penalties.count(penalised, token_ids, commit_lens)
         self._processors.note(batch, token_ids, commit_lens)
 
-    def verify_idle(self, batch: ScheduleBatch) -> None:
-        """Take part in the collectives of a verify that other data-parallel ranks run."""
+    def verify_idle(self, batch: ScheduleBatch, width: int) -> None:
+        """Take part in the collectives of a verify that other data-parallel ranks run, in blocks of `width`."""
         self._acceptor.pass_turn()
-        device = self._runner.device
-        verify_input = self._verify_input(
-            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64, device=device)
-        )
+        nothing = torch.empty(0, dtype=torch.int64, device=self._runner.device)
+        verify_input = self._verify_input(nothing, nothing, width)
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=True)
         self._worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
     def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
-        verify_input = self._verify_input(tokens.view(-1), block.rows.positions, block.loc_plan)
+        verify_input = self._verify_input(tokens.view(-1), block.rows.positions, block.size, block.loc_plan)
         batch.out_cache_loc = block.rows.slots
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
@@ -234,11 +233,13 @@ class Verifier:
             skip_attn_backend_init=None if attn_dp else True,
         )
 
-    def _verify_input(self, ids: torch.Tensor, positions: torch.Tensor, plan: Any = None) -> DFlashVerifyInput:
+    def _verify_input(
+        self, ids: torch.Tensor, positions: torch.Tensor, width: int, plan: Any = None
+    ) -> DFlashVerifyInput:
         return DFlashVerifyInput(
             draft_token=ids,
             positions=positions,
-            draft_token_num=self._block_size,
+            draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=plan,
         )
