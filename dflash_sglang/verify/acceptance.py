@@ -56,11 +56,6 @@ class Acceptor:
         offer_future_relay_buffers(self._future_relay)
         self._relay = Relay(self._future_relay.new_seq_lens, self._future_relay.output_tokens)
 
-    @property
-    def simulates(self) -> bool:
-        """Whether accept lengths are forced in this process."""
-        return self._forced is not None
-
     def next_turn(self) -> Turn:
         """Of a step with requests; `step` gets it on the device, before anything is accepted."""
         self._turn = Turn((self._turn.place + 1) % _PLACES, self._coins.getrandbits(COIN_BITS))
