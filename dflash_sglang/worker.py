@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,12 +171,17 @@ class DFlashWorker(BaseSpecWorker):
         self._verifier.bind_attention_backends()
 
     def init_cuda_graphs(self) -> None:
-        # SGLang's draft scope keeps this flag of the target's, and graphs would wait for other ranks' batches.
-        alone = get_parallel().override(attn_dp_enabled=False)
-        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), alone:
+        with self._draft_scope():
             self._draft_worker.init_cuda_graphs()
         self._verifier.after_capture(self._proposer.examples())
         logger.info(memory_line(self._draft_runner, self._draft_model, self._hot_rows))
+
+    @contextmanager
+    def _draft_scope(self) -> Iterator[None]:
+        # SGLang's draft scope keeps this flag of the target's, and graphs would wait for other ranks' batches.
+        alone = get_parallel().override(attn_dp_enabled=False)
+        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), alone:
+            yield
 
     @property
     def draws_proposals(self) -> bool:

@@ -162,6 +162,14 @@ def _install() -> None:
     from sglang.srt.platforms.interface import PlatformCapabilities
 
     class Runner(module.DecodeCudaGraphRunner):
+        def __init__(self, model_runner: Any, *, attn_backend: Any = None, **kwargs: Any) -> None:
+            attention = attn_backend or model_runner.attn_backend
+            attention.init_forward_metadata_out_graph = lambda batch, **_: attention.init_forward_metadata(batch)
+            attention.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
+            attention.get_cuda_graph_seq_len_fill_value = lambda: 1
+            attention.forward_extend = functools.partial(_as_node, attention.forward_extend)
+            super().__init__(model_runner, attn_backend=attn_backend, **kwargs)
+
         def warmup(self) -> None:
             """Compiles and tunes kernels."""
 
@@ -173,13 +181,6 @@ def _install() -> None:
         yield SimpleNamespace(stream=stream)
 
     def capture(*, model_runner: Any) -> setup.GraphCapture:
-        attention = model_runner.attn_backend
-        attention.init_forward_metadata_out_graph = lambda batch, in_capture=False: (
-            attention.init_forward_metadata(batch)
-        )
-        attention.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
-        attention.get_cuda_graph_seq_len_fill_value = lambda: 1
-        attention.forward_extend = functools.partial(_as_node, attention.forward_extend)
         phase = "draft_decode" if model_runner.is_draft_worker else "target_verify"
         return setup.GraphCapture(
             runner=Runner(model_runner), memory_phase=phase, memory_usage_gb=0.0, capture_time=0.0

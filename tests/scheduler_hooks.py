@@ -9,7 +9,7 @@ features   every write of context KV leaves its positions and features in a file
            one what the draft borrows of the target (`borrowed`)
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
-widths     every decode step's blocks have a width of its own, 1 to the served one
+widths     every decode step's blocks have a width of its own: one of WIDTHS
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -29,6 +29,7 @@ import torch
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
+WIDTHS = (1, 2, 4, 6, 8, 12)  # beside the served one
 
 
 def install(directory: Path, *modules: str) -> str:
@@ -191,14 +192,23 @@ def _proposals(worker: Any) -> None:
 
 
 def _widths(worker: Any) -> None:
-    decode = worker._decode
+    from dflash_sglang.widths import Widths
+
+    decode, init_cuda_graphs = worker._decode, worker.init_cuda_graphs
     draws = random.Random(0)
 
+    def with_widths(self: Any) -> None:
+        init_cuda_graphs(self)
+        runners = self.target_worker.model_runner, self._draft_runner
+        self.widths = Widths(*runners, self._draft_model, self.block_size, self._draft_scope)
+        self.widths.add(WIDTHS)
+
     def at_some_width(self: Any, *args: Any) -> Any:
-        self.width = draws.randint(1, self.block_size)
+        self.width = draws.choice(self.widths.served)
+        self.widths.use(self.width)
         return decode(self, *args)
 
-    worker._decode = at_some_width
+    worker.init_cuda_graphs, worker._decode = with_widths, at_some_width
 
 
 def _sentinels(worker: Any) -> None:

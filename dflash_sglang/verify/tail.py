@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.compat import IdSpaceKind
+from dflash_sglang.compat import DecodeCudaGraphRunner, IdSpaceKind
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -55,6 +55,15 @@ class VerifyTail:
             forward_batch.seq_lens,
             forward_batch.req_pool_indices,
         )
+
+
+def load_inputs_once(graphs: Any) -> None:
+    """Verify loads ids and positions before it replays (`prepare_for_verify`): SGLang need not load them again.
+
+    graphs: what runs the target's decode steps, graphs or not.
+    """
+    if isinstance(graphs, DecodeCudaGraphRunner):
+        graphs._skips_prefilled_inputs = True
 
 
 def _names_slots_alike(target: ModelRunner, draft: ModelRunner) -> bool:

@@ -8,7 +8,6 @@ import torch
 
 from dflash_sglang.compat import (
     CaptureHiddenMode,
-    DecodeCudaGraphRunner,
     DFlashVerifyInput,
     GrammarMask,
     GrammarTree,
@@ -29,7 +28,7 @@ from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
 from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.rejection import RejectionSampler
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
-from dflash_sglang.verify.tail import VerifyTail
+from dflash_sglang.verify.tail import VerifyTail, load_inputs_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,10 +79,7 @@ class Verifier:
 
     def after_capture(self, proposals: Sequence[Proposals]) -> None:
         """Once the target's graphs exist, if it has any; proposals: one request's, of each kind there will be."""
-        graphs = self._runner.decode_cuda_graph_runner
-        if isinstance(graphs, DecodeCudaGraphRunner):
-            # `prepare_for_verify` has loaded ids and positions: the replay need not load them again.
-            graphs._skips_prefilled_inputs = True
+        load_inputs_once(self._runner.decode_cuda_graph_runner)
         for kind in proposals:
             self._sampler.warm_up(kind)
 

@@ -1,0 +1,90 @@
+"""Blocks of several widths: each has attention backends and graphs of its own, of the target and of the draft."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dflash_sglang.compat import DecodeCudaGraphRunner, get_spec
+from dflash_sglang.verify.tail import load_inputs_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.models.draft import DFlashDraftModel
+
+
+class Lane(NamedTuple):
+    """What a model runner runs blocks of one width with."""
+
+    attention: Any
+    graphs: Any  # SGLang's decode graph runner, its eager runner, or None
+
+    @classmethod
+    def present(cls, runner: ModelRunner) -> Lane:
+        return cls(runner.attn_backend, runner.decode_cuda_graph_runner)
+
+    @classmethod
+    def built(cls, runner: ModelRunner, width: int) -> Lane:
+        """Backends and graphs beside the present ones, captured if those are."""
+        shared = runner.init_new_workspace
+        with get_spec().override(speculative_num_draft_tokens=width):
+            attention = runner._get_attention_backend(init_new_workspace=True)
+            runner.init_new_workspace = shared
+            graphs = runner.decode_cuda_graph_runner
+            if isinstance(graphs, DecodeCudaGraphRunner):
+                graphs = type(graphs)(runner, attn_backend=attention, speculative_num_draft_tokens=width)
+        return cls(attention, graphs)
+
+    def take(self, runner: ModelRunner) -> None:
+        runner.attn_backend, runner.decode_cuda_graph_runner = self
+
+
+class Widths:
+    """The widths of blocks that can be served, one at a time.
+
+    Prefill has no width: it runs with the backends of the width that was used last.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        draft: ModelRunner,
+        model: DFlashDraftModel,
+        block_size: int,
+        draft_scope: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Once graphs of the widest blocks, `block_size`, exist. draft_scope: in which the draft is captured."""
+        self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
+        self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
+        self._used = block_size
+
+    @property
+    def served(self) -> list[int]:
+        """Ascending."""
+        return sorted(self._lanes)
+
+    def add(self, widths: Iterable[int]) -> None:
+        """Builds and captures what these need. Blocks of one token have no draft forward."""
+        for width in widths:
+            if width in self._lanes:
+                continue
+            target = Lane.built(self._target, width)
+            load_inputs_once(target.graphs)
+            draft = Lane.present(self._draft)
+            if width > 1:
+                self._model.serve_blocks_of(width)
+                with self._draft_scope():
+                    draft = Lane.built(self._draft, width)
+            self._lanes[width] = target, draft
+        self._model.serve_blocks_of(self._used)
+
+    def use(self, width: int) -> None:
+        """From the next forward on. Raises KeyError for a width that is not served."""
+        if width == self._used:
+            return
+        for lane, runner in zip(self._lanes[width], (self._target, self._draft), strict=True):
+            lane.take(runner)
+        self._used = width
