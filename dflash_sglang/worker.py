@@ -104,7 +104,6 @@ class DFlashWorker(BaseSpecWorker):
             target_runner.weight_updater = TargetWeightUpdater(
                 target_runner.weight_updater, self._hot_rows.refresh
             )
-        self._draft_model.serve_blocks_of(self.block_size)
         self._config = PluginConfig.from_env()
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
         self._draft_runner.weight_updater = DraftWeightUpdater(

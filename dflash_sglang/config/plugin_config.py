@@ -56,19 +56,23 @@ class PluginConfig:
     @classmethod
     def from_mapping(cls, values: object) -> PluginConfig:
         """From a decoded JSON object. Raises PluginConfigError naming the key and what is known."""
-        if not isinstance(values, dict):
-            raise PluginConfigError(f"{CONFIG_ENV}: expected a JSON object, found {type(values).__name__}.")
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise PluginConfigError(
-                    f"{CONFIG_ENV}: unknown key {key!r}. Known keys: {', '.join(known)}. Correct it."
-                )
-        return cls(**{key: _checked(key, value) for key, value in values.items()})
+        checked = known_settings(values, cls, CONFIG_ENV, PluginConfigError)
+        return cls(**{key: _checked(key, value) for key, value in checked.items()})
 
     def draws(self, joint: bool) -> bool:
         """Whether proposals to sampled requests are drawn. ``joint``: the draft has a joint distribution."""
         return joint if self.proposals == "auto" else self.proposals == "drawn"
+
+
+def known_settings(values: object, settings: type, where: str, error: type[ValueError]) -> dict[str, Any]:
+    """A decoded JSON object whose keys are fields of the dataclass `settings`. Raises `error`."""
+    if not isinstance(values, dict):
+        raise error(f"{where}: expected a JSON object, found {type(values).__name__}.")
+    known = [field.name for field in fields(settings)]
+    for key in values:
+        if key not in known:
+            raise error(f"{where}: unknown key {key!r}. Known keys: {', '.join(known)}. Correct it.")
+    return values
 
 
 def required(environ: Mapping[str, str] | None = None) -> bool:

@@ -51,7 +51,6 @@ class Proposer:
         """block_size: of the widest blocks."""
         self._runner = runner
         self._model = model
-        self._width = block_size
         self._layout = parallel_layout
         self._window = window
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
@@ -67,7 +66,7 @@ class Proposer:
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
-        self._no_ids = torch.empty(0, dtype=torch.int64, device=runner.device)
+        self._serve(block_size)
         if self._all_rows is None:  # else ranks with batches of their own, and IDLE ones, run the head together
             runner.capture_tail_hooks.append(self._capture_tail)
 
@@ -78,8 +77,7 @@ class Proposer:
         if width == 1:
             return Proposals.certain(block.ids)
         if width != self._width:
-            self._model.serve_blocks_of(width)
-            self._width = width
+            self._serve(width)
         forward_batch = self._forward_batch(batch, block)
         self._expect_rows(batch, width)
         with torch.inference_mode(), draft_tp_context(self._layout):
@@ -117,6 +115,18 @@ class Proposer:
             self._expect_rows(batch, width)
             with torch.inference_mode(), draft_tp_context(self._layout):
                 self._source.write_nothing(self._no_rows)
+
+    def _serve(self, width: int) -> None:
+        """What steps of one width share."""
+        self._width = width
+        self._model.serve_blocks_of(width)
+        nothing = torch.empty(0, dtype=torch.int64, device=self._runner.device)
+        self._spec_info = DFlashVerifyInput(
+            draft_token=nothing,
+            positions=nothing,
+            draft_token_num=width,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
 
     def _expect_rows(self, batch: ScheduleBatch, width: int) -> None:
         if self._all_rows is not None:
@@ -163,12 +173,7 @@ class Proposer:
             seq_lens_cpu=seen.kv_len_bounds,
             positions=block.rows.positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=DFlashVerifyInput(
-                draft_token=self._no_ids,
-                positions=self._no_ids,
-                draft_token_num=block.size,
-                capture_hidden_mode=CaptureHiddenMode.NULL,
-            ),
+            spec_info=self._spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_token_non_padded=(
                 torch.full((), num_tokens, dtype=torch.int32, device=block.ids.device)

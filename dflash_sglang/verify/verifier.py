@@ -178,7 +178,7 @@ class Verifier:
         """What adjusted logits commit, the same on all ranks of a tensor-parallel group. Keeps the logits."""
         info = batch.sampling_info
         if info.is_all_greedy:
-            target_ids = logits.argmax(dim=-1).view(-1, block.size)
+            target_ids = self._logits.best(logits).view(-1, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
         elif info.sampling_seed is not None or block.size == 1:
             # As plain decoding draws: the row's token follows from its seed, or nothing was proposed.

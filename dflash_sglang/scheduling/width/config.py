@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from dflash_sglang.config.plugin_config import known_settings
 
 PLAIN = 1  # the width of plain decoding: nothing is drafted
 DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
@@ -66,13 +68,7 @@ class WidthConfig:
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:
         """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
-        if not isinstance(values, Mapping):
-            raise WidthConfigError(f"width: expected a JSON object, found {type(values).__name__}.")
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise WidthConfigError(f"width: unknown key {key!r}. Known keys: {', '.join(known)}. Correct it.")
-        return cls(**values)
+        return cls(**known_settings(values, cls, "width", WidthConfigError))
 
     def states(self, block: int) -> tuple[int, ...]:
         """The widths to capture for a draft of this block, ascending, 1 first. Raises WidthConfigError."""
