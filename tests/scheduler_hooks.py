@@ -134,9 +134,15 @@ def _poison(worker: Any) -> None:
 
 
 def _features(worker: Any) -> None:
+    """Of writes as they are called; a captured one is read from the forward whose graph has made it."""
+    from dflash_sglang.verify.verifier import Verifier
+
     directory = Path(os.environ[RECORDS_ENV])
-    write = worker._write_context_kv
+    write, forward = worker._write_context_kv, Verifier._forward
     count = itertools.count()
+
+    def note(features: torch.Tensor, positions: torch.Tensor) -> None:
+        torch.save((positions.cpu(), features.float().cpu()), directory / f"{next(count)}.features")
 
     def noting(self: Any, features: torch.Tensor, positions: torch.Tensor, loc_plan: Any) -> None:
         if not (directory / "borrowed").exists():
@@ -146,10 +152,16 @@ def _features(worker: Any) -> None:
                 embeddings = model.forward_embed(ids)
                 tensors = (ids, embeddings, model.head.logits(embeddings))
             torch.save(tuple(tensor.cpu() for tensor in tensors), directory / "borrowed")
-        torch.save((positions.cpu(), features.float().cpu()), directory / f"{next(count)}.features")
+        note(features, positions)
         write(self, features, positions, loc_plan)
 
-    worker._write_context_kv = noting
+    def then_note(self: Any, batch: Any, block: Any, tokens: torch.Tensor) -> Any:
+        result = forward(self, batch, block, tokens)
+        if result.can_run_cuda_graph and self._tail.writes_context:
+            note(result.logits_output.hidden_states[: tokens.numel()], block.rows.positions)
+        return result
+
+    worker._write_context_kv, Verifier._forward = noting, then_note
 
 
 def _blindfold(worker: Any) -> None:

@@ -106,9 +106,10 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
     from dflash_sglang.verify.tail import VerifyTail
 
     model = layers.make_draft(tmp_path, DTYPE)
-    context = ContextKV(model)
+    context, eager_context = (ContextKV(model) for _ in range(2))
     captured_pool, eager_pool = (layers.make_pool(model, SLOTS, DTYPE) for _ in range(2))
     context.bind(captured_pool)
+    eager_context.bind(eager_pool)
     target, draft = Runner(), Runner()
     acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE)
     tail = VerifyTail(target, draft, TargetLogits(target), acceptor, context.write)
@@ -146,8 +147,7 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
         for ours, twin in zip(acceptor._relay, eager._relay, strict=True):
             assert torch.equal(ours[1:], twin[1:]), "rows of requests, of this step's and of others"
 
-        context.bind(eager_pool)
-        context.write(graph.out.hidden_states[:rows], batch.positions[:rows], batch.out_cache_loc[:rows])
+        eager_context.write(graph.out.hidden_states[:rows], batch.positions[:rows], batch.out_cache_loc[:rows])
         for layer in range(len(model.layers)):
             for ours, twin in zip(
                 captured_pool.get_kv_buffer(layer), eager_pool.get_kv_buffer(layer), strict=True
