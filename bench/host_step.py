@@ -25,7 +25,7 @@ import torch
 
 from bench import report
 from bench.host_stages import FORWARD, PLUGIN, SGLANG, WAIT, WORKER, installed
-from bench.serve import BUILT_IN, OURS, wait_for
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
 KINDS = (OURS, BUILT_IN)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_sglang.demo.server import Server
 
@@ -23,6 +24,20 @@ class Load:
     top_p: float = 1.0
     token_ids: range = range(1000, 100_000)
 
+    def prompts(self) -> list[list[int]]:
+        """One for each request, every time the same."""
+        rng = random.Random(0)
+        return [[rng.choice(self.token_ids) for _ in range(self.input_tokens)] for _ in range(self.requests)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one request."""
+
+    seconds: float
+    tokens: int
+    verify_steps: int  # 0 without speculation
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -35,13 +50,25 @@ class Outcome:
 
 def run(server: Server, load: Load) -> Outcome:
     """Drive `server` until every request of `load` is answered."""
-    rng = random.Random(0)
-    prompts = [[rng.choice(load.token_ids) for _ in range(load.input_tokens)] for _ in range(load.requests)]
+    start = time.perf_counter()
+    answers = ask(server, load)
+    elapsed = time.perf_counter() - start
+    tokens = sum(answer.tokens for answer in answers)
+    steps = sum(answer.verify_steps for answer in answers)
+    return Outcome(
+        tokens_per_second=tokens / elapsed,
+        accept_length=tokens / steps if steps else 1.0,
+        step_ms=1000 * sum(answer.seconds for answer in answers) / (steps or tokens),
+    )
+
+
+def ask(server: Server, load: Load) -> list[Answer]:
+    """The answers in the order in which they came. Raises RuntimeError where one is missing."""
     sampling = dict(
         max_new_tokens=load.output_tokens, temperature=load.temperature, top_p=load.top_p, ignore_eos=True
     )
-    todo, lock = iter(prompts), threading.Lock()
-    answers: list[tuple[float, dict[str, Any]]] = []
+    todo, lock = iter(load.prompts()), threading.Lock()
+    answers: list[Answer] = []
 
     def client() -> None:
         while True:
@@ -51,21 +78,28 @@ def run(server: Server, load: Load) -> Outcome:
                 return
             start = time.perf_counter()
             meta = server.generate(input_ids=prompt, sampling_params=sampling)["meta_info"]
-            answers.append((time.perf_counter() - start, meta))
+            seconds = time.perf_counter() - start
+            answers.append(Answer(seconds, meta["completion_tokens"], meta.get("spec_verify_ct", 0)))
 
-    start = time.perf_counter()
     clients = [threading.Thread(target=client) for _ in range(load.concurrency)]
     for thread in clients:
         thread.start()
     for thread in clients:
         thread.join()
-    elapsed = time.perf_counter() - start
     if len(answers) != load.requests:
         raise RuntimeError(f"{load.requests - len(answers)} of {load.requests} requests failed on {server.url}")
-    tokens = sum(meta["completion_tokens"] for _, meta in answers)
-    steps = sum(meta.get("spec_verify_ct", 0) for _, meta in answers)
-    return Outcome(
-        tokens_per_second=tokens / elapsed,
-        accept_length=tokens / steps if steps else 1.0,
-        step_ms=1000 * sum(latency for latency, _ in answers) / (steps or tokens),
-    )
+    return answers
+
+
+def by_figure(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """{figure: [one value per round]}"""
+    return {
+        field.name: [round(getattr(outcome, field.name), 4) for outcome in outcomes]
+        for field in dataclasses.fields(Outcome)
+    }
+
+
+def rotated(items: Sequence[str], by: int) -> list[str]:
+    """The order of a turn: each begins with the next one."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]

@@ -17,14 +17,14 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import report
 from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
-from bench.load import Load, Outcome, run
+from bench.load import Load, Outcome, by_figure, rotated, run
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.bench.random_pair import write_pair
 from dflash_sglang.demo.server import free_port
@@ -82,37 +82,23 @@ def start(servers: Mapping[str, Cluster]) -> None:
         server.wait_ready()
 
 
-def measure(servers: Mapping[str, Cluster], loads: Mapping[str, Load], rounds: int) -> dict[str, Any]:
-    """{concurrency: {kind: {figure: [one value per round]}}}"""
-    figures: dict[str, Any] = {}
-    for concurrency, load in loads.items():
-        outcomes: dict[str, list[Outcome]] = {kind: [] for kind in servers}
-        for server in servers.values():
-            run(server.head, dataclasses.replace(load, requests=load.concurrency, output_tokens=64))
-        for turn in range(rounds):
-            for kind in rotated(list(servers), turn):
-                outcomes[kind].append(run(servers[kind].head, load))
-                print(concurrency, kind, outcomes[kind][-1], flush=True)
-        figures[concurrency] = {
-            kind: {
-                field.name: [round(getattr(outcome, field.name), 4) for outcome in of_kind]
-                for field in dataclasses.fields(Outcome)
-            }
-            for kind, of_kind in outcomes.items()
-        }
-    return figures
-
-
-def rotated(items: Sequence[str], by: int) -> list[str]:
-    by %= len(items)
-    return [*items[by:], *items[:by]]
+def measure(servers: Mapping[str, Cluster], load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """{kind: {figure: [one value per round]}}"""
+    outcomes: dict[str, list[Outcome]] = {kind: [] for kind in servers}
+    for server in servers.values():
+        run(server.head, dataclasses.replace(load, requests=load.concurrency, output_tokens=64))
+    for turn in range(rounds):
+        for kind in rotated(list(servers), turn):
+            outcomes[kind].append(run(servers[kind].head, load))
+            print(load.concurrency, kind, outcomes[kind][-1], flush=True)
+    return {kind: by_figure(of_kind) for kind, of_kind in outcomes.items()}
 
 
 def loads_of(arguments: argparse.Namespace) -> dict[str, Load]:
     return {
         str(concurrency): Load(
             concurrency,
-            max(4, 2 * concurrency),
+            2 * concurrency,
             arguments.input,
             arguments.output,
             token_ids=range(*arguments.token_ids),
@@ -162,7 +148,6 @@ def main() -> int:
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     memory: dict[str, Any] = {}
-    claimed: list[dict[str, Any]] = []
     status = 1
     for i, name in enumerate(arguments.layouts):
         layout, shape = LAYOUTS[name], SHAPE_OF.get(name, "qwen3-30b-a3b")
@@ -178,17 +163,21 @@ def main() -> int:
             stop_on_sigterm(servers.values())
             try:
                 start(servers)
-                figures[name] = measure(servers, loads_of(arguments), arguments.rounds)
+                memory[name] = memory_of(servers[OURS].log_text()) if OURS in servers else {}
+                figures[name] = {}
+                for concurrency, load in loads_of(arguments).items():
+                    figures[name][concurrency] = measure(servers, load, arguments.rounds)
+                    claimed = [c for at, of in figures.items() for c in claims(at, of, arguments.accept_length)]
+                    # What is there, should the next concurrency or layout not come.
+                    status = report.finish(
+                        "bench.parallel", arguments.out, claimed, figures=figures, memory_of_ours=memory
+                    )
             except (OSError, RuntimeError):
                 for kind, server in servers.items():
                     print(kind, *server.log_tail(), sep="\n", file=sys.stderr)
                 raise
             finally:
                 stop_together(servers.values())
-            memory[name] = memory_of(servers[OURS].log_text()) if OURS in servers else {}
-        claimed += claims(name, figures[name], arguments.accept_length)
-        # What is there, should the next layout not come.
-        status = report.finish("bench.parallel", arguments.out, claimed, figures=figures, memory_of_ours=memory)
     return status
 
 

@@ -21,6 +21,7 @@ from dflash_sglang.bench import (
     load,
     plot,
     profile,
+    prompts,
     random_pair,
     run,
     servers,
@@ -30,7 +31,6 @@ from dflash_sglang.bench import (
 )
 from dflash_sglang.bench.document import medians
 from dflash_sglang.bench.load import LoadFailed, Outcome
-from dflash_sglang.bench.prompts import contexts
 from dflash_sglang.bench.settings import Cell, Served, Settings
 from dflash_sglang.cli import _parser, main
 from dflash_sglang.demo.progress import Progress
@@ -167,11 +167,11 @@ def test_servers_run_together_where_their_weights_fit(free, together, monkeypatc
 
 def test_a_prompt_of_a_length_ends_with_its_text():
     settings = settings_of("--input", "1500")
-    prompts = contexts(settings, 1500, 3)
-    for prompt, text in zip(prompts, contexts(settings, None, 3), strict=True):
+    made = prompts.contexts(settings, 1500, 3)
+    for prompt, text in zip(made, prompts.contexts(settings, None, 3), strict=True):
         assert len(prompt.encode()) == 1500  # the pair's tokens are bytes
         assert prompt.endswith(text + "\n")
-    assert len(set(prompts)) == 3
+    assert len(set(made)) == 3
 
 
 def test_a_random_target_has_a_word_for_each_of_its_tokens(tmp_path):
@@ -453,6 +453,10 @@ def test_a_trace_is_split_into_verify_draft_other_kernels_and_gaps(trace_file):
     assert step.idle == pytest.approx(0.345)
     assert step.kernels == {"verify": 10, "draft": 4, "other_graphs": 1, "outside": 3}
     assert step.outside_kernels == [("fill", 1, 20), ("accept", 1, 6), ("copy", 1, 5)]
+    assert step.verify_span_ms == pytest.approx(0.099)  # 10 kernels and the gaps between them
+    assert step.graph_kernels == {
+        "verify": [("gemm", 10, 90)], "draft": [("gemm", 4, 20)], "other_graphs": [("one", 1, 2)],
+    }  # fmt: skip
 
 
 def test_the_split_is_printed_with_shares_that_sum_up(trace_file):
@@ -551,7 +555,8 @@ def profiles_of_cpu_servers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def and_profile(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:
         with pytest.raises(trace.TraceError) as error:
-            profile.take_apart(settings, served, server, 2, progress)
+            asked = prompts.requests(settings, None, 2)
+            profile.take_apart(server, str(served), asked, settings.out / "traces", progress)
         noted.append(str(error.value))
         return outputs(settings, served, server, progress)
 

@@ -6,12 +6,13 @@ import dataclasses
 import json
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.bench import prompts, trace
-from dflash_sglang.bench.settings import PROFILED_TOKENS, Served, Settings
+from dflash_sglang.bench import trace
+from dflash_sglang.bench.settings import PROFILED_TOKENS
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed
 
@@ -21,25 +22,27 @@ TIMEOUT = 180.0  # seconds, for the first tokens and for the trace
 
 
 def take_apart(
-    settings: Settings, served: Served, server: Server, concurrency: int, progress: Progress
+    server: Server, name: str, requests: Sequence[Mapping[str, Any]], directory: Path, progress: Progress
 ) -> dict[str, Any]:
-    """The average decode step of that many requests, first rank: `trace.Step`'s fields, idle share, trace file."""
-    progress.begin(f"profiling {STEPS} steps, {concurrency} at a time: {served}")
-    directory = (settings.out / "traces" / f"{served.slug}_{concurrency}").resolve()
+    """The average decode step of so many requests, first rank: `trace.Step`'s fields, idle share, trace file.
+
+    requests: prompts as fields of /generate. directory: of the trace; older ones in it are removed.
+    """
+    progress.begin(f"profiling {STEPS} steps, {len(requests)} at a time: {name}")
+    directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("*.trace.json.gz"):
         old.unlink()
-    asked = prompts.requests(settings, settings.inputs[0], concurrency)
     sampling = {"temperature": 0, "max_new_tokens": PROFILED_TOKENS, "ignore_eos": True}
     decoding = threading.Semaphore(0)
 
-    def client(request: dict[str, Any]) -> None:
+    def client(request: Mapping[str, Any]) -> None:
         for number, _ in enumerate(server.stream(**request, sampling_params=sampling)):
             if number == 0:
                 decoding.release()
 
-    with ThreadPoolExecutor(concurrency) as pool:
-        clients = [pool.submit(client, request) for request in asked]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        clients = [pool.submit(client, request) for request in requests]
         deadline = time.monotonic() + TIMEOUT
         for _ in clients:
             while not decoding.acquire(timeout=1):
@@ -55,7 +58,7 @@ def take_apart(
             done.result()
     path, step = wait_for_trace(directory, progress)
     progress.end(f"{step.step_ms:.3f} ms a step")
-    return {"concurrency": concurrency, **dataclasses.asdict(step), "idle": step.idle, "trace": str(path)}
+    return {"concurrency": len(requests), **dataclasses.asdict(step), "idle": step.idle, "trace": str(path)}
 
 
 def wait_for_trace(directory: Path, progress: Progress, timeout: float = TIMEOUT) -> tuple[Path, trace.Step]:

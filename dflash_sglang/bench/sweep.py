@@ -52,10 +52,12 @@ def measure(settings: Settings, results: Mapping[Served, Measured], progress: Pr
                         with _named(served, server):
                             results[served].outputs = _outputs(settings, served, server, progress)
                 for concurrency in settings.profile:
+                    asked = prompts.requests(settings, settings.inputs[0], concurrency)
                     for served, server in running.items():
                         if served.kind != PLAIN:
+                            directory = settings.out / "traces" / f"{served.slug}_{concurrency}"
                             with _named(served, server):
-                                step = take_apart(settings, served, server, concurrency, progress)
+                                step = take_apart(server, str(served), asked, directory, progress)
                             results[served].steps.append(step)
 
 

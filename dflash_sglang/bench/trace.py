@@ -20,7 +20,9 @@ from typing import Any
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 VERIFY, DRAFT, OTHER_GRAPHS, OUTSIDE = "verify", "draft", "other_graphs", "outside"
-PARTS = (VERIFY, DRAFT, OTHER_GRAPHS, OUTSIDE)
+GRAPHS = (VERIFY, DRAFT, OTHER_GRAPHS)
+PARTS = (*GRAPHS, OUTSIDE)
+LONGEST = 10  # kernels of a graph that are told by name
 
 
 class TraceError(ValueError):
@@ -41,8 +43,9 @@ class Step:
     it: verify, draft, other graphs, outside; else to the gaps, ``gaps_in_graphs`` of them between the first and
     the last kernel of a graph. So the parts sum to ``step_ms``.
 
+    ``verify_span_ms``: of the verify graph, from its first kernel to its last, with the gaps between them.
     ``kernels``: how many a step has of each part. ``outside_kernels``: (name, launches a step, microseconds a
-    step), the longest first.
+    step), the longest first; ``graph_kernels``: the same of the LONGEST ones of each part that is graphs.
     """
 
     steps: int
@@ -53,8 +56,10 @@ class Step:
     outside_ms: float
     gaps_ms: float
     gaps_in_graphs_ms: float
+    verify_span_ms: float
     kernels: Mapping[str, float]
     outside_kernels: Sequence[tuple[str, float, float]]
+    graph_kernels: Mapping[str, Sequence[tuple[str, float, float]]]
 
     @property
     def idle(self) -> float:
@@ -86,8 +91,9 @@ def step_of(events: Iterable[Mapping[str, Any]]) -> Step:
     for kernel in inside:
         by_part[part_of.get(kernel.launch, OTHER_GRAPHS if kernel.launch in graphs else OUTSIDE)].append(kernel)
     busy = _shares([[(k.start, min(k.end, end)) for k in by_part[part]] for part in PARTS])
-    spans = [(_start(run), min(max(k.end for k in run), end)) for run in graphs.values()]
+    spans = [(_start(run), min(_end(run), end)) for run in graphs.values()]
     spans = [span for span in spans if begin <= span[0] < end]
+    verify_spans = [(_start(graphs[at]), _end(graphs[at])) for at, part in part_of.items() if part == VERIFY]
     with_graphs_whole = _length([*spans, *((k.start, min(k.end, end)) for k in inside)])
     gaps = end - begin - sum(busy)
     ms = 1 / (1000 * steps)
@@ -100,13 +106,19 @@ def step_of(events: Iterable[Mapping[str, Any]]) -> Step:
         outside_ms=busy[3] * ms,
         gaps_ms=gaps * ms,
         gaps_in_graphs_ms=(with_graphs_whole - sum(busy)) * ms,
+        verify_span_ms=_length(verify_spans) * ms,
         kernels={part: len(by_part[part]) / steps for part in PARTS},
         outside_kernels=_by_name(by_part[OUTSIDE], steps),
+        graph_kernels={part: _by_name(by_part[part], steps)[:LONGEST] for part in GRAPHS},
     )
 
 
 def _start(run: Iterable[Kernel]) -> float:
     return min(kernel.start for kernel in run)
+
+
+def _end(run: Iterable[Kernel]) -> float:
+    return max(kernel.end for kernel in run)
 
 
 def _kernels(events: Iterable[Mapping[str, Any]]) -> tuple[list[Kernel], set[int]]:

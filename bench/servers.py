@@ -1,0 +1,102 @@
+"""The servers of a comparison on one GPU, or on the CPU platform: the options that say which, and their start."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cluster import environment_of, model_flags
+from dflash_sglang.bench.kinds import BUILT_IN, wait_for
+from dflash_sglang.demo.server import Server, free_port
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One server. ``flags``: those that it alone has."""
+
+    name: str
+    kind: str
+    flags: tuple[str, ...] = ()
+
+
+def add_options(parser: argparse.ArgumentParser, kinds: Sequence[str], accept_length: float) -> None:
+    """The options of `parse` and `server_of`, with this accept length by default."""
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--accept-length", type=float, default=accept_length)
+    parser.add_argument("--input", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument(
+        "--token-ids", type=int, nargs=2, default=[1000, 100_000], help="of prompts, from and below"
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--mem-fraction", type=float, default=0.7)
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
+    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of the DFLASH servers")
+    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    arguments = parser.parse_args()
+    if arguments.device == "cpu" and BUILT_IN in arguments.kinds:
+        parser.error(
+            f"--kinds {' '.join(arguments.kinds)}: without this package SGLang serves no DFLASH on --device cpu; "
+            f"leave {BUILT_IN} out"
+        )
+    return arguments
+
+
+def server_of(
+    candidate: Candidate, arguments: argparse.Namespace, scratch: Path, *, requests: int, tokens: int, **more: str
+) -> Server:
+    """A server of `requests` at a time and a KV pool of `tokens`, on a free port, not started yet.
+
+    more: of its environment.
+    """
+    kind, port = candidate.kind, free_port()
+    flags = [
+        *model_flags(kind, {"target": arguments.target, "draft": arguments.draft}, arguments.dflash_flags),
+        "--skip-tokenizer-init", "--port", str(port), "--host", "127.0.0.1",
+        "--max-running-requests", str(requests), "--min-free-slots-delay", "1",
+        "--mem-fraction-static", str(arguments.mem_fraction), "--max-total-tokens", str(tokens),
+        "--cuda-graph-max-bs-decode", str(requests), *candidate.flags, *arguments.flags,
+    ]  # fmt: skip
+    if arguments.device == "cpu":
+        flags += ["--device", "cpu", "--dtype", "float32"]
+    forced = {"SGLANG_SIMULATE_ACC_LEN": str(arguments.accept_length)}
+    logs = arguments.logs or scratch
+    logs.mkdir(parents=True, exist_ok=True)
+    return Server(
+        [sys.executable, "-m", "sglang.launch_server", *flags],
+        port=port,
+        environment=environment_of(kind, arguments.device, None, **forced, **more),
+        log=logs / f"{candidate.name}.log",
+    )
+
+
+@contextlib.contextmanager
+def together(
+    candidates: Sequence[Candidate], arguments: argparse.Namespace, *, requests: int, tokens: int
+) -> Iterator[dict[str, Server]]:
+    """Ready servers by name, whose logs prove their workers. Raises ServerFailed.
+
+    The first start fills the compilation caches that the others, started at once, then share.
+    """
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers: dict[str, Server] = {}
+        for batch in (candidates[:1], candidates[1:]):
+            for one in batch:
+                server = server_of(one, arguments, scratch, requests=requests, tokens=tokens)
+                servers[one.name] = stack.enter_context(server)
+            for one in batch:
+                wait_for(one.kind, servers[one.name])
+        yield servers
