@@ -99,4 +99,9 @@ def together(
                 servers[one.name] = stack.enter_context(server)
             for one in batch:
                 wait_for(one.kind, servers[one.name])
-        yield servers
+        try:
+            yield servers
+        except (OSError, RuntimeError, ValueError):  # the logs may go with `scratch`
+            for server in servers.values():
+                print(server.log_tail(), file=sys.stderr)
+            raise
