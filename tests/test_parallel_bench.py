@@ -8,7 +8,7 @@ import json
 import pytest
 
 from bench import cluster, layouts, parallel, uneven
-from bench.load import Outcome
+from bench.load import Load, Outcome
 from dflash_sglang.bench import random_pair
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.config import DraftSpec
@@ -87,6 +87,28 @@ def test_claims_compare_round_by_round_and_ask_more_of_data_parallel_attention()
     ]
     assert [one["ok"] for one in claimed[1::2]] == [True, False]
     assert parallel.claims("tp2", figures, 6.0)[0]["bound"] == ">= 0.99"
+
+
+def test_each_concurrency_that_is_measured_is_kept_when_the_next_one_fails(monkeypatch, tmp_path):
+    out = tmp_path / "parallel.json"
+    asked = []
+
+    def measure(servers: dict, load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
+        asked.append((load.concurrency, load.requests))
+        if load.concurrency == 16:
+            raise RuntimeError("a rank is gone")
+        return {kind: outcomes([1000.0]) for kind in (OURS, BUILT_IN)}
+
+    monkeypatch.setattr(parallel, "measure", measure)
+    for name in ("servers_of", "start", "stop_on_sigterm", "stop_together"):
+        monkeypatch.setattr(parallel, name, lambda *_: {})
+    options = ["--layouts", "tp2", "--concurrency", "1", "16", "64", "--pair", "DIR", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["parallel", *options])
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        parallel.main()
+    assert asked == [(1, 2), (16, 32)]
+    written = json.loads(out.read_text())
+    assert list(written["figures"]["tp2"]) == ["1"] and len(written["claims"]) == 2
 
 
 def test_memory_is_read_by_rank_from_the_start_up_log():
