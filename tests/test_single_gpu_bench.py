@@ -1,4 +1,4 @@
-"""`bench.serve`, `bench.step_profile`, `bench.startup`: claims, what a run leaves that ends early, runs on a CPU."""
+"""`bench.serve`, `bench.step_profile`, `bench.startup`: claims, what a run leaves that ended, runs on a CPU."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def profiled(step_ms: float, verify_span_ms: float, outside: float, idle: float 
     """What `take_apart` gives, of a step as long as that."""
     return {
         "concurrency": 1, "steps": 11, "step_ms": step_ms, "verify_span_ms": verify_span_ms, "idle": idle,
+        "gaps_ms": 0.02 * step_ms, "gaps_in_graphs_ms": 0.015 * step_ms,
         "kernels": {"verify": 600.0, "outside": outside}, "trace": "FILE",
         "outside_kernels": [("copy", 2.0, 3.14159)],
         "graph_kernels": {"verify": [(f"{'gemm' * 100}", 36.0, 4000 + step_ms)], "draft": [], "other_graphs": []},
@@ -77,6 +78,7 @@ def test_what_is_not_verify_is_our_step_less_the_built_in_workers_verify_graph()
         (0.9, "<= 0.85", False),
     ]  # fmt: skip
     assert "the built-in worker's own: 1.35" in of_one[-1]["what"]
+    assert "the kernels of a graph: 0.005)" in of_one[2]["what"]
     assert step_profile.claims({"32": figures}, bounds) == [
         {**one, "what": one["what"].replace("concurrency 1", "concurrency 32")} for one in of_one[:2]
     ]
