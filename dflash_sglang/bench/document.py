@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_sglang.bench import servers
+from dflash_sglang.bench import servers, sweep
 from dflash_sglang.bench.kinds import PLAIN
 from dflash_sglang.bench.load import Outcome
 from dflash_sglang.bench.settings import Served, Settings
-from dflash_sglang.bench.sweep import COMPARED_TOKENS, Measured
+from dflash_sglang.bench.sweep import Measured
 
 FIGURES = tuple(field.name for field in dataclasses.fields(Outcome))
 NOT_SETTINGS = ("target", "draft", "kinds", "skipped", "out", "prompts")  # told elsewhere, or long
@@ -79,7 +79,7 @@ def _equal_outputs(results: Sequence[Measured]) -> Mapping[str, Any] | None:
         return None
     return {
         "prompts": len(plain),
-        "new_tokens": COMPARED_TOKENS,
+        "new_tokens": sweep.COMPARED_TOKENS,
         "equal_to_plain": {
             str(one.served): sum(a == b for a, b in zip(one.outputs, plain, strict=True))
             for one in results
