@@ -12,7 +12,7 @@ import pytest
 
 import bench.servers
 from bench import serve, startup, step_profile
-from bench.load import Outcome, by_figure
+from bench.load import Answer, Load, Outcome, by_figure
 from dflash_sglang.bench import profile, trace
 from dflash_sglang.bench.kinds import BUILT_IN, OURS
 from dflash_sglang.pair import pair_directories
@@ -92,7 +92,7 @@ def test_what_is_not_verify_is_our_step_less_the_built_in_workers_verify_graph()
 def test_steps_of_our_worker_are_profiled_with_a_token_map_and_without(monkeypatch, tmp_path, capsys):
     """On a CPU, where the trace that SGLang writes has no kernel: those of a made-up one stand for them."""
     monkeypatch.setattr(bench.servers, "Server", engines._ForkedServer)
-    monkeypatch.setattr(profile, "PROFILED_TOKENS", 128)
+    monkeypatch.setattr(profile, "PROFILED_TOKENS", 512)
     monkeypatch.setattr(profile, "STEPS", 2)
     monkeypatch.setattr(profile, "ACTIVITIES", ["CPU"])
     read = []
@@ -152,21 +152,26 @@ def test_claims_of_start_up_are_of_the_rounds_that_all_servers_have_been_through
 
 @pytest.mark.slow
 def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(monkeypatch, tmp_path, capsys):
-    begun = []
+    begun, actual_ask = [], startup.ask
 
     class Counted(engines._ForkedServer):
         ready_path = "/health"
 
         def __enter__(self) -> bench.servers.Server:
-            begun.append(self.environment["SGLANG_SIMULATE_ACC_LEN"])
+            begun.append([])
             return super().__enter__()
 
+    def ask(server: Counted, load: Load) -> list[Answer]:
+        begun[-1].append(load.temperature)
+        return actual_ask(server, load)
+
     monkeypatch.setattr(bench.servers, "Server", Counted)
+    monkeypatch.setattr(startup, "ask", ask)
     out = tmp_path / "startup.json"
     options = ["--out", str(out), "--rounds", "1", "--output", "31", "--max-running-requests", "2"]
     command_line(monkeypatch, *ON_CPU, *options, "--bound", "1", "--first-bound", "1000")
     assert startup.main() == 0
-    assert begun == ["6.0"] * 3  # one uncounted
+    assert begun == [[0.0, 0.7], [0.0], [0.7]]  # the first one is uncounted
     written = json.loads(out.read_text())
     assert list(written["figures"][OURS]) == ["greedy", "sampled"]
     for [start] in written["figures"][OURS].values():

@@ -54,6 +54,8 @@ def take_apart(
             "/start_profile", output_dir=str(directory), num_steps=STEPS, activities=ACTIVITIES,
             with_stack=False, record_shapes=False,
         )  # fmt: skip
+        if any(one.done() for one in clients):
+            raise ServerFailed(f"a request of {PROFILED_TOKENS} tokens ended before its profile began")
         for done in clients:
             done.result()
     path, step = wait_for_trace(directory, progress)
