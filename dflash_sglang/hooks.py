@@ -76,6 +76,16 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
     return config
 
 
+def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
+    """AROUND SchedulerInternalStateController.get_internal_state: adds what our worker tells of its widths, as
+    `dflash_width` of /server_info's `internal_states`."""
+    output = original(controller, request)
+    metrics = getattr(controller.scheduler.draft_worker, "width_metrics", None)  # of our worker alone
+    if metrics is not None:
+        output.internal_state["dflash_width"] = metrics()
+    return output
+
+
 def _served_by_built_in(server_args: Any) -> Foreign | None:
     """Why the built-in worker serves this launch, or None; ends start-up where it must not run or cannot."""
     check_version()

@@ -10,7 +10,7 @@ from dflash_sglang.config.settings import known_settings
 
 PLAIN = 1  # the width of plain decoding: nothing is drafted
 DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
-BLOCK = "block"  # the width of the block that is served
+BLOCK: Literal["block"] = "block"  # the width of the block that is served
 
 
 class WidthConfigError(ValueError):
