@@ -10,6 +10,7 @@ features   every write of context KV leaves its positions and features in a file
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
 widths     every decode step's blocks have a width of its own, where the policy is on
+rehearsals steps before the first request may change nothing but the padding page; says so in `rehearsed`
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -263,6 +264,29 @@ def _sentinels(worker: Any) -> None:
     SlotReservation.reserve = guarded_reserve
 
 
+def _rehearsals(worker: Any) -> None:
+    from dflash_sglang.scheduling.rehearsal import Rehearsal
+
+    seconds, init_cuda_graphs, cells = Rehearsal.seconds, worker.init_cuda_graphs, itertools.count()
+
+    def counting(self: Any, *cell: int) -> list[float]:
+        next(cells)
+        return seconds(self, *cell)
+
+    def watched(self: Any) -> None:
+        page = self._reservation.page_size
+        tensors = [self.target_worker.model_runner.req_to_token_pool.req_to_token]
+        tensors += [buffer[page:] for pool in _pools(self) for buffer in _buffers(pool)]
+        before = [tensor.clone() for tensor in tensors]
+        init_cuda_graphs(self)
+        for number, (tensor, old) in enumerate(zip(tensors, before, strict=True)):
+            assert torch.equal(tensor, old), f"tensor {number} of {len(tensors)} has changed"
+        table = self._widths._policy.step_times.table().tolist()
+        (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([next(cells), table]))
+
+    Rehearsal.seconds, worker.init_cuda_graphs = counting, watched
+
+
 def _seeds(worker: type) -> None:
     from sglang.srt.layers import sampler
 
@@ -302,5 +326,6 @@ _HOOKS = {
     "features": _features,
     "sentinels": _sentinels,
     "widths": _widths,
+    "rehearsals": _rehearsals,
     "seeds": _seeds,
 }
