@@ -26,15 +26,11 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from dflash_sglang.faults import create_watchdog, start_subprocess_watchdog, stop_subprocess_watchdog
-    from dflash_sglang.hooks import create_worker, get_internal_state, handle_speculative_decoding, parse_config
-    from dflash_sglang.scheduling.request_width import validate_request
+    from dflash_sglang.hooks import create_worker, handle_speculative_decoding, parse_config
 
-    state = "sglang.srt.managers.scheduler_components.internal_state"
     hooks = {
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker": create_worker,
         "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding": handle_speculative_decoding,
-        f"{state}.SchedulerInternalStateController.get_internal_state": get_internal_state,
-        "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
         "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse": parse_config,
         "sglang.srt.utils.watchdog.SubprocessWatchdog.start": start_subprocess_watchdog,
         "sglang.srt.utils.watchdog.SubprocessWatchdog.stop": stop_subprocess_watchdog,

@@ -183,8 +183,8 @@ def _blindfold(worker: Any) -> None:
         DraftWindow.pool = self._draft_runner.token_to_kv_pool
         return decode(self, *args)
 
-    decode = worker._decode
-    worker._decode, DraftWindow.cut = before_decode, then_poison
+    decode = worker._step
+    worker._step, DraftWindow.cut = before_decode, then_poison
 
 
 def _proposals(worker: Any) -> None:

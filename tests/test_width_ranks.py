@@ -1,5 +1,5 @@
-"""Ranks choose one width for every step, over gloo: tensor-parallel ones by shared step times, those of data-parallel
-attention by shared loads, IDLE ranks included. C16, C20 and C21 with the width policy on."""
+"""Ranks choose one width for every step, over gloo: those of tensor parallelism by shared step times, those of
+data-parallel attention by shared loads, IDLE ranks included. C16, C20 and C21 with the width policy on."""
 
 from __future__ import annotations
 
