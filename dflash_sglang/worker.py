@@ -198,6 +198,7 @@ class DFlashWorker(BaseSpecWorker):
             rehearsal = Rehearsal(runner, self._reservation, lambda batch: self._step(batch, None, None))
             start_widths.measure(policy, runner, rehearsal, use, group)
             self._acceptor.pass_turn()
+            widths.use_widest()
         self.width = policy.widths[-1]
         self._widths = AdaptiveWidth(
             policy,
