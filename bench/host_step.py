@@ -25,7 +25,7 @@ import torch
 
 from bench import report
 from bench.host_stages import FORWARD, PLUGIN, SGLANG, WAIT, WORKER, installed
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, wait_for
+from dflash_sglang.bench.kinds import BUILT_IN, ENVIRONMENT, OURS, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
 KINDS = (OURS, BUILT_IN)
@@ -48,7 +48,7 @@ def server_of(kind: str, arguments: argparse.Namespace, scratch: Path) -> Server
         **os.environ,
         **({} if gpu else {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}),
         **installed(scratch),
-        **({"DFLASH_SGLANG_REQUIRE": "1"} if kind == OURS else {"SGLANG_PLUGINS": PLUGIN}),
+        **(ENVIRONMENT[OURS] if kind == OURS else {"SGLANG_PLUGINS": PLUGIN}),
         "SGLANG_SIMULATE_ACC_LEN": str(arguments.accept_length),
     }
     command = [sys.executable, "-m", "sglang.launch_server", *flags]

@@ -44,7 +44,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         servers = {}
         for kind in kinds:
-            environment = {CONFIG_ENV: json.dumps({"proposals": kind})}
+            environment = {CONFIG_ENV: json.dumps({"proposals": kind, "width": "block"})}
             server = pair_server(OURS, Path(scratch) / f"{kind}.log", arguments.flags, environment)
             servers[kind] = stack.enter_context(server)
         for server in servers.values():

@@ -8,6 +8,7 @@ from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_r
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
@@ -21,7 +22,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
@@ -38,6 +39,7 @@ from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, mamba_track_grid
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
@@ -57,7 +59,13 @@ from sglang.srt.speculative.spec_utils import (
     draft_pp_context,
     draft_tp_context,
 )
-from sglang.srt.utils.common import async_h2d, is_pin_memory_available
+from sglang.srt.utils.common import (
+    async_h2d,
+    get_available_gpu_memory,
+    is_pin_memory_available,
+    require_mlp_sync,
+    require_mlp_tp_gather,
+)
 
 __all__ = [
     "SIMULATE_ACC_LEN",
@@ -86,6 +94,8 @@ __all__ = [
     "ProcessorEntry",
     "Req",
     "SamplingBatchInfo",
+    "SamplingParams",
+    "ScheduleBatch",
     "SpecTpSync",
     "SpecTpSyncSite",
     "SpeculativeAlgorithm",
@@ -106,16 +116,20 @@ __all__ = [
     "enable_num_token_non_padded",
     "envs",
     "fused_kv_norm_rope_write",
+    "get_available_gpu_memory",
     "get_dp_tp_group",
     "get_exec",
     "get_parallel",
     "get_spec",
+    "get_tp_group",
     "is_pin_memory_available",
     "mamba_track_grid",
     "mambaish_config",
     "maybe_remap_kv_scale_name",
     "model_draft_parallel_spec",
     "offer_future_relay_buffers",
+    "require_mlp_sync",
+    "require_mlp_tp_gather",
     "resolve_draft_parallel_layout",
     "should_apply_lm_head_quant_method",
     "table_qk_norm_rope_",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from dflash_sglang.config import flattened, is_speculators, read_config
 from dflash_sglang.config.plugin_config import REQUIRE_ENV, PluginConfig, required
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.probe import check_symbols, check_version
+from dflash_sglang.scheduling.request_width import validate_request
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
     from dflash_sglang.worker import DFlashWorker
 
     ModelRegistry.register("dflash_sglang.models", overwrite=True, strict=True)
+    _hook_scheduler()
     return DFlashWorker
 
 
@@ -74,6 +78,32 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
     config._name_or_path = str(model)
     config._commit_hash = raw.get("_commit_hash")
     return config
+
+
+@functools.cache
+def _hook_scheduler() -> None:
+    """The hooks of a scheduler that runs our worker; other processes do without the modules that they are on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    state = "sglang.srt.managers.scheduler_components.internal_state"
+    hooks = {
+        f"{state}.SchedulerInternalStateController.get_internal_state": get_internal_state,
+        "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
+    }
+    for target, hook in hooks.items():
+        pkgutil.resolve_name(target)  # SGLang would only log a target that does not exist
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
+    """AROUND SchedulerInternalStateController.get_internal_state: adds what our worker tells of its widths, as
+    `dflash_width` of /server_info's `internal_states`."""
+    output = original(controller, request)
+    metrics = getattr(controller.scheduler.draft_worker, "width_metrics", None)  # of our worker alone
+    if metrics is not None:
+        output.internal_state["dflash_width"] = metrics()
+    return output
 
 
 def _served_by_built_in(server_args: Any) -> Foreign | None:

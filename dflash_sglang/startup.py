@@ -12,7 +12,7 @@ from dflash_sglang.compat_args import (
     model_config_of,
     resolving_view,
 )
-from dflash_sglang.config import DraftConfigError, DraftSpec, is_speculators
+from dflash_sglang.config import DraftConfigError, DraftSpec, PluginConfig, is_speculators
 from dflash_sglang.config.dflash2 import is_dflash2
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.own_modules import own_modules
@@ -148,6 +148,7 @@ def _serving_facts(cfg: Any) -> ServingFacts:
         ),
         draft_window=cfg.speculative_draft_window_size,
         draft_sinks=cfg.speculative_draft_sink_size,
+        widest=PluginConfig.from_env().width.widest,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_spec
+from dflash_sglang.config.width import PLAIN
 from dflash_sglang.verify.tail import load_inputs_once
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Lane(NamedTuple):
 class Widths:
     """The widths of blocks that can be served, one at a time.
 
-    Prefill has no width: it runs with the backends of the width that was used last.
+    Prefill has no width: it runs with what the widest blocks have, as if there were no others (`use_widest`).
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Widths:
         """Once graphs of the widest blocks, `block_size`, exist. draft_scope: in which the draft is captured."""
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
         self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
-        self._used = block_size
+        self._used = self._widest = block_size
 
     @property
     def served(self) -> list[int]:
@@ -81,6 +83,23 @@ class Widths:
             self._lanes[width] = target, draft
         self._model.serve_blocks_of(self._used)
 
+    def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
+        """Adds one width after the other, the most useful first, as long as the next one should leave `reserve` of
+        what is `free()`, if it takes what the dearest took. Plain decoding is added at any price.
+
+        Returns what each took, in the order in which they were added.
+        """
+        took: dict[int, float] = {}
+        for width in by_use(widths, self._widest):
+            before = free()
+            if width == PLAIN or before - max(took.values(), default=0.0) >= reserve:
+                self.add([width])
+                took[width] = before - free()
+        return took
+
+    def use_widest(self) -> None:
+        self.use(self._widest)
+
     def use(self, width: int) -> None:
         """From the next forward on. Raises KeyError for a width that is not served."""
         if width == self._used:
@@ -88,3 +107,14 @@ class Widths:
         for lane, runner in zip(self._lanes[width], (self._target, self._draft), strict=True):
             lane.take(runner)
         self._used = width
+
+
+def by_use(widths: Iterable[int], served: int) -> list[int]:
+    """The other widths, plain decoding first, then always the one whose ratio to all before is furthest from one:
+    the costs and accepts of a width resemble those of its neighbours."""
+    left, known = set(widths) - {served, PLAIN}, [served, PLAIN]
+    while left:
+        next_one = max(left, key=lambda width: (min(abs(math.log(width / other)) for other in known), width))
+        known.append(next_one)
+        left.remove(next_one)
+    return [PLAIN, *known[2:]]

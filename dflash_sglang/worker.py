@@ -11,6 +11,7 @@ import torch
 
 from dflash_sglang.capture import ensure_capture
 from dflash_sglang.checkpoint import draft_config
+from dflash_sglang.collectives import width_group
 from dflash_sglang.compat import (
     BaseSpecWorker,
     CaptureHiddenMode,
@@ -33,13 +34,16 @@ from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.updates import DraftWeightUpdater, TargetWeightUpdater
 from dflash_sglang.observability import memory_line, startup_line
-from dflash_sglang.scheduling import stops
+from dflash_sglang.scheduling import start_widths, stops
+from dflash_sglang.scheduling.adaptive import AdaptiveWidth
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
+from dflash_sglang.scheduling.rehearsal import Rehearsal
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.tail import VerifyTail
 from dflash_sglang.verify.verifier import Verifier
+from dflash_sglang.widths import Widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,8 +96,8 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_worker = bundle.draft_worker
         self._draft_runner: ModelRunner = bundle.draft_model_runner
         self._draft_model = bundle.draft_model
-        self.speculative_num_draft_tokens = self.block_size = int(get_spec().speculative_num_draft_tokens)
-        self.width = self.block_size  # of the next step's blocks
+        self.block_size = int(get_spec().speculative_num_draft_tokens)
+        self.width = self.block_size  # of the latest decode step's blocks
 
         path = get_spec().speculative_token_map
         self._token_map = None if path is None else read_token_map(path)
@@ -172,8 +176,37 @@ class DFlashWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         with self._draft_scope():
             self._draft_worker.init_cuda_graphs()
-        self._verifier.after_capture(self._proposer.examples())
+        self._start_widths()
         logger.info(memory_line(self._draft_runner, self._draft_model, self._hot_rows))
+
+    def _start_widths(self) -> None:
+        """Graphs of the widths that steps are to choose from, and what compiles or is measured at each of them."""
+        runner, block = self.target_worker.model_runner, self.block_size
+        config = start_widths.servable(self._config.width, runner, block)
+        widths = Widths(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
+        config = start_widths.add_widths(config, widths, block, start_widths.free_memory(runner))
+        kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
+        self._verifier.after_capture(kinds)
+        group = width_group(runner.server_args.nnodes)
+        policy = start_widths.policy_of(config, runner, block, group)
+        if config.fixed is None:
+
+            def use(width: int) -> None:
+                self.width = width
+                widths.use(width)
+
+            rehearsal = Rehearsal(runner, self._reservation, lambda batch: self._step(batch, None, None))
+            start_widths.measure(policy, runner, rehearsal, use, group)
+            self._acceptor.pass_turn()
+            widths.use_widest()
+        self.width = policy.widths[-1]
+        self._widths = AdaptiveWidth(
+            policy,
+            widths,
+            self._acceptor.limit,
+            on_host=torch.device(self.device).type == "cpu",
+            speaks=get_parallel().tp_rank == 0,
+        )
 
     @contextmanager
     def _draft_scope(self) -> Iterator[None]:
@@ -195,6 +228,18 @@ class DFlashWorker(BaseSpecWorker):
     def proposed_tokens(self) -> int | None:
         """Tokens of --speculative-token-map, None without."""
         return None if self._token_map is None else len(self._token_map)
+
+    @property
+    def speculative_num_draft_tokens(self) -> int:
+        """What SGLang's metrics call the width in use."""
+        return self.width
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        self._widths.verified(num_correct_drafts_per_req)
+
+    def width_metrics(self) -> dict[str, Any]:
+        """For /server_info, see `hooks.get_internal_state`."""
+        return self._widths.snapshot()
 
     @property
     def own_modules(self) -> str:
@@ -224,6 +269,13 @@ class DFlashWorker(BaseSpecWorker):
         return self._decode(batch, on_publish, grammar_barrier)
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
+        self.width = self._widths.next(batch)
+        result = self._step(batch, on_publish, grammar_barrier)
+        self._widths.returned()
+        return result
+
+    def _step(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
+        """A decode step in blocks of `self.width`."""
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         block = self._blocks.build(batch, self._acceptor.next_turn(), self.width)
         proposals = self._proposer.propose(batch, block)
@@ -249,6 +301,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self._wait_for_fused_hicache_load(batch)
+        self._widths.prefill(batch)
         if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
             # A mixed batch samples for decoding requests too: their grammars must know the last step's tokens.
             grammar_barrier()
@@ -281,6 +334,7 @@ class DFlashWorker(BaseSpecWorker):
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
         """A data-parallel rank without requests: the collectives of `_decode` (`collectives`), nothing written."""
         if get_parallel().attn_dp_enabled:
+            self.width = self._widths.next(batch)
             self._proposer.propose_idle(batch, self.width)
             self._verifier.verify_idle(batch, self.width)
         draft_input = self._idle_draft_input()

@@ -45,6 +45,7 @@ class Step:
     mode: str  # "prefill", "decode" or "idle"
     others_prefill: bool  # of an idle rank: whether it keeps prefills company
     requests: int
+    width: int = 0  # of a decode step's blocks, an IDLE rank's too
     collectives: list[Collective] = field(default_factory=list)
     issued: dict[str, int] = field(default_factory=dict)  # collectives by group, as the process groups count them
     changed: list[str] = field(default_factory=list)  # of an idle rank: what the step wrote or planned
@@ -148,6 +149,7 @@ class _Recorder:
             before = self._counts()
             memory = _Memory(worker) if name == "idle" else None
             result = forward(worker, batch, *args, **kwargs)
+            step.width = worker.width
             step.issued = {
                 group: now - before[group] for group, now in self._counts().items() if now != before[group]
             }

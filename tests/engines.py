@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server, free_port
 from tests import zygote
 
@@ -30,6 +31,9 @@ class EngineFailed(AssertionError):
 
 
 def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Every step has the block's width, unless a test's own DFLASH_SGLANG_CONFIG asks for another: what most tests
+    count would depend on the machine's speed otherwise, and every start-up would measure it."""
+    settings = json.loads((extra or {}).get(CONFIG_ENV, "{}"))
     return {
         **os.environ,
         "SGLANG_PLATFORM": "dflash_cpu",
@@ -37,6 +41,7 @@ def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         **(extra or {}),
+        CONFIG_ENV: json.dumps({"width": "block", **settings}),
     }
 
 

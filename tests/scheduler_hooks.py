@@ -9,7 +9,8 @@ features   every write of context KV leaves its positions and features in a file
            one what the draft borrows of the target (`borrowed`)
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
-widths     every decode step's blocks have a width of its own: one of WIDTHS
+widths     every decode step's blocks have a width of its own, where the policy is on
+rehearsals steps before the first request may change nothing but the padding page; says so in `rehearsed`
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -29,7 +30,6 @@ import torch
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
-WIDTHS = (1, 2, 4, 6, 8, 12)  # beside the served one
 
 
 def install(directory: Path, *modules: str) -> str:
@@ -183,8 +183,8 @@ def _blindfold(worker: Any) -> None:
         DraftWindow.pool = self._draft_runner.token_to_kv_pool
         return decode(self, *args)
 
-    decode = worker._decode
-    worker._decode, DraftWindow.cut = before_decode, then_poison
+    decode = worker._step
+    worker._step, DraftWindow.cut = before_decode, then_poison
 
 
 def _proposals(worker: Any) -> None:
@@ -204,23 +204,15 @@ def _proposals(worker: Any) -> None:
 
 
 def _widths(worker: Any) -> None:
-    from dflash_sglang.widths import Widths
+    from dflash_sglang.scheduling.width.choice import Choice, Chooser
 
-    decode, init_cuda_graphs = worker._decode, worker.init_cuda_graphs
-    draws = random.Random(0)
+    draws = random.Random(0)  # the same on all ranks
 
-    def with_widths(self: Any) -> None:
-        init_cuda_graphs(self)
-        runners = self.target_worker.model_runner, self._draft_runner
-        self.widths = Widths(*runners, self._draft_model, self.block_size, self._draft_scope)
-        self.widths.add(WIDTHS)
+    def at_some_width(self: Any, bucket: int, limit: int, *expected: Any) -> Choice:
+        allowed = [index for index, width in enumerate(self.widths) if width <= limit]
+        return Choice(width := draws.choice(allowed), width, "gain")
 
-    def at_some_width(self: Any, *args: Any) -> Any:
-        self.width = draws.choice(self.widths.served)
-        self.widths.use(self.width)
-        return decode(self, *args)
-
-    worker.init_cuda_graphs, worker._decode = with_widths, at_some_width
+    Chooser.choose = at_some_width
 
 
 def _sentinels(worker: Any) -> None:
@@ -272,6 +264,29 @@ def _sentinels(worker: Any) -> None:
     SlotReservation.reserve = guarded_reserve
 
 
+def _rehearsals(worker: Any) -> None:
+    from dflash_sglang.scheduling.rehearsal import Rehearsal
+
+    seconds, init_cuda_graphs, cells = Rehearsal.seconds, worker.init_cuda_graphs, itertools.count()
+
+    def counting(self: Any, *cell: int) -> list[float]:
+        next(cells)
+        return seconds(self, *cell)
+
+    def watched(self: Any) -> None:
+        page = self._reservation.page_size
+        tensors = [self.target_worker.model_runner.req_to_token_pool.req_to_token]
+        tensors += [buffer[page:] for pool in _pools(self) for buffer in _buffers(pool)]
+        before = [tensor.clone() for tensor in tensors]
+        init_cuda_graphs(self)
+        for number, (tensor, old) in enumerate(zip(tensors, before, strict=True)):
+            assert torch.equal(tensor, old), f"tensor {number} of {len(tensors)} has changed"
+        table = self._widths._policy.step_times.table().tolist()
+        (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([next(cells), table]))
+
+    Rehearsal.seconds, worker.init_cuda_graphs = counting, watched
+
+
 def _seeds(worker: type) -> None:
     from sglang.srt.layers import sampler
 
@@ -311,5 +326,6 @@ _HOOKS = {
     "features": _features,
     "sentinels": _sentinels,
     "widths": _widths,
+    "rehearsals": _rehearsals,
     "seeds": _seeds,
 }

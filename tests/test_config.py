@@ -16,6 +16,7 @@ from dflash_sglang.config import (
     RopeSpec,
 )
 from dflash_sglang.config.draft_spec import default_target_layer_ids
+from dflash_sglang.config.width import WidthConfig
 from tests.tiny import draft_config
 
 
@@ -207,6 +208,9 @@ def test_a_field_that_cannot_be_served_is_named_with_its_value_and_what_to_chang
     assert raised.value.expected in str(raised.value) and raised.value.fix in str(raised.value)
 
 
+WIDTHS = ("4", '"block"', '{"margin": 0.1}')
+
+
 def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
     path = tmp_path / "plugin.json"
     path.write_text(json.dumps({"context_kv": "per_layer"}))
@@ -215,6 +219,9 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
     assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": str(path)}).context_kv == "per_layer"
     profile = PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": '{"simulated_acceptance": [1, 0.5]}'})
     assert profile.simulated_acceptance == (1.0, 0.5)
+    widths = [PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": f'{{"width": {value}}}'}).width for value in WIDTHS]
+    assert widths == [WidthConfig(fixed=4), WidthConfig(fixed="block"), WidthConfig(margin=0.1)]
+    assert PluginConfig().width == WidthConfig()
 
 
 @pytest.mark.parametrize(
@@ -227,6 +234,9 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ('{"simulated_acceptance": []}', r"simulated_acceptance=\[\]: expected a list of probabilities"),
         ('{"simulated_acceptance": [0.5, 1.5]}', r"simulated_acceptance=\[0.5, 1.5\]: expected"),
         ('{"simulated_acceptance": [true]}', r"simulated_acceptance=\[True\]: expected"),
+        ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
+        ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*or 'block'"),
+        ('{"width": {"reserve": 1}}', "width: unknown key 'reserve'. Known keys: widths, fixed"),
         ("{", "is not JSON"),
         ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),
     ],

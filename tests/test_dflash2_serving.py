@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import scheduler_hooks, test_parallel, tiny
@@ -128,6 +129,23 @@ def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(
         for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
             histogram[accepted] += count
     assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
+
+
+@works
+def test_blocks_of_any_width_are_plain_decodings_and_distributed_as_the_targets(draft, target, expected, tmp_path):
+    environment = {
+        "DFLASH_SGLANG_REQUIRE": "1",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path),
+        scheduler_hooks.HOOKS_ENV: "widths,poison",
+        CONFIG_ENV: '{"width": {}}',
+    }
+    with serve(TARGET, draft, environment=environment, max_running_requests=48) as server:
+        with ThreadPoolExecutor(len(expected)) as pool:
+            answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+        assert [answer["output_ids"] for answer in answers] == expected
+        assert_distributed(draws(server), three_tokens(target))
+        (state,) = server.get("/server_info")["internal_states"]
+    assert min(state["dflash_width"]["steps"].values()) > 0
 
 
 @works

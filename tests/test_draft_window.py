@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dflash_sglang.config import DraftSpec
+from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.validation import ServingFacts, window_problems
@@ -142,19 +143,23 @@ def generate(server: Server) -> list[dict[str, Any]]:
     return server.generate(input_ids=PROMPTS, sampling_params=greedy_params(NEW_TOKENS))
 
 
-def windowed(directory: Path, **arguments: Any) -> list[dict[str, Any]]:
-    """Answers of a server whose draft would read NaN outside of its window."""
+def windowed(directory: Path, any_width: bool = False, **arguments: Any) -> list[dict[str, Any]]:
+    """Answers of a server whose draft would read NaN outside of its window; any_width: each step has one of its
+    own."""
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
         "PYTHONPATH": scheduler_hooks.install(directory),
-        scheduler_hooks.HOOKS_ENV: "blindfold",
+        scheduler_hooks.HOOKS_ENV: "blindfold,widths" if any_width else "blindfold",
+        **({CONFIG_ENV: '{"width": {}}'} if any_width else {}),
         **arguments.pop("environment", {}),
     }
     with serve(TARGET, DRAFT, environment=environment, **arguments) as server:
         answers = generate(server)
         assert "draft_window=" in server.log_text()
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    assert len(PROMPTS) * (NEW_TOKENS - 1) >= 4 * steps, "a NaN among the keys leaves no proposal accepted"
+    assert len(PROMPTS) * (NEW_TOKENS - 1) >= (2 if any_width else 4) * steps, (
+        "a NaN among the keys leaves no proposal accepted"
+    )
     return answers
 
 
@@ -170,10 +175,11 @@ def plain() -> list[list[int]]:
     "arguments",
     [
         dict(speculative_draft_window_size=48),
+        dict(speculative_draft_window_size=48, any_width=True),
         dict(speculative_draft_window_size=128, speculative_draft_sink_size=5, page_size=16),
         dict(speculative_draft_window_size=100, page_size=64, disable_overlap_schedule=True),
     ],
-    ids=["48", "128 and sinks, pages of 16", "100, pages of 64, synchronous"],
+    ids=["48", "48, blocks of any width", "128 and sinks, pages of 16", "100, pages of 64, synchronous"],
 )
 def test_a_windowed_draft_reads_nothing_outside_and_the_output_is_plain_decodings(plain, tmp_path, arguments):
     assert [answer["output_ids"] for answer in windowed(tmp_path, **arguments)] == plain

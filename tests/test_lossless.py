@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import recorded_graphs, scheduler_hooks
@@ -29,7 +30,7 @@ NEW_TOKENS = 60
 BLOCK = 16
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
-    "recorded_graphs_of_random_widths": dict(graphs=True, hooks="widths"),
+    "recorded_graphs_of_random_widths": dict(graphs=True, hooks="widths", env={CONFIG_ENV: '{"width": {}}'}),
     "recorded_graphs": dict(graphs=True, max_total_tokens=6400, hooks="sentinels"),
     "synchronous_pages_of_16_chunked": dict(
         page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, hooks="poison"

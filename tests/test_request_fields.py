@@ -18,6 +18,7 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
+from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import scheduler_hooks
@@ -160,9 +161,11 @@ def plain(environment) -> dict[str, list[Any]]:
         }
 
 
-@pytest.fixture(scope="module")
-def ours(environment) -> Server:
+@pytest.fixture(scope="module", params=["blocks of one width", "blocks of any width"])
+def ours(request, environment) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
+    if request.param == "blocks of any width":
+        environment |= {CONFIG_ENV: '{"width": {}}', scheduler_hooks.HOOKS_ENV: "poison,seeds,widths"}
     with serve(
         *pair(), environment=environment, skip_tokenizer_init=None, enable_custom_logit_processor=True
     ) as server:

@@ -91,6 +91,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
     "vocabulary": ({"target": TargetFacts(5, 64, 384)}, "draft config vocab_size", 320),
     "number of target layers": ({"target": TargetFacts(6, 64, 320)}, "draft config num_target_layers", 5),
     "trained block of 1": ({"block_size": 1}, "draft config block_size", 1),
+    "a width beyond the block": ({"serving": {"block_size": 4, "widest": 5}}, "DFLASH_SGLANG_CONFIG width", 5),
     "served block of 1": ({"serving": {"block_size": 1}}, "--speculative-dflash-block-size", 1),
     "served block above the trained one": (
         {"serving": {"block_size": 9}},

@@ -21,7 +21,6 @@ from dflash_sglang.scheduling.width import (
 )
 from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.choice import Chooser
-from dflash_sglang.scheduling.width.config import request_max_width
 from tests.width_simulation import BUCKETS, EASY, GOOD, HARD, WIDTHS, Draft, Machine, adaptive, serve
 
 # ---- Step times --------------------------------------------------------------------------------------------
@@ -355,7 +354,7 @@ def test_widths_follow_the_block() -> None:
     assert WidthConfig().states(16) == (1, 2, 4, 6, 8, 12, 16)
     assert WidthConfig().states(10) == (1, 2, 4, 6, 8, 10)
     assert WidthConfig(widths=(4, 8)).states(8) == (1, 4, 8)
-    assert WidthConfig(fixed=8).states(16) == (1, 8)
+    assert WidthConfig(fixed=8).states(16) == (8,) and WidthConfig(fixed="block").states(16) == (16,)
     assert WidthConfig(fixed=1).states(16) == (1,)
 
 
@@ -366,7 +365,7 @@ def test_widths_follow_the_block() -> None:
         ({"width": 4}, "unknown key 'width'. Known keys: widths, fixed, margin"),
         ({"widths": []}, r"widths=\[\] \(list\): expected a list of whole numbers"),
         ({"widths": [4, "8"]}, r"widths='8' \(str\): expected whole numbers from 1"),
-        ({"fixed": 0}, r"fixed=0 \(int\): expected a whole number from 1 to the draft's block. Change it"),
+        ({"fixed": 0}, r"fixed=0 \(int\): expected a whole number from 1 to the draft's block, or 'block'"),
         ({"fixed": True}, r"fixed=True \(bool\)"),
         ({"fixed": 4, "widths": [4, 8]}, "give one of them"),
         ({"margin": 2}, r"margin=2 \(int\): expected a share from 0 to 0.5"),
@@ -384,10 +383,3 @@ def test_a_width_beyond_the_block_is_refused() -> None:
     for values in ({"widths": [4, 16]}, {"fixed": 16}):
         with pytest.raises(WidthConfigError, match="expected at most 8, the block that is served"):
             WidthConfig.from_mapping(values).states(8)
-
-
-def test_a_requests_max_width_is_checked() -> None:
-    assert request_max_width(1) == 1 and request_max_width(64) == 64
-    for value in (0, "4", 2.5, None, True):
-        with pytest.raises(WidthConfigError, match=r"max_width=.*expected a whole number, at least 1"):
-            request_max_width(value)

@@ -209,7 +209,7 @@ def test_a_fixed_width_is_kept_and_costs_no_probe() -> None:
     policy = adaptive(QUIET, 8, WidthConfig(fixed=8))
     run = serve(policy, QUIET, DRAFTS["poor"]).run(8, steps=60)
     assert set(run.widths) == {8} and not any(run.probes)
-    assert policy.metrics.steps == [0, 60]
+    assert policy.metrics.steps == [60]
 
 
 def test_two_runs_of_the_same_requests_choose_the_same_widths() -> None:
@@ -281,6 +281,7 @@ def group_of(ranks: int, requests: int, *, loads: bool = True, times: bool = Tru
                 seed=rank if loads else 0,
                 clock=rank,
                 slots=requests,
+                delay=1 + rank % 3 if loads else 2,
                 **load,
             )
             for rank in range(ranks)
@@ -294,6 +295,13 @@ def test_sixty_four_ranks_with_requests_of_their_own_choose_one_width_and_a_good
     assert np.mean(server.run(uneven, steps=50).worth[20:]) >= 0.95
     few = server.run([int(rank == 5) for rank in range(64)], steps=30)
     assert np.mean(few.worth[20:]) >= 0.9 and min(few.held[20:]) >= 4
+
+
+def test_ranks_that_get_their_results_at_different_times_share_the_times_of_the_same_steps() -> None:
+    server = group_of(3, 64, hard=0.5)
+    server.run(64, steps=300)
+    first, *others = (rank.policy.step_times for rank in server.ranks)
+    assert all(times.seconds(0, 0) == first.seconds(0, 0) for times in others)
 
 
 def test_tensor_parallel_ranks_whose_clocks_differ_choose_alike() -> None:

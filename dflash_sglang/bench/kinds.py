@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 from dflash_sglang import __version__
+from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server, ServerFailed
 
 PLAIN, BUILT_IN, OURS = "plain", "built_in", "ours"
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     PLAIN: {"SGLANG_PLUGINS": "none"},
     BUILT_IN: {"SGLANG_PLUGINS": "none"},
-    OURS: {"DFLASH_SGLANG_REQUIRE": "1"},
+    # Blocks of the width that is measured, unless settings are given.
+    OURS: {"DFLASH_SGLANG_REQUIRE": "1", CONFIG_ENV: os.environ.get(CONFIG_ENV, '{"width": "block"}')},
 }
 # What a DFLASH worker writes into the log once it is up.
 SIGNATURE: Mapping[str, str] = {

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
+
+from dflash_sglang.config.settings import known_settings
+from dflash_sglang.config.width import WidthConfig, WidthConfigError
 
 CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
@@ -34,11 +37,15 @@ class PluginConfig:
 
     ``simulated_acceptance``: for measurements without a trained draft: the probability that proposal 1, 2, ... is
     accepted once those before it are. Outputs then follow neither the draft nor the target.
+
+    ``width``: how the verify width of each step is chosen (WidthConfig); a number or "block" alone is the width of
+    every step.
     """
 
     context_kv: ContextKVForm = "auto"
     proposals: ProposalKind = "auto"
     simulated_acceptance: tuple[float, ...] | None = None
+    width: WidthConfig = WidthConfig()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:
@@ -64,17 +71,6 @@ class PluginConfig:
         return joint if self.proposals == "auto" else self.proposals == "drawn"
 
 
-def known_settings(values: object, settings: type, where: str, error: type[ValueError]) -> dict[str, Any]:
-    """A decoded JSON object whose keys are fields of the dataclass `settings`. Raises `error`."""
-    if not isinstance(values, dict):
-        raise error(f"{where}: expected a JSON object, found {type(values).__name__}.")
-    known = [field.name for field in fields(settings)]
-    for key in values:
-        if key not in known:
-            raise error(f"{where}: unknown key {key!r}. Known keys: {', '.join(known)}. Correct it.")
-    return values
-
-
 def required(environ: Mapping[str, str] | None = None) -> bool:
     """Whether DFLASH_SGLANG_REQUIRE=1: DFLASH ends start-up unless this package's worker runs it."""
     value = (os.environ if environ is None else environ).get(REQUIRE_ENV, "0").strip()
@@ -86,6 +82,8 @@ def required(environ: Mapping[str, str] | None = None) -> bool:
 def _checked(key: str, value: Any) -> Any:
     if key == "simulated_acceptance":
         return _profile(value)
+    if key == "width":
+        return _width(value)
     choices = get_args(get_type_hints(PluginConfig)[key])
     if value not in choices:
         raise PluginConfigError(
@@ -103,6 +101,14 @@ def _profile(value: Any) -> tuple[float, ...]:
             "one for each proposal of a block."
         )
     return tuple(float(p) for p in numbers)
+
+
+def _width(value: Any) -> WidthConfig:
+    """An object of WidthConfig's settings, or its `fixed` alone."""
+    try:
+        return WidthConfig.from_mapping(value if isinstance(value, dict) else {"fixed": value})
+    except WidthConfigError as error:
+        raise PluginConfigError(f"{CONFIG_ENV}: {error}") from error
 
 
 def _read(path: str) -> str:

@@ -98,9 +98,11 @@ class Proposer:
         bs, proposals = tokens.shape[0], tokens.shape[1] - 1
         return Proposals.certain(tokens, self._ones[: bs * proposals].view(bs, proposals, 1))
 
-    def examples(self) -> list[Proposals]:
-        """One request's proposals of each kind that sampled steps get: for what compiles before them."""
-        tokens = self._tokens_of(1, self._width)
+    def examples(self, width: int) -> list[Proposals]:
+        """One request's proposals of each kind that sampled steps of a width get, for what compiles before."""
+        if width == 1:  # sampled as without speculation
+            return []
+        tokens = self._tokens_of(1, width)
         kinds = [self._certain(tokens)]
         if self._drawn:
             temperature = torch.ones(1, dtype=torch.float32, device=tokens.device)

@@ -48,6 +48,7 @@ class Verification(NamedTuple):
     prefix_lens: Tensor  # [bs]
     requests: Tensor  # [bs] rows of req_to_token
     step: Tensor  # [2] int64: the outcome's place, and a coin below 2**COIN_BITS
+    most: Tensor  # [rows] int32: tokens that a step may commit of each row's request, at least 1
 
 
 def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
@@ -55,7 +56,8 @@ def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Force
 
     The first disagreement ends the prefix and the target's own token there is the bonus token. With `target_ids`
     drawn from the target's distribution this is exact rejection sampling of a point-mass proposal: a proposal x
-    is taken with probability p(x), and otherwise the emitted token is distributed as p without x.
+    is taken with probability p(x), and otherwise the emitted token is distributed as p without x. Either way
+    every token of the run is the target's, and a run that `most` cuts short is a run of the target's too.
     """
     launch = accept_triton if blocks.tokens.is_cuda else accept_torch
     launch(blocks, outcomes, relay, forced)
@@ -63,15 +65,16 @@ def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Force
 
 def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
     """The definition of `accept` in torch operations."""
-    tokens, target_ids, prefix_lens, requests, step = blocks
+    tokens, target_ids, prefix_lens, requests, step, most = blocks
+    at_most = most[requests.long()].long() - 1
     bs, block = tokens.shape
     if forced is None:
-        accepted = (tokens[:, 1:] == target_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+        accepted = (tokens[:, 1:] == target_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1).minimum(at_most)
         committed = target_ids.long()
     else:
         request = torch.arange(bs, device=tokens.device)
         coins = (step[1] + request * (0 if forced.alike else _GOLDEN)) % (1 << COIN_BITS)
-        accepted = (coins[:, None] < forced.survival[: block - 1]).sum(dim=1)
+        accepted = (coins[:, None] < forced.survival[: block - 1]).sum(dim=1).minimum(at_most)
         proposed = torch.arange(block, device=tokens.device) < accepted[:, None]
         committed = torch.where(proposed, tokens.roll(-1, dims=1), target_ids).long()
         if forced.token_id is not None:
@@ -108,7 +111,7 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
 
 @triton.jit
 def _accept_kernel(
-    tokens_ptr, target_ptr, prefix_ptr, requests_ptr, step_ptr,
+    tokens_ptr, target_ptr, prefix_ptr, requests_ptr, step_ptr, most_ptr,
     ids_ptr, commit_ptr, bonus_ptr, new_seq_lens_ptr,
     relay_seq_lens_ptr, relay_bonus_ptr,
     survival_ptr,
@@ -117,6 +120,8 @@ def _accept_kernel(
     FORCED: tl.constexpr, SPREAD: tl.constexpr, TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
+    row = tl.load(requests_ptr + request).to(tl.int64)
+    at_most = tl.load(most_ptr + row) - 1
     lane = tl.arange(0, LANES)
     proposes = lane < BLOCK - 1
     proposal = tl.load(tokens_ptr + request * BLOCK + lane + 1, mask=proposes, other=0).to(tl.int64)
@@ -124,13 +129,13 @@ def _accept_kernel(
     if FORCED:
         coin = (tl.load(step_ptr + 1) + request * SPREAD) % COINS
         survives = coin < tl.load(survival_ptr + lane, mask=proposes, other=0)
-        accepted = tl.sum((survives & proposes).to(tl.int32), axis=0)
+        accepted = tl.minimum(tl.sum((survives & proposes).to(tl.int32), axis=0), at_most)
         committed = tl.where(lane < accepted, proposal, committed)
         if TOKEN_ID >= 0:
             committed = tl.full((LANES,), TOKEN_ID, tl.int64)
     else:
         disagrees = (proposal != committed) | (lane >= BLOCK - 1)
-        accepted = tl.min(tl.where(disagrees, lane, BLOCK - 1), axis=0)
+        accepted = tl.minimum(tl.min(tl.where(disagrees, lane, BLOCK - 1), axis=0), at_most)
     bonus = tl.sum(tl.where(lane == accepted, committed, 0), axis=0)
     new_seq_len = tl.load(prefix_ptr + request).to(tl.int64) + accepted + 1
 
@@ -140,6 +145,5 @@ def _accept_kernel(
     tl.store(commit_ptr + out, accepted + 1)
     tl.store(bonus_ptr + out, bonus)
     tl.store(new_seq_lens_ptr + out, new_seq_len)
-    row = tl.load(requests_ptr + request).to(tl.int64)
     tl.store(relay_seq_lens_ptr + row, new_seq_len)
     tl.store(relay_bonus_ptr + row, bonus)

@@ -66,7 +66,7 @@ class ServingFacts:
     the layout of KV pools, or None. ``kv_dtype``: --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool,
     None to follow it. ``draft_reader``: the attention backend that will read it, None where SGLang chooses.
     ``draft_window``, ``draft_sinks``: --speculative-draft-window-size and --speculative-draft-sink-size, None
-    where unset.
+    where unset. ``widest``: the widest block that DFLASH_SGLANG_CONFIG asks for by number.
     """
 
     draft_path: str | None
@@ -79,3 +79,4 @@ class ServingFacts:
     draft_reader: str | None = None
     draft_window: int | None = None
     draft_sinks: int | None = None
+    widest: int = 1

@@ -81,6 +81,13 @@ def _block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]
             f"at most the trained block of {spec.block_size}; beyond it proposals are noise",
             f"Set --speculative-dflash-block-size {spec.block_size}, or remove it.",
         )
+    elif serving.widest > served:
+        yield Problem(
+            "DFLASH_SGLANG_CONFIG width",
+            serving.widest,
+            f"at most {served}, the block that is served",
+            "Lower it, or leave it out.",
+        )
 
 
 def _mask_problems(spec: DraftSpec, rows: int, own_embedding: bool) -> Iterator[Problem]:

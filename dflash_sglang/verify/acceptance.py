@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from dflash_sglang.compat import FutureRelayBuffers, offer_future_relay_buffers
+from dflash_sglang.compat import FutureRelayBuffers, async_h2d, offer_future_relay_buffers
 from dflash_sglang.kernels.accept import COIN_BITS, Outcomes, Relay, Verification, accept
 from dflash_sglang.kernels.prepare_block import Turn
 from dflash_sglang.verify.simulate import forced_acceptance
@@ -50,6 +51,8 @@ class Acceptor:
             buffer(max_requests),
         )
         self.step = torch.tensor([_NOBODYS, 0], device=device)
+        self._most = torch.full((max_requests,), block_size, dtype=torch.int32, device=device)
+        self._most_on_host = np.full(max_requests, block_size)
         self._turn = Turn(0, 0)
         self._coins = random.Random(0)  # the same on all ranks
         self._future_relay = FutureRelayBuffers(req_pool_size=max_requests, device=device)
@@ -73,8 +76,20 @@ class Acceptor:
         requests: torch.Tensor,  # [bs] rows of req_to_token
     ) -> None:
         """In one launch, capturable in a CUDA graph. See `kernels.accept`."""
-        blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step)
+        blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step, self._most)
         accept(blocks, self._outcomes, self._relay, self._forced)
+
+    def limit(self, requests: np.ndarray, most: np.ndarray) -> None:
+        """From the next step on, no step commits more than most [n] tokens of the requests [n], rows of
+        req_to_token. Launches nothing where that was so before."""
+        other = self._most_on_host[requests] != most
+        if other.any():
+            requests, most = requests[other], most[other]
+            self._most_on_host[requests] = most
+            rows, values = async_h2d(
+                [requests.tolist(), most.tolist()], dtype=torch.int64, device=self._most.device
+            )
+            self._most[rows] = values.int()
 
     def outcome(self, bs: int, width: int) -> Accepted:
         """What this turn's `accept` commits of bs blocks of this width; valid for three turns more."""

@@ -78,7 +78,8 @@ class Verifier:
         self._recurrent = RecurrentStates.of(self._worker, self._block_size)
 
     def after_capture(self, proposals: Sequence[Proposals]) -> None:
-        """Once the target's graphs exist, if it has any; proposals: one request's, of each kind there will be."""
+        """Once the target's graphs exist, if it has any; proposals: one request's, of each kind and width there
+        will be."""
         load_inputs_once(self._runner.decode_cuda_graph_runner)
         for kind in proposals:
             self._sampler.warm_up(kind)

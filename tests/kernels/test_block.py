@@ -85,7 +85,9 @@ PLACES, ROWS = 5, 9
 class Accepts:
     """One launch of `accept` into buffers full of sentinels."""
 
-    def __init__(self, twin, device, tokens, target_ids, prefix_lens, requests, step=(3, 0), forced=None):
+    def __init__(
+        self, twin, device, tokens, target_ids, prefix_lens, requests, step=(3, 0), forced=None, most=None
+    ):
         def buffer(*shape, dtype=torch.int64):
             return torch.full(shape, -7, dtype=dtype, device=device)
 
@@ -97,7 +99,8 @@ class Accepts:
             buffer(PLACES, ROWS),
         )
         self.relay = accept_kernels.Relay(buffer(ROWS), buffer(ROWS))
-        blocks = accept_kernels.Verification(*on(device, tokens, target_ids, prefix_lens, requests, step))
+        most = [most or self.block] * ROWS
+        blocks = accept_kernels.Verification(*on(device, tokens, target_ids, prefix_lens, requests, step, most))
         getattr(accept_kernels, f"accept_{twin}")(blocks, self.outcomes, self.relay, forced)
         self.place = step[0]
         commit, bonus, lengths = (buffer[self.place, : self.bs].tolist() for buffer in self.outcomes[1:])
@@ -124,6 +127,13 @@ def test_a_block_commits_the_agreeing_prefix_and_one_token(twin, device, agreein
     assert out.committed == [target[: agreeing + 1]]
     assert out.bonus_tokens == [50 if agreeing < 3 else 9]
     assert out.new_seq_lens == [100 + agreeing + 1]
+
+
+@pytest.mark.parametrize("most", range(1, 5))
+def test_no_more_is_committed_than_a_request_allows_and_the_run_goes_on_from_there(twin, device, most):
+    out = Accepts(twin, device, [[5, 6, 7, 8]], [[6, 7, 8, 9]], [100], [1], most=most)
+    assert out.committed == [[6, 7, 8, 9][:most]]
+    assert out.bonus_tokens == [5 + most] and out.new_seq_lens == [100 + most]
 
 
 def test_an_outcome_is_written_at_its_place_and_into_the_relay_rows_of_its_requests_alone(twin, device):
@@ -176,7 +186,7 @@ def test_the_accept_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, 
     of_torch, of_triton = (
         Accepts(
             name, device, tokens.tolist(), target.tolist(), prefix.tolist(), requests.tolist(),
-            (seed % PLACES, int(coins[0])), force if forced else None,
+            (seed % PLACES, int(coins[0])), force if forced else None, most=1 + seed % block,
         )
         for name in ("torch", "triton")
     )  # fmt: skip

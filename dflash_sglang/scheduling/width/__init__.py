@@ -3,7 +3,7 @@
 `WidthPolicy` is what the worker holds. Pure Python and numpy, no device, no clock.
 """
 
-from dflash_sglang.scheduling.width.config import WidthConfig, WidthConfigError
+from dflash_sglang.config.width import WidthConfig, WidthConfigError
 from dflash_sglang.scheduling.width.group import Group, OneStepLate
 from dflash_sglang.scheduling.width.policy import Decision, WidthPolicy
 from dflash_sglang.scheduling.width.step_times import StepTimes, StepTimesError, startup_cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_sglang.scheduling.width.config import PLAIN
+from dflash_sglang.config.width import PLAIN
 
 MOST = 0.5  # of the requests of a batch
 MOST_IN_ADVANCE = 1.0  # steps, that a probe may cost before it is earned

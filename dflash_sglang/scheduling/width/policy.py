@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_sglang.config.width import PLAIN, WidthConfig
 from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.choice import Choice, Chooser
-from dflash_sglang.scheduling.width.config import PLAIN, WidthConfig
 from dflash_sglang.scheduling.width.group import Group
 from dflash_sglang.scheduling.width.metrics import WidthMetrics
 from dflash_sglang.scheduling.width.step_times import StepTimes, StepTimesError
@@ -96,7 +96,8 @@ class WidthPolicy:
         self._group = group or Group()
         self._step = 0
         self._in_flight: deque[_InFlight] = deque()
-        self._unshared: list[tuple[_InFlight, float]] = []
+        self._chosen: dict[int, _InFlight] = {}
+        self._unshared: list[tuple[int, float]] = []  # step, seconds
 
     def start(self) -> None:
         """Ends start-up: builds the table of step times, rank 0's for every rank."""
@@ -118,18 +119,21 @@ class WidthPolicy:
                 f"{MOST_IN_FLIGHT} steps were chosen and none verified: expected `verified` once per `choose`."
             )
         slots = np.array(slots, np.intp)
-        load = self._load(slots, context_tokens)
-        bucket, expected_seconds = 0, 0.0
+        bucket, context, expected_seconds = 0, 0.0, 0.0
         if self.config.fixed is not None:
-            choice = self._fixed(load)
+            choice = Choice(0, 0, "hold" if self._step else "start")
         else:
+            load = self._load(slots, context_tokens)
             self._share_times()
-            bucket = self.step_times.bucket(max(load.batch, 1))
-            seconds = self.step_times.seconds(bucket, load.context_tokens)
+            bucket, context = self.step_times.bucket(max(load.batch, 1)), load.context_tokens
+            seconds = self.step_times.seconds(bucket, context)
             choice = self._choose(load, bucket, seconds)
             expected_seconds = seconds[choice.width]
         step, self._step = self._step, self._step + 1
-        self._in_flight.append(_InFlight(step, slots, choice.width, bucket, load.context_tokens, expected_seconds))
+        chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds)
+        self._in_flight.append(chosen)
+        if self._group.share_times is not None:
+            self._chosen[step] = chosen
         self.metrics.steps[choice.width] += 1
         self.metrics.probes[choice.width] += choice.probe
         if choice.reason not in ("hold", "probe"):
@@ -156,9 +160,13 @@ class WidthPolicy:
             return
         self.acceptance.observe(done.step, done.slots, done.width, np.asarray(accepted, np.int64))
         if self._group.share_times is not None:
-            self._unshared.append((done, np.nan if seconds is None else seconds))
+            if seconds is not None:
+                self._unshared.append((done.step, seconds))
         elif seconds is not None:
-            self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds)
+            self._observe(done, seconds)
+
+    def _observe(self, done: _InFlight, seconds: float) -> None:
+        self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds)
 
     def _load(self, slots: np.ndarray, context_tokens: float) -> _Load:
         """Of the whole group, one step late if its exchange is."""
@@ -174,11 +182,6 @@ class WidthPolicy:
             load = _Load(total[0], int(most[0]), most[1], int(most[2]), total[3], total[4:])
         return load if load.batch else self._no_load
 
-    def _fixed(self, load: _Load) -> Choice:
-        fixed = len(self.widths) - 1
-        width = fixed if load.limit >= self.widths[fixed] else 0
-        return Choice(width, width, "hold" if self._step else "start")
-
     def _choose(self, load: _Load, bucket: int, seconds: list[float]) -> Choice:
         committed = [load.requests + count for count in load.accepted]
         choice = self._chooser.choose(bucket, load.limit, committed, seconds, load.unknown / load.requests)
@@ -191,9 +194,12 @@ class WidthPolicy:
         """Every `exchange_every` choices, what rank 0 measured since corrects the table of every rank."""
         if self._group.share_times is None or self._step % self.config.exchange_every or not self._step:
             return
-        row = np.full(self.config.exchange_every + MOST_IN_FLIGHT, np.nan)
-        row[: len(self._unshared)] = [seconds for _, seconds in self._unshared]
-        shared = self._group.share_times(row).tolist()
-        for (done, _), seconds in zip(self._unshared, shared, strict=False):
-            self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds)
+        row = np.full((self.config.exchange_every + MOST_IN_FLIGHT, 2), np.nan)
+        row[: len(self._unshared)] = np.array(self._unshared).reshape(-1, 2)
+        # By their numbers: ranks of data-parallel attention do not get their results at the same time.
+        for step, seconds in self._group.share_times(row.ravel()).reshape(-1, 2).tolist():
+            if step in self._chosen:
+                self._observe(self._chosen[step], seconds)
         self._unshared.clear()
+        still_open = range(self._step - MOST_IN_FLIGHT, self._step)  # on one rank or another
+        self._chosen = {step: self._chosen[step] for step in still_open if step in self._chosen}

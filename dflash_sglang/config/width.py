@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dflash_sglang.config.plugin_config import known_settings
+from dflash_sglang.config.settings import known_settings
 
 PLAIN = 1  # the width of plain decoding: nothing is drafted
 DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
+BLOCK: Literal["block"] = "block"  # the width of the block that is served
 
 
 class WidthConfigError(ValueError):
@@ -23,7 +24,7 @@ class WidthConfig:
     ``widths``: the verify widths to choose from; by default those of 16, 12, 8, 6, 4, 2 that fit the block, and
     the block itself. Width 1, plain decoding, is always among them: a request may ask for it.
 
-    ``fixed``: always this width (still 1 for requests that all ask for less); nothing is estimated or probed.
+    ``fixed``: always this width, "block" for that of the served block; nothing is measured, estimated or probed.
 
     ``margin``: a width is left for another only if that one promises this much more throughput.
 
@@ -36,16 +37,19 @@ class WidthConfig:
     ``memory``: verify steps of its own after which a request's history weighs 1/e.
 
     ``exchange_every``: steps between two exchanges of measured step times in a group of ranks.
+
+    ``memory_reserve``: GB (2**30 bytes) of the device that graphs of more widths must leave free.
     """
 
     widths: tuple[int, ...] | None = None
-    fixed: int | None = None
+    fixed: int | Literal["block"] | None = None
     margin: float = 0.02
     probe_budget: float = 0.01
     prior_acceptance: float = 0.8
     prior_strength: float = 2.0
     memory: int = 64
     exchange_every: int = 64
+    memory_reserve: float = 2.0
 
     def __post_init__(self) -> None:
         if self.widths is not None:
@@ -56,40 +60,42 @@ class WidthConfig:
             object.__setattr__(self, "widths", tuple(self.widths))
             if self.fixed is not None:
                 raise WidthConfigError(f"width: fixed={self.fixed} and widths={self.widths}: give one of them.")
-        if self.fixed is not None:
-            _check("fixed", self.fixed, int, 1, None, "a whole number from 1 to the draft's block")
+        if self.fixed not in (None, BLOCK):
+            expected = f"a whole number from 1 to the draft's block, or {BLOCK!r} for that"
+            _check("fixed", self.fixed, int, 1, None, expected)
         _check("margin", self.margin, float, 0.0, 0.5, "a share from 0 to 0.5")
         _check("probe_budget", self.probe_budget, float, 0.0, 0.1, "a share of the time from 0 to 0.1")
         _check("prior_acceptance", self.prior_acceptance, float, 0.01, 0.99, "a probability from 0.01 to 0.99")
         _check("prior_strength", self.prior_strength, float, 0.1, 1000.0, "a count from 0.1 to 1000")
         _check("memory", self.memory, int, 2, 100_000, "a whole number of steps from 2 to 100000")
         _check("exchange_every", self.exchange_every, int, 1, 100_000, "a whole number of steps from 1 to 100000")
+        _check("memory_reserve", self.memory_reserve, float, 0.0, 1000.0, "GB from 0 to 1000")
 
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:
         """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
         return cls(**known_settings(values, cls, "width", WidthConfigError))
 
+    @property
+    def widest(self) -> int:
+        """The widest block that is asked for by number."""
+        return max([PLAIN, *(self.widths or ()), *([self.fixed] if isinstance(self.fixed, int) else ())])
+
     def states(self, block: int) -> tuple[int, ...]:
-        """The widths to capture for a draft of this block, ascending, 1 first. Raises WidthConfigError."""
-        wanted = self.widths or DEFAULT_WIDTHS
-        if self.fixed is not None:
-            wanted = (self.fixed,)
-        elif self.widths is None:
-            wanted = (*(width for width in DEFAULT_WIDTHS if width < block), block)
-        if max(wanted) > block:
-            key, value = ("fixed", self.fixed) if self.fixed is not None else ("widths", list(wanted))
+        """The widths to serve for a draft of this block, ascending: 1 first, or the fixed one alone.
+
+        Raises WidthConfigError.
+        """
+        if self.widest > block:
+            key, value = ("fixed", self.fixed) if self.widths is None else ("widths", list(self.widths))
             raise WidthConfigError(
                 f"width: {key}={value}: expected at most {block}, the block that is served; a draft may be served "
                 f"narrower than its block, not wider. Lower it, or leave {key} out."
             )
-        return tuple(sorted({*wanted, PLAIN}))
-
-
-def request_max_width(value: Any) -> int:
-    """`max_width` of a request's custom_params. Raises WidthConfigError with what was expected."""
-    _check("max_width", value, int, 1, None, "a whole number, at least 1 (1: this request is not drafted for)")
-    return int(value)
+        if self.fixed is not None:
+            return (block if isinstance(self.fixed, str) else self.fixed,)
+        narrower = (width for width in DEFAULT_WIDTHS if width < block)
+        return tuple(sorted({PLAIN, *(self.widths or (*narrower, block))}))
 
 
 def _check(key: str, value: Any, kind: type, low: float, high: float | None, expected: str) -> None:

@@ -1,0 +1,138 @@
+"""The width of every decode step: what the policy is told of the worker's steps, and what follows its choice."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dflash_sglang.scheduling.request_width import max_width
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from dflash_sglang.scheduling.width import WidthPolicy
+    from dflash_sglang.widths import Widths
+
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 10.0  # between two lines about changes of the width
+
+
+@dataclass
+class _Step:
+    """A decode step whose result is to come; one without requests has none."""
+
+    requests: int
+    follows: bool  # on a step with requests, nothing in between
+    ended: float | None = None
+
+
+class AdaptiveWidth:
+    """Asks the policy before each decode step and tells it of the results, which overlap scheduling has later.
+
+    A step takes as long as it is from the result before to its own; where the host runs the forward itself, on a
+    CPU, from one return to the next. Unknown is the time of a step that follows anything else.
+    """
+
+    def __init__(
+        self,
+        policy: WidthPolicy,
+        widths: Widths,
+        limit: Callable[[np.ndarray, np.ndarray], None],
+        on_host: bool,
+        speaks: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """limit: of the tokens that a step commits of requests, `Acceptor.limit`; on_host: whether a step has
+        ended when it returns; speaks: whether this rank logs."""
+        self._policy, self._widths, self._limit = policy, widths, limit
+        self._on_host, self._clock = on_host, clock
+        self._steps: deque[_Step] = deque()
+        self._after_step = False
+        self._last_end = 0.0
+        self._log = _ChangeLog(clock) if speaks else None
+
+    def prefill(self, batch: ScheduleBatch) -> None:
+        """Before a batch is prefilled, or another rank's: its new requests take their slots."""
+        self._after_step = False
+        self._widths.use_widest()
+        slots, most = new_requests(batch, self._policy.acceptance.block)
+        if len(slots):
+            self._policy.admit(slots, most.tolist())
+            self._limit(slots, most)
+
+    def next(self, batch: ScheduleBatch) -> int:
+        """The width of a decode step of this batch, or of other ranks' where it is empty."""
+        requests = len(batch.reqs)
+        slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
+        decision = self._policy.choose(slots, batch.seq_lens_sum if requests else 0)
+        self._steps.append(_Step(requests, self._after_step))
+        self._after_step = requests > 0
+        self._pass_over_empty_steps()
+        self._widths.use(decision.width)
+        if self._log is not None and not decision.probe:
+            self._log.note(self._policy, decision.width, requests)
+        return decision.width
+
+    def returned(self) -> None:
+        """The step that `next` was asked for last has been launched."""
+        if self._on_host:
+            self._steps[-1].ended = self._clock()
+
+    def verified(self, accepted: Sequence[int]) -> None:
+        """The oldest step with requests came back: accepted [n] proposals."""
+        step = self._steps.popleft()
+        end = self._clock() if step.ended is None else step.ended
+        self._policy.verified(accepted, end - self._last_end if step.follows else None)
+        self._last_end = end
+        self._pass_over_empty_steps()
+
+    def _pass_over_empty_steps(self) -> None:
+        while self._steps and not self._steps[0].requests:
+            self._steps.popleft()
+            self._policy.verified([])
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the server tells of its widths."""
+        return self._policy.metrics.snapshot()
+
+
+def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Slots [n] and widest blocks [n] of the requests that a batch prefills. A mixed one decodes others, its last
+    rows. Requests that were refused are prefilled as well, with one token."""
+    new = batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
+    asked = [None if req.to_finish else max_width(req.sampling_params.custom_params) for req in new]
+    widest = [min(width or block, block) for width in asked]
+    slots = batch.req_pool_indices_cpu[: len(new)].numpy() if new else np.zeros(0, np.int64)
+    return slots, np.array(widest, np.int64)
+
+
+class _ChangeLog:
+    """One line when the width has changed, not more often than every `LOG_SECONDS`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changes = 0
+        self._last = -LOG_SECONDS
+
+    def note(self, policy: WidthPolicy, width: int, requests: int) -> None:
+        metrics = policy.metrics
+        if metrics.changes == self._changes or (now := self._clock()) - self._last < LOG_SECONDS:
+            return
+        logger.info(
+            "dflash_sglang verify width: %d at %d requests (%s; %d changes since the last line); estimated gain "
+            "%.2f over plain decoding, %.2f over the whole block",
+            width,
+            requests,
+            metrics.last_change,
+            metrics.changes - self._changes,
+            metrics.gain_over_plain,
+            metrics.gain_over_full,
+        )
+        self._changes, self._last = metrics.changes, now

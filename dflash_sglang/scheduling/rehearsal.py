@@ -1,0 +1,118 @@
+"""Decode steps of requests that nobody sent, before there are others: they compile kernels and say how long a step
+takes."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_sglang.compat import (
+    ForwardMode,
+    Req,
+    SamplingBatchInfo,
+    SamplingParams,
+    ScheduleBatch,
+    get_parallel,
+    require_mlp_sync,
+    require_mlp_tp_gather,
+)
+from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+_SPREAD = 7919  # a prime: last tokens that differ from request to request, so that experts share the work
+
+
+class Rehearsal:
+    """Steps of greedy requests in rows 1, 2, ... of `req_to_token`, while none of the rows is taken.
+
+    They read slots all over the pool, as real ones would. Keys and values are written to slot 0, and outcomes to
+    rows of requests that are still to come: whatever reads one of either was written before by its own request.
+    Ranks that share forwards rehearse alike, at the same time.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, reservation: SlotReservation, decode: Callable[[ScheduleBatch], object]
+    ) -> None:
+        """decode: one step of a batch, at a width that is set already."""
+        self._runner, self._reservation, self._decode = runner, reservation, decode
+        self._table = runner.req_to_token_pool.req_to_token
+        self._device = runner.device
+
+    def longest(self, width: int) -> int:
+        """Tokens of context that leave room for a block."""
+        return self._reservation.row_limit - width
+
+    def seconds(self, requests: int, context: int, runs: int) -> list[float]:
+        """Of `runs` steps of so many requests with `context` tokens each; one more before them is not timed."""
+        with torch.no_grad(), self._contexts(requests, context):
+            batch, marks = self._batch(requests, context), []
+            for _ in range(runs + 1):
+                self._decode(copy(batch))
+                marks.append(self._mark())
+            return self._between(marks)
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if torch.device(self._device).type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, marks: list) -> list[float]:
+        if torch.device(self._device).type != "cuda":
+            return [end - start for start, end in pairwise(marks)]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(marks)]
+
+    @contextmanager
+    def _contexts(self, requests: int, context: int) -> Iterator[None]:
+        """Rows name a slot for each token of their context, another one each as far as there are; columns after
+        it, where blocks are written, name slot 0."""
+        page = self._reservation.page_size
+        slots = torch.arange(requests * context, device=self._device)
+        slots = page + slots % (self._runner.max_total_num_tokens // page * page)
+        rows = self._table[1 : requests + 1, :context]
+        rows.copy_(slots.view(requests, context))
+        try:
+            yield
+        finally:
+            rows.zero_()
+
+    def _batch(self, requests: int, context: int) -> ScheduleBatch:
+        runner = self._runner
+        vocab_size = runner.model_config.vocab_size
+        params = SamplingParams(temperature=0)
+        params.normalize(None)
+        batch = ScheduleBatch.init_new(
+            [Req("", "", array("q", [0]), params) for _ in range(requests)],
+            runner.req_to_token_pool,
+            None,
+            None,
+            runner.model_config,
+            False,
+            runner.spec_algorithm,
+        )
+        batch.forward_mode = ForwardMode.DECODE
+        batch.req_pool_indices_cpu = torch.arange(1, requests + 1)
+        batch.req_pool_indices = batch.req_pool_indices_cpu.to(self._device)
+        batch.seq_lens_cpu = torch.full((requests,), context)
+        batch.seq_lens, batch.seq_lens_sum = batch.seq_lens_cpu.to(self._device), requests * context
+        batch.orig_seq_lens = batch.seq_lens.int()
+        batch.multimodal_inputs = [None] * requests
+        batch.can_run_decode_cuda_graph = True
+        if require_mlp_sync():
+            ranks = get_parallel().num_dp_ranks if require_mlp_tp_gather() else 1
+            batch.global_num_tokens = batch.global_num_tokens_for_logprob = [requests] * ranks
+        batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
+        last_tokens = torch.arange(requests, device=self._device) * _SPREAD % vocab_size
+        batch.spec_info = DFlashDraftInput.create(last_tokens, batch.seq_lens, self._reservation)
+        return batch

@@ -1,0 +1,161 @@
+"""Start-up of the width policy: which widths are served, what they take, how long their steps are."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dflash_sglang.compat import (
+    DecodeCudaGraphRunner,
+    get_available_gpu_memory,
+    get_exec,
+    get_parallel,
+    get_tp_group,
+    mambaish_config,
+)
+from dflash_sglang.config.width import BLOCK, WidthConfig
+from dflash_sglang.scheduling.width import Group, WidthPolicy, startup_cells
+from dflash_sglang.validation import Problem, StartupError
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.scheduling.rehearsal import Rehearsal
+    from dflash_sglang.widths import Widths
+
+logger = logging.getLogger(__name__)
+
+RUNS = 3  # of each cell
+MOST_SECONDS = 10.0  # after which only batches of the smallest size are still measured
+LONG_CONTEXT = 4096  # tokens of each request
+EAGER_CONTEXT, EAGER_TOKENS = 512, 1024  # where nothing is captured; the second ones are verified at once at most
+
+
+def servable(config: WidthConfig, runner: ModelRunner, block: int) -> WidthConfig:
+    """These settings, or those of the block's width alone where a launch has but one width; the log says why.
+
+    Raises StartupError if another width was asked for.
+    """
+    reason = _only_the_block(runner)
+    if reason is None or config.fixed in (BLOCK, block):
+        return config
+    if config.fixed is not None or config.widths is not None:
+        raise StartupError([
+            Problem(
+                "DFLASH_SGLANG_CONFIG width",
+                config.widths or config.fixed,
+                f"{BLOCK!r} alone: {reason}",
+                "Leave it out.",
+            )
+        ])  # fmt: skip
+    if get_parallel().tp_rank == 0:
+        logger.info("dflash_sglang verify width: always the block's, %d: %s", block, reason)
+    return WidthConfig(fixed=BLOCK)
+
+
+def _only_the_block(runner: ModelRunner) -> str | None:
+    if mambaish_config(runner.model_config) is not None:
+        return "the target's recurrent layers keep their states of verified rows in blocks of one width"
+    if runner.lora_manager is not None:
+        return "SGLang keeps one width for the adapters of captured graphs"
+    if get_exec().deterministic.enable_deterministic_inference:
+        return "--enable-deterministic-inference, and the widths that are chosen follow measured times"
+    return None
+
+
+def add_widths(config: WidthConfig, widths: Widths, block: int, free: Callable[[], float]) -> WidthConfig:
+    """Builds what these settings ask for, as far as memory allows; returns settings of what is served."""
+    wanted = config.states(block)
+    if config.fixed is not None:
+        widths.add(wanted)
+        return config
+    took = widths.add_while_free(wanted, free, config.memory_reserve)
+    served = tuple(width for width in wanted if width in widths.served)
+    if get_parallel().tp_rank == 0:
+        left_out = sorted(set(wanted) - set(served))
+        note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
+        prices = ", ".join(f"{width}: {price:.3f}" for width, price in took.items())
+        logger.info("dflash_sglang verify widths: %s%s; memory that was added, in GB: %s", served, note, prices)
+    return replace(config, widths=served)
+
+
+def free_memory(runner: ModelRunner) -> Callable[[], float]:
+    """GB that are free on the device of the rank with least; on a CPU more than anyone asks for."""
+    if runner.device != "cuda":
+        return lambda: 1e6
+    ranks = get_tp_group()
+    return lambda: get_available_gpu_memory(
+        runner.device, runner.gpu_id, distributed=ranks.world_size > 1, cpu_group=ranks.cpu_group
+    )
+
+
+def policy_of(config: WidthConfig, runner: ModelRunner, block: int, group: Group) -> WidthPolicy:
+    pool = runner.req_to_token_pool
+    buckets = [size for size in _sizes(runner) if size < pool.size]
+    at_most = next((size for size in _sizes(runner) if size >= pool.size), pool.size)
+    return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=pool.req_to_token.shape[0])
+
+
+def _sizes(runner: ModelRunner) -> list[int]:
+    """Batch sizes that steps are padded to; powers of two where nothing is captured."""
+    graphs = runner.decode_cuda_graph_runner
+    if isinstance(graphs, DecodeCudaGraphRunner):
+        return sorted(graphs.capture_bs)
+    return [1 << power for power in range(runner.req_to_token_pool.size.bit_length())]
+
+
+def measure(
+    policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, use: Callable[[int], None], group: Group
+) -> None:
+    """Fills the policy's table from rehearsed steps, for `MOST_SECONDS` and a batch at most, and starts it.
+
+    use: sets the width of the next step.
+    """
+    start, cells = time.perf_counter(), _cells(policy, runner)
+    first, measured = cells[0][0], 0
+    for requests, width, context in cells:
+        elapsed = np.array([time.perf_counter() - start])
+        if group.share_times is not None:
+            elapsed = group.share_times(elapsed)  # all ranks stop alike
+        if requests > first and elapsed[0] > MOST_SECONDS:
+            continue
+        use(width)
+        each = min(max(context // requests, 1), rehearsal.longest(width))
+        for seconds in rehearsal.seconds(requests, each, RUNS):
+            policy.step_times.record(requests, width, requests * each, seconds)
+        measured += 1
+    policy.start()
+    if get_parallel().tp_rank == 0:
+        logger.info(
+            "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by width: %s",
+            measured,
+            len(cells),
+            time.perf_counter() - start,
+            "; ".join(_row(policy, bucket) for bucket in (0, len(policy.step_times.buckets) - 1)),
+        )
+
+
+def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int]]:
+    """(batch, width, context tokens), small batches first. A batch that runs without a graph where others have one
+    is left to what serving measures: its buffers are not."""
+    buckets = policy.step_times.buckets
+    most = runner.req_to_token_pool.size
+    if isinstance(runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
+        sizes = sorted({min(size, most) for size in buckets if size in _sizes(runner)})
+        cells = startup_cells(sizes, policy.widths, long_context=LONG_CONTEXT)
+    else:
+        sizes = sorted({min(size, most) for size in buckets})
+        cells = startup_cells(sizes, policy.widths, long_context=EAGER_CONTEXT, max_tokens=EAGER_TOKENS)
+    return sorted(cells, key=lambda cell: (cell[0], cell[2]))
+
+
+def _row(policy: WidthPolicy, bucket: int) -> str:
+    times = policy.step_times
+    shown = zip(policy.widths, times.seconds(bucket, 0), strict=True)
+    by_width = ", ".join(f"{width}: {1000 * seconds:.2f}" for width, seconds in shown)
+    return f"{times.buckets[bucket]} requests {by_width}"

@@ -1,0 +1,230 @@
+"""What the worker tells the width policy, and builds for it: times, slots, limits, graphs within memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_sglang.config.width import WidthConfig
+from dflash_sglang.scheduling import request_width
+from dflash_sglang.scheduling.request_width import RequestError, max_width
+
+BLOCK = 16
+
+
+class Policy:
+    """Records what it is told; chooses the widths that it is given."""
+
+    def __init__(self, widths: list[int]) -> None:
+        self.widths, self.told = widths, []
+        self.acceptance = SimpleNamespace(block=BLOCK)
+        self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
+
+    def admit(self, slots: np.ndarray, most: list[int]) -> None:
+        self.told.append(("admit", slots.tolist(), most))
+
+    def choose(self, slots: np.ndarray, context: int) -> Any:
+        self.told.append(("choose", slots.tolist(), context))
+        return SimpleNamespace(width=self.widths.pop(0), probe=False)
+
+    def verified(self, accepted: list[int], seconds: float | None = None) -> None:
+        self.told.append(("verified", accepted, seconds))
+
+
+class Widths(list):
+    """The widths that were put to use."""
+
+    def use(self, width: int) -> None:
+        self.append(width)
+
+    def use_widest(self) -> None:
+        self.append("widest")
+
+
+def adaptive(widths: list[int], on_host: bool = False, limits: list[Any] | None = None) -> tuple[Any, Policy, Any]:
+    """With a clock that the test sets as `clock.now`."""
+    from dflash_sglang.scheduling.adaptive import AdaptiveWidth
+
+    policy, clock, used = Policy(widths), SimpleNamespace(now=100.0), Widths()
+    limits = [] if limits is None else limits
+
+    def limit(slots: np.ndarray, most: np.ndarray) -> None:
+        limits.append((slots.tolist(), most.tolist()))
+
+    made = AdaptiveWidth(policy, used, limit, on_host, clock=lambda: clock.now)
+    made.clock, made.used = clock, used
+    return made, policy, clock
+
+
+def decoding(*slots: int, context: int = 0) -> Any:
+    rows = torch.tensor(slots, dtype=torch.int64)
+    return SimpleNamespace(reqs=[None] * len(slots), req_pool_indices_cpu=rows, seq_lens_sum=context)
+
+
+def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
+    """A batch that prefills the requests in these slots, with what each has in its custom_params, and decodes
+    others."""
+    reqs = [
+        SimpleNamespace(to_finish=None, sampling_params=SimpleNamespace(custom_params=params))
+        for params in (*asked.values(), *[None] * len(decoded))
+    ]
+    rows = torch.tensor([*asked, *decoded], dtype=torch.int64)
+    return SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, decoding_reqs=reqs[len(asked) :] or None)
+
+
+def test_a_step_takes_from_the_result_before_to_its_own_unless_something_ran_between() -> None:
+    widths, policy, clock = adaptive([16, 8, 8, 4, 4])
+    widths.next(decoding(1, 2))
+    widths.next(decoding(1, 2))  # launched before the first one's result is there
+    for now, after in ((101.0, widths.next), (103.0, widths.prefill), (104.5, widths.next)):
+        clock.now = now
+        widths.verified([3, 0])
+        after(prefilled({}) if after == widths.prefill else decoding(1, 2))
+    clock.now = 110.0
+    widths.verified([1, 1])
+    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, None]
+    assert widths.used == [16, 8, 8, "widest", 4]
+
+
+def test_where_the_host_runs_the_forward_a_step_ends_when_it_returns() -> None:
+    widths, policy, clock = adaptive([16, 16, 16], on_host=True)
+    for now in (101.0, 103.0, 107.0):  # the result of a step is read after the next one has run
+        widths.next(decoding(1))
+        clock.now = now
+        widths.returned()
+        if now > 101.0:
+            widths.verified([2])
+    widths.verified([2])
+    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 4.0]
+
+
+def test_a_step_of_other_ranks_has_no_result_and_keeps_its_turn() -> None:
+    widths, policy, _ = adaptive([8, 8, 8])
+    widths.next(decoding())
+    widths.next(decoding(5, context=70))
+    widths.next(decoding())
+    widths.verified([7])
+    assert [told[:2] for told in policy.told] == [
+        ("choose", []),
+        ("verified", []),
+        ("choose", [5]),
+        ("choose", []),
+        ("verified", [7]),
+        ("verified", []),
+    ]
+    assert policy.told[2] == ("choose", [5], 70)
+
+
+def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:
+    limits: list[Any] = []
+    widths, policy, _ = adaptive([], limits=limits)
+    wide = {"dflash": {"max_width": 2**60}}
+    batch = prefilled({4: None, 9: {"dflash": {"max_width": 3}}, 2: wide, 7: {"other": 1}}, decoded=(1, 6))
+    widths.prefill(batch)
+    assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
+    assert limits == [([4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
+    batch.reqs[1].to_finish, batch.reqs[1].sampling_params.custom_params = "refused", {"dflash": 3}
+    widths.prefill(batch)
+    assert limits[1][1] == [BLOCK] * 4
+
+
+def test_changes_are_logged_once_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    widths, policy, clock = adaptive([16, 8, 4, 2])
+    for now, changes in ((0.0, 0), (1.0, 1), (5.0, 2), (11.5, 3)):
+        clock.now, policy.metrics.changes = now, changes
+        widths.next(decoding(1))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(";")[0] for line in lines] == [
+        "dflash_sglang verify width: 8 at 1 requests (load",
+        "dflash_sglang verify width: 2 at 1 requests (load",
+    ]
+    assert "2 changes since the last line" in lines[1] and "1.50 over plain decoding, 2.00 over" in lines[1]
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (3, r"dflash=3: expected \{\"max_width\": N\} and nothing else"),
+        ({"width": 3}, "expected"),
+        ({"max_width": 3, "other": 1}, "and nothing else"),
+        *(
+            ({"max_width": value}, r"max_width=.*: expected a whole number from 1")
+            for value in (0, "4", 2.5, None, True)
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, message: str) -> None:
+    request = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"dflash": asked}))
+    with pytest.raises(RequestError, match=message):
+        max_width(request.sampling_params.custom_params)
+    assert "custom_params dflash" in request_width.validate_request(lambda *_: None, request, True)
+    assert request_width.validate_request(lambda *_: "SGLang's", request, True) == "SGLang's"
+    request.sampling_params.custom_params = {"dflash": {"max_width": 4}}
+    assert request_width.validate_request(lambda *_: None, request, True) is None
+
+
+def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:
+    from dflash_sglang.widths import Widths as Built
+    from dflash_sglang.widths import by_use
+
+    assert by_use((1, 2, 4, 6, 8, 12, 16), 16) == [1, 4, 8, 2, 12, 6]
+    assert by_use((3, 16), 16) == [1, 3]
+
+    def added(free: float, reserve: float, price: float = 1.0) -> dict[int, float]:
+        built, left = object.__new__(Built), [free]
+        built._widest = 16
+
+        def add(widths: Any) -> None:
+            left[0] -= price * len(list(widths))
+
+        built.add = add
+        return built.add_while_free((1, 2, 4, 8, 16), lambda: left[0], reserve)
+
+    assert added(100, 2) == {1: 1.0, 4: 1.0, 8: 1.0, 2: 1.0}
+    assert list(added(5.5, 2)) == [1, 4, 8]  # 2.5 are free, and the next one should take 1
+    assert list(added(1.0, 2)) == [1]  # plain decoding is always there
+
+
+def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_sglang.scheduling import start_widths
+
+    monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=1))
+
+    def served(took: list[int]) -> Any:
+        widths = SimpleNamespace(add_while_free=lambda *_: dict.fromkeys(took, 0.5), served=sorted([*took, BLOCK]))
+        return start_widths.add_widths(WidthConfig(margin=0.1), widths, BLOCK, lambda: 0.0)
+
+    assert served([1, 4]) == WidthConfig(widths=(1, 4, 16), margin=0.1)
+    assert served([1]).states(BLOCK) == (1, 16)
+
+
+@pytest.mark.parametrize("what", ["recurrent", "adapters", "deterministic"])
+def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    from dflash_sglang.scheduling import start_widths
+    from dflash_sglang.validation import StartupError
+
+    caplog.set_level("INFO")
+    exec_ = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=what == "deterministic"))
+    monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    monkeypatch.setattr(start_widths, "mambaish_config", lambda config: config)
+    monkeypatch.setattr(start_widths, "get_exec", lambda: exec_)
+    runner = SimpleNamespace(
+        model_config="gated delta nets" if what == "recurrent" else None,
+        lora_manager="adapters" if what == "adapters" else None,
+    )
+    assert start_widths.servable(WidthConfig(), runner, BLOCK).states(BLOCK) == (BLOCK,)
+    assert "always the block's, 16: " in caplog.text
+    for same in (WidthConfig(fixed="block"), WidthConfig(fixed=BLOCK)):
+        assert start_widths.servable(same, runner, BLOCK) is same
+    for other in (WidthConfig(fixed=8), WidthConfig(widths=(4, 8))):
+        with pytest.raises(StartupError, match="DFLASH_SGLANG_CONFIG width=.*expected 'block' alone"):
+            start_widths.servable(other, runner, BLOCK)
+    runner.model_config = runner.lora_manager = exec_.deterministic.enable_deterministic_inference = None
+    assert start_widths.servable(WidthConfig(), runner, BLOCK) == WidthConfig()

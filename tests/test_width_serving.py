@@ -1,0 +1,168 @@
+"""The width policy in a server: output equals plain decoding while widths change, what it tells, `max_width`."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import held_out_prompts, pair_directories
+from tests import scheduler_hooks
+from tests.engines import greedy_params, serve
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+
+pytestmark = pytest.mark.slow
+
+TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
+WIDTHS = (1, 2, 4, 6, 8, 12, 16)
+BUCKETS = (1, 2, 4, 8, 16, 32, 48)
+MANY = 12
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "overlap": dict(),
+    "synchronous_pages_of_16": dict(disable_overlap_schedule=True, page_size=16, chunked_prefill_size=64),
+}
+
+
+def prompts() -> list[list[int]]:
+    text = "\n".join(held_out_prompts()).encode()
+    return [list(text[700 * i : 700 * i + 20 + 13 * i]) for i in range(MANY)]
+
+
+def request(prompt: list[int], new_tokens: int, max_width: Any = None) -> dict[str, Any]:
+    params = greedy_params(new_tokens)
+    if max_width is not None:
+        params["custom_params"] = {"dflash": {"max_width": max_width}}
+    return dict(input_ids=prompt, sampling_params=params)
+
+
+def ask(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(lambda one: server.generate(**one), asked))
+
+
+def told(server: Server) -> dict[str, Any]:
+    (state,) = server.get("/server_info")["internal_states"]
+    return state["dflash_width"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    with serve(TARGET) as server:
+        return [answer["output_ids"] for answer in ask(server, [request(prompt, 160) for prompt in prompts()])]
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(server, directory of its records)"""
+    hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")
+    environment = {
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"width": {"probe_budget": 0.1}}),
+        "PYTHONPATH": scheduler_hooks.install(hooks),
+        scheduler_hooks.HOOKS_ENV: "rehearsals",
+        scheduler_hooks.RECORDS_ENV: str(records),
+    }
+    arguments = dict(enable_metrics=True, decode_log_interval=1, **CONFIGURATIONS[request.param])
+    with serve(TARGET, DRAFT, environment=environment, **arguments) as server:
+        yield server, records
+        print(server.log_tail(40))
+
+
+def test_start_up_measures_every_width_and_leaves_no_trace(ours):
+    server, records = ours
+    cells, table = json.loads((records / "rehearsed").read_text())  # there once nothing was found changed
+    shape = len(BUCKETS), len(WIDTHS)
+    base, weights = np.array(table)[: 2 * len(BUCKETS) * len(WIDTHS)].reshape(2, *shape)
+    measured = weights > 1
+    assert measured[0].all() and cells >= measured.sum()
+    assert (base > 0).all() and base[-1, -1] > base[0, -1]
+    assert f"dflash_sglang verify widths: {WIDTHS}" in server.log_text()
+    assert re.search(r"cells measured in [\d.]+ s; ms of a step by width: 1 requests 1: ", server.log_text())
+
+
+def test_output_equals_plain_decoding_while_load_and_width_change(ours, plain):
+    server, _ = ours
+    before = told(server)["steps"]
+    for count in (1, MANY, 1):
+        asked = [request(prompt, 160 if count > 1 else 80) for prompt in prompts()[:count]]
+        for answer, expected in zip(ask(server, asked), plain, strict=False):
+            assert answer["output_ids"] == expected[: len(answer["output_ids"])]
+    after = told(server)
+    steps = {int(width): count - before[width] for width, count in after["steps"].items()}
+    assert tuple(steps) == WIDTHS
+    assert sum(count > 0 for count in steps.values()) >= 3, steps
+    assert sum(after["probes"].values()) >= 1 and after["changes"] >= 1
+    assert after["last_change"] in ("load", "gain", "limit")
+    assert all((after["seconds"][width] > 0) == (count > 0) for width, count in after["steps"].items())
+    assert after["gain_over_full"] > 0
+    assert "dflash_sglang verify width: " in server.log_text()
+    gauge = re.search(r"^sglang:spec_num_draft_tokens\{.*\} ([\d.]+)$", server.text("/metrics"), re.MULTILINE)
+    assert gauge and float(gauge[1]) in WIDTHS
+
+
+def test_a_request_is_drafted_for_no_further_than_it_allows_and_others_are_not_held_back(ours, plain):
+    server, _ = ours
+    widest = {0: 1, 3: 3, 5: 1000}
+    asked = [request(prompt, 160, widest.get(number)) for number, prompt in enumerate(prompts())]
+    answers = ask(server, asked)
+    assert [answer["output_ids"] for answer in answers] == plain
+    histograms = [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
+    assert sum(histograms[0][1:]) == 0 and histograms[0][0] == 159
+    assert sum(histograms[3][3:]) == 0 < sum(histograms[3][1:])
+    others = sum((np.pad(histogram, (0, 16 - len(histogram))) for histogram in histograms[4:]), np.zeros(16))
+    assert others[3:].sum() > 0
+
+
+def test_requests_that_all_allow_one_token_are_decoded_plainly(ours, plain):
+    server, _ = ours
+    before = told(server)["steps"]
+    answers = ask(server, [request(prompt, 40, 1) for prompt in prompts()[:3]])
+    assert [answer["output_ids"] for answer in answers] == [ids[:40] for ids in plain[:3]]
+    after = told(server)["steps"]
+    assert {width for width in after if after[width] > before[width]} == {"1"}
+
+
+@pytest.mark.parametrize("value", [0, "4", 1.5, True])
+def test_a_request_that_allows_something_else_is_refused_and_others_go_on(ours, plain, value):
+    server, _ = ours
+    good = [request(prompt, 40) for prompt in prompts()[:3]]
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(ask, server, good)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.generate(**request(prompts()[4], 40, value))
+        assert refused.value.code == 400
+        assert "max_width" in refused.value.read().decode()
+        assert [answer["output_ids"] for answer in others.result()] == [ids[:40] for ids in plain[:3]]
+
+
+@pytest.mark.gpu
+def test_a_gpu_captures_measures_and_chooses_widths(tmp_path):
+    """bfloat16: near ties may fall otherwise at another width, so that most outputs are equal, not all."""
+    environment = {**DEVICE_ENVIRONMENT, REQUIRE_ENV: "1", CONFIG_ENV: '{"width": {"probe_budget": 0.1}}'}
+    flags = dict(max_running_requests=MANY, cuda_graph_max_bs_decode=MANY, decode_log_interval=1, **ON_DEVICE)
+    asked = [request(prompt, 160) for prompt in prompts()]
+    with serve(TARGET, environment=DEVICE_ENVIRONMENT, **flags) as server:
+        plain = [answer["output_ids"] for answer in ask(server, asked)]
+    with serve(TARGET, DRAFT, environment=environment, **flags) as server:
+        answers = [*ask(server, asked[:1]), *ask(server, asked), *ask(server, asked[:1])]
+        limited = server.generate(**request(prompts()[0], 160, 1))
+        after, log = told(server), server.log_text()
+    print(
+        after,
+        *(line for line in log.splitlines() if "dflash_sglang" in line and "server_args" not in line),
+        sep="\n",
+    )
+    equal = sum(got["output_ids"] == ids for got, ids in zip(answers[1:-1], plain, strict=True))
+    assert equal >= MANY // 2, f"{equal} of {MANY} outputs equal plain decoding's"
+    assert sum(limited["meta_info"]["spec_correct_drafts_histogram"][1:]) == 0
+    assert sum(count > 0 for count in after["steps"].values()) >= 3, after
+    assert "memory that was added, in GB: 1: " in log and "cells measured in" in log
+    assert "cuda graph: False" not in log
