@@ -193,9 +193,9 @@ def test_a_profile_gives_the_mean_length_of_its_products_and_needs_a_probability
 
     if len(profile) < BLOCK - 1:
         with pytest.raises(ValueError, match="expected at least 3 probabilities"):
-            Acceptor(REQUESTS, BLOCK, layers.DEVICE, profile)
+            Acceptor(REQUESTS, BLOCK, layers.DEVICE, [profile])
         return
-    acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE, profile)
+    acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE, [profile])
     blocks = [torch.zeros((8, BLOCK), dtype=torch.int64, device=layers.DEVICE) for _ in range(2)]
     lengths, requests = (
         torch.zeros(8, dtype=torch.int64, device=layers.DEVICE),

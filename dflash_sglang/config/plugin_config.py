@@ -16,6 +16,7 @@ CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
+Profile = tuple[float, ...]
 ProposalKind = Literal["auto", "argmax", "drawn"]
 
 
@@ -36,7 +37,8 @@ class PluginConfig:
     distribution of the block (DFlash2), argmax where each position has one of its own (a plain draft).
 
     ``simulated_acceptance``: for measurements without a trained draft: the probability that proposal 1, 2, ... is
-    accepted once those before it are. Outputs then follow neither the draft nor the target.
+    accepted once those before it are; one such list, or several that requests take by the row that SGLang gives
+    them, modulo their number. Outputs then follow neither the draft nor the target.
 
     ``width``: how the verify width of each step is chosen (WidthConfig); a number or "block" alone is the width of
     every step.
@@ -44,7 +46,7 @@ class PluginConfig:
 
     context_kv: ContextKVForm = "auto"
     proposals: ProposalKind = "auto"
-    simulated_acceptance: tuple[float, ...] | None = None
+    simulated_acceptance: tuple[Profile, ...] | None = None
     width: WidthConfig = WidthConfig()
 
     @classmethod
@@ -81,7 +83,7 @@ def required(environ: Mapping[str, str] | None = None) -> bool:
 
 def _checked(key: str, value: Any) -> Any:
     if key == "simulated_acceptance":
-        return _profile(value)
+        return _profiles(value)
     if key == "width":
         return _width(value)
     choices = get_args(get_type_hints(PluginConfig)[key])
@@ -92,15 +94,17 @@ def _checked(key: str, value: Any) -> Any:
     return value
 
 
-def _profile(value: Any) -> tuple[float, ...]:
-    """Probabilities, one for each proposal of a block."""
-    numbers = value if isinstance(value, list) else []
-    if not numbers or not all(type(p) in (int, float) and 0 <= p <= 1 for p in numbers):
-        raise PluginConfigError(
-            f"{CONFIG_ENV}: simulated_acceptance={value!r}: expected a list of probabilities, 0 to 1, "
-            "one for each proposal of a block."
-        )
-    return tuple(float(p) for p in numbers)
+def _profiles(value: Any) -> tuple[Profile, ...]:
+    """One list of probabilities, one for each proposal of a block, or several."""
+    lists = value if isinstance(value, list) and value and all(isinstance(one, list) for one in value) else [value]
+    for one in lists:
+        numbers = one if isinstance(one, list) else []
+        if not numbers or not all(type(p) in (int, float) and 0 <= p <= 1 for p in numbers):
+            raise PluginConfigError(
+                f"{CONFIG_ENV}: simulated_acceptance={value!r}: expected a list of probabilities, 0 to 1, "
+                "one for each proposal of a block, or a list of such lists."
+            )
+    return tuple(tuple(map(float, one)) for one in lists)
 
 
 def _width(value: Any) -> WidthConfig:

@@ -35,7 +35,9 @@ class Relay(NamedTuple):
 class Forced(NamedTuple):
     """Accept lengths that a coin decides instead of the target."""
 
-    survival: Tensor  # [block - 1] int64: proposal i is accepted where the coin is below; not increasing
+    # [profiles, block - 1] int64: proposal i is accepted where the coin is below; rows do not increase. A request
+    # has the profile of its row of req_to_token, modulo their number.
+    survival: Tensor
     alike: bool  # one coin for all requests of a step, not one each
     token_id: int | None  # what is committed, None: the accepted proposals and the target's token
 
@@ -74,7 +76,8 @@ def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced:
     else:
         request = torch.arange(bs, device=tokens.device)
         coins = (step[1] + request * (0 if forced.alike else _GOLDEN)) % (1 << COIN_BITS)
-        accepted = (coins[:, None] < forced.survival[: block - 1]).sum(dim=1).minimum(at_most)
+        survival = forced.survival[requests.long() % len(forced.survival), : block - 1]
+        accepted = (coins[:, None] < survival).sum(dim=1).minimum(at_most)
         proposed = torch.arange(block, device=tokens.device) < accepted[:, None]
         committed = torch.where(proposed, tokens.roll(-1, dims=1), target_ids).long()
         if forced.token_id is not None:
@@ -104,6 +107,8 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
         LANES=triton.next_power_of_2(block),
         FORCED=forced is not None,
         SPREAD=0 if forced is None or forced.alike else _GOLDEN,
+        PROFILES=1 if forced is None else len(forced.survival),
+        PROPOSALS=0 if forced is None else forced.survival.shape[1],
         TOKEN_ID=-1 if forced is None or forced.token_id is None else forced.token_id,
         COINS=1 << COIN_BITS,
     )
@@ -117,7 +122,8 @@ def _accept_kernel(
     survival_ptr,
     ids_stride, lens_stride,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
-    FORCED: tl.constexpr, SPREAD: tl.constexpr, TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
+    FORCED: tl.constexpr, SPREAD: tl.constexpr, PROFILES: tl.constexpr, PROPOSALS: tl.constexpr,
+    TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(requests_ptr + request).to(tl.int64)
@@ -128,7 +134,7 @@ def _accept_kernel(
     committed = tl.load(target_ptr + request * BLOCK + lane, mask=lane < BLOCK, other=0).to(tl.int64)
     if FORCED:
         coin = (tl.load(step_ptr + 1) + request * SPREAD) % COINS
-        survives = coin < tl.load(survival_ptr + lane, mask=proposes, other=0)
+        survives = coin < tl.load(survival_ptr + row % PROFILES * PROPOSALS + lane, mask=proposes, other=0)
         accepted = tl.minimum(tl.sum((survives & proposes).to(tl.int32), axis=0), at_most)
         committed = tl.where(lane < accepted, proposal, committed)
         if TOKEN_ID >= 0:

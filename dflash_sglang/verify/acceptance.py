@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dflash_sglang.compat import FutureRelayBuffers, async_h2d, offer_future_relay_buffers
+from dflash_sglang.config.plugin_config import Profile
 from dflash_sglang.kernels.accept import COIN_BITS, Outcomes, Relay, Verification, accept
 from dflash_sglang.kernels.prepare_block import Turn
 from dflash_sglang.verify.simulate import forced_acceptance
@@ -36,7 +37,11 @@ class Acceptor:
     """
 
     def __init__(
-        self, max_requests: int, block_size: int, device: str, simulated_acceptance: Sequence[float] | None = None
+        self,
+        max_requests: int,
+        block_size: int,
+        device: str,
+        simulated_acceptance: Sequence[Profile] | None = None,
     ) -> None:
         """max_requests: rows of req_to_token; block_size: of the widest blocks that are verified."""
         self._forced = forced_acceptance(block_size, simulated_acceptance, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -14,39 +15,45 @@ from dflash_sglang.compat import (
     SIMULATE_ACC_TOKEN_MODE,
     check_simulate_acc_token_mode,
 )
+from dflash_sglang.config.plugin_config import Profile
 from dflash_sglang.kernels.accept import COIN_BITS, Forced
 
 FIXED_TOKEN_ID = 100  # what SGLang's workers emit in its token mode "fixed"
 
 
-def forced_acceptance(block_size: int, profile: Sequence[float] | None, device: str) -> Forced | None:
+def forced_acceptance(block_size: int, profiles: Sequence[Profile] | None, device: str) -> Forced | None:
     """What forces accept lengths in this process: SGLANG_SIMULATE_ACC_LEN, `simulated_acceptance`, or None.
 
-    profile: the probability that proposal 1, 2, ... is accepted once those before it are; each request draws its
-    own length. SGLang's variable gives all requests of a step one length, as its workers do.
+    profiles: see `PluginConfig.simulated_acceptance`; each request draws its own length. SGLang's variable gives
+    all requests of a step one length, as its workers do.
     Raises ValueError for an unknown token mode or method, for both settings at once, and for a profile that is
     shorter than the block's proposals.
     """
     check_simulate_acc_token_mode()
-    if SIMULATE_ACC_LEN <= 0 and profile is None:
+    if SIMULATE_ACC_LEN <= 0 and profiles is None:
         return None
-    if SIMULATE_ACC_LEN > 0 and profile is not None:
+    if SIMULATE_ACC_LEN > 0 and profiles is not None:
         raise ValueError(
-            f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected unset beside simulated_acceptance={profile}."
+            f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected unset beside simulated_acceptance={profiles}."
         )
     proposals = block_size - 1
-    if profile is None:
-        survival = _of_mean(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, proposals)
-    elif len(profile) < proposals:
-        raise ValueError(
-            f"simulated_acceptance={profile}: expected at least {proposals} probabilities, one for each proposal "
-            f"of a block of {block_size}."
-        )
+    if profiles is None:
+        survival = [_of_mean(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, proposals)]
     else:
-        survival = list(itertools.accumulate(profile[:proposals], lambda a, b: a * b))
-    coins = torch.tensor([round(share * (1 << COIN_BITS)) for share in survival], device=device)
+        survival = [_of_profile(profile, block_size) for profile in profiles]
+    coins = torch.tensor([[round(share * (1 << COIN_BITS)) for share in row] for row in survival], device=device)
     fixed = None if SIMULATE_ACC_TOKEN_MODE == "real-draft-token" else FIXED_TOKEN_ID
-    return Forced(coins, alike=profile is None, token_id=fixed)
+    return Forced(coins, alike=profiles is None, token_id=fixed)
+
+
+def _of_profile(profile: Profile, block_size: int) -> list[float]:
+    """P(proposals 1 to i are accepted), i = 1, 2, ..., of a block."""
+    if len(profile) < block_size - 1:
+        raise ValueError(
+            f"simulated_acceptance={list(profile)}: expected at least {block_size - 1} probabilities, one for each "
+            f"proposal of a block of {block_size}."
+        )
+    return list(itertools.accumulate(profile[: block_size - 1], operator.mul))
 
 
 def _of_mean(length: float, method: str, proposals: int) -> list[float]:
