@@ -36,7 +36,7 @@ from dflash_sglang.bench.trace import OUTSIDE
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
-from dflash_sglang.token_map import FLAG
+from dflash_sglang.token_map import FLAG, read_token_map
 
 WITH_MAP = "ours_token_map"
 KERNEL_NAME = 160  # characters that are kept of it
@@ -53,8 +53,10 @@ def candidates_of(arguments: argparse.Namespace, token_map: Path | None) -> list
 
 @contextlib.contextmanager
 def token_map_of(arguments: argparse.Namespace) -> Iterator[Path | None]:
-    """The file with the token map that is asked for."""
+    """The file with the token map that is asked for. Raises TokenMapError, before any server starts."""
     if arguments.token_map_size is None:
+        if arguments.token_map is not None:
+            read_token_map(str(arguments.token_map))
         yield arguments.token_map
         return
     with tempfile.TemporaryDirectory() as scratch:
