@@ -22,7 +22,7 @@ def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sweep, "COMPARED_TOKENS", 24)
     profiled = profiles_of_cpu_servers(monkeypatch)
-    options = ["--concurrency", "1", "2", "--rounds", "1", "--output", "24", "--requests", "2"]
+    options = ["--concurrency", "1", "2", "--rounds", "1", "--output", "24", "--requests", "2", "--width", "16"]
     code = main(["bench", "--out", str(tmp_path), *options, "--flags=--skip-server-warmup"])
     printed = capsys.readouterr()
     assert code == 0, printed.err

@@ -71,7 +71,7 @@ def test_a_run_ends_where_another_worker_answers(fake, tmp_path, capsys):
     fake.program = f"print({BUILT_IN_LINE!r}, flush=True)\n{SERVES}"
     assert main(["bench", "--out", str(tmp_path), "--servers", "ours"]) == 1
     error = capsys.readouterr().err
-    assert f"the log has {kinds.SIGNATURE['built_in']!r} ({tmp_path}/logs/ours_16.log)" in error
+    assert f"the log has {kinds.SIGNATURE['built_in']!r} ({tmp_path}/logs/ours.log)" in error
     assert wait_until_ended(fake.pids) == [] and len(fake.pids) == 1
     assert not (tmp_path / "bench.json").exists()
 
@@ -99,7 +99,7 @@ def test_a_server_that_dies_under_load_is_named_with_its_error(fake, monkeypatch
     monkeypatch.setattr(load, "run", refused)
     assert main(["bench", "--out", str(tmp_path), "--servers", "ours"]) == 1
     first, second = capsys.readouterr().err.strip().splitlines()[:2]
-    assert first == "dflash-sglang bench: ours, width 16: 1 of 4 requests failed"
+    assert first == "dflash-sglang bench: ours: 1 of 4 requests failed"
     assert second == "torch.OutOfMemoryError: CUDA out of memory"
     assert wait_until_ended(fake.pids) == []
 

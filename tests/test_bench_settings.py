@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_sglang.bench import arguments, checkpoints, prompts, random_pair, run, servers
-from dflash_sglang.bench.settings import Cell
+from dflash_sglang.bench.settings import Cell, Served
 from dflash_sglang.cli import main
 from dflash_sglang.pair import pair_directories
 from tests.bench_runs import settings_of
@@ -74,6 +74,16 @@ def test_the_servers_differ_in_their_worker_and_width_alone(tmp_path):
     assert all(one["SGLANG_PLUGINS"] == "none" for one in environments)
     ours = servers.environment(settings, named["ours, width 8"])
     assert ours["DFLASH_SGLANG_REQUIRE"] == "1" and "SGLANG_PLUGINS" not in ours
+    assert ours["DFLASH_SGLANG_CONFIG"] == '{"width": "block"}'
+
+
+@pytest.mark.parametrize("options, width", [([], None), (["--width", "16"], 16), (["--profile", "1"], 16)])
+def test_our_worker_chooses_widths_unless_one_is_asked_for_or_a_step_taken_apart(options, width):
+    settings = settings_of("--accept-length", "6.4", *options, gpu=True)
+    plain, ours = (settings.served[i] for i in (0, -1))
+    assert (plain.kind, ours) == ("plain", Served("ours", width))
+    assert ("DFLASH_SGLANG_CONFIG" in servers.environment(settings, ours)) == (width is not None)
+    assert ("--speculative-dflash-block-size" in servers.flags(settings, ours)) == (width is not None)
 
 
 def test_a_forced_accept_length_reaches_the_servers_that_speculate():

@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     pair.add_argument("--layers", type=int, help="layers of the random target; the shape's own by default")
     sweep = parser.add_argument_group("what is measured; several values are swept")
     sweep.add_argument("--concurrency", type=int, nargs="+", help="requests at a time (1 8 32; on a CPU 1 4)")
-    sweep.add_argument("--width", type=int, nargs="+", help="verify widths; the draft's block by default")
+    sweep.add_argument("--width", type=int, nargs="+", help="verify widths (the draft's block; ours chooses)")
     sweep.add_argument("--input", type=int, nargs="+", help="tokens of a prompt; texts as they are by default")
     sweep.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="0, greedy, by default")
     sweep.add_argument("--top-p", type=float, default=0.95, help="at temperatures above 0 (default 0.95)")
@@ -111,6 +111,7 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         out=options.out,
         concurrency=concurrency,
         widths=widths,
+        chooses=options.width is None and options.profile is None,
         inputs=inputs,
         temperatures=tuple(options.temperature),
         top_p=options.top_p,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_sglang.bench.kinds import ENVIRONMENT, OURS, PLAIN
 from dflash_sglang.bench.settings import Served, Settings
+from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server, free_port
 
 
@@ -25,13 +26,17 @@ def flags(settings: Settings, served: Served) -> list[str]:
         out += ["--mem-fraction-static", str(settings.mem_fraction)]
     if served.kind != PLAIN:
         out += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", settings.draft]
-        out += ["--speculative-dflash-block-size", str(served.width), *settings.dflash_flags]
+        if served.width is not None:
+            out += ["--speculative-dflash-block-size", str(served.width)]
+        out += settings.dflash_flags
     return [*out, *(settings.ours_flags if served.kind == OURS else ()), *settings.flags]
 
 
 def environment(settings: Settings, served: Served) -> dict[str, str]:
     """What a server's environment has beside the inherited one."""
     out = {**ENVIRONMENT[served.kind], "PYTHONUNBUFFERED": "1"}
+    if served.width is None:
+        out.pop(CONFIG_ENV, None)  # the operator's, or our default
     if not settings.gpu:
         out |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
     if settings.accept_length is not None and served.kind != PLAIN:

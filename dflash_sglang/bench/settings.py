@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflash_sglang.bench.kinds import PLAIN
+from dflash_sglang.bench.kinds import OURS, PLAIN
 
 LEAST_REQUESTS = 4  # of a load
 PROFILED_TOKENS = 1536  # of each request, enough to decode until the profiled steps are over
@@ -31,7 +31,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Served:
-    """One server of the comparison. ``width``: its verify width, None without speculation."""
+    """One server of the comparison. ``width``: its verify width, None where there is no speculation or our worker
+    chooses."""
 
     kind: str
     width: int | None = None
@@ -48,9 +49,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Settings:
-    """``widths``: verify widths; ``output``: tokens of each completion; ``requests``: of a load, for each that
-    runs at a time; ``accept_length``: forced, or None for the draft's own; ``prompts``: texts, empty for random
-    token ids; ``together``: all servers up at once; ``profile``: concurrencies at which a step is taken apart."""
+    """``widths``: verify widths; ``chooses``: our worker has one of its own for each step; ``output``: tokens of
+    each completion; ``requests``: of a load, for each that runs at a time; ``accept_length``: forced, or None for
+    the draft's own; ``prompts``: texts, empty for random token ids; ``together``: all servers up at once;
+    ``profile``: concurrencies at which a step is taken apart."""
 
     target: str
     draft: str
@@ -61,6 +63,7 @@ class Settings:
     out: Path
     concurrency: tuple[int, ...]
     widths: tuple[int, ...]
+    chooses: bool
     inputs: tuple[int | None, ...]
     temperatures: tuple[float, ...]
     top_p: float
@@ -87,10 +90,11 @@ class Settings:
     @property
     def served(self) -> list[Served]:
         """The servers in the order in which they take turns."""
+        one = {PLAIN, OURS} if self.chooses else {PLAIN}
         return [
             served
             for kind in self.kinds
-            for served in ([Served(kind)] if kind == PLAIN else [Served(kind, width) for width in self.widths])
+            for served in ([Served(kind)] if kind in one else [Served(kind, width) for width in self.widths])
         ]
 
     @property

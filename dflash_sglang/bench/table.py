@@ -53,11 +53,12 @@ def groups(document: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def ratio(figure: Mapping[str, Any], figures: Iterable[Mapping[str, Any]], kind: str) -> float | None:
-    """Output tokens per second over those of the server of a kind under the same load, of the same width if it
-    has one; None without such a server."""
+    """Output tokens per second over those of the server of a kind under the same load, of the same width where
+    both have one; None without such a server."""
     for other in figures:
         same_load = all(other[key] == figure[key] for key in ("concurrency", "input", "temperature"))
-        if same_load and other["kind"] == kind and other["width"] in (None, figure["width"]):
+        widths = {other["width"], figure["width"]} - {None}
+        if same_load and other["kind"] == kind and len(widths) < 2:
             rates = (one["median"]["output_tokens_per_second"] for one in (figure, other))
             return next(rates) / next(rates)
     return None

@@ -50,8 +50,8 @@ def _of_profile(profile: Profile, block_size: int) -> list[float]:
     """P(proposals 1 to i are accepted), i = 1, 2, ..., of a block."""
     if len(profile) < block_size - 1:
         raise ValueError(
-            f"simulated_acceptance={list(profile)}: expected at least {block_size - 1} probabilities, one for each "
-            f"proposal of a block of {block_size}."
+            f"simulated_acceptance={list(profile)}: expected at least {block_size - 1} probabilities, one for "
+            f"each proposal of a block of {block_size}."
         )
     return list(itertools.accumulate(profile[: block_size - 1], operator.mul))
 
