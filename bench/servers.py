@@ -7,8 +7,8 @@ import contextlib
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.cluster import environment_of, model_flags
@@ -18,11 +18,15 @@ from dflash_sglang.demo.server import Server, free_port
 
 @dataclass(frozen=True)
 class Candidate:
-    """One server. ``flags``: those that it alone has."""
+    """One server. ``flags``, ``environment``: what it alone has; ``accept_length``: forced, None for that of
+    `--accept-length`; ``gpus``: as in CUDA_VISIBLE_DEVICES, all by default."""
 
     name: str
     kind: str
     flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    accept_length: float | None = None
+    gpus: str | None = None
 
 
 def add_options(parser: argparse.ArgumentParser, kinds: Sequence[str], accept_length: float) -> None:
@@ -71,13 +75,14 @@ def server_of(
     ]  # fmt: skip
     if arguments.device == "cpu":
         flags += ["--device", "cpu", "--dtype", "float32"]
-    forced = {"SGLANG_SIMULATE_ACC_LEN": str(arguments.accept_length)}
+    length = arguments.accept_length if candidate.accept_length is None else candidate.accept_length
+    own = {"SGLANG_SIMULATE_ACC_LEN": str(length), **candidate.environment, **more}
     logs = arguments.logs or scratch
     logs.mkdir(parents=True, exist_ok=True)
     return Server(
         [sys.executable, "-m", "sglang.launch_server", *flags],
         port=port,
-        environment=environment_of(kind, arguments.device, None, **forced, **more),
+        environment=environment_of(kind, arguments.device, candidate.gpus, **own),
         log=logs / f"{candidate.name}.log",
     )
 

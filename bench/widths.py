@@ -1,0 +1,210 @@
+"""Tokens per second of the width policy, paired: beside no speculation, the built-in worker, every fixed width.
+
+python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed] [--gpus 0 1]
+                       [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--rounds 3] [--moving 1 128]
+
+Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
+positions, gets the accept length that this is at its own width. Servers are spread over the GPUs, one of each GPU
+has a load at a time, and all take turns. `--moving`: the load goes from so many requests to so many and back, and
+a claim says after how many steps our worker keeps to a width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import operator
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from bench import report
+from bench.load import Load, Outcome, ask, by_figure, rotated, run
+from bench.servers import Candidate, add_options, parse, together
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.config.plugin_config import CONFIG_ENV
+from dflash_sglang.demo.server import Server
+from dflash_sglang.demo.signals import signals_as_exit
+
+BLOCK = 16
+# P(proposal 1, 2, ... is accepted once those before it are), of requests of each kind in turn.
+ACCEPTANCE: Mapping[str, Sequence[Sequence[float]]] = {
+    "good": [[0.866] * 7 + [0.819] * 8],  # accept length 6.4 at 16, 5.1 at 8, 3.2 at 4
+    "poor": [[1 / 3] * 15],  # 1.5
+    "mixed": [[0.95] * 7 + [0.93] * 8, [0.55] * 15],  # 10.8 and 2.2 at 16
+}
+BEST = {"good": 0.97, "poor": 0.97, "mixed": 1.0}  # of the best other server but the built-in worker
+OVER_BUILT_IN = {"64": 1.5, "128": 1.6}  # with good acceptance
+SETTLED = 30  # steps
+KEPT = 0.8  # of the steps between two looks: the others are probes
+LOOK_SECONDS = 0.05
+
+
+def mean_length(acceptance: Sequence[Sequence[float]], width: int) -> float:
+    """Accept length at a width, averaged over the kinds of requests."""
+    survive = [itertools.accumulate(profile[: width - 1], operator.mul) for profile in acceptance]
+    return 1 + sum(map(sum, survive)) / len(acceptance)
+
+
+def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
+    """Ours, those of the other kinds, one for each fixed width; on the GPUs in turn."""
+    acceptance = ACCEPTANCE[arguments.acceptance]
+
+    def ours(name: str, **settings: Any) -> Candidate:
+        environment = {CONFIG_ENV: json.dumps({"simulated_acceptance": acceptance, **settings})}
+        return Candidate(name, OURS, environment=environment, accept_length=0)
+
+    found = [ours(OURS)]
+    if PLAIN in arguments.kinds:
+        found.append(Candidate(PLAIN, PLAIN))
+    if BUILT_IN in arguments.kinds:
+        found.append(Candidate(BUILT_IN, BUILT_IN, accept_length=round(mean_length(acceptance, BLOCK), 3)))
+    found += [ours(f"{OURS}_{width}", width=width) for width in arguments.fixed]
+    gpus = itertools.cycle(arguments.gpus or [None])
+    return [dataclasses.replace(candidate, gpus=next(gpus)) for candidate in found]
+
+
+def measure(
+    servers: Mapping[str, Server], by_gpu: Sequence[Sequence[str]], load: Load, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """{server: {figure: [one value per round]}} of one load; by_gpu: the servers of each GPU."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
+
+    def turns(names: Sequence[str]) -> None:
+        for name in names:
+            run(servers[name], dataclasses.replace(load, requests=load.concurrency))
+        for turn in range(rounds):
+            for name in rotated(names, turn):
+                outcomes[name].append(run(servers[name], load))
+                print(load.concurrency, name, outcomes[name][-1], flush=True)
+
+    with ThreadPoolExecutor(len(by_gpu)) as pool:
+        for done in [pool.submit(turns, names) for names in by_gpu]:
+            done.result()
+    return {name: by_figure(of) for name, of in outcomes.items()}
+
+
+def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Our tokens per second over those of the best of the others, and over the built-in worker's."""
+    out = []
+    for concurrency, servers in figures.items():
+        rate = {name: statistics.median(figure["tokens_per_second"]) for name, figure in servers.items()}
+        ours, built_in = rate.pop(OURS), rate.pop(BUILT_IN, None)
+        where = f"{acceptance} acceptance, concurrency {concurrency}: tokens/s over"
+        if rate:
+            best = max(rate, key=rate.__getitem__)
+            what = f"{where} those of the best other server, {best}, medians of rounds"
+            out.append(report.at_least(what, round(ours / rate[best], 4), BEST[acceptance]))
+        if built_in is not None:
+            bound = OVER_BUILT_IN.get(concurrency, 0.97) if acceptance == "good" else 0.97
+            what = f"{where} the built-in worker's, medians of rounds"
+            out.append(report.at_least(what, round(ours / built_in, 4), bound))
+    return out
+
+
+Look = tuple[float, dict[str, int]]  # seconds, steps by width since start-up
+
+
+class Looks:
+    """Looks at the width histogram of a server while `with` lasts."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self.taken = server, list[Look]()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Looks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            [state] = self._server.get("/server_info")["internal_states"]
+            self.taken.append((time.perf_counter(), state["dflash_width"]["steps"]))
+
+
+def moving(server: Server, few: int, many: int, load: Load) -> dict[str, Any]:
+    """{phase: {width, settled_after}} of a load of `few`, then `many`, then `few` requests at a time."""
+    ends = []
+    with Looks(server) as looks:
+        for concurrency, requests in ((few, 8 * few), (many, 2 * many), (few, 8 * few)):
+            ask(server, dataclasses.replace(load, concurrency=concurrency, requests=requests))
+            ends.append(time.perf_counter())
+    phases = {}
+    starts = [0.0, *ends]
+    for name, start, end in zip((f"{few}", f"to {many}", f"back to {few}"), starts, ends, strict=False):
+        phases[name] = settling([look for look in looks.taken if start <= look[0] <= end])
+    return phases
+
+
+def settling(looks: Sequence[Look]) -> dict[str, Any]:
+    """The width that most steps of the second half have, and the steps until all but probes have it."""
+    between = [
+        {width: after[width] - before[width] for width in after}
+        for (_, before), (_, after) in itertools.pairwise(looks)
+    ]
+    between = [steps for steps in between if sum(steps.values())]
+    late = between[len(between) // 2 :]
+    kept = max(late[0], key=lambda width: sum(steps[width] for steps in late))
+    settled_after = total = 0
+    for steps in between:
+        total += sum(steps.values())
+        if steps[kept] < KEPT * sum(steps.values()):
+            settled_after = total
+    return {"width": int(kept), "settled_after": settled_after, "steps": total}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=1.0)
+    parser.add_argument("--acceptance", choices=list(ACCEPTANCE), default="good")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--fixed", type=int, nargs="*", default=[16, 12, 8, 6, 4, 2], help="widths")
+    parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
+    parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
+    arguments = parse(parser)
+    candidates = candidates_of(arguments)
+    most = max([*arguments.concurrency, *(arguments.moving or [])])
+    tokens = most * (arguments.input + arguments.output + 2 * BLOCK + 16)
+    by_gpu = [
+        [candidate.name for candidate in candidates if candidate.gpus == gpu] for gpu in arguments.gpus or [None]
+    ]
+    figures: dict[str, Any] = {}
+    claimed: list[dict[str, Any]] = []
+    status = 1
+
+    def keep(**more: Any) -> int:  # what is there, should the rest not come
+        return report.finish("bench.widths", arguments.out, claimed, figures=figures, **more)
+
+    with signals_as_exit(), together(candidates, arguments, requests=most, tokens=tokens) as servers:
+        load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
+        for concurrency in arguments.concurrency:
+            of = dataclasses.replace(load, concurrency=concurrency, requests=max(4, 2 * concurrency))
+            figures[str(concurrency)] = measure(
+                servers, [names for names in by_gpu if names], of, arguments.rounds
+            )
+            claimed = claims(arguments.acceptance, figures)
+            status = keep()
+        if arguments.moving:
+            phases = moving(servers[OURS], *arguments.moving, load)
+            claimed += [
+                report.at_most(f"load of {phase} requests at a time: steps until a width is kept", of, SETTLED)
+                for phase, of in ((phase, found["settled_after"]) for phase, found in list(phases.items())[1:])
+            ]
+            status = keep(moving=phases)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
