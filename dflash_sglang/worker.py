@@ -11,7 +11,6 @@ import torch
 
 from dflash_sglang.capture import ensure_capture
 from dflash_sglang.checkpoint import draft_config
-from dflash_sglang.collectives import width_group
 from dflash_sglang.compat import (
     BaseSpecWorker,
     CaptureHiddenMode,
@@ -38,6 +37,7 @@ from dflash_sglang.scheduling import start_widths, stops
 from dflash_sglang.scheduling.adaptive import AdaptiveWidth
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.scheduling.rehearsal import Rehearsal
+from dflash_sglang.scheduling.width_ranks import width_group
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
