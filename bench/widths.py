@@ -199,7 +199,7 @@ def main() -> int:
         if arguments.moving:
             phases = moving(servers[OURS], *arguments.moving, load)
             claimed += [
-                report.at_most(f"load of {phase} requests at a time: steps until a width is kept", of, SETTLED)
+                report.at_most(f"load {phase} requests at a time: steps until a width is kept", of, SETTLED)
                 for phase, of in ((phase, found["settled_after"]) for phase, found in list(phases.items())[1:])
             ]
             status = keep(moving=phases)
