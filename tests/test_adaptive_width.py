@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,16 +171,21 @@ def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, 
 
 def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:
     from dflash_sglang.widths import Widths as Built
-    from dflash_sglang.widths import by_use
+    from dflash_sglang.widths import by_use, sparse
 
+    captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)]
+    assert sparse(captured) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64]
+    assert sparse([4, 8, 12, 28, 44, 52]) == [4, 8, 12, 52] and sparse([]) == []
     assert by_use((1, 2, 4, 6, 8, 12, 16), 16) == [1, 4, 8, 2, 12, 6]
     assert by_use((3, 16), 16) == [1, 3]
 
     def added(free: float, reserve: float, price: float = 1.0) -> dict[int, float]:
         built, left = object.__new__(Built), [free]
         built._widest = 16
+        built._target = SimpleNamespace(decode_cuda_graph_runner=None)
 
-        def add(widths: Any) -> None:
+        def add(widths: Any, sizes: Any) -> None:
+            assert sizes == [], "nothing is captured"
             left[0] -= price * len(list(widths))
 
         built.add = add
@@ -188,6 +194,36 @@ def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> 
     assert added(100, 2) == {1: 1.0, 4: 1.0, 8: 1.0, 2: 1.0}
     assert list(added(5.5, 2)) == [1, 4, 8]  # 2.5 are free, and the next one should take 1
     assert list(added(1.0, 2)) == [1]  # plain decoding is always there
+
+
+def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_sglang import widths
+
+    usual, meanwhile = [1, 2, 7, 8], []
+    decode = SimpleNamespace(bs=usual)
+    graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)))
+    monkeypatch.setattr(widths, "get_exec", lambda: graph)
+
+    class Runner:
+        attn_backend, init_new_workspace = "block's", False
+        decode_cuda_graph_runner: Any
+
+        def _get_attention_backend(self, init_new_workspace: bool) -> str:
+            return "its own"
+
+    class Graphs:
+        capture_bs = usual
+
+        def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
+            meanwhile.append((list(decode.bs), attn_backend, speculative_num_draft_tokens))
+
+    monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
+    runner = Runner()
+    runner.decode_cuda_graph_runner = object.__new__(Graphs)
+    spec = SimpleNamespace(override=lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(widths, "get_spec", lambda: spec)
+    widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
+    assert meanwhile == [([1, 2, 8], "its own", 4)] and decode.bs is usual
 
 
 def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

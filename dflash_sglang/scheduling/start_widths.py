@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflash_sglang.compat import (
-    DecodeCudaGraphRunner,
     get_available_gpu_memory,
     get_exec,
     get_parallel,
@@ -21,6 +20,7 @@ from dflash_sglang.compat import (
 from dflash_sglang.config.width import BLOCK, WidthConfig
 from dflash_sglang.scheduling.width import Group, WidthPolicy, startup_cells
 from dflash_sglang.validation import Problem, StartupError
+from dflash_sglang.widths import captured_sizes, sparse
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -72,7 +72,7 @@ def add_widths(config: WidthConfig, widths: Widths, block: int, free: Callable[[
     """Builds what these settings ask for, as far as memory allows; returns settings of what is served."""
     wanted = config.states(block)
     if config.fixed is not None:
-        widths.add(wanted)
+        widths.add(wanted)  # at all batch sizes: its steps are all there are
         return config
     took = widths.add_while_free(wanted, free, config.memory_reserve)
     served = tuple(width for width in wanted if width in widths.served)
@@ -102,11 +102,9 @@ def policy_of(config: WidthConfig, runner: ModelRunner, block: int, group: Group
 
 
 def _sizes(runner: ModelRunner) -> list[int]:
-    """Batch sizes that steps are padded to; powers of two where nothing is captured."""
-    graphs = runner.decode_cuda_graph_runner
-    if isinstance(graphs, DecodeCudaGraphRunner):
-        return sorted(graphs.capture_bs)
-    return [1 << power for power in range(runner.req_to_token_pool.size.bit_length())]
+    """Batch sizes that steps of every width are padded to; powers of two where nothing is captured."""
+    most = runner.req_to_token_pool.size
+    return sparse(captured_sizes(runner)) or [1 << power for power in range(most.bit_length())]
 
 
 def measure(
@@ -145,7 +143,7 @@ def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int
     is left to what serving measures: its buffers are not."""
     buckets = policy.step_times.buckets
     most = runner.req_to_token_pool.size
-    if isinstance(runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
+    if captured_sizes(runner):
         sizes = sorted({min(size, most) for size in buckets if size in _sizes(runner)})
         cells = startup_cells(sizes, policy.widths, long_context=LONG_CONTEXT)
     else:
