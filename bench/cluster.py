@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.layouts import Layout
-from dflash_sglang.bench.kinds import ENVIRONMENT, PLAIN, READY_TIMEOUT, assert_worker
+from dflash_sglang.bench import kinds
+from dflash_sglang.bench.kinds import PLAIN, READY_TIMEOUT, assert_worker
 from dflash_sglang.demo.server import Server, ServerFailed
 
 # Not at the start of a line: a progress bar may stand before.
@@ -28,7 +29,7 @@ DRAFT_MODEL = "DFlashDraftModel"
 def environment_of(kind: str, device: str, gpus: str | None, **more: str) -> dict[str, str]:
     """The environment of a server of a kind on the GPUs of that list, all by default."""
     # Servers that start at the same time on the same GPUs find different amounts of memory free on each.
-    out = {**os.environ, **ENVIRONMENT[kind], "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", **more}
+    out = {**os.environ, **kinds.environment(kind), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", **more}
     if device == "cpu":
         out |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
     elif gpus is not None:

@@ -25,7 +25,8 @@ import torch
 
 from bench import report
 from bench.host_stages import FORWARD, PLUGIN, SGLANG, WAIT, WORKER, installed
-from dflash_sglang.bench.kinds import BUILT_IN, ENVIRONMENT, OURS, wait_for
+from dflash_sglang.bench import kinds
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
 KINDS = (OURS, BUILT_IN)
@@ -48,7 +49,7 @@ def server_of(kind: str, arguments: argparse.Namespace, scratch: Path) -> Server
         **os.environ,
         **({} if gpu else {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}),
         **installed(scratch),
-        **(ENVIRONMENT[OURS] if kind == OURS else {"SGLANG_PLUGINS": PLUGIN}),
+        **(kinds.environment(OURS) if kind == OURS else {"SGLANG_PLUGINS": PLUGIN}),
         "SGLANG_SIMULATE_ACC_LEN": str(arguments.accept_length),
     }
     command = [sys.executable, "-m", "sglang.launch_server", *flags]

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflash_sglang.demo.server import Server
@@ -89,6 +89,21 @@ def ask(server: Server, load: Load) -> list[Answer]:
     if len(answers) != load.requests:
         raise RuntimeError(f"{load.requests - len(answers)} of {load.requests} requests failed on {server.url}")
     return answers
+
+
+def take_turns(
+    servers: Mapping[str, Server], load: Load, rounds: int, warm_up_tokens: int
+) -> dict[str, dict[str, list[float]]]:
+    """{server: {figure: [one value per round]}} of a load that the servers have one after the other, each after a
+    warm-up of as many requests as run at a time."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
+    for server in servers.values():
+        run(server, dataclasses.replace(load, requests=load.concurrency, output_tokens=warm_up_tokens))
+    for turn in range(rounds):
+        for name in rotated(list(servers), turn):
+            outcomes[name].append(run(servers[name], load))
+            print(load.concurrency, name, outcomes[name][-1], flush=True)
+    return {name: by_figure(of_server) for name, of_server in outcomes.items()}
 
 
 def by_figure(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:

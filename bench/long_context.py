@@ -26,7 +26,8 @@ from typing import Any
 
 from bench import report
 from dflash_sglang import pair
-from dflash_sglang.bench.kinds import ENVIRONMENT, OURS, wait_for
+from dflash_sglang.bench import kinds
+from dflash_sglang.bench.kinds import OURS, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
 RECORD = json.loads((Path(pair.__file__).parent / "record.json").read_text())["training"]
@@ -78,7 +79,7 @@ def server_of(setting: str, context: int, device: str, scratch: Path) -> Server:
         "--context-length", str(context), "--max-total-tokens", str(3 * context), "--mem-fraction-static", "0.3",
         "--cuda-graph-max-bs-decode", "2", "--max-running-requests", "2", "--skip-server-warmup",
     ]  # fmt: skip
-    environment = {**os.environ, **ENVIRONMENT[OURS], "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    environment = {**os.environ, **kinds.environment(OURS), "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if device == "cpu":
         flags += ["--dtype", "float32"]
         environment |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}

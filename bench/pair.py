@@ -20,7 +20,8 @@ from typing import Any
 
 from bench import report
 from dflash_sglang import pair
-from dflash_sglang.bench.kinds import ENVIRONMENT, OURS, PLAIN, wait_for
+from dflash_sglang.bench import kinds
+from dflash_sglang.bench.kinds import OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server, free_port
 
 TOLERANCE = 0.02
@@ -36,7 +37,7 @@ def pair_server(
     if kind == OURS:
         arguments += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", directories["draft"]]
     command = [sys.executable, "-m", "sglang.launch_server", *arguments, *flags]
-    environment = {**os.environ, **ENVIRONMENT[kind], **(environment or {})}
+    environment = {**os.environ, **kinds.environment(kind), **(environment or {})}
     return Server(command, port=port, environment=environment, log=log)
 
 

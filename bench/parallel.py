@@ -12,7 +12,6 @@ of accept lengths stands between two figures.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 from bench import report
 from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
-from bench.load import Load, Outcome, by_figure, rotated, run
+from bench.load import Load, take_turns
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.bench.random_pair import write_pair
 from dflash_sglang.demo.server import free_port
@@ -35,6 +34,7 @@ DUMMY = ["--load-format", "dummy"]
 DUMMY_DRAFT = ["--speculative-draft-load-format", "auto"]
 
 GOAL, GOAL_AT = 1.3, 16  # of data-parallel attention: the built-in worker drafts without graphs there
+WARM_UP_TOKENS = 64  # of an answer
 NEVER_BELOW = 0.99  # rounds of one server differ by about a percent
 
 
@@ -84,14 +84,8 @@ def start(servers: Mapping[str, Cluster]) -> None:
 
 def measure(servers: Mapping[str, Cluster], load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
     """{kind: {figure: [one value per round]}}"""
-    outcomes: dict[str, list[Outcome]] = {kind: [] for kind in servers}
-    for server in servers.values():
-        run(server.head, dataclasses.replace(load, requests=load.concurrency, output_tokens=64))
-    for turn in range(rounds):
-        for kind in rotated(list(servers), turn):
-            outcomes[kind].append(run(servers[kind].head, load))
-            print(load.concurrency, kind, outcomes[kind][-1], flush=True)
-    return {kind: by_figure(of_kind) for kind, of_kind in outcomes.items()}
+    heads = {kind: server.head for kind, server in servers.items()}
+    return take_turns(heads, load, rounds, WARM_UP_TOKENS)
 
 
 def loads_of(arguments: argparse.Namespace) -> dict[str, Load]:

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench import report
-from bench.load import Load, Outcome, ask, by_figure, rotated, run
+from bench.load import Load, ask, take_turns
 from bench.servers import Candidate, add_options, parse, together
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.config.plugin_config import CONFIG_ENV
@@ -74,20 +74,16 @@ def measure(
     servers: Mapping[str, Server], by_gpu: Sequence[Sequence[str]], load: Load, rounds: int
 ) -> dict[str, dict[str, list[float]]]:
     """{server: {figure: [one value per round]}} of one load; by_gpu: the servers of each GPU."""
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
 
-    def turns(names: Sequence[str]) -> None:
-        for name in names:
-            run(servers[name], dataclasses.replace(load, requests=load.concurrency))
-        for turn in range(rounds):
-            for name in rotated(names, turn):
-                outcomes[name].append(run(servers[name], load))
-                print(load.concurrency, name, outcomes[name][-1], flush=True)
+    def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+        # Whole answers warm up: the policy learns from them.
+        return take_turns({name: servers[name] for name in names}, load, rounds, load.output_tokens)
 
+    found = {}
     with ThreadPoolExecutor(len(by_gpu)) as pool:
-        for done in [pool.submit(turns, names) for names in by_gpu]:
-            done.result()
-    return {name: by_figure(of) for name, of in outcomes.items()}
+        for of_gpu in pool.map(turns, by_gpu):
+            found |= of_gpu
+    return found
 
 
 def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -135,16 +131,17 @@ class Looks:
 
 def moving(server: Server, few: int, many: int, load: Load) -> dict[str, Any]:
     """{phase: {width, settled_after}} of a load of `few`, then `many`, then `few` requests at a time."""
-    ends = []
+    marks = [time.perf_counter()]
     with Looks(server) as looks:
         for concurrency, requests in ((few, 8 * few), (many, 2 * many), (few, 8 * few)):
             ask(server, dataclasses.replace(load, concurrency=concurrency, requests=requests))
-            ends.append(time.perf_counter())
-    phases = {}
-    starts = [0.0, *ends]
-    for name, start, end in zip((f"{few}", f"to {many}", f"back to {few}"), starts, ends, strict=False):
-        phases[name] = settling([look for look in looks.taken if start <= look[0] <= end])
-    return phases
+            marks.append(time.perf_counter())
+    return {
+        name: settling([look for look in looks.taken if start <= look[0] <= end])
+        for name, (start, end) in zip(
+            (f"of {few}", f"to {many}", f"back to {few}"), itertools.pairwise(marks), strict=True
+        )
+    }
 
 
 def settling(looks: Sequence[Look]) -> dict[str, Any]:
@@ -198,10 +195,9 @@ def main() -> int:
             status = keep()
         if arguments.moving:
             phases = moving(servers[OURS], *arguments.moving, load)
-            claimed += [
-                report.at_most(f"load {phase} requests at a time: steps until a width is kept", of, SETTLED)
-                for phase, of in ((phase, found["settled_after"]) for phase, found in list(phases.items())[1:])
-            ]
+            for phase in list(phases)[1:]:
+                what = f"load {phase} requests at a time: steps until a width is kept"
+                claimed.append(report.at_most(what, phases[phase]["settled_after"], SETTLED))
             status = keep(moving=phases)
     return status
 

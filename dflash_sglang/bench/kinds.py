@@ -10,18 +10,24 @@ from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server, ServerFailed
 
 PLAIN, BUILT_IN, OURS = "plain", "built_in", "ours"
-ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
-    PLAIN: {"SGLANG_PLUGINS": "none"},
-    BUILT_IN: {"SGLANG_PLUGINS": "none"},
-    # Blocks of the width that is measured, unless settings are given.
-    OURS: {"DFLASH_SGLANG_REQUIRE": "1", CONFIG_ENV: os.environ.get(CONFIG_ENV, '{"width": "block"}')},
-}
 # What a DFLASH worker writes into the log once it is up.
 SIGNATURE: Mapping[str, str] = {
     BUILT_IN: "Initialized DFLASH draft runner",
     OURS: f"dflash_sglang {__version__} worker active",
 }
 READY_TIMEOUT = 400.0  # seconds; a first start compiles kernels
+
+
+def environment(kind: str, chooses: bool = False) -> dict[str, str]:
+    """What a server of a kind has in its environment beside the inherited one.
+
+    Without settings in DFLASH_SGLANG_CONFIG our worker serves the block's width, as the built-in one does, unless
+    it `chooses`.
+    """
+    if kind != OURS:
+        return {"SGLANG_PLUGINS": "none"}
+    out = {"DFLASH_SGLANG_REQUIRE": "1"}
+    return out if chooses or os.environ.get(CONFIG_ENV) else {**out, CONFIG_ENV: '{"width": "block"}'}
 
 
 def wait_for(kind: str, server: Server, on_wait: Callable[[], None] = lambda: None) -> None:

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from dflash_sglang.bench.kinds import ENVIRONMENT, OURS, PLAIN
+from dflash_sglang.bench import kinds
+from dflash_sglang.bench.kinds import OURS, PLAIN
 from dflash_sglang.bench.settings import Served, Settings
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server, free_port
 
 
@@ -34,9 +34,7 @@ def flags(settings: Settings, served: Served) -> list[str]:
 
 def environment(settings: Settings, served: Served) -> dict[str, str]:
     """What a server's environment has beside the inherited one."""
-    out = {**ENVIRONMENT[served.kind], "PYTHONUNBUFFERED": "1"}
-    if served.width is None:
-        out.pop(CONFIG_ENV, None)  # the operator's, or our default
+    out = {**kinds.environment(served.kind, chooses=served.width is None), "PYTHONUNBUFFERED": "1"}
     if not settings.gpu:
         out |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
     if settings.accept_length is not None and served.kind != PLAIN:

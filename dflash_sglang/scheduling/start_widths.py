@@ -95,9 +95,9 @@ def free_memory(runner: ModelRunner) -> Callable[[], float]:
 
 
 def policy_of(config: WidthConfig, runner: ModelRunner, block: int, group: Group) -> WidthPolicy:
-    pool = runner.req_to_token_pool
-    buckets = [size for size in _sizes(runner) if size < pool.size]
-    at_most = next((size for size in _sizes(runner) if size >= pool.size), pool.size)
+    pool, sizes = runner.req_to_token_pool, _sizes(runner)
+    buckets = [size for size in sizes if size < pool.size]
+    at_most = next((size for size in sizes if size >= pool.size), pool.size)
     return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=pool.req_to_token.shape[0])
 
 
@@ -141,13 +141,13 @@ def measure(
 def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int]]:
     """(batch, width, context tokens), small batches first. A batch that runs without a graph where others have one
     is left to what serving measures: its buffers are not."""
-    buckets = policy.step_times.buckets
+    captured = captured_sizes(runner)
     most = runner.req_to_token_pool.size
-    if captured_sizes(runner):
-        sizes = sorted({min(size, most) for size in buckets if size in _sizes(runner)})
+    buckets = policy.step_times.buckets
+    sizes = sorted({min(size, most) for size in buckets if not captured or size in captured})
+    if captured:
         cells = startup_cells(sizes, policy.widths, long_context=LONG_CONTEXT)
     else:
-        sizes = sorted({min(size, most) for size in buckets})
         cells = startup_cells(sizes, policy.widths, long_context=EAGER_CONTEXT, max_tokens=EAGER_TOKENS)
     return sorted(cells, key=lambda cell: (cell[0], cell[2]))
 
