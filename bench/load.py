@@ -1,4 +1,4 @@
-"""A closed loop of requests on one SGLang server: so many at a time, each of the same lengths."""
+"""Requests on one SGLang server, so many at a time, each of the same lengths: a closed loop, or in waves."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Load:
     temperature: float = 0.0
     top_p: float = 1.0
     token_ids: range = range(1000, 100_000)
+    waves: bool = False  # the next requests come when all have ended, not one for each that has
 
     def prompts(self) -> list[list[int]]:
         """One for each request, every time the same."""
@@ -32,16 +33,23 @@ class Load:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one request."""
+    """Of one request. Times are those of `time.perf_counter`."""
 
-    seconds: float
+    asked: float
+    first: float  # token
+    last: float
     tokens: int
     verify_steps: int  # 0 without speculation
+
+    @property
+    def seconds(self) -> float:
+        return self.last - self.asked
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a load measured. `step_ms`: time of a request over its verify steps (its tokens without any)."""
+    """What a load measured. `step_ms`: time of a request after its first token, in waves after the last first
+    token of its wave, over its verify steps (its tokens without any). So in waves no prefill is part of it."""
 
     tokens_per_second: float
     accept_length: float
@@ -51,23 +59,44 @@ class Outcome:
 def run(server: Server, load: Load) -> Outcome:
     """Drive `server` until every request of `load` is answered."""
     start = time.perf_counter()
-    answers = ask(server, load)
+    waves = _waves(server, load)
     elapsed = time.perf_counter() - start
+    answers = [answer for wave in waves for answer in wave]
     tokens = sum(answer.tokens for answer in answers)
     steps = sum(answer.verify_steps for answer in answers)
     return Outcome(
         tokens_per_second=tokens / elapsed,
         accept_length=tokens / steps if steps else 1.0,
-        step_ms=1000 * sum(answer.seconds for answer in answers) / (steps or tokens),
+        step_ms=1000 * sum(decode_seconds(wave, load.waves) for wave in waves) / (steps or tokens - len(answers)),
     )
+
+
+def decode_seconds(answers: Sequence[Answer], wave: bool) -> float:
+    """Of all requests, from the first token on; of a wave from when all have theirs on."""
+    latest = max(answer.first for answer in answers)
+    return sum(answer.last - (latest if wave else answer.first) for answer in answers)
 
 
 def ask(server: Server, load: Load) -> list[Answer]:
     """The answers in the order in which they came. Raises RuntimeError where one is missing."""
+    return [answer for wave in _waves(server, load) for answer in wave]
+
+
+def _waves(server: Server, load: Load) -> list[list[Answer]]:
+    prompts = load.prompts()
+    size = load.concurrency if load.waves else len(prompts)
+    return [_ask(server, load, prompts[i : i + size]) for i in range(0, len(prompts), size)]
+
+
+def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answer]:
     sampling = dict(
-        max_new_tokens=load.output_tokens, temperature=load.temperature, top_p=load.top_p, ignore_eos=True
+        max_new_tokens=load.output_tokens,
+        temperature=load.temperature,
+        top_p=load.top_p,
+        ignore_eos=True,
+        stream_interval=load.output_tokens,  # the first token and the rest
     )
-    todo, lock = iter(load.prompts()), threading.Lock()
+    todo, lock = iter(prompts), threading.Lock()
     answers: list[Answer] = []
 
     def client() -> None:
@@ -76,18 +105,18 @@ def ask(server: Server, load: Load) -> list[Answer]:
                 prompt = next(todo, None)
             if prompt is None:
                 return
-            start = time.perf_counter()
-            meta = server.generate(input_ids=prompt, sampling_params=sampling)["meta_info"]
-            seconds = time.perf_counter() - start
-            answers.append(Answer(seconds, meta["completion_tokens"], meta.get("spec_verify_ct", 0)))
+            asked = time.perf_counter()
+            events = server.stream(input_ids=prompt, sampling_params=sampling)
+            (first, _), *_, (last, meta) = [(time.perf_counter(), event["meta_info"]) for event in events]
+            answers.append(Answer(asked, first, last, meta["completion_tokens"], meta.get("spec_verify_ct", 0)))
 
     clients = [threading.Thread(target=client) for _ in range(load.concurrency)]
     for thread in clients:
         thread.start()
     for thread in clients:
         thread.join()
-    if len(answers) != load.requests:
-        raise RuntimeError(f"{load.requests - len(answers)} of {load.requests} requests failed on {server.url}")
+    if len(answers) != len(prompts):
+        raise RuntimeError(f"{len(prompts) - len(answers)} of {len(prompts)} requests failed on {server.url}")
     return answers
 
 

@@ -38,6 +38,7 @@ def measure(servers: Mapping[str, Server], arguments: argparse.Namespace, concur
             arguments.input,
             arguments.output,
             token_ids=range(*arguments.token_ids),
+            waves=True,
             **SAMPLING[name],
         )
         for name in arguments.sampling

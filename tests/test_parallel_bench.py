@@ -8,7 +8,7 @@ import json
 import pytest
 
 from bench import cluster, layouts, parallel, uneven
-from bench.load import Load, Outcome
+from bench.load import Load, Outcome, by_figure
 from dflash_sglang.bench import random_pair
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.config import DraftSpec
@@ -67,10 +67,8 @@ def test_every_round_of_load_singles_out_the_next_rank_and_ends_nothing_but_the_
     ) == [0]
 
 
-def outcomes(tokens_per_second: list[float]) -> dict[str, list[float]]:
-    lengths = [6.02] * len(tokens_per_second)
-    assert set(vars(Outcome(1.0, 1.0, 1.0))) >= {"tokens_per_second", "accept_length"}
-    return dict(tokens_per_second=tokens_per_second, accept_length=lengths)
+def outcomes(tokens_per_second: list[float], step_ms: float = 10.0) -> dict[str, list[float]]:
+    return by_figure([Outcome(rate, 6.02, step_ms) for rate in tokens_per_second])
 
 
 def test_claims_compare_round_by_round_and_ask_more_of_data_parallel_attention():
@@ -87,6 +85,14 @@ def test_claims_compare_round_by_round_and_ask_more_of_data_parallel_attention()
     ]
     assert [one["ok"] for one in claimed[1::2]] == [True, False]
     assert parallel.claims("tp2", figures, 6.0)[0]["bound"] == ">= 0.99"
+
+
+def test_a_step_on_two_ranks_of_a_tensor_parallel_group_is_compared_at_32():
+    figures = {at: {OURS: outcomes([1.0] * 3, 9.1), BUILT_IN: outcomes([1.0] * 3)} for at in ("1", "32")}
+    [claimed] = [one for one in parallel.claims("tp2", figures, 6.0) if "step time" in one["what"]]
+    assert "at concurrency 32" in claimed["what"]
+    assert (claimed["value"], claimed["bound"], claimed["ok"]) == (0.91, "<= 0.9", False)
+    assert not any("step time" in one["what"] for one in parallel.claims("dpa2", figures, 6.0))
 
 
 def test_each_concurrency_that_is_measured_is_kept_when_the_next_one_fails(monkeypatch, tmp_path):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
+import time
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import bench.servers
 from bench import serve, startup, step_profile
-from bench.load import Answer, Load, Outcome, by_figure
+from bench.load import Answer, Load, Outcome, by_figure, decode_seconds, run
 from dflash_sglang.bench import profile, trace
 from dflash_sglang.bench.kinds import BUILT_IN, OURS
 from dflash_sglang.pair import pair_directories
@@ -49,6 +52,35 @@ def test_serve_keeps_each_concurrency_that_it_has_measured(monkeypatch, tmp_path
         serve.main()
     written = json.loads(out.read_text())
     assert list(written["figures"]) == ["1"] and values(written["claims"]) == [(0.9, "<= 1.03", True)]
+
+
+class Stub:
+    """A server that gives a request its first token at once, and when as many are there as come at a time the
+    rest of all, in 5 steps of 10 ms."""
+
+    def __init__(self, at_a_time: int) -> None:
+        self.arrived, self.lock = [], threading.Lock()
+        self.all_there = threading.Barrier(at_a_time)
+
+    def stream(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        assert sampling_params["stream_interval"] == sampling_params["max_new_tokens"] == 31
+        with self.lock:
+            self.arrived.append(input_ids)
+        yield {"meta_info": {}}
+        self.all_there.wait(10)
+        time.sleep(0.05)
+        yield {"meta_info": {"completion_tokens": 31, "spec_verify_ct": 5}}
+
+
+def test_a_step_is_timed_from_when_all_of_a_wave_have_their_first_token():
+    load = Load(4, 8, 16, 31, waves=True)
+    stub = Stub(4)
+    outcome = run(stub, load)
+    assert (len(stub.arrived), outcome.accept_length) == (8, 6.2)
+    assert {tuple(ids) for ids in stub.arrived[:4]} == {tuple(ids) for ids in load.prompts()[:4]}
+    assert 10 <= outcome.step_ms < 20
+    wave = [Answer(asked=0.0, first=1.0, last=5.0, tokens=31, verify_steps=5), Answer(0.0, 3.0, 6.0, 31, 5)]
+    assert (decode_seconds(wave, wave=True), decode_seconds(wave, wave=False)) == (5.0, 7.0)
 
 
 def profiled(step_ms: float, verify_span_ms: float, outside: float, idle: float = 0.015) -> dict[str, Any]:
