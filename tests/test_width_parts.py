@@ -125,6 +125,11 @@ def acceptance(slots: int = 64, widths: Any = WIDTHS) -> Acceptance:
     return Acceptance(widths, slots, prior_acceptance=0.8, prior_strength=2.0, memory=64)
 
 
+def committed(estimate: Acceptance, slots: Any) -> np.ndarray:
+    """[widths] tokens of one of these requests in a step; the harmonic mean, if they are not alike."""
+    return len(slots) / np.array(estimate.steps_needed(np.array(slots), WIDTHS.index(1)))
+
+
 def teach(estimate: Acceptance, draft: Draft, kinds: np.ndarray, width: int, steps: range, seed: int = 0) -> None:
     random, slots = np.random.default_rng(seed), np.arange(len(kinds))
     for step in steps:
@@ -160,8 +165,7 @@ def test_acceptance_per_position_is_recovered_from_any_mixture_of_widths(served:
             turn,
         )
     assert 1 - estimate.hazard == pytest.approx(np.array(GOOD), abs=0.08)
-    expected = np.array(estimate.expected(np.arange(64))) / 64
-    assert expected == pytest.approx(draft.expected[0], rel=0.04)
+    assert committed(estimate, range(64)) == pytest.approx(1 + draft.expected[0], rel=0.04)
 
 
 def test_easy_and_hard_requests_are_told_apart_at_a_narrow_width() -> None:
@@ -172,8 +176,7 @@ def test_easy_and_hard_requests_are_told_apart_at_a_narrow_width() -> None:
     for kind in (0, 1):
         slots = np.flatnonzero(kinds == kind)
         # At 16, where these requests were never served, too.
-        committed = 1 + np.array(estimate.expected(slots)) / 32
-        assert committed == pytest.approx(1 + draft.expected[kind], rel=0.3)
+        assert committed(estimate, slots) == pytest.approx(1 + draft.expected[kind], rel=0.3)
     assert estimate.level(0) < 0.6 < 1.4 < estimate.level(1)
 
 
@@ -182,9 +185,9 @@ def test_a_width_that_accepts_by_a_profile_of_its_own_is_learnt_as_such() -> Non
     estimate, draft = acceptance(), Draft(own)
     for turn in range(600):
         teach(estimate, draft, np.zeros(64, int), WIDTHS.index((16, 8)[turn % 2]), range(turn, turn + 1), turn)
-    expected = np.array(estimate.expected(np.arange(64))) / 64
+    tokens = committed(estimate, range(64))
     for width in (8, 16):
-        assert expected[WIDTHS.index(width)] == pytest.approx(draft.expected[0, WIDTHS.index(width)], rel=0.12)
+        assert tokens[WIDTHS.index(width)] == pytest.approx(1 + draft.expected[0, WIDTHS.index(width)], rel=0.12)
 
 
 def test_a_new_request_starts_as_the_average_one_and_forgets_its_slots_last() -> None:
@@ -205,8 +208,9 @@ def test_a_new_request_starts_as_the_average_one_and_forgets_its_slots_last() ->
 def test_a_request_is_counted_up_to_its_own_limit() -> None:
     estimate = acceptance(2)
     estimate.admit(np.array([0, 1]), 0, [1, 5])
-    free, one, five = estimate.expected_of_a_new_request(), *(estimate.expected(np.array([s])) for s in (0, 1))
-    assert one == [0.0] * 7
+    free = 1 / np.array(estimate.steps_needed_by_a_new_request())
+    one, five = committed(estimate, [0]), committed(estimate, [1])
+    assert one.tolist() == [1.0] * 7
     assert five[:3] == pytest.approx(free[:3], rel=0.01)
     assert five[3:] == pytest.approx([five[3]] * 4) and free[2] < five[3] < free[3]
     assert estimate.cap(np.array([0])) == 1 and estimate.cap(np.array([0, 1])) == 5
@@ -228,11 +232,22 @@ def test_estimates_are_monotone_in_the_width_and_within_their_bounds(
         accepted = np.minimum(random.geometric(chance) - 1, WIDTHS[width] - 1)
         estimate.observe(step, np.arange(16), width, accepted)
     estimate.observe(30, np.arange(16), WIDTHS.index(16), np.full(16, 3))
-    expected = np.array(estimate.expected(np.arange(16)))
-    assert expected[0] == 0 and (expected >= 0).all() and (expected <= 16 * (np.array(WIDTHS) - 1)).all()
-    assert (np.diff(expected) >= -0.1 * expected[1:]).all()
-    parts = [estimate.expected(np.array([slot])) for slot in range(16)]
-    assert np.sum(parts, axis=0) == pytest.approx(expected)
+    tokens = committed(estimate, range(16))
+    assert tokens[0] == pytest.approx(1)
+    assert (tokens >= 1 - 1e-9).all() and (tokens <= np.array(WIDTHS) + 1e-9).all()
+    assert (np.diff(tokens - 1) >= -0.1 * (tokens[1:] - 1)).all()
+    parts = [estimate.steps_needed(np.array([slot]), 3) for slot in range(16)]
+    assert np.sum(parts, axis=0) == pytest.approx(estimate.steps_needed(np.arange(16), 3))
+
+
+def test_a_batch_needs_the_steps_in_which_the_tokens_of_each_request_are_committed() -> None:
+    estimate, draft, kinds = acceptance(), Draft(EASY, HARD), np.arange(64) % 4 // 3
+    teach(estimate, draft, kinds, WIDTHS.index(16), range(200))
+    each = 1 + draft.expected[kinds]  # [request, width]
+    for held in (0, WIDTHS.index(4), WIDTHS.index(16)):
+        needed = estimate.steps_needed(np.arange(64), held)
+        assert needed[held] == pytest.approx(64)
+        assert needed == pytest.approx((each[:, held, None] / each).sum(axis=0), rel=0.15)
 
 
 # ---- Choice ------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Run:
     )
     widths: list[int] = field(default_factory=list)
     probes: list[bool] = field(default_factory=list)
-    worth: list[float] = field(default_factory=list)  # true rate of the chosen width over that of the best one
+    worth: list[float] = field(default_factory=list)  # rate of the chosen width over the best, in the long run
 
     @property
     def rate(self) -> float:
@@ -160,7 +160,7 @@ class Fixed:
 
 
 class Oracle(Fixed):
-    """Is told before each step which width is best."""
+    """Is told before each step which width is best in the long run."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -265,6 +265,12 @@ class Rank:
         counts = np.bincount(self._kind[self._running], minlength=self.draft.kinds)
         return len(self._running) + counts @ self.draft.expected
 
+    def steps_needed(self, held: int) -> np.ndarray:
+        """[widths] steps of one request that commit what a step of all does at `widths[held]`, caps aside."""
+        counts = np.bincount(self._kind[self._running], minlength=self.draft.kinds)
+        committed = 1 + self.draft.expected
+        return (counts * committed[:, held]) @ (1 / committed)
+
     def choose(self) -> Any:
         return self.policy.choose(self._running, self.context_tokens)
 
@@ -289,6 +295,7 @@ class Server:
 
     def __init__(self, machine: Machine, *ranks: Rank):
         self.machine, self.ranks = machine, ranks
+        self._held = 0
 
     def run(
         self, concurrency: int | Sequence[int], *, steps: int | None = None, seconds: float | None = None
@@ -296,7 +303,6 @@ class Server:
         """Steps at a concurrency (of each rank), by their number or their time; a later call goes on from here."""
         run, widths = Run(), list(self.machine.widths)
         each = [concurrency] * len(self.ranks) if isinstance(concurrency, int) else concurrency
-        held: int | None = None
         while (steps is None or len(run.widths) < steps) and (seconds is None or run.seconds < seconds):
             for rank, requests in zip(self.ranks, each, strict=True):
                 rank.arrive(requests)
@@ -304,7 +310,9 @@ class Server:
             times = self.machine.seconds(
                 max(rank.batch for rank in self.ranks), max(rank.context_tokens for rank in self.ranks)
             )
-            rates = committed / times
+            needed = np.sum([rank.steps_needed(self._held) for rank in self.ranks], axis=0)
+            long_run = sum(rank.batch for rank in self.ranks) * needed[0] / needed
+            rates = long_run / times
             for rank in self.ranks:
                 if isinstance(rank.policy, Oracle):
                     rank.policy.width = widths[int(rates.argmax())]
@@ -314,9 +322,9 @@ class Server:
             width = widths.index(decision.width)
             for rank in self.ranks:
                 rank.finish(width, self.machine.read(times[width], rank.clock))
-            if not decision.probe or held is None:
-                held = width
-            run.lost += max(times[width] - committed[width] / rates[held], 0.0)
+            if not decision.probe:
+                self._held = width
+            run.lost += max(times[width] - long_run[width] / rates[self._held], 0.0)
             run.tokens += float(committed[width])
             run.seconds += float(times[width])
             run.widths.append(decision.width)
@@ -328,3 +336,12 @@ class Server:
 def serve(policy: Policy, machine: Machine, draft: Draft, **load: Any) -> Server:
     """A server of one rank."""
     return Server(machine, Rank(policy, draft, **load))
+
+
+def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int) -> Run:
+    """1000 steps of a mix of easy and hard requests with equal token budgets, after 400 in which the batch becomes
+    what it stays: easy requests leave it early, and another of the same mix takes the place of any that does."""
+    machine = Machine(jitter=0.02, outliers=0.01)
+    server = serve(policy, machine, Draft(EASY, HARD), hard=hard, seed=seed, clock=seed)
+    server.run(concurrency, steps=400)
+    return server.run(concurrency, steps=1000)

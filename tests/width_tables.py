@@ -21,9 +21,11 @@ from tests.width_simulation import (
     Run,
     adaptive,
     serve,
+    steady_mix,
 )
 
 CONCURRENCIES = (1, 8, 32, 64, 128, 256, 1024, 4096)
+STEADY = ((32, 0.5), (64, 0.2), (64, 0.5), (128, 0.2))
 MOVING = (1, 8, 64, 256, 32, 128, 8, 1)
 SEEDS = range(3)
 
@@ -75,12 +77,32 @@ def changing(machine: Machine) -> None:
     loads = {
         "load": [(concurrency, 0.5) for concurrency in MOVING],
         "traffic at 32": [(32, hard) for hard in (0.0, 1.0) * 3],
-        "neither": [(32, 0.5)] * 6,
     }
     for name, load in loads.items():
         policies = [*(Fixed(width) for width in WIDTHS), adaptive(machine, 256), Oracle()]
         rates = [rate(policy, load) for policy in policies]
         row(*(f"{each / rates[-2]:.2f}" for each in rates), name)
+
+
+def mixes() -> None:
+    head("concurrency", "hard", *(f"fixed {width}" for width in WIDTHS), "ours", "ours / best", "worst seed")
+    machine, seeds = Machine(jitter=0.02, outliers=0.01), range(6)
+    for concurrency, hard in STEADY:
+        fixed = np.array(
+            [[steady_mix(Fixed(width), concurrency, hard, seed).rate for seed in seeds] for width in WIDTHS]
+        )
+        best = fixed[fixed.mean(axis=1).argmax()]
+        ours = np.array(
+            [steady_mix(adaptive(machine, concurrency, seed=seed), concurrency, hard, seed).rate for seed in seeds]
+        )
+        row(
+            concurrency,
+            f"{hard:.0%}",
+            *fixed.mean(axis=1).round().astype(int),
+            round(float(ours.mean())),
+            f"{ours.mean() / best.mean():.3f}",
+            f"{(ours / best).min():.3f}",
+        )
 
 
 def margins() -> None:
@@ -132,5 +154,6 @@ if __name__ == "__main__":
     throughput(Draft(GOOD), quiet)
     throughput(Draft(POOR), quiet)
     changing(quiet)
+    mixes()
     margins()
     cost()

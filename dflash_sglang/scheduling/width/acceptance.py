@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-NODES = 24  # levels at which expected accepts are tabulated; between them they are interpolated
+NODES = 24  # levels at which what a step commits is tabulated; between them they are interpolated
 TABULATE_AT_FIRST, TABULATE_EVERY = 16, 4  # observed steps: the tables cost half of an observation
 KNOWN = 0.5  # expected rejections after which a request counts as drafted for
 AGE = 512  # steps without a trial after which what is known of a position weighs half, and of a width:
@@ -62,10 +62,10 @@ class Acceptance:
         inside = np.arange(positions)[:, None, None] < np.array(self.widths)[:, None] - 1
         self._inside = inside.astype(np.float64)
         # [position, width, node] chance that the proposals up to a position are accepted, 0 outside of the width;
-        # and [width, node], summed over the positions.
+        # and [width, node], with the token that follows them, what a step commits.
         self._survival = np.zeros((positions, len(widths), NODES))
         self._chain = list(pairwise(self._survival))
-        self._accepted = np.zeros((len(widths), NODES))
+        self._committed = np.zeros((len(widths), NODES))
         self._exposure = np.zeros((self.block, len(widths)))
         self._tabulate()
 
@@ -96,24 +96,27 @@ class Acceptance:
         self._cap[slots] = self.block if max_widths is None else np.minimum(max_widths, self.block)
         self._capped += int((self._cap[slots] < self.block).sum())
 
-    def expected(self, slots: np.ndarray) -> list[float]:
-        """Accepted proposals of these requests [n] together, in one step of each width."""
+    def steps_needed(self, slots: np.ndarray, held: int) -> list[float]:
+        """Steps of one request, of each width, that commit what a step at `widths[held]` commits of these [n].
+
+        The batch of a held width holds easy requests less often than they arrive, because they end sooner: by as
+        much as such a step commits more of them. So this counts every request by what is committed of it.
+        """
         if self._capped:
             caps = self._cap[slots]
             if caps.min(initial=self.block) < self.block:
-                return self._expected_capped(slots, caps)
-        return (self._accepted @ self._histogram(slots)).tolist()
+                return self._steps_needed_capped(slots, caps, held)
+        return (self._committed[held] / self._committed @ self._histogram(slots)).tolist()
 
-    def expected_of_a_new_request(self) -> list[float]:
-        """Accepted proposals of a request of which nothing is known, in one step of each width."""
-        return self._accepted[:, NODES // 2 - 1 : NODES // 2 + 1].mean(axis=1).tolist()
+    def steps_needed_by_a_new_request(self) -> list[float]:
+        """Steps of a request of which nothing is known, of each width, for one token."""
+        return (1.0 / self._committed[:, NODES // 2 - 1 : NODES // 2 + 1]).mean(axis=1).tolist()
 
-    def _expected_capped(self, slots: np.ndarray, caps: np.ndarray) -> list[float]:
+    def _steps_needed_capped(self, slots: np.ndarray, caps: np.ndarray, held: int) -> list[float]:
         total = np.zeros(len(self.widths))
-        for cap in np.unique(caps):
-            histogram = self._histogram(slots[caps == cap])
-            for index, width in enumerate(self.widths):
-                total[index] += (self._survival[: min(width, int(cap)) - 1, index] @ histogram).sum()
+        for cap in np.unique(caps).tolist():
+            committed = self._survival[: cap - 1].sum(axis=0, initial=1.0)
+            total += committed[held] / committed @ self._histogram(slots[caps == cap])
         return total.tolist()
 
     def _histogram(self, slots: np.ndarray) -> np.ndarray:
@@ -189,7 +192,7 @@ class Acceptance:
         self._hazard[:] = hazard
 
     def _tabulate(self) -> None:
-        """Expected accepts of every width at every node, and what a request of level one is exposed to."""
+        """Committed tokens of every width at every node, and what a request of level one is exposed to."""
         hazard = np.multiply.outer(self._hazard, self.factor)
         np.minimum(hazard, 1.0, out=hazard)
         np.cumsum(hazard, axis=0, out=self._exposure[1:])
@@ -200,4 +203,4 @@ class Acceptance:
         np.maximum(survival, 0.0, out=survival)
         for before, row in self._chain:  # several times faster than multiply.accumulate
             np.multiply(before, row, out=row)
-        np.add.reduce(survival, axis=0, out=self._accepted)
+        np.add.reduce(survival, axis=0, out=self._committed, initial=1.0)

@@ -1,4 +1,4 @@
-"""The choice: the width with the most committed tokens per second, hysteresis, and probes of the others."""
+"""The choice: the width with the most committed tokens per second in the long run, hysteresis, and probes."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class Chooser:
         self._earned = [0.0] * len(self.widths)
 
     @property
+    def held(self) -> int:
+        """Index of the width that is held; of plain decoding before the first choice."""
+        return self._held or 0
+
+    @property
     def plain(self) -> bool:
         """Whether plain decoding is held, so that `choose` looks at `unknown`."""
         return self._held is not None and self.widths[self._held] == PLAIN
@@ -66,8 +71,8 @@ class Chooser:
         seconds: Sequence[float],
         unknown: float = 0.0,
     ) -> Choice:
-        """`limit`: the largest width allowed; `committed`, `seconds`: expected of a step of every width;
-        `unknown`: share of the batch that was never drafted for."""
+        """`limit`: the largest width allowed; `committed`, `seconds`: expected of a step of every width, the
+        first in the long run; `unknown`: share of the batch that was never drafted for."""
         allowed = 1
         while allowed < len(self.widths) and self.widths[allowed] <= limit:
             allowed += 1

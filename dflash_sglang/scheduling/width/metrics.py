@@ -12,7 +12,7 @@ class WidthMetrics:
     """Counters since start-up, by width. Steps whose time was not measured count with the estimate of it.
 
     `gain_over_plain` and `gain_over_full` are estimates of the last choice: committed tokens per second of the
-    chosen width over those of plain decoding and of the whole block.
+    chosen width, in the long run, over those of plain decoding and of the whole block.
     """
 
     widths: Sequence[int]

@@ -40,14 +40,14 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class _Load:
-    """What all ranks of the group ask of a step; `accepted` [widths] as expected of all requests together."""
+    """What all ranks of the group ask of a step; `steps_needed` [widths] of all requests together."""
 
     requests: float
     batch: int
     context_tokens: float
     limit: int
     unknown: float
-    accepted: list[float]
+    steps_needed: list[float]
 
 
 class WidthPolicy:
@@ -90,7 +90,8 @@ class WidthPolicy:
             config.memory,
         )
         # Of a rank alone nothing may decide where no rank has told its load: this is equal on all of them.
-        self._no_load = _Load(1.0, 0, 0.0, self.widths[-1], 0.0, self.acceptance.expected_of_a_new_request())
+        usual = self.acceptance.steps_needed_by_a_new_request()
+        self._no_load = _Load(1.0, 0, 0.0, self.widths[-1], 0.0, usual)
         self.metrics = WidthMetrics(self.widths)
         self._chooser = Chooser(self.widths, config.margin, config.probe_budget)
         self._group = group or Group()
@@ -172,10 +173,10 @@ class WidthPolicy:
         """Of the whole group, one step late if its exchange is."""
         batch, limit = len(slots), self.acceptance.cap(slots)
         unknown = self.acceptance.unknown(slots) if self._chooser.plain else 0.0
-        accepted = self.acceptance.expected(slots)
-        load = _Load(float(batch), batch, float(context_tokens), limit, unknown, accepted)
+        needed = self.acceptance.steps_needed(slots, self._chooser.held)
+        load = _Load(float(batch), batch, float(context_tokens), limit, unknown, needed)
         if self._group.gather_loads is not None:
-            row = np.array([batch, context_tokens, limit if batch else PLAIN, unknown, *accepted], np.float64)
+            row = np.array([batch, context_tokens, limit if batch else PLAIN, unknown, *needed], np.float64)
             rows = self._group.gather_loads(row)
             # Ranks pad to the largest batch among them, and wait for the one with the longest contexts.
             most, total = rows.max(axis=0).tolist(), rows.sum(axis=0).tolist()
@@ -183,7 +184,9 @@ class WidthPolicy:
         return load if load.batch else self._no_load
 
     def _choose(self, load: _Load, bucket: int, seconds: list[float]) -> Choice:
-        committed = [load.requests + count for count in load.accepted]
+        # In the long run: tokens over the steps that they need. A plain step commits one: the first says how many.
+        tokens = load.steps_needed[0]
+        committed = [load.requests * tokens / needed for needed in load.steps_needed]
         choice = self._chooser.choose(bucket, load.limit, committed, seconds, load.unknown / load.requests)
         rate = committed[choice.width] / seconds[choice.width]
         self.metrics.gain_over_plain = rate * seconds[0] / committed[0]
