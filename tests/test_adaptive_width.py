@@ -63,7 +63,12 @@ def adaptive(widths: list[int], on_host: bool = False, limits: list[Any] | None 
 
 def decoding(*slots: int, context: int = 0) -> Any:
     rows = torch.tensor(slots, dtype=torch.int64)
-    return SimpleNamespace(reqs=[None] * len(slots), req_pool_indices_cpu=rows, seq_lens_sum=context)
+    return SimpleNamespace(
+        reqs=[None] * len(slots),
+        req_pool_indices_cpu=rows,
+        seq_lens_sum=None,  # where attention takes lengths from the GPU
+        spec_info=SimpleNamespace(committed_sum=context),
+    )
 
 
 def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:

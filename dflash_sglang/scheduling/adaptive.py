@@ -71,7 +71,7 @@ class AdaptiveWidth:
         """The width of a decode step of this batch, or of other ranks' where it is empty."""
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
-        decision = self._policy.choose(slots, batch.seq_lens_sum if requests else 0)
+        decision = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0)
         self._steps.append(_Step(requests, self._after_step))
         self._after_step = requests > 0
         self._pass_over_empty_steps()

@@ -128,6 +128,9 @@ class DFlashDraftInput(DFlashDraftInputV2):
         max_top_k: int
 
     reservation: SlotReservation | None = None
+    # As of the step that comes, as far as the host knows: an attention backend that takes lengths from the GPU has
+    # none of them in the batch.
+    committed_sum: int = 0
 
     @classmethod
     def create(
@@ -154,6 +157,7 @@ class DFlashDraftInput(DFlashDraftInputV2):
         reserved = self.reservation.reserve(batch)
         for req in batch.reqs:
             req.decode_batch_idx += 1
+        self.committed_sum = reserved.committed_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = reserved.committed, reserved.committed_sum
         self.nxt_kv_lens_cpu, self.nxt_kv_lens_sum = reserved.lengths, reserved.lengths_sum
 
