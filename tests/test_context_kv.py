@@ -76,6 +76,7 @@ def test_stacked_equals_per_layer_in_bfloat16(tmp_path, features, overrides, poo
         torch.testing.assert_close(v, wanted_v, rtol=step, atol=step / 8)
 
 
+@layers.cpu_only
 def test_a_long_prefill_is_written_in_parts_that_add_up(tmp_path, features, monkeypatch):
     from dflash_sglang.models import context_kv
 

@@ -22,6 +22,7 @@ def rank() -> None:
     layers.start_rank()
 
 
+@layers.cpu_only
 @settings(max_examples=200, deadline=None)
 @given(
     shards=st.sampled_from([1, 2, 4]),

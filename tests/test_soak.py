@@ -119,6 +119,8 @@ def test_a_proper_answer_has_no_problems():
     assert checks.problems(outcome(answer([5, 6, 7, 8], LENGTH)), eos) == []
     assert checks.problems(outcome(answer([5, 9], STOPPED)), eos) == []
     assert checks.problems(outcome(answer([5, 257], {"type": "stop", "matched": 257})), eos) == []
+    in_name = answer([88, 257], {"type": "stop", "matched": "e"})  # of <|eos|>
+    assert checks.problems(outcome(in_name, stop=["e"], no_stop_trim=True), eos) == []
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,7 @@ def test_a_proper_answer_has_no_problems():
         (outcome(answer([5, 6], {"type": "stop", "matched": 6})), "stopped at token 6"),
         (outcome(answer([5, 6], {"type": "stop", "matched": "x"})), "stopped at 'x'"),
         (outcome(answer([88, 97], {"type": "stop", "matched": "a"}), stop=["a"]), "stopped at 'a'"),
+        (outcome(answer([88], {"type": "stop", "matched": "a"}), stop=["a"], no_stop_trim=True), "stopped at 'a'"),
         (outcome(answer([88, 97], {"type": "stop", "matched": 9})), "stopped at token 9"),
         (outcome(answer([5, 9], STOPPED), min_new_tokens=3), "at least 3"),
         (outcome(answer([97, 257], {"type": "stop", "matched": 257}), regex="b.*"), "obey the grammar"),

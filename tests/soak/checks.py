@@ -51,8 +51,10 @@ def _answer_problems(request: Request, answer: Mapping[str, Any], eos_ids: froze
     elif finish["type"] != "stop":
         yield f"finish_reason {finish}"
     elif isinstance(matched, str):
+        # SGLang looks into the names of special tokens as well, which the text leaves out.
+        in_name = ids[-1] in eos_ids
         trimmed = not sampling.get("no_stop_trim", False)
-        if matched not in sampling.get("stop", ()) or (matched in answer["text"]) == trimmed:
+        if matched not in sampling.get("stop", ()) or (matched in answer["text"]) == (trimmed or in_name):
             yield f"stopped at {matched!r} with text {answer['text']!r}"
     elif [matched] != ids[-1:] or matched not in stop_ids:
         yield f"stopped at token {matched} with ids {ids}"
