@@ -20,7 +20,7 @@ def share_schedule(backend: Any) -> bool:
     """Once for each attention backend of blocks, before its graphs are captured. Whether it will be shared: where
     FlashAttention 3 runs, and SGLang shares schedules itself."""
     backend = getattr(backend, "full_attn_backend", backend)  # of a target with recurrent layers too
-    module = sys.modules.get(BACKENDS)
+    module: Any = sys.modules.get(BACKENDS)
     if module is None or not isinstance(backend, module.FlashAttentionBackend):
         return False
     version_3 = backend._get_scheduler_metadata is not None
