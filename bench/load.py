@@ -57,7 +57,8 @@ class Outcome:
 
 
 def run(server: Server, load: Load) -> Outcome:
-    """Drive `server` until every request of `load` is answered."""
+    """Drive `server`, whose prefix cache is emptied before, until every request of `load` is answered."""
+    server.post("/flush_cache?timeout=60")
     start = time.perf_counter()
     waves = _waves(server, load)
     elapsed = time.perf_counter() - start
@@ -120,14 +121,14 @@ def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answe
     return answers
 
 
-def take_turns(
-    servers: Mapping[str, Server], load: Load, rounds: int, warm_up_tokens: int
-) -> dict[str, dict[str, list[float]]]:
-    """{server: {figure: [one value per round]}} of a load that the servers have one after the other, each after a
-    warm-up of as many requests as run at a time."""
+def take_turns(servers: Mapping[str, Server], load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """{server: {figure: [one value per round]}} of a load that the servers have one after the other.
+
+    Every round has another order. As many requests as run at a time warm up: whole ones, which a width policy
+    learns from."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
     for server in servers.values():
-        run(server, dataclasses.replace(load, requests=load.concurrency, output_tokens=warm_up_tokens))
+        run(server, dataclasses.replace(load, requests=load.concurrency))
     for turn in range(rounds):
         for name in rotated(list(servers), turn):
             outcomes[name].append(run(servers[name], load))

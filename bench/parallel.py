@@ -34,7 +34,6 @@ DUMMY = ["--load-format", "dummy"]
 DUMMY_DRAFT = ["--speculative-draft-load-format", "auto"]
 
 GOAL, GOAL_AT = 1.3, 16  # of data-parallel attention: the built-in worker drafts without graphs there
-WARM_UP_TOKENS = 64  # of an answer
 STEP = {("tp2", "32"): 0.90}  # bound of our step time over the built-in worker's, by layout and concurrency
 NEVER_BELOW = 0.99  # rounds of one server differ by about a percent
 
@@ -86,7 +85,7 @@ def start(servers: Mapping[str, Cluster]) -> None:
 def measure(servers: Mapping[str, Cluster], load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
     """{kind: {figure: [one value per round]}}"""
     heads = {kind: server.head for kind, server in servers.items()}
-    return take_turns(heads, load, rounds, WARM_UP_TOKENS)
+    return take_turns(heads, load, rounds)
 
 
 def loads_of(arguments: argparse.Namespace) -> dict[str, Load]:

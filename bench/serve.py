@@ -10,14 +10,13 @@ the median over the rounds. Acceptance is forced: the weights may be random (see
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from bench import report
-from bench.load import Load, Outcome, by_figure, run
+from bench.load import Load, take_turns
 from bench.servers import Candidate, add_options, parse, together
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
@@ -43,18 +42,11 @@ def measure(servers: Mapping[str, Server], arguments: argparse.Namespace, concur
         )
         for name in arguments.sampling
     }
-    rounds: dict[str, dict[str, list[Outcome]]] = {name: {kind: [] for kind in servers} for name in loads}
-    for load in loads.values():
-        for server in servers.values():
-            run(server, dataclasses.replace(load, requests=concurrency, output_tokens=64))
-    for _ in range(arguments.rounds):
-        for name, load in loads.items():
-            for kind, server in servers.items():
-                rounds[name][kind].append(run(server, load))
-                print(concurrency, name, kind, rounds[name][kind][-1], flush=True)
-    return {
-        name: {kind: by_figure(outcomes) for kind, outcomes in kinds.items()} for name, kinds in rounds.items()
-    }
+    figures = {}
+    for name, load in loads.items():
+        print(name, flush=True)
+        figures[name] = take_turns(servers, load, arguments.rounds)
+    return figures
 
 
 def claims(

@@ -76,8 +76,7 @@ def measure(
     """{server: {figure: [one value per round]}} of one load; by_gpu: the servers of each GPU."""
 
     def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-        # Whole answers warm up: the policy learns from them.
-        return take_turns({name: servers[name] for name in names}, load, rounds, load.output_tokens)
+        return take_turns({name: servers[name] for name in names}, load, rounds)
 
     found = {}
     with ThreadPoolExecutor(len(by_gpu)) as pool:

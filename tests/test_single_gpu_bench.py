@@ -62,6 +62,9 @@ class Stub:
         self.arrived, self.lock = [], threading.Lock()
         self.all_there = threading.Barrier(at_a_time)
 
+    def post(self, path: str) -> None:
+        self.flushed = path
+
     def stream(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Iterator[dict[str, Any]]:
         assert sampling_params["stream_interval"] == sampling_params["max_new_tokens"] == 31
         with self.lock:
@@ -76,7 +79,7 @@ def test_a_step_is_timed_from_when_all_of_a_wave_have_their_first_token():
     load = Load(4, 8, 16, 31, waves=True)
     stub = Stub(4)
     outcome = run(stub, load)
-    assert (len(stub.arrived), outcome.accept_length) == (8, 6.2)
+    assert (len(stub.arrived), outcome.accept_length, stub.flushed) == (8, 6.2, "/flush_cache?timeout=60")
     assert {tuple(ids) for ids in stub.arrived[:4]} == {tuple(ids) for ids in load.prompts()[:4]}
     assert 10 <= outcome.step_ms < 20
     wave = [Answer(asked=0.0, first=1.0, last=5.0, tokens=31, verify_steps=5), Answer(0.0, 3.0, 6.0, 31, 5)]
