@@ -61,6 +61,13 @@ class Machine:
         row = self.table[int(np.searchsorted(self.buckets, batch))]
         return row + (context_tokens - CONTEXT * batch) * SECONDS_PER_CONTEXT_TOKEN
 
+    def ragged_seconds(self, batch: int, context_tokens: float, width: int, tokens: int) -> float:
+        """Of a step that drafts at `width` (an index) and verifies `tokens` together."""
+        size = self.buckets[int(np.searchsorted(self.buckets, batch))]
+        full = size * self.widths[width]
+        saved = PLAIN_SHARE * (_drafted(full) - _drafted(min(tokens, full))) / 1e3
+        return float(self.seconds(batch, context_tokens)[width]) - saved
+
     def read(self, seconds: float, random: np.random.Generator) -> float:
         if self.jitter:
             seconds *= max(1.0 + self.jitter * random.standard_normal(), 0.3)
@@ -70,10 +77,14 @@ class Machine:
 def _h200(batch: int, width: int) -> float:
     if width == 1 and batch <= 64:
         return float(np.interp(batch, list(PLAIN_MS), list(PLAIN_MS.values()))) / 1e3
-    tokens, last = batch * width, max(DRAFTED_MS)
-    drafted = float(np.interp(tokens, list(DRAFTED_MS), list(DRAFTED_MS.values())))
-    drafted += max(tokens - last, 0) * (DRAFTED_MS[last] - DRAFTED_MS[1024]) / (last - 1024)
+    drafted = _drafted(batch * width)
     return (drafted * PLAIN_SHARE if width == 1 else drafted + PER_REQUEST_MS * batch) / 1e3
+
+
+def _drafted(tokens: int) -> float:
+    last = max(DRAFTED_MS)
+    drafted = float(np.interp(tokens, list(DRAFTED_MS), list(DRAFTED_MS.values())))
+    return drafted + max(tokens - last, 0) * (DRAFTED_MS[last] - DRAFTED_MS[1024]) / (last - 1024)
 
 
 class Draft:
@@ -87,6 +98,11 @@ class Draft:
             profiles = [kind[width] if isinstance(kind, dict) else kind for width in self.widths]
             self._reach.append([np.cumprod(p[: w - 1]) for p, w in zip(profiles, self.widths, strict=True)])
         self.expected = np.array([[reach.sum() for reach in of_kind] for of_kind in self._reach])  # [kind, width]
+
+    def committed(self, kinds: np.ndarray, width: int, lens: np.ndarray) -> float:
+        """Tokens that a step commits in expectation, `lens` [n] verified of each request, of these kinds [n]."""
+        sums = [np.concatenate([[0.0], of_kind[width].cumsum()]) for of_kind in self._reach]
+        return len(kinds) + float(sum(sums[kind][lens[kinds == kind] - 1].sum() for kind in range(self.kinds)))
 
     def accepted(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:
         """[n] accepted proposals, drawn, of requests of these kinds [n] at `widths[width]`."""
@@ -173,15 +189,17 @@ def adaptive(
     wrong: np.ndarray | None = None,
     group: Group | None = None,
     seed: int = 0,
+    ragged: bool = False,
 ) -> WidthPolicy:
     """Our policy, started on `startup_cells` of this machine, read three times each.
 
-    `wrong[bucket, width]` multiplies what start-up measures.
+    `wrong[bucket, width]` multiplies what start-up measures; `ragged`: tokens are shared out among the requests.
     """
     buckets = [bucket for bucket in machine.buckets if bucket < requests]
     buckets.append(machine.buckets[len(buckets)])
     config = config or WidthConfig(widths=tuple(machine.widths))
-    policy = WidthPolicy(config, BLOCK, buckets, requests, group)
+    totals = tiers(buckets[-1] * BLOCK) if ragged else None
+    policy = WidthPolicy(config, BLOCK, buckets, requests, group, totals=totals)
     random = np.random.default_rng(seed)
     for batch, width, context in startup_cells(buckets, policy.widths):
         index = list(machine.widths).index(width)
@@ -191,6 +209,12 @@ def adaptive(
         for _ in range(3):
             policy.step_times.record(batch, width, context, machine.read(seconds, random))
     policy.start()
+    if policy.ragged is not None:
+        for batch, width, context in startup_cells(buckets, policy.widths):
+            seconds = machine.ragged_seconds(batch, context, list(machine.widths).index(width), batch)
+            for _ in range(3 if width > 1 and not context else 0):
+                policy.ragged.times.record(batch, width, context, machine.read(seconds, random))
+        policy.ragged.start()
     return policy
 
 
@@ -274,11 +298,17 @@ class Rank:
     def choose(self) -> Any:
         return self.policy.choose(self._running, self.context_tokens)
 
-    def finish(self, width: int, seconds: float) -> None:
+    def committed_of(self, width: int, lens: np.ndarray) -> float:
+        """Tokens that a step commits in expectation, of `lens` [n] verified ones of each request."""
+        return self.draft.committed(self._kind[self._running], width, lens)
+
+    def finish(self, width: int, seconds: float, lens: np.ndarray | None = None) -> None:
         """The step is over: its results reach the policy `delay` steps after it was chosen."""
         slots = self._running
         accepted = self.draft.accepted(self._kind[slots], width, self.random)
         accepted = np.minimum(accepted, self._cap[slots] - 1)
+        if lens is not None:
+            accepted = np.minimum(accepted, lens - 1)
         self._late.append((accepted, seconds if self.clock.random() < self.timed else None))
         if len(self._late) >= self.delay:
             self.policy.verified(*self._late.pop(0))
@@ -320,13 +350,18 @@ class Server:
             assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
             decision = decisions[0]
             width = widths.index(decision.width)
+            lens, taken, gained = getattr(decision, "lens", None), times[width], committed[width]
+            if lens is not None:
+                (rank,) = self.ranks
+                taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, decision.tokens)
+                gained = rank.committed_of(width, lens)
             for rank in self.ranks:
-                rank.finish(width, self.machine.read(times[width], rank.clock))
+                rank.finish(width, self.machine.read(taken, rank.clock), lens)
             if not decision.probe:
                 self._held = width
             run.lost += max(times[width] - long_run[width] / rates[self._held], 0.0)
-            run.tokens += float(committed[width])
-            run.seconds += float(times[width])
+            run.tokens += float(gained)
+            run.seconds += float(taken)
             run.widths.append(decision.width)
             run.probes.append(decision.probe)
             run.worth.append(float(rates[width] / rates.max()))
@@ -345,3 +380,9 @@ def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int) -> Run:
     server = serve(policy, machine, Draft(EASY, HARD), hard=hard, seed=seed, clock=seed)
     server.run(concurrency, steps=400)
     return server.run(concurrency, steps=1000)
+
+
+def tiers(most: int) -> list[int]:
+    """1, 3 and 5 times powers of two, up to the first that is at least `most`."""
+    sizes = sorted(factor << power for factor in (1, 3, 5) for power in range(most.bit_length()))
+    return [*(size for size in sizes if size < most), next(size for size in sizes if size >= most)]

@@ -11,7 +11,7 @@ tried only if all before it were accepted and it lies inside of the width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -46,6 +46,7 @@ class Acceptance:
         self._since = np.zeros(slots, np.int64)
         self._capped = 0
         self._admitted, self._observed = 0, 0
+        self.tabulated = 0  # how often `survival` was estimated anew
 
         positions = self.block - 1
         self._trials, self._rejections = [0.0] * positions, [0.0] * positions
@@ -63,8 +64,8 @@ class Acceptance:
         self._inside = inside.astype(np.float64)
         # [position, width, node] chance that the proposals up to a position are accepted, 0 outside of the width;
         # and [width, node], with the token that follows them, what a step commits.
-        self._survival = np.zeros((positions, len(widths), NODES))
-        self._chain = list(pairwise(self._survival))
+        self.survival = np.zeros((positions, len(widths), NODES))
+        self._chain = list(pairwise(self.survival))
         self._committed = np.zeros((len(widths), NODES))
         self._exposure = np.zeros((self.block, len(widths)))
         self._tabulate()
@@ -115,9 +116,34 @@ class Acceptance:
     def _steps_needed_capped(self, slots: np.ndarray, caps: np.ndarray, held: int) -> list[float]:
         total = np.zeros(len(self.widths))
         for cap in np.unique(caps).tolist():
-            committed = self._survival[: cap - 1].sum(axis=0, initial=1.0)
+            committed = self.survival[: cap - 1].sum(axis=0, initial=1.0)
             total += committed[held] / committed @ self._histogram(slots[caps == cap])
         return total.tolist()
+
+    def levels(self, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Requests [nodes] at each node among these slots [n], for each of the widest blocks that they allow."""
+        caps = self.caps(slots)
+        if isinstance(caps, int):
+            yield caps, self._histogram(slots)
+            return
+        for cap in np.unique(caps).tolist():
+            yield cap, self._histogram(slots[caps == cap])
+
+    def caps(self, slots: np.ndarray) -> np.ndarray | int:
+        """[n] widest blocks that these requests allow, or one number for all."""
+        return self._cap.take(slots) if self._capped else self.block
+
+    def between_nodes(self, slots: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """values [nodes] -> [n] at the levels of these requests."""
+        place = self._place.take(slots)
+        place *= NODES - 1
+        node = place.astype(np.intp)
+        place -= node
+        below = values.take(node)
+        node += 1
+        place *= values.take(node) - below
+        place += below
+        return place
 
     def _histogram(self, slots: np.ndarray) -> np.ndarray:
         """[nodes] requests at each node, shared between the two nodes that a level lies between."""
@@ -130,15 +156,21 @@ class Acceptance:
         histogram[1:] += upper[:-1]
         return histogram
 
-    def observe(self, step: int, slots: np.ndarray, width: int, accepted: np.ndarray) -> None:
-        """A verified step: `accepted` [n] proposals of the requests in `slots` [n] at `widths[width]`."""
+    def observe(
+        self, step: int, slots: np.ndarray, width: int, accepted: np.ndarray, lens: np.ndarray | None = None
+    ) -> None:
+        """A verified step: `accepted` [n] proposals of the requests in `slots` [n] at `widths[width]`, of which
+        `lens` [n] tokens were verified, or all."""
         if step < self._admitted:
             live = self._since.take(slots) <= step
             slots, accepted = slots[live], accepted[live]
+            lens = None if lens is None else lens[live]
         positions = self.widths[width] - 1
         if positions == 0 or not len(slots):
             return
-        open_positions = np.minimum(self._cap.take(slots), positions + 1) - 1 if self._capped else positions
+        open_positions: np.ndarray | int = positions if lens is None else lens - 1
+        if self._capped:
+            open_positions = np.minimum(self._cap.take(slots) - 1, open_positions)
         failed = accepted < open_positions
         tried = np.minimum(accepted + 1, open_positions)
         rejected, expected = self._rejected.take(slots), self._expected.take(slots)
@@ -193,10 +225,11 @@ class Acceptance:
 
     def _tabulate(self) -> None:
         """Committed tokens of every width at every node, and what a request of level one is exposed to."""
+        self.tabulated += 1
         hazard = np.multiply.outer(self._hazard, self.factor)
         np.minimum(hazard, 1.0, out=hazard)
         np.cumsum(hazard, axis=0, out=self._exposure[1:])
-        survival = self._survival
+        survival = self.survival
         np.multiply(hazard[:, :, None], self._node_level, out=survival)
         np.minimum(survival, 1.0, out=survival)
         np.subtract(self._inside, survival, out=survival)

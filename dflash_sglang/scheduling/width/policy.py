@@ -13,6 +13,7 @@ from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.choice import Choice, Chooser
 from dflash_sglang.scheduling.width.group import Group
 from dflash_sglang.scheduling.width.metrics import WidthMetrics
+from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps
 from dflash_sglang.scheduling.width.step_times import StepTimes, StepTimesError
 
 MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap scheduling has at most two
@@ -20,12 +21,18 @@ MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap schedulin
 
 @dataclass(frozen=True)
 class Decision:
-    """Width of one step. `probe`: tried for this step alone; `reason` as in `choice.Choice`."""
+    """Width of one step. `probe`: tried for this step alone; `reason` as in `choice.Choice`.
+
+    `lens` [n]: how many tokens are verified of each request, at most `width`, and `tokens` that their sum does not
+    exceed, one of the policy's totals. None where it is `width` of each.
+    """
 
     step: int
     width: int
     probe: bool
     reason: str
+    lens: np.ndarray | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class _InFlight:
     bucket: int
     context_tokens: float
     expected_seconds: float
+    lens: np.ndarray | None = None
+    part: float = 1.0  # of the time in which the width of every request would be verified
 
 
 @dataclass(frozen=True)
@@ -70,10 +79,14 @@ class WidthPolicy:
         max_requests: int,
         group: Group | None = None,
         slots: int | None = None,
+        totals: Sequence[int] | None = None,
     ):
         """`block`: verify width of the served block; `buckets`: captured batch sizes, the largest at least
         `max_requests`, which run at once on this rank; requests are named by slots in [0, `slots`), by default
-        [0, `max_requests`]."""
+        [0, `max_requests`].
+
+        `totals`, ascending: how many tokens a step may verify together. With them each request has as many as its
+        proposals are worth (`shares`), up to the width, at which all are drafted; without, the width of each."""
         if buckets[-1] < max_requests:
             raise StepTimesError(
                 f"buckets end at {buckets[-1]}: expected at least max_requests={max_requests}. Add the batch "
@@ -95,6 +108,9 @@ class WidthPolicy:
         self.metrics = WidthMetrics(self.widths)
         self._chooser = Chooser(self.widths, config.margin, config.probe_budget)
         self._group = group or Group()
+        self.ragged: RaggedSteps | None = None
+        if totals is not None:
+            self.ragged = RaggedSteps(self.step_times, self.acceptance, totals, max_requests, self._group)
         self._step = 0
         self._in_flight: deque[_InFlight] = deque()
         self._chosen: dict[int, _InFlight] = {}
@@ -112,15 +128,17 @@ class WidthPolicy:
         """New requests in these slots [n], with the `max_width` of each."""
         self.acceptance.admit(slots, self._step, max_widths)
 
-    def choose(self, slots: np.ndarray, context_tokens: int) -> Decision:
+    def choose(self, slots: np.ndarray, context_tokens: int, uniform: bool = False) -> Decision:
         """The width of the next step for the requests in `slots` [n] (none: another rank has requests), whose
-        contexts have `context_tokens` together. Raises RuntimeError if steps are chosen and never verified."""
+        contexts have `context_tokens` together; `uniform`: it has to be that of every request. Raises RuntimeError
+        if steps are chosen and never verified."""
         if len(self._in_flight) >= MOST_IN_FLIGHT:
             raise RuntimeError(
                 f"{MOST_IN_FLIGHT} steps were chosen and none verified: expected `verified` once per `choose`."
             )
         slots = np.array(slots, np.intp)
-        bucket, context, expected_seconds = 0, 0.0, 0.0
+        bucket, context, expected_seconds, part = 0, 0.0, 0.0, 1.0
+        lens, tokens = None, None
         if self.config.fixed is not None:
             choice = Choice(0, 0, "hold" if self._step else "start")
         else:
@@ -128,10 +146,19 @@ class WidthPolicy:
             self._share_times()
             bucket, context = self.step_times.bucket(max(load.batch, 1)), load.context_tokens
             seconds = self.step_times.seconds(bucket, context)
-            choice = self._choose(load, bucket, seconds)
-            expected_seconds = seconds[choice.width]
+            if self.ragged is None or not len(slots):
+                offers = Offers(load.steps_needed, seconds, load.steps_needed[-1])
+            else:
+                offers = self.ragged.offers(slots, bucket, seconds, uniform)
+            choice = self._choose(load, bucket, seconds[-1], offers)
+            expected_seconds = offers.seconds[choice.width]
+            part = expected_seconds / seconds[choice.width]
+            if self.ragged is not None and len(slots):
+                total = None if offers.tokens is None else offers.tokens[choice.width]
+                lens = self.ragged.share_out(slots, choice.width, total, choice.probe)
+                tokens = None if lens is None else total
         step, self._step = self._step, self._step + 1
-        chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds)
+        chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, lens, part)
         self._in_flight.append(chosen)
         if self._group.share_times is not None:
             self._chosen[step] = chosen
@@ -140,7 +167,7 @@ class WidthPolicy:
         if choice.reason not in ("hold", "probe"):
             self.metrics.changes += choice.reason != "start"
             self.metrics.last_change = choice.reason
-        return Decision(step, self.widths[choice.width], choice.probe, choice.reason)
+        return Decision(step, self.widths[choice.width], choice.probe, choice.reason, lens, tokens)
 
     def verified(self, accepted: Sequence[int] | np.ndarray, seconds: float | None = None) -> None:
         """The oldest step that is in flight came back: `accepted` [n] proposals, and how long it took.
@@ -159,7 +186,7 @@ class WidthPolicy:
         self.metrics.seconds[done.width] += done.expected_seconds if seconds is None else seconds
         if self.config.fixed is not None:
             return
-        self.acceptance.observe(done.step, done.slots, done.width, np.asarray(accepted, np.int64))
+        self.acceptance.observe(done.step, done.slots, done.width, np.asarray(accepted, np.int64), done.lens)
         if self._group.share_times is not None:
             if seconds is not None:
                 self._unshared.append((done.step, seconds))
@@ -167,13 +194,15 @@ class WidthPolicy:
             self._observe(done, seconds)
 
     def _observe(self, done: _InFlight, seconds: float) -> None:
-        self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds)
+        self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds / done.part)
 
     def _load(self, slots: np.ndarray, context_tokens: float) -> _Load:
         """Of the whole group, one step late if its exchange is."""
         batch, limit = len(slots), self.acceptance.cap(slots)
         unknown = self.acceptance.unknown(slots) if self._chooser.plain else 0.0
-        needed = self.acceptance.steps_needed(slots, self._chooser.held)
+        needed = []  # elsewhere found with the shares
+        if self.ragged is None:
+            needed = self.acceptance.steps_needed(slots, self._chooser.held)
         load = _Load(float(batch), batch, float(context_tokens), limit, unknown, needed)
         if self._group.gather_loads is not None:
             row = np.array([batch, context_tokens, limit if batch else PLAIN, unknown, *needed], np.float64)
@@ -183,14 +212,14 @@ class WidthPolicy:
             load = _Load(total[0], int(most[0]), most[1], int(most[2]), total[3], total[4:])
         return load if load.batch else self._no_load
 
-    def _choose(self, load: _Load, bucket: int, seconds: list[float]) -> Choice:
+    def _choose(self, load: _Load, bucket: int, whole_block: float, offers: Offers) -> Choice:
         # In the long run: tokens over the steps that they need. A plain step commits one: the first says how many.
-        tokens = load.steps_needed[0]
-        committed = [load.requests * tokens / needed for needed in load.steps_needed]
-        choice = self._chooser.choose(bucket, load.limit, committed, seconds, load.unknown / load.requests)
-        rate = committed[choice.width] / seconds[choice.width]
-        self.metrics.gain_over_plain = rate * seconds[0] / committed[0]
-        self.metrics.gain_over_full = rate * seconds[-1] / committed[-1]
+        tokens = offers.steps_needed[0]
+        committed = [load.requests * tokens / needed for needed in offers.steps_needed]
+        choice = self._chooser.choose(bucket, load.limit, committed, offers.seconds, load.unknown / load.requests)
+        rate = committed[choice.width] / offers.seconds[choice.width]
+        self.metrics.gain_over_plain = rate * offers.seconds[0] / committed[0]
+        self.metrics.gain_over_full = rate * whole_block * offers.whole / (load.requests * tokens)
         return choice
 
     def _share_times(self) -> None:

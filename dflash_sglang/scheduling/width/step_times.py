@@ -86,7 +86,7 @@ class StepTimes:
             rest = [max(seconds - self._slope[width] * context, 0.1 * seconds) for context, seconds in line]
             base[bucket, width] = sum(rest) / len(rest)
             self._weight[bucket][width] = MEASURED_WEIGHT
-        self._base = _filled(base, np.array(self.buckets, float), np.array(self.widths, float)).tolist()
+        self._base = filled(base, np.array(self.buckets, float), np.array(self.widths, float)).tolist()
 
     def table(self) -> np.ndarray:
         """The fitted table as one row [2 * buckets * widths + widths], for a group to share."""
@@ -172,7 +172,7 @@ def _slope(lines: list[list[tuple[float, float]]]) -> float | None:
     return max(above / below, 0.0) if below > 0 else None
 
 
-def _filled(base: np.ndarray, buckets: np.ndarray, widths: np.ndarray) -> np.ndarray:
+def filled(base: np.ndarray, buckets: np.ndarray, widths: np.ndarray) -> np.ndarray:
     """base [buckets, widths] with NaN where nothing was measured, without any NaN."""
     out = base.copy()
     whole = [width for width in range(len(widths)) if np.isfinite(base[:, width]).sum() >= 2]

@@ -1,0 +1,64 @@
+"""How long a step takes that drafts blocks of one width and verifies fewer tokens of some requests.
+
+Such a step is at least as long as one that drafts the same and verifies one token of each request. What more
+tokens add depends on how many there are in all; steps whose blocks have one width (`step_times`) say how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash_sglang.scheduling.width.step_times import StepTimes, filled
+
+LEAST = 0.1  # of a step of whole blocks, that one takes which verifies one token of each
+
+
+class RaggedTimes:
+    """Seconds of a step by captured batch size, draft width and verified tokens.
+
+    `record` takes what start-up measures: steps that draft at a width and verify one token of each request. It
+    keeps their part of the step whose blocks all have that width, so that corrections of the one correct the other.
+    """
+
+    def __init__(self, step_times: StepTimes):
+        """step_times: of steps with blocks of one width, the narrowest of which is plain decoding."""
+        self._times = step_times
+        self._widths = np.array(step_times.widths)
+        self._samples: dict[tuple[int, int], list[float]] = {}
+        self._part = np.ones((len(step_times.buckets), len(self._widths)))
+
+    def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
+        """A step of `batch` requests that drafted at `width` and verified one token of each. To be called once the
+        step times are fitted."""
+        bucket, index = self._times.bucket(batch), self._times.widths.index(width)
+        part = seconds / self._times.seconds(bucket, context_tokens)[index]
+        self._samples.setdefault((bucket, index), []).append(part)
+
+    def fit(self) -> None:
+        """Builds the table from what was recorded; without any, fewer verified tokens spare nothing."""
+        if not self._samples:
+            return
+        part = np.full(self._part.shape, np.nan)
+        for cell, samples in self._samples.items():
+            part[cell] = np.median(samples)
+        self._part = filled(part, np.array(self._times.buckets, float), self._widths.astype(float)).clip(LEAST, 1)
+        self._part[:, 0] = 1.0
+
+    def table(self) -> np.ndarray:
+        """The fitted table as one row [buckets * widths], for a group to share."""
+        return self._part.ravel()
+
+    def load(self, row: np.ndarray) -> None:
+        """Takes another rank's `table()`."""
+        self._part = row.reshape(self._part.shape)
+
+    def seconds(self, bucket: int, step: Sequence[float], tokens: Sequence[int]) -> np.ndarray:
+        """[widths, totals] of steps that verify `tokens` [totals], given those of blocks of every width, `step`
+        [widths], as `StepTimes.seconds` has them for this bucket."""
+        uniform = np.array(step)
+        least = uniform * self._part[bucket]
+        added = np.maximum.accumulate(uniform - least)
+        each = np.array(tokens) / self._times.buckets[bucket]
+        return least[:, None] + np.interp(each, self._widths, added)
