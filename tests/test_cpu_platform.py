@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from dflash_sglang.attention import dense
-from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+from dflash_sglang.attention.torch_cpu import TorchCpuAttention, query_ranges
 from dflash_sglang.platforms import cpu
 from dflash_sglang.platforms.cpu_dp import mask_dp_pad_moe_topk_ids
 from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool, block_slots
@@ -154,7 +154,7 @@ def block_batch(prefix_len: int, block: int) -> dict[str, Any]:
     return dict(
         forward_mode=ForwardMode.TARGET_VERIFY,
         seq_lens=torch.tensor([prefix_len]),
-        spec_info=SimpleNamespace(draft_token_num=block),
+        spec_info=SimpleNamespace(draft_token_num=block, ragged_verify_layout=None),
     )
 
 
@@ -162,6 +162,17 @@ def test_every_query_of_a_non_causal_block_sees_the_context_and_the_last_block_p
     batch = block_batch(5, 4)
     assert seen_positions(5, 4, attn_type=AttentionType.ENCODER_ONLY, **batch) == [list(range(9))] * 4
     assert seen_positions(5, 4, **batch) == [list(range(q + 1)) for q in range(5, 9)]
+
+
+def test_requests_of_a_verify_have_as_many_queries_as_the_layout_says() -> None:
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        seq_lens=torch.tensor([5, 2]),
+        spec_info=SimpleNamespace(
+            draft_token_num=4, ragged_verify_layout=SimpleNamespace(verify_lens=torch.tensor([1, 3]))
+        ),
+    )
+    assert query_ranges(batch) == ([5, 2], [1, 3])
 
 
 @pytest.mark.parametrize("causal", [True, False])

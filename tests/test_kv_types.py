@@ -67,7 +67,7 @@ def test_context_rows_and_block_rows_have_the_same_bytes_and_are_read_with_their
         req_pool_indices=torch.tensor([0]),
         seq_lens=torch.tensor([0]),
         out_cache_loc=of_block,
-        spec_info=SimpleNamespace(draft_token_num=BLOCK),
+        spec_info=SimpleNamespace(draft_token_num=BLOCK, ragged_verify_layout=None),
     )
     backend.init_forward_metadata(batch)
     with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():

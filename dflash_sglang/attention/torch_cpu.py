@@ -129,11 +129,14 @@ def query_ranges(forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
     """Returns each request's prefix length and number of queries.
 
     `seq_lens` counts the queries in every mode except TARGET_VERIFY (verify and draft block), where it is the
-    prefix.
+    prefix; a verify may have another number of queries for each request.
     """
     mode = forward_batch.forward_mode
     seq_lens = forward_batch.seq_lens.tolist()
     if mode.is_target_verify():
+        layout = forward_batch.spec_info.ragged_verify_layout
+        if layout is not None:
+            return seq_lens, layout.verify_lens.tolist()
         return seq_lens, [forward_batch.spec_info.draft_token_num] * len(seq_lens)
     if mode.is_decode():
         return [n - 1 for n in seq_lens], [1] * len(seq_lens)

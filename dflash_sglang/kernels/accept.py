@@ -42,6 +42,15 @@ class Forced(NamedTuple):
     token_id: int | None  # what is committed, None: the accepted proposals and the target's token
 
 
+class Ragged(NamedTuple):
+    """Of each request its first rows alone were verified: `tokens` and `target_ids` are [rows], request after
+    request."""
+
+    starts: Tensor  # [at least bs] int32, the first row of each request
+    lens: Tensor  # [bs] int32, its rows; none for what pads the batch
+    block: int  # rows that are reserved for each request among the outcomes, at least as many as any has
+
+
 class Verification(NamedTuple):
     """A step's verified blocks. Row i proposes `tokens[:, i + 1]`, the target answers `target_ids[:, i]`."""
 
@@ -51,6 +60,7 @@ class Verification(NamedTuple):
     requests: Tensor  # [bs] rows of req_to_token
     step: Tensor  # [2] int64: the outcome's place, and a coin below 2**COIN_BITS
     most: Tensor  # [rows] int32: tokens that a step may commit of each row's request, at least 1
+    ragged: Ragged | None = None
 
 
 def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
@@ -67,8 +77,11 @@ def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Force
 
 def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
     """The definition of `accept` in torch operations."""
-    tokens, target_ids, prefix_lens, requests, step, most = blocks
+    tokens, target_ids, prefix_lens, requests, step, most, ragged = blocks
     at_most = most[requests.long()].long() - 1
+    if ragged is not None:
+        tokens, target_ids = (_dense(rows, ragged) for rows in (tokens, target_ids))
+        at_most = at_most.minimum(ragged.lens.long() - 1).clamp(min=0)
     bs, block = tokens.shape
     if forced is None:
         accepted = (tokens[:, 1:] == target_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1).minimum(at_most)
@@ -93,11 +106,22 @@ def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced:
     relay.bonus_tokens.index_copy_(0, requests.long(), bonus_tokens)
 
 
+def _dense(rows: Tensor, ragged: Ragged) -> Tensor:
+    """rows [rows] -> [bs, block], 0 where a request has no row."""
+    lane = torch.arange(ragged.block, device=rows.device)
+    lens = ragged.lens.long()[:, None]
+    index = ragged.starts[: len(lens)].long()[:, None] + lane
+    return torch.where(lane < lens, rows[index.clamp(max=len(rows) - 1)], 0)
+
+
 def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
     """`accept` as one Triton launch, one program per request."""
-    bs, block = blocks.tokens.shape
+    ragged = blocks.ragged
+    bs, block = len(blocks.requests), blocks.tokens.shape[1] if ragged is None else ragged.block
     _accept_kernel[(bs,)](
-        *blocks,
+        *blocks[:-1],
+        blocks.requests if ragged is None else ragged.starts,
+        blocks.requests if ragged is None else ragged.lens,
         *outcomes,
         *relay,
         blocks.step if forced is None else forced.survival,
@@ -105,6 +129,7 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
         outcomes.commit_lens.stride(0),
         BLOCK=block,
         LANES=triton.next_power_of_2(block),
+        RAGGED=ragged is not None,
         FORCED=forced is not None,
         SPREAD=0 if forced is None or forced.alike else _GOLDEN,
         PROFILES=1 if forced is None else len(forced.survival),
@@ -117,11 +142,12 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
 @triton.jit
 def _accept_kernel(
     tokens_ptr, target_ptr, prefix_ptr, requests_ptr, step_ptr, most_ptr,
+    starts_ptr, lens_ptr,
     ids_ptr, commit_ptr, bonus_ptr, new_seq_lens_ptr,
     relay_seq_lens_ptr, relay_bonus_ptr,
     survival_ptr,
     ids_stride, lens_stride,
-    BLOCK: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr,
     FORCED: tl.constexpr, SPREAD: tl.constexpr, PROFILES: tl.constexpr, PROPOSALS: tl.constexpr,
     TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
 ):  # fmt: skip
@@ -129,9 +155,14 @@ def _accept_kernel(
     row = tl.load(requests_ptr + request).to(tl.int64)
     at_most = tl.load(most_ptr + row) - 1
     lane = tl.arange(0, LANES)
-    proposes = lane < BLOCK - 1
-    proposal = tl.load(tokens_ptr + request * BLOCK + lane + 1, mask=proposes, other=0).to(tl.int64)
-    committed = tl.load(target_ptr + request * BLOCK + lane, mask=lane < BLOCK, other=0).to(tl.int64)
+    start, rows = request * BLOCK, BLOCK
+    if RAGGED:
+        start = tl.load(starts_ptr + request).to(tl.int64)
+        rows = tl.load(lens_ptr + request)
+        at_most = tl.maximum(tl.minimum(at_most, rows - 1), 0)
+    proposes = lane < rows - 1
+    proposal = tl.load(tokens_ptr + start + lane + 1, mask=proposes, other=0).to(tl.int64)
+    committed = tl.load(target_ptr + start + lane, mask=lane < rows, other=0).to(tl.int64)
     if FORCED:
         coin = (tl.load(step_ptr + 1) + request * SPREAD) % COINS
         survives = coin < tl.load(survival_ptr + row % PROFILES * PROPOSALS + lane, mask=proposes, other=0)
@@ -140,7 +171,7 @@ def _accept_kernel(
         if TOKEN_ID >= 0:
             committed = tl.full((LANES,), TOKEN_ID, tl.int64)
     else:
-        disagrees = (proposal != committed) | (lane >= BLOCK - 1)
+        disagrees = (proposal != committed) | (lane >= rows - 1)
         accepted = tl.minimum(tl.min(tl.where(disagrees, lane, BLOCK - 1), axis=0), at_most)
     bonus = tl.sum(tl.where(lane == accepted, committed, 0), axis=0)
     new_seq_len = tl.load(prefix_ptr + request).to(tl.int64) + accepted + 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang.kernels import accept as accept_kernels
+from dflash_sglang.kernels import pack_rows as pack_kernels
 from dflash_sglang.kernels import prepare_block as block_kernels
 
 MASK = 259
@@ -86,12 +87,14 @@ class Accepts:
     """One launch of `accept` into buffers full of sentinels."""
 
     def __init__(
-        self, twin, device, tokens, target_ids, prefix_lens, requests, step=(3, 0), forced=None, most=None
-    ):
+        self, twin, device, tokens, target_ids, prefix_lens, requests, step=(3, 0), forced=None, most=None,
+        ragged=None,
+    ):  # fmt: skip
         def buffer(*shape, dtype=torch.int64):
             return torch.full(shape, -7, dtype=dtype, device=device)
 
-        self.bs, self.block = len(tokens), len(tokens[0])
+        self.bs = len(requests)
+        self.block = len(tokens[0]) if ragged is None else ragged.block
         self.outcomes = accept_kernels.Outcomes(
             buffer(PLACES, ROWS * self.block),
             buffer(PLACES, ROWS, dtype=torch.int32),
@@ -100,7 +103,9 @@ class Accepts:
         )
         self.relay = accept_kernels.Relay(buffer(ROWS), buffer(ROWS))
         most = [most or self.block] * ROWS
-        blocks = accept_kernels.Verification(*on(device, tokens, target_ids, prefix_lens, requests, step, most))
+        blocks = accept_kernels.Verification(
+            *on(device, tokens, target_ids, prefix_lens, requests, step, most), ragged
+        )
         getattr(accept_kernels, f"accept_{twin}")(blocks, self.outcomes, self.relay, forced)
         self.place = step[0]
         commit, bonus, lengths = (buffer[self.place, : self.bs].tolist() for buffer in self.outcomes[1:])
@@ -195,3 +200,63 @@ def test_the_accept_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, 
         (*of_torch.outcomes, *of_torch.relay), (*of_triton.outcomes, *of_triton.relay), strict=True
     ):
         assert torch.equal(expected, got)
+
+
+def ragged_rows(lens, blocks, padding):
+    """blocks [bs][block] -> the first `lens` of each, and rows that pad a graph."""
+    return [value for row, n in zip(blocks, lens, strict=True) for value in row[:n]] + [0] * padding
+
+
+def starts_of(lens):
+    return [sum(lens[:i]) for i in range(len(lens) + 1)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_block_that_is_verified_in_part_commits_what_a_limit_of_as_many_tokens_would(twin, device, data):
+    bs, block = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 9))
+    of_block = st.lists(st.integers(0, 2), min_size=block, max_size=block)
+    tokens, target = ([data.draw(of_block) for _ in range(bs)] for _ in range(2))
+    lens = data.draw(st.lists(st.integers(1, block), min_size=bs, max_size=bs))
+    prefix, requests = list(range(10, 10 + bs)), data.draw(st.permutations(range(ROWS)))[:bs]
+    most = data.draw(st.integers(1, block))
+    padding = data.draw(st.integers(0, 9))
+    starts, widths = torch.tensor(starts_of(lens), dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
+    ragged = accept_kernels.Ragged(starts.to(device), widths.to(device), block)
+    rows = (ragged_rows(lens, tokens, padding), ragged_rows(lens, target, padding))
+    force = None
+    if data.draw(st.booleans()):
+        survival = sorted(data.draw(st.lists(st.integers(0, 2**31), min_size=block - 1, max_size=block - 1)))
+        force = accept_kernels.Forced(torch.tensor([survival[::-1]], device=device), alike=False, token_id=None)
+    step = (3, data.draw(st.integers(0, 2**31 - 1)))
+    out = Accepts(twin, device, *rows, prefix, requests, step, force, most, ragged=ragged)
+    for request in range(bs):
+        # Forced lengths are drawn by the request's place in its batch: the uniform twin has all of them.
+        of_torch = Accepts(
+            "torch", device, tokens, target, prefix, requests, step, force, min(most, lens[request])
+        )
+        assert out.committed[request] == of_torch.committed[request]
+        assert out.bonus_tokens[request] == of_torch.bonus_tokens[request]
+        assert out.new_seq_lens[request] == of_torch.new_seq_lens[request]
+        assert out.relay.bonus_tokens[requests[request]] == of_torch.bonus_tokens[request]
+
+
+def test_a_request_without_rows_pads_the_batch_and_changes_no_other(twin, device):
+    ragged = accept_kernels.Ragged(*(v.int() for v in on(device, [0, 3, 3], [3, 0])), 4)
+    out = Accepts(twin, device, [5, 6, 7], [6, 7, 9], [10, 20], [2, 0], ragged=ragged)
+    assert out.committed[0] == [6, 7, 9] and out.new_seq_lens[0] == 13
+    assert out.commit_lens[1] == 1 and out.new_seq_lens[1] == 21
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_first_rows_of_blocks_are_packed_request_after_request(twin, device, data):
+    bs, block = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 17))
+    lens = data.draw(st.lists(st.integers(1, block), min_size=bs, max_size=bs))
+    padding = data.draw(st.sampled_from([0, 1, 7, 300]))
+    blocks = [torch.arange(1, bs * block + 1, device=device).view(bs, block) * factor for factor in (1, 10, 100)]
+    out = [torch.full((sum(lens) + padding,), -7, device=device) for _ in range(3)]
+    starts, widths = (values.int() for values in on(device, starts_of(lens), lens))
+    getattr(pack_kernels, f"pack_rows_{twin}")(pack_kernels.Rows(*blocks), starts, widths, pack_kernels.Rows(*out))
+    for rows, packed in zip(blocks, out, strict=True):
+        assert packed.tolist() == ragged_rows(lens, rows.tolist(), padding)
