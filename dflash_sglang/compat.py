@@ -45,6 +45,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
@@ -92,6 +93,7 @@ __all__ = [
     "LogitsProcessorOutput",
     "MambaPool",
     "ProcessorEntry",
+    "RaggedVerifyLayout",
     "Req",
     "SamplingBatchInfo",
     "SamplingParams",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,8 +31,9 @@ class Lane(NamedTuple):
         return cls(runner.attn_backend, runner.decode_cuda_graph_runner)
 
     @classmethod
-    def built(cls, runner: ModelRunner, width: int, sizes: Sequence[int]) -> Lane:
-        """Backends and graphs beside the present ones, captured at these batch sizes if those are."""
+    def built(cls, runner: ModelRunner, width: int, sizes: Sequence[int], by_tokens: bool = False) -> Lane:
+        """Backends and graphs beside the present ones, captured at these batch sizes if those are; `by_tokens`:
+        for as many tokens as these have, whoever's they are and at most `width` of each request."""
         shared = runner.init_new_workspace
         with get_spec().override(speculative_num_draft_tokens=width), _captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
@@ -39,11 +41,21 @@ class Lane(NamedTuple):
             share_schedule(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
-                graphs = type(graphs)(runner, attn_backend=attention, speculative_num_draft_tokens=width)
+                kind = _by_tokens(type(graphs)) if by_tokens else type(graphs)
+                graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
         return cls(attention, graphs)
 
     def take(self, runner: ModelRunner) -> None:
         runner.attn_backend, runner.decode_cuda_graph_runner = self
+
+
+def _by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
+    """SGLang's graphs of a ragged verify, which it makes for algorithms that ask for them by the environment."""
+
+    class ByTokens(graphs):
+        ragged_verify_mode = property(lambda self: True, lambda self, mode: None)
+
+    return ByTokens
 
 
 class Widths:
@@ -64,6 +76,8 @@ class Widths:
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
         self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
         self._used = self._widest = block_size
+        self._parts: Lane | None = None
+        self._in_parts = False
 
     @property
     def served(self) -> list[int]:
@@ -101,16 +115,46 @@ class Widths:
                 took[width] = before - free()
         return took
 
+    def add_parts(self) -> None:
+        """Builds what verifies blocks in part."""
+        self._parts = Lane.built(self._target, self._widest, sparse(captured_sizes(self._target)), by_tokens=True)
+        load_inputs_once(self._parts.graphs)
+
+    def captured_requests(self, tokens: int, requests: int) -> int | None:
+        """Requests that the graph for so many tokens in parts was captured with; None where there is none that
+        these fit in."""
+        graphs = None if self._parts is None else self._parts.graphs
+        if not isinstance(graphs, DecodeCudaGraphRunner) or tokens not in graphs.capture_num_tokens:
+            return None
+        captured = graphs._ragged_capture_slots(tokens)
+        return captured if requests <= captured else None
+
+    def totals(self, most_requests: int) -> list[int]:
+        """Numbers of tokens in parts, ascending, to `most_requests` whole blocks and beyond: those that are
+        captured, then 1, 3 and 5 times powers of two."""
+        graphs = None if self._parts is None else self._parts.graphs
+        captured = list(graphs.capture_num_tokens) if isinstance(graphs, DecodeCudaGraphRunner) else [0]
+        most = most_requests * self._widest
+        more = sorted(factor << power for factor in (1, 3, 5) for power in range(most.bit_length()))
+        beyond = [tokens for tokens in more if captured[-1] < tokens < 2 * most]
+        totals = [tokens for tokens in (*captured, *beyond) if tokens]
+        return totals[: bisect.bisect_left(totals, most) + 1]
+
     def use_widest(self) -> None:
         self.use(self._widest)
 
-    def use(self, width: int) -> None:
-        """From the next forward on. Raises KeyError for a width that is not served."""
-        if width == self._used:
+    def use(self, width: int, in_parts: bool = False) -> None:
+        """From the next forward on; `in_parts`: the target's blocks are verified in part. Raises KeyError for a
+        width that is not served."""
+        if (width, in_parts) == (self._used, self._in_parts):
             return
-        for lane, runner in zip(self._lanes[width], (self._target, self._draft), strict=True):
-            lane.take(runner)
-        self._used = width
+        target, draft = self._lanes[width]
+        if in_parts:
+            assert self._parts is not None, "add_parts comes first"
+            target = self._parts
+        target.take(self._target)
+        draft.take(self._draft)
+        self._used, self._in_parts = width, in_parts
 
 
 def captured_sizes(runner: ModelRunner) -> list[int]:

@@ -29,6 +29,7 @@ from dflash_sglang.compat import (
 )
 from dflash_sglang.config import DraftSpec, PluginConfig
 from dflash_sglang.drafting.block import BlockBuilder
+from dflash_sglang.drafting.parts import RowPacker
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv import ContextKV
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
+
+    from dflash_sglang.scheduling.width.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -187,18 +190,26 @@ class DFlashWorker(BaseSpecWorker):
         runner, block = self.target_worker.model_runner, self.block_size
         config = start_widths.servable(self._config.width, runner, block)
         widths = Widths(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
-        config = start_widths.add_widths(config, widths, block, start_widths.free_memory(runner))
+        group = width_group(runner.server_args.nnodes)
+        parts = start_widths.in_parts(config, runner, group)
+        config = start_widths.add_widths(config, widths, block, start_widths.free_memory(runner), parts)
+        self._packer = RowPacker(runner, block, widths.captured_requests)
         kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
         self._verifier.after_capture(kinds)
-        group = width_group(runner.server_args.nnodes)
-        policy = start_widths.policy_of(config, runner, block, group)
+        policy = start_widths.policy_of(config, runner, block, group, widths)
         if config.fixed is None:
+            one_of_each = False
 
-            def use(width: int) -> None:
-                self.width = width
-                widths.use(width)
+            def use(width: int, one: bool) -> None:
+                nonlocal one_of_each
+                self.width, one_of_each = width, one
+                widths.use(width, in_parts=one)
 
-            rehearsal = Rehearsal(runner, self._reservation, lambda batch: self._step(batch, None, None))
+            def step(batch: ScheduleBatch) -> None:
+                shares = policy.ragged.least(len(batch.reqs)) if policy.ragged and one_of_each else None
+                self._step(batch, None, None, shares)
+
+            rehearsal = Rehearsal(runner, self._reservation, step)
             start_widths.measure(policy, runner, rehearsal, use, group)
             self._acceptor.pass_turn()
             widths.use_widest()
@@ -272,16 +283,21 @@ class DFlashWorker(BaseSpecWorker):
         return self._decode(batch, on_publish, grammar_barrier)
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
-        self.width = self._widths.next(batch)
-        result = self._step(batch, on_publish, grammar_barrier)
+        decision = self._widths.next(batch, uniform=self._verifier.needs_whole_blocks(batch))
+        self.width = decision.width
+        result = self._step(batch, on_publish, grammar_barrier, decision.shares)
         self._widths.returned()
         return result
 
-    def _step(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
-        """A decode step in blocks of `self.width`."""
+    def _step(
+        self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, shares: Shares | None = None
+    ) -> GenerationBatchResult:
+        """A decode step in blocks of `self.width`, of which the target verifies these shares, or all."""
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         block = self._blocks.build(batch, self._acceptor.next_turn(), self.width)
         proposals = self._proposer.propose(batch, block)
+        if shares is not None:
+            block = self._packer.pack(batch, block, proposals.tokens, shares)
         verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
         accepted = verified.accepted
         if on_publish is not None:
@@ -297,7 +313,7 @@ class DFlashWorker(BaseSpecWorker):
             new_seq_lens=accepted.new_seq_lens,
             next_draft_input=self._draft_input(accepted.bonus_tokens, accepted.new_seq_lens),
             can_run_cuda_graph=verified.forward.can_run_cuda_graph,
-            speculative_num_draft_tokens=block.size,
+            speculative_num_draft_tokens=accepted.target_ids.shape[1],
             routed_experts_output=verified.forward.routed_experts_output,
             indexer_topk_output=verified.forward.indexer_topk_output,
         )
@@ -337,7 +353,7 @@ class DFlashWorker(BaseSpecWorker):
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
         """A data-parallel rank without requests: the collectives of `_decode` (`collectives`), nothing written."""
         if get_parallel().attn_dp_enabled:
-            self.width = self._widths.next(batch)
+            self.width = self._widths.next(batch).width
             self._proposer.propose_idle(batch, self.width)
             self._verifier.verify_idle(batch, self.width)
         draft_input = self._idle_draft_input()

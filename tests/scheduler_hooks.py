@@ -10,6 +10,7 @@ features   every write of context KV leaves its positions and features in a file
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
 widths     every decode step's blocks have a width of its own, where the policy is on
+shares     every request has as many verified tokens as is drawn, where a step's are shared out
 rehearsals steps before the first request may change nothing but the padding page; says so in `rehearsed`
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
@@ -26,6 +27,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
@@ -215,6 +217,21 @@ def _widths(worker: Any) -> None:
     Chooser.choose = at_some_width
 
 
+def _shares(worker: Any) -> None:
+    from dflash_sglang.scheduling.width.ragged import RaggedSteps
+    from dflash_sglang.scheduling.width.shares import Shares
+
+    draws = random.Random(1)
+
+    def some(self: Any, slots: Any, width: int, tokens: int | None, probe: bool) -> Shares | None:
+        if tokens is None or width == 0:
+            return None
+        lens = np.array([draws.randint(1, self._widths[width]) for _ in slots])
+        return Shares(lens, next(total for total in self._totals if total >= lens.sum()))
+
+    RaggedSteps.share_out = some
+
+
 def _sentinels(worker: Any) -> None:
     from dflash_sglang.scheduling.draft_input import SlotReservation
 
@@ -326,6 +343,7 @@ _HOOKS = {
     "features": _features,
     "sentinels": _sentinels,
     "widths": _widths,
+    "shares": _shares,
     "rehearsals": _rehearsals,
     "seeds": _seeds,
 }

@@ -21,16 +21,18 @@ class Policy:
     """Records what it is told; chooses the widths that it is given."""
 
     def __init__(self, widths: list[int]) -> None:
-        self.widths, self.told = widths, []
+        self.widths, self.told, self.uniform = widths, [], []
         self.acceptance = SimpleNamespace(block=BLOCK)
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
     def admit(self, slots: np.ndarray, most: list[int]) -> None:
         self.told.append(("admit", slots.tolist(), most))
 
-    def choose(self, slots: np.ndarray, context: int) -> Any:
+    def choose(self, slots: np.ndarray, context: int, uniform: bool) -> Any:
         self.told.append(("choose", slots.tolist(), context))
-        return SimpleNamespace(width=self.widths.pop(0), probe=False)
+        self.uniform.append(uniform)
+        shares = None if uniform else "shares"
+        return SimpleNamespace(width=self.widths.pop(0), probe=False, shares=shares)
 
     def verified(self, accepted: list[int], seconds: float | None = None) -> None:
         self.told.append(("verified", accepted, seconds))
@@ -39,8 +41,12 @@ class Policy:
 class Widths(list):
     """The widths that were put to use."""
 
-    def use(self, width: int) -> None:
+    def __init__(self) -> None:
+        self.in_parts: list[bool] = []
+
+    def use(self, width: int, in_parts: bool) -> None:
         self.append(width)
+        self.in_parts.append(in_parts)
 
     def use_widest(self) -> None:
         self.append("widest")

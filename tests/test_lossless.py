@@ -28,9 +28,15 @@ pytestmark = pytest.mark.slow
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 64, 127, 300, 700)
 NEW_TOKENS = 60
 BLOCK = 16
+PER_REQUEST = '{"width": {"per_request": true}}'
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "recorded_graphs_of_random_widths": dict(graphs=True, hooks="widths", env={CONFIG_ENV: '{"width": {}}'}),
+    "overlap_of_random_shares": dict(hooks="widths,shares,poison", env={CONFIG_ENV: PER_REQUEST}),
+    "synchronous_pages_of_16_of_random_shares": dict(
+        page_size=16, disable_overlap_schedule=True, hooks="widths,shares,sentinels", env={CONFIG_ENV: PER_REQUEST}
+    ),
+    "recorded_graphs_of_random_shares": dict(graphs=True, hooks="widths,shares", env={CONFIG_ENV: PER_REQUEST}),
     "recorded_graphs": dict(graphs=True, max_total_tokens=6400, hooks="sentinels"),
     "synchronous_pages_of_16_chunked": dict(
         page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, hooks="poison"
@@ -152,7 +158,7 @@ def assert_replayed(replays: list[recorded_graphs.Replay]) -> None:
 
 @pytest.fixture
 def fixed_width(request) -> bool:
-    return not request.node.callspec.params["ours"].endswith("random_widths")
+    return not request.node.callspec.params["ours"].endswith(("random_widths", "random_shares"))
 
 
 @pytest.fixture
@@ -232,6 +238,28 @@ def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
         for accepted, count in enumerate(answer["meta_info"].get("spec_correct_drafts_histogram", [])):
             histogram[accepted] += count
     assert sum(count > 0 for count in histogram) >= 12, f"accepted proposals per step: {histogram}"
+
+
+def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(request, ours):
+    server, _ = ours
+    if not request.node.callspec.params["ours"].endswith("random_shares"):
+        pytest.skip("whole blocks")
+    before = told(server)
+    params = dict(temperature=0, max_new_tokens=200, ignore_eos=True)
+    server.generate(input_ids=prompts()[4], sampling_params=params)
+    after = told(server)
+    steps, verified = (
+        {int(width): count - before[key][width] for width, count in after[key].items()}
+        for key in ("steps", "verified_tokens")
+    )
+    assert verified[1] == steps[1] and sum(steps.values()) > 40
+    drafted = sum(width * count for width, count in steps.items())
+    assert 0.4 * drafted < sum(verified.values()) < 0.75 * drafted
+
+
+def told(server: Server) -> dict[str, Any]:
+    (state,) = server.get("/server_info")["internal_states"]
+    return state["dflash_width"]
 
 
 def test_an_aborted_neighbour_leaves_the_others_unharmed(ours, plain):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_sglang.scheduling.width import Group, StepTimes, WidthConfig, WidthPolicy
 from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.ragged_times import RaggedTimes
-from dflash_sglang.scheduling.width.shares import PLAINLY, RESTS, Rule, Shares, whole_blocks
+from dflash_sglang.scheduling.width.shares import PLAINLY, RESTS, Claims, Rule, whole_blocks
 from tests.width_simulation import WIDTHS, Fixed, Machine, adaptive, steady_mix, tiers
 
 BLOCK = 8
@@ -29,7 +29,7 @@ class Requests:
         self.caps = np.array(caps or [widths[-1]] * len(levels))
         self.acceptance.admit(self.slots, 0, None if caps is None else caps)
         self.acceptance._place[:] = self.levels / (1 + self.levels)
-        self.shares = Shares(self.acceptance)
+        self.claims = Claims(self.acceptance)
 
     def committed(self, lens: np.ndarray) -> np.ndarray:
         """[n] tokens of a step, by the model of `Acceptance`: hazards of 0.3 times the level."""
@@ -37,7 +37,7 @@ class Requests:
         return np.array([sum(chance**k for k in range(n)) for chance, n in zip(accepted, lens, strict=True)])
 
     def lens(self, width: int, tokens: int) -> list[int]:
-        return self.shares.lens(self.slots, self.shares.rule(self.slots, width, tokens)).tolist()
+        return self.claims.lens(self.slots, self.claims.rule(self.slots, width, tokens)).tolist()
 
 
 def nodes_between(low: float, high: float) -> list[float]:
@@ -52,7 +52,7 @@ def test_no_other_shares_cost_less_than_those_of_the_r_that_a_step_costs_besides
     levels = data.draw(st.lists(st.sampled_from(nodes_between(0.05, 3.0)), min_size=1, max_size=3))
     of = Requests(levels)
     rest = data.draw(st.integers(1, len(RESTS) - 2))
-    lens = of.shares.lens(of.slots, Rule(2, rest, 0.0))
+    lens = of.claims.lens(of.slots, Rule(2, rest, 0.0))
 
     def cost(lens: Any) -> float:
         return float(((RESTS[rest] + np.array(lens)) / of.committed(lens)).sum())
@@ -86,7 +86,7 @@ def test_an_easy_request_has_more_tokens_than_a_hard_one() -> None:
 
 def test_levels_between_those_that_are_tabulated_have_tokens_between_theirs() -> None:
     of = Requests(np.linspace(0.2, 2.0, 60).tolist())
-    lens = of.shares.lens(of.slots, Rule(2, 12, 0.5))
+    lens = of.claims.lens(of.slots, Rule(2, 12, 0.5))
     smooth = np.convolve(lens, np.ones(8) / 8, "valid")
     assert (np.diff(smooth) <= 0.13).all() and smooth[0] > smooth[-1] + 3
 
@@ -97,14 +97,14 @@ def test_a_batch_needs_what_its_requests_need_and_tends_to_where_the_slow_ones_a
 ) -> None:
     easy, hard = nodes_between(0.1, 0.2)[0], nodes_between(1.5, 3.0)[0]
     of = Requests([easy, hard], caps)
-    needed, demand = of.shares.demand(of.slots, PLAINLY)
+    needed, demand = of.claims.demand(of.slots, PLAINLY)
     assert needed[0] == pytest.approx(2.0) and demand[0] == pytest.approx(2.0)
     for rest in (1, 9, len(RESTS) - 1):
-        lens = of.shares.lens(of.slots, Rule(2, rest, 0.0) if rest + 1 < len(RESTS) else whole_blocks(2))
+        lens = of.claims.lens(of.slots, Rule(2, rest, 0.0) if rest + 1 < len(RESTS) else whole_blocks(2))
         steps = 1 / of.committed(lens)
         assert needed[2, rest] == pytest.approx(steps.sum())
         assert demand[2, rest] == pytest.approx(2 * (lens * steps).sum() / steps.sum())
-    held, _ = of.shares.demand(of.slots, whole_blocks(2))
+    held, _ = of.claims.demand(of.slots, whole_blocks(2))
     assert held[2, -1] == pytest.approx(2.0), "as they are held"
     assert held[0, 0] == pytest.approx(of.committed(lens).sum())
 
@@ -166,11 +166,11 @@ def test_shares_of_served_steps_fit_the_width_the_total_and_what_requests_allow(
     seen = set()
     for step in range(300):
         decision = policy.choose(slots, 6 * 512, uniform=step % 10 == 0)
-        assert step % 10 or decision.lens is None
-        lens = np.full(6, decision.width) if decision.lens is None else decision.lens
-        if decision.tokens is not None:
+        assert step % 10 or decision.shares is None
+        lens = np.full(6, decision.width) if decision.shares is None else decision.shares.lens
+        if decision.shares is not None:
             assert (lens >= 1).all() and (lens <= np.minimum(caps, decision.width)).all()
-            assert lens.sum() <= decision.tokens
+            assert lens.sum() <= decision.shares.tokens
             seen.add(tuple(lens))
         accepted = (random.random((6, 15)) < 0.9).cumprod(axis=1).sum(axis=1)
         policy.verified(np.minimum(accepted, np.minimum(lens, caps) - 1), 0.007)
@@ -185,7 +185,7 @@ def test_steps_verified_in_part_are_learnt_from_as_such() -> None:
     parts = 0
     for _ in range(40):
         decision = policy.choose(slots, 64 * 512)
-        lens = np.full(64, decision.width) if decision.lens is None else decision.lens
+        lens = np.full(64, decision.width) if decision.shares is None else decision.shares.lens
         parts += lens.min() < decision.width
         policy.verified(np.where(slots < 32, lens - 1, 0), policy._in_flight[-1].expected_seconds)
     assert parts > 5

@@ -350,10 +350,11 @@ class Server:
             assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
             decision = decisions[0]
             width = widths.index(decision.width)
-            lens, taken, gained = getattr(decision, "lens", None), times[width], committed[width]
-            if lens is not None:
+            shares, taken, gained = getattr(decision, "shares", None), times[width], committed[width]
+            lens = None if shares is None else shares.lens
+            if shares is not None:
                 (rank,) = self.ranks
-                taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, decision.tokens)
+                taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, shares.tokens)
                 gained = rank.committed_of(width, lens)
             for rank in self.ranks:
                 rank.finish(width, self.machine.read(taken, rank.clock), lens)

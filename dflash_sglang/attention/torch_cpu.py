@@ -36,6 +36,7 @@ def register(name: str) -> None:
 class TorchCpuAttention(AttentionBackend):
     """SGLang attention backend over the token-to-KV pool. Layers that are not `ENCODER_ONLY` are causal."""
 
+    supports_ragged_verify_graph = True
     needs_cpu_seq_lens = False  # as of FlashAttention, so that overlap scheduling takes the same way here
 
     def __init__(self, model_runner: ModelRunner) -> None:

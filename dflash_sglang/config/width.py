@@ -26,6 +26,9 @@ class WidthConfig:
 
     ``fixed``: always this width, "block" for that of the served block; nothing is measured, estimated or probed.
 
+    ``per_request``: a step's verified tokens are shared out among its requests, up to the width at which all are
+    drafted, where the attention backend can do that.
+
     ``margin``: a width is left for another only if that one promises this much more throughput.
 
     ``probe_budget``: share of the time that may be spent on steps at widths that look worse.
@@ -43,6 +46,7 @@ class WidthConfig:
 
     widths: tuple[int, ...] | None = None
     fixed: int | Literal["block"] | None = None
+    per_request: bool = False
     margin: float = 0.02
     probe_budget: float = 0.01
     prior_acceptance: float = 0.8
@@ -63,6 +67,10 @@ class WidthConfig:
         if self.fixed not in (None, BLOCK):
             expected = f"a whole number from 1 to the draft's block, or {BLOCK!r} for that"
             _check("fixed", self.fixed, int, 1, None, expected)
+        if not isinstance(self.per_request, bool):
+            raise _error("per_request", self.per_request, "true or false")
+        if self.per_request and self.fixed is not None:
+            raise WidthConfigError(f"width: fixed={self.fixed!r} and per_request=true: give one of them.")
         _check("margin", self.margin, float, 0.0, 0.5, "a share from 0 to 0.5")
         _check("probe_budget", self.probe_budget, float, 0.0, 0.1, "a share of the time from 0 to 0.1")
         _check("prior_acceptance", self.prior_acceptance, float, 0.01, 0.99, "a probability from 0.01 to 0.99")

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.drafting.parts import VerifiedPart
+
 
 class Rows(NamedTuple):
     """A batch's blocks row by row."""
 
-    ids: torch.Tensor  # [bs * block], as the next two
+    ids: torch.Tensor  # [rows], as the next two
     positions: torch.Tensor
     slots: torch.Tensor
 
@@ -35,7 +37,8 @@ class Block:
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     kv_len_bounds_sum: int
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
-    rows: Rows
+    rows: Rows  # that are verified
+    part: VerifiedPart | None = None  # where they are not all
 
     @property
     def batch_size(self) -> int:

@@ -16,7 +16,7 @@ from dflash_sglang.scheduling.request_width import max_width
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from dflash_sglang.scheduling.width import WidthPolicy
+    from dflash_sglang.scheduling.width import Decision, WidthPolicy
     from dflash_sglang.widths import Widths
 
 logger = logging.getLogger(__name__)
@@ -67,18 +67,19 @@ class AdaptiveWidth:
             self._policy.admit(slots, most.tolist())
             self._limit(slots, most)
 
-    def next(self, batch: ScheduleBatch) -> int:
-        """The width of a decode step of this batch, or of other ranks' where it is empty."""
+    def next(self, batch: ScheduleBatch, uniform: bool = False) -> Decision:
+        """The width of a decode step of this batch, or of other ranks' where it is empty; `uniform`: of each of
+        its requests."""
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
-        decision = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0)
+        decision = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0, uniform)
         self._steps.append(_Step(requests, self._after_step))
         self._after_step = requests > 0
         self._pass_over_empty_steps()
-        self._widths.use(decision.width)
+        self._widths.use(decision.width, in_parts=decision.shares is not None)
         if self._log is not None and not decision.probe:
             self._log.note(self._policy, decision.width, requests)
-        return decision.width
+        return decision
 
     def returned(self) -> None:
         """The step that `next` was asked for last has been launched."""

@@ -17,7 +17,7 @@ from dflash_sglang.compat import (
     get_tp_group,
     mambaish_config,
 )
-from dflash_sglang.config.width import BLOCK, WidthConfig
+from dflash_sglang.config.width import BLOCK, PLAIN, WidthConfig
 from dflash_sglang.scheduling.width import Group, WidthPolicy, startup_cells
 from dflash_sglang.validation import Problem, StartupError
 from dflash_sglang.widths import captured_sizes, sparse
@@ -68,8 +68,11 @@ def _only_the_block(runner: ModelRunner) -> str | None:
     return None
 
 
-def add_widths(config: WidthConfig, widths: Widths, block: int, free: Callable[[], float]) -> WidthConfig:
-    """Builds what these settings ask for, as far as memory allows; returns settings of what is served."""
+def add_widths(
+    config: WidthConfig, widths: Widths, block: int, free: Callable[[], float], parts: bool = False
+) -> WidthConfig:
+    """Builds what these settings ask for, blocks that are verified in part (`parts`) among it, as far as memory
+    allows; returns settings of what is served."""
     wanted = config.states(block)
     if config.fixed is not None:
         widths.add(wanted)  # at all batch sizes: its steps are all there are
@@ -81,7 +84,18 @@ def add_widths(config: WidthConfig, widths: Widths, block: int, free: Callable[[
         note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
         prices = ", ".join(f"{width}: {price:.3f}" for width, price in took.items())
         logger.info("dflash_sglang verify widths: %s%s; memory that was added, in GB: %s", served, note, prices)
-    return replace(config, widths=served)
+    if parts:
+        # As a width: the same forwards, of fewer requests or more.
+        parts = free() - max(took.values(), default=0.0) >= config.memory_reserve
+        if parts:
+            widths.add_parts()
+        elif get_parallel().tp_rank == 0:
+            logger.warning(
+                "dflash_sglang verify width: one for all requests of a step, not per_request: its graphs would "
+                "not leave %g GB free. Lower memory_reserve, or --mem-fraction-static.",
+                config.memory_reserve,
+            )
+    return replace(config, widths=served, per_request=parts)
 
 
 def free_memory(runner: ModelRunner) -> Callable[[], float]:
@@ -94,11 +108,37 @@ def free_memory(runner: ModelRunner) -> Callable[[], float]:
     )
 
 
-def policy_of(config: WidthConfig, runner: ModelRunner, block: int, group: Group) -> WidthPolicy:
+def in_parts(config: WidthConfig, runner: ModelRunner, group: Group) -> bool:
+    """Whether the tokens of a step are shared out among its requests. The log says why not, where it was asked."""
+    if not config.per_request:
+        return False
+    reason = _only_whole_blocks(runner, group)
+    if reason is not None and get_parallel().tp_rank == 0:
+        logger.warning("dflash_sglang verify width: one for all requests of a step, not per_request: %s", reason)
+    return reason is None
+
+
+def _only_whole_blocks(runner: ModelRunner, group: Group) -> str | None:
+    if not runner.attn_backend.supports_ragged_verify_graph:
+        return f"{type(runner.attn_backend).__name__} verifies as many rows of each request"
+    if group.gather_loads is not None:
+        return "ranks hold requests of their own, or are on several nodes"
+    if runner.model_config.model_is_mrope:
+        return "SGLang gives the target's positions of three axes to blocks of one width"
+    if runner.server_args.enable_return_routed_experts or runner.server_args.enable_return_indexer_topk:
+        return "what layers chose is reported for blocks of one width"
+    if runner.server_args.enable_two_batch_overlap or runner.server_args.disable_cuda_graph_padding:
+        return "SGLang has no graphs of such blocks for two-batch overlap, or without padding"
+    return None
+
+
+def policy_of(config: WidthConfig, runner: ModelRunner, block: int, group: Group, widths: Widths) -> WidthPolicy:
     pool, sizes = runner.req_to_token_pool, _sizes(runner)
     buckets = [size for size in sizes if size < pool.size]
     at_most = next((size for size in sizes if size >= pool.size), pool.size)
-    return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=pool.req_to_token.shape[0])
+    totals = widths.totals(pool.size) if config.per_request else None
+    slots = pool.req_to_token.shape[0]
+    return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=slots, totals=totals)
 
 
 def _sizes(runner: ModelRunner) -> list[int]:
@@ -108,26 +148,37 @@ def _sizes(runner: ModelRunner) -> list[int]:
 
 
 def measure(
-    policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, use: Callable[[int], None], group: Group
+    policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, use: Callable[[int, bool], None], group: Group
 ) -> None:
-    """Fills the policy's table from rehearsed steps, for `MOST_SECONDS` and a batch at most, and starts it.
+    """Fills the policy's tables from rehearsed steps, for `MOST_SECONDS` and a batch each at most, and starts it.
 
-    use: sets the width of the next step.
+    use: sets the width of the next step, and whether it verifies one token of each request alone.
     """
     start, cells = time.perf_counter(), _cells(policy, runner)
-    first, measured = cells[0][0], 0
-    for requests, width, context in cells:
-        elapsed = np.array([time.perf_counter() - start])
-        if group.share_times is not None:
-            elapsed = group.share_times(elapsed)  # all ranks stop alike
-        if requests > first and elapsed[0] > MOST_SECONDS:
-            continue
-        use(width)
-        each = min(max(context // requests, 1), rehearsal.longest(width))
-        for seconds in rehearsal.seconds(requests, each, RUNS):
-            policy.step_times.record(requests, width, requests * each, seconds)
-        measured += 1
+
+    def rehearse(
+        cells: list[tuple[int, int, int]], one: bool, record: Callable[[int, int, int, float], None]
+    ) -> int:
+        begin, measured = time.perf_counter(), 0
+        for requests, width, context in cells:
+            elapsed = np.array([time.perf_counter() - begin])
+            if group.share_times is not None:
+                elapsed = group.share_times(elapsed)  # all ranks stop alike
+            if requests > cells[0][0] and elapsed[0] > MOST_SECONDS:
+                continue
+            use(width, one)
+            each = min(max(context // requests, 1), rehearsal.longest(width))
+            for seconds in rehearsal.seconds(requests, each, RUNS):
+                record(requests, width, requests * each, seconds)
+            measured += 1
+        return measured
+
+    measured = rehearse(cells, False, policy.step_times.record)
     policy.start()
+    if policy.ragged is not None:
+        drafted = [cell for cell in cells if cell[1] > PLAIN and not cell[2]]
+        rehearse(drafted, True, policy.ragged.times.record)
+        policy.ragged.start()
     if get_parallel().tp_rank == 0:
         logger.info(
             "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by width: %s",

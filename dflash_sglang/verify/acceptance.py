@@ -11,7 +11,7 @@ import torch
 
 from dflash_sglang.compat import FutureRelayBuffers, async_h2d, offer_future_relay_buffers
 from dflash_sglang.config.plugin_config import Profile
-from dflash_sglang.kernels.accept import COIN_BITS, Outcomes, Relay, Verification, accept
+from dflash_sglang.kernels.accept import COIN_BITS, Outcomes, Ragged, Relay, Verification, accept
 from dflash_sglang.kernels.prepare_block import Turn
 from dflash_sglang.verify.simulate import forced_acceptance
 
@@ -44,6 +44,7 @@ class Acceptor:
         simulated_acceptance: Sequence[Profile] | None = None,
     ) -> None:
         """max_requests: rows of req_to_token; block_size: of the widest blocks that are verified."""
+        self.block_size = block_size
         self._forced = forced_acceptance(block_size, simulated_acceptance, device)
 
         def buffer(width: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -79,9 +80,10 @@ class Acceptor:
         target_ids: torch.Tensor,  # [bs, block] the target's token after each row
         prefix_lens: torch.Tensor,  # [bs]
         requests: torch.Tensor,  # [bs] rows of req_to_token
+        ragged: Ragged | None = None,  # where the first two are [rows] of different numbers for each request
     ) -> None:
         """In one launch, capturable in a CUDA graph. See `kernels.accept`."""
-        blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step, self._most)
+        blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step, self._most, ragged)
         accept(blocks, self._outcomes, self._relay, self._forced)
 
     def limit(self, requests: np.ndarray, most: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_sglang.compat import DecodeCudaGraphRunner, IdSpaceKind
+from dflash_sglang.kernels.accept import Ragged
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -49,6 +50,16 @@ class VerifyTail:
             )
         bs = forward_batch.batch_size
         target_ids = self._logits.best(out.next_token_logits[:num_tokens])
+        layout = forward_batch.spec_info.ragged_verify_layout
+        if layout is not None:  # its tensors are the capture's: SGLang renews them before each replay
+            self._acceptor.accept(
+                forward_batch.input_ids,
+                target_ids,
+                forward_batch.seq_lens,
+                forward_batch.req_pool_indices,
+                Ragged(layout.qo_indptr_device, layout.verify_lens, self._acceptor.block_size),
+            )
+            return
         self._acceptor.accept(
             forward_batch.input_ids.view(bs, -1),
             target_ids.view(bs, -1),

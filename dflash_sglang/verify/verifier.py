@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from dflash_sglang.drafting.block import Block
+    from dflash_sglang.drafting.parts import VerifiedPart
     from dflash_sglang.drafting.proposals import Proposals
 
 
@@ -44,7 +45,7 @@ class Verified(NamedTuple):
     """The outcome of one verify forward."""
 
     accepted: Accepted
-    features: torch.Tensor | None  # [bs * block, n_layers * hidden], None where their context KV is written
+    features: torch.Tensor | None  # [rows, n_layers * hidden], None where their context KV is written
     forward: Any  # the target's GenerationBatchResult
 
 
@@ -102,6 +103,8 @@ class Verifier:
         grammar_barrier: Callable[[], None] | None,
     ) -> Verified:
         """Run the target over the proposals and accept. Changes `batch`, which the scheduler restores."""
+        if block.part is not None:
+            return self._verify_part(batch, block, block.part)
         tokens = proposals.tokens
         sampling_info, draft_input = batch.sampling_info, batch.spec_info
         # The host copy of the proposals starts before the target forward and is read after its launch.
@@ -149,6 +152,36 @@ class Verifier:
         logits_output.hidden_states = None  # else overlap scheduling copies it to the host
         written = forward.can_run_cuda_graph and self._tail.writes_context
         return Verified(accepted, None if written else features[: tokens.numel()], forward)
+
+    def needs_whole_blocks(self, batch: ScheduleBatch) -> bool:
+        """Whether requests of this decode batch have their logits adjusted, sampled from or reported, row by row
+        of a block."""
+        info = batch.sampling_info
+        return bool(
+            not info.is_all_greedy
+            or info.acc_additive_penalties is not None
+            or info.sampling_mask_batch_indices is not None
+            or batch.has_grammar
+            or batch.return_logprob
+            or _changes_logits(info)
+        )
+
+    def _verify_part(self, batch: ScheduleBatch, block: Block, part: VerifiedPart) -> Verified:
+        """The rows of a batch that needs no whole blocks."""
+        forward = self._forward(batch, block, block.rows.ids)
+        output = forward.logits_output
+        if not forward.can_run_cuda_graph:  # else the graph has accepted
+            self._acceptor.accept(
+                block.rows.ids,
+                self._logits.best(output.next_token_logits),
+                block.prefix_lens,
+                batch.req_pool_indices,
+                part.ragged,
+            )
+        features, output.hidden_states = output.hidden_states, None
+        written = forward.can_run_cuda_graph and self._tail.writes_context
+        accepted = self._acceptor.outcome(block.batch_size, self._block_size)
+        return Verified(accepted, None if written else features[: len(block.rows.ids)], forward)
 
     def _accept_greedy(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, forward: Any) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
@@ -218,6 +251,8 @@ class Verifier:
     def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
         verify_input = self._verify_input(tokens.view(-1), block.rows.positions, block.size, block.loc_plan)
+        if block.part is not None:
+            verify_input.ragged_verify_layout = block.part.layout
         batch.out_cache_loc = block.rows.slots
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds

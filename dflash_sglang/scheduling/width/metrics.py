@@ -18,6 +18,7 @@ class WidthMetrics:
     widths: Sequence[int]
     steps: list[int] = field(init=False)
     seconds: list[float] = field(init=False)
+    tokens: list[int] = field(init=False)  # verified
     probes: list[int] = field(init=False)
     changes: int = 0
     last_change: str = "start"
@@ -27,13 +28,15 @@ class WidthMetrics:
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.widths)
         self.seconds = [0.0] * len(self.widths)
+        self.tokens = [0] * len(self.widths)
         self.probes = [0] * len(self.widths)
 
     def snapshot(self) -> dict[str, Any]:
-        """For logs and gauges: width histogram, seconds in each width, probes, the last change and its reason."""
+        """For logs and gauges: steps, seconds, verified tokens, probes by width; the last change and its cause."""
         return {
             "steps": dict(zip(self.widths, self.steps, strict=True)),
             "seconds": dict(zip(self.widths, self.seconds, strict=True)),
+            "verified_tokens": dict(zip(self.widths, self.tokens, strict=True)),
             "probes": dict(zip(self.widths, self.probes, strict=True)),
             "changes": self.changes,
             "last_change": self.last_change,

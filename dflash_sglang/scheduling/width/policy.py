@@ -14,6 +14,7 @@ from dflash_sglang.scheduling.width.choice import Choice, Chooser
 from dflash_sglang.scheduling.width.group import Group
 from dflash_sglang.scheduling.width.metrics import WidthMetrics
 from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps
+from dflash_sglang.scheduling.width.shares import Shares
 from dflash_sglang.scheduling.width.step_times import StepTimes, StepTimesError
 
 MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap scheduling has at most two
@@ -23,16 +24,14 @@ MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap schedulin
 class Decision:
     """Width of one step. `probe`: tried for this step alone; `reason` as in `choice.Choice`.
 
-    `lens` [n]: how many tokens are verified of each request, at most `width`, and `tokens` that their sum does not
-    exceed, one of the policy's totals. None where it is `width` of each.
+    `shares`: how many tokens of each request are verified, none where it is `width`; of all, one of the totals.
     """
 
     step: int
     width: int
     probe: bool
     reason: str
-    lens: np.ndarray | None = None
-    tokens: int | None = None
+    shares: Shares | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class WidthPolicy:
             )
         slots = np.array(slots, np.intp)
         bucket, context, expected_seconds, part = 0, 0.0, 0.0, 1.0
-        lens, tokens = None, None
+        shares = None
         if self.config.fixed is not None:
             choice = Choice(0, 0, "hold" if self._step else "start")
         else:
@@ -155,19 +154,21 @@ class WidthPolicy:
             part = expected_seconds / seconds[choice.width]
             if self.ragged is not None and len(slots):
                 total = None if offers.tokens is None else offers.tokens[choice.width]
-                lens = self.ragged.share_out(slots, choice.width, total, choice.probe)
-                tokens = None if lens is None else total
+                shares = self.ragged.share_out(slots, choice.width, total, choice.probe)
+        lens = None if shares is None else shares.lens
         step, self._step = self._step, self._step + 1
         chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, lens, part)
         self._in_flight.append(chosen)
         if self._group.share_times is not None:
             self._chosen[step] = chosen
         self.metrics.steps[choice.width] += 1
+        whole = len(slots) * self.widths[choice.width]
+        self.metrics.tokens[choice.width] += whole if lens is None else int(lens.sum())
         self.metrics.probes[choice.width] += choice.probe
         if choice.reason not in ("hold", "probe"):
             self.metrics.changes += choice.reason != "start"
             self.metrics.last_change = choice.reason
-        return Decision(step, self.widths[choice.width], choice.probe, choice.reason, lens, tokens)
+        return Decision(step, self.widths[choice.width], choice.probe, choice.reason, shares)
 
     def verified(self, accepted: Sequence[int] | np.ndarray, seconds: float | None = None) -> None:
         """The oldest step that is in flight came back: `accepted` [n] proposals, and how long it took.

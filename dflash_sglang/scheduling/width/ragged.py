@@ -11,7 +11,7 @@ import numpy as np
 from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.group import Group
 from dflash_sglang.scheduling.width.ragged_times import RaggedTimes
-from dflash_sglang.scheduling.width.shares import PLAINLY, Shares, whole_blocks
+from dflash_sglang.scheduling.width.shares import PLAINLY, Claims, Shares, whole_blocks
 from dflash_sglang.scheduling.width.step_times import StepTimes
 
 FLATTERED = 1.015  # steps needed beyond the estimate: shares follow what is chance in the requests' estimates, too
@@ -57,7 +57,7 @@ class RaggedSteps:
         self.times = RaggedTimes(step_times)
         self._widths = acceptance.widths
         self._totals = list(totals)
-        self._shares = Shares(acceptance)
+        self._claims = Claims(acceptance)
         self._group = group
         self._rule = PLAINLY
 
@@ -70,7 +70,7 @@ class RaggedSteps:
     def offers(self, slots: np.ndarray, bucket: int, seconds: list[float], uniform: bool) -> Offers:
         """For these requests [n]. seconds [widths]: of steps that verify the width of every request, and `uniform`
         that no others can be had."""
-        needed, demand = self._shares.demand(slots, self._rule)
+        needed, demand = self._claims.demand(slots, self._rule)
         whole = needed[:, -1].tolist()
         if uniform:
             return Offers(whole, seconds, whole[-1])
@@ -88,13 +88,19 @@ class RaggedSteps:
             [len(slots), *(totals[at] for at in best)],
         )
 
-    def share_out(self, slots: np.ndarray, width: int, tokens: int | None, probe: bool) -> np.ndarray | None:
-        """[n] tokens that are verified of each request at `width` (an index), at most `tokens` together. None
-        where it is the width of each: of whole blocks (no `tokens`) and of plain decoding."""
+    def share_out(self, slots: np.ndarray, width: int, tokens: int | None, probe: bool) -> Shares | None:
+        """At `width` (an index), `tokens` together. None where it is the width of each: of whole blocks (no
+        `tokens`) and of plain decoding."""
         if tokens is None or width == PLAINLY.width:
             rule = whole_blocks(width)
         else:
-            rule = self._shares.rule(slots, width, tokens)
+            rule = self._claims.rule(slots, width, tokens)
         if not probe:
             self._rule = rule
-        return None if rule == whole_blocks(width) else self._shares.lens(slots, rule)
+        if tokens is None or rule == whole_blocks(width):
+            return None
+        return Shares(self._claims.lens(slots, rule), tokens)
+
+    def least(self, requests: int) -> Shares:
+        """One token of each of so many requests."""
+        return Shares(np.ones(requests, np.int64), self._totals[bisect.bisect_left(self._totals, requests)])

@@ -19,7 +19,7 @@ class RaggedTimes:
     """Seconds of a step by captured batch size, draft width and verified tokens.
 
     `record` takes what start-up measures: steps that draft at a width and verify one token of each request. It
-    keeps their part of the step whose blocks all have that width, so that corrections of the one correct the other.
+    keeps their part of the step whose blocks all have that width: corrections of the one correct the other.
     """
 
     def __init__(self, step_times: StepTimes):

@@ -23,6 +23,13 @@ LEAST_CHANCE = 1e-7  # of a proposal, so that its price is below the last of the
 FRACTION_BITS = 16
 
 
+class Shares(NamedTuple):
+    """How many tokens a step verifies of each request."""
+
+    lens: np.ndarray  # [n], from 1 to the width
+    tokens: int  # of all, at least the sum of these
+
+
 class Rule(NamedTuple):
     """How requests are served: the draft width (an index), and r (a place between two of `RESTS`)."""
 
@@ -48,7 +55,7 @@ class _Table(NamedTuple):
     verified: np.ndarray  # tokens, for one committed token
 
 
-class Shares:
+class Claims:
     """Tokens by level, as `Acceptance` tabulates it, and the requests of a step by their levels.
 
     Equal on ranks with equal estimates.
