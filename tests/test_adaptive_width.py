@@ -102,6 +102,14 @@ def test_a_step_takes_from_the_result_before_to_its_own_unless_something_ran_bet
     assert widths.used == [16, 8, 8, "widest", 4]
 
 
+def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets_it() -> None:
+    widths, policy, _ = adaptive([8, 8, 4])
+    decisions = [widths.next(decoding(1), uniform=uniform) for uniform in (False, True, False)]
+    assert policy.uniform == [False, True, False]
+    assert [decision.shares for decision in decisions] == ["shares", None, "shares"]
+    assert widths.used.in_parts == [True, False, True]
+
+
 def test_where_the_host_runs_the_forward_a_step_ends_when_it_returns() -> None:
     widths, policy, clock = adaptive([16, 16, 16], on_host=True)
     for now in (101.0, 103.0, 107.0):  # the result of a step is read after the next one has run
@@ -235,6 +243,64 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: py
     monkeypatch.setattr(widths, "get_spec", lambda: spec)
     widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
     assert meanwhile == [([1, 2, 8], "its own", 4)] and decode.bs is usual
+
+
+def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dflash_sglang import widths
+
+    class Graphs:
+        capture_num_tokens = (16, 32, 96)
+
+        def _ragged_capture_slots(self, tokens: int) -> int:
+            return min(tokens, 6)
+
+    monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
+    built = object.__new__(widths.Widths)
+    built._widest, built._parts = BLOCK, widths.Lane(None, Graphs())
+    assert built.totals(6) == [16, 32, 96] and built.totals(2) == [16, 32]
+    assert built.totals(20) == [16, 32, 96, 128, 160, 192, 256, 320]
+    assert built.captured_requests(32, 6) == 6 and built.captured_requests(32, 7) is None
+    assert built.captured_requests(128, 6) is None
+    built._parts = widths.Lane(None, None)
+    assert built.totals(3) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
+    assert built.captured_requests(16, 1) is None
+
+
+@pytest.mark.parametrize(
+    "what", ["attention", "loads", "positions", "experts", "overlap", None, "memory", "not asked"]
+)
+def test_one_width_for_all_requests_where_another_each_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str | None
+) -> None:
+    from dflash_sglang.scheduling import start_widths
+    from dflash_sglang.scheduling.width import Group
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    runner = SimpleNamespace(
+        attn_backend=SimpleNamespace(supports_ragged_verify_graph=what != "attention"),
+        model_config=SimpleNamespace(model_is_mrope=what == "positions"),
+        server_args=SimpleNamespace(
+            enable_return_routed_experts=what == "experts",
+            enable_return_indexer_topk=False,
+            enable_two_batch_overlap=what == "overlap",
+            disable_cuda_graph_padding=False,
+        ),
+    )
+    group = Group(gather_loads=(lambda row: row) if what == "loads" else None)
+    config, added = WidthConfig(per_request=what != "not asked"), []
+    parts = start_widths.in_parts(config, runner, group)
+    assert parts == (what in (None, "memory"))
+    widths = SimpleNamespace(
+        add_while_free=lambda *_: {1: 1.5}, served=[1, BLOCK], add_parts=lambda: added.append("parts")
+    )
+    free = 3.4 if what == "memory" else 3.6
+    served = start_widths.add_widths(config, widths, BLOCK, lambda: free, parts)
+    assert served.per_request == (what is None) and added == ["parts"] * (what is None)
+    said = "one for all requests of a step, not per_request: " in caplog.text
+    assert said == (what not in (None, "not asked"))
 
 
 def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

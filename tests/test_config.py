@@ -208,7 +208,7 @@ def test_a_field_that_cannot_be_served_is_named_with_its_value_and_what_to_chang
     assert raised.value.expected in str(raised.value) and raised.value.fix in str(raised.value)
 
 
-WIDTHS = ("4", '"block"', '{"margin": 0.1}')
+WIDTHS = ("4", '"block"', '{"margin": 0.1}', '{"per_request": true}')
 
 
 def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
@@ -222,7 +222,12 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
     profiles = PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": '{"simulated_acceptance": [[1], [0.5]]}'})
     assert profiles.simulated_acceptance == ((1.0,), (0.5,))
     widths = [PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": f'{{"width": {value}}}'}).width for value in WIDTHS]
-    assert widths == [WidthConfig(fixed=4), WidthConfig(fixed="block"), WidthConfig(margin=0.1)]
+    assert widths == [
+        WidthConfig(fixed=4),
+        WidthConfig(fixed="block"),
+        WidthConfig(margin=0.1),
+        WidthConfig(per_request=True),
+    ]
     assert PluginConfig().width == WidthConfig()
 
 
@@ -239,6 +244,8 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ('{"simulated_acceptance": [true]}', r"simulated_acceptance=\[True\]: expected"),
         ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
         ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*or 'block'"),
+        ('{"width": {"per_request": 1}}', r"width: per_request=1 \(int\): expected true or false"),
+        ('{"width": {"per_request": true, "fixed": 4}}', "width: fixed=4 and per_request=true: give one of them"),
         ('{"width": {"reserve": 1}}', "width: unknown key 'reserve'. Known keys: widths, fixed"),
         ("{", "is not JSON"),
         ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),

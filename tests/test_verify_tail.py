@@ -41,7 +41,7 @@ class Runner:
 class Graph:
     """The tail over static buffers of one batch size, captured and replayed."""
 
-    def __init__(self, tail: Any, size: int) -> None:
+    def __init__(self, tail: Any, size: int, in_parts: bool = False) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=layers.DEVICE)
 
@@ -53,7 +53,11 @@ class Graph:
             out_cache_loc=zeros(rows),
             seq_lens=zeros(size),
             req_pool_indices=zeros(size),
+            spec_info=SimpleNamespace(ragged_verify_layout=None),
         )
+        if in_parts:  # as it is captured: the first request has all of them
+            lens, starts = zeros(size, dtype=torch.int32), zeros(size + 1, dtype=torch.int32)
+            self.batch.spec_info.ragged_verify_layout = SimpleNamespace(verify_lens=lens, qo_indptr_device=starts)
         self.out = SimpleNamespace(
             next_token_logits=zeros(rows, VOCAB, dtype=torch.float32),
             hidden_states=zeros(rows, FEATURES, dtype=DTYPE),
@@ -155,6 +159,53 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
                 torch.testing.assert_close(ours[1:], twin[1:], rtol=2**-7, atol=2**-7)
     lens = acceptor._outcomes.commit_lens
     assert {int(n) for n in lens.unique()} >= {1, 2}, "some proposals agreed"
+
+
+def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows_say(tmp_path):
+    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.verify.acceptance import Acceptor
+    from dflash_sglang.verify.logits import TargetLogits
+    from dflash_sglang.verify.tail import VerifyTail
+
+    model = layers.make_draft(tmp_path, DTYPE)
+    context = ContextKV(model)
+    context.bind(layers.make_pool(model, SLOTS, DTYPE))
+    target = Runner()
+    acceptor, eager = (Acceptor(REQUESTS, BLOCK, layers.DEVICE) for _ in range(2))
+    VerifyTail(target, Runner(), TargetLogits(target), acceptor, context.write)
+    graph = Graph(target.capture_tail_hooks[0], CAPTURED[-1], in_parts=True)
+    layout, generator = graph.batch.spec_info.ragged_verify_layout, torch.Generator().manual_seed(0)
+    seen = set()
+    for _ in range(STEPS):
+        live = int(torch.randint(1, CAPTURED[-1] + 1, (), generator=generator))
+        graph.load(live, generator)
+        lens = torch.randint(1, BLOCK + 1, (live,), generator=generator)
+        layout.verify_lens.zero_()
+        layout.verify_lens[:live] = lens
+        layout.qo_indptr_device[1:] = layout.verify_lens.cumsum(0)
+        for one in (acceptor, eager):
+            one.step.copy_(torch.tensor(one.next_turn()))
+        graph.replay()
+        got = acceptor.outcome(live, BLOCK)
+        target_ids = graph.out.next_token_logits.argmax(-1)
+        for request, (start, rows) in enumerate(
+            zip(layout.qo_indptr_device.tolist(), lens.tolist(), strict=False)
+        ):
+            own = slice(start, start + rows)
+            place = slice(request, request + 1)
+            eager.accept(
+                graph.batch.input_ids[None, own],
+                target_ids[None, own],
+                graph.batch.seq_lens[place],
+                graph.batch.req_pool_indices[place],
+            )
+            alone = eager.outcome(1, rows)
+            committed = int(alone.commit_lens[0])
+            assert int(got.commit_lens[request]) == committed <= rows
+            assert got.target_ids[request, :committed].tolist() == alone.target_ids[0, :committed].tolist()
+            assert got.new_seq_lens[request] == alone.new_seq_lens[0]
+            seen.add((rows, committed))
+    assert len(seen) == BLOCK * (BLOCK + 1) / 2, "every length, with every number of its rows committed"
 
 
 def test_a_rank_that_passes_its_turn_leaves_the_outcomes_of_the_step_before(tmp_path):
