@@ -258,6 +258,27 @@ def test_two_tensor_parallel_ranks_output_what_they_output_without_speculation(p
         assert essence(answers) == essence(plain), how
 
 
+def test_two_ranks_verify_as_many_tokens_of_each_request_as_the_other(plain, tmp_path):
+    """The tokens that they share out follow from times that each of them measures."""
+    config = {CONFIG_ENV: '{"width": {"per_request": true}}', scheduler_hooks.HOOKS_ENV: "widths,oracle"}
+    with serve(
+        TARGET, DRAFT, environment=watched(tmp_path, **config), tp_size=2, skip_tokenizer_init=None, **RANKS
+    ) as server:
+        greedy = ask(server, requests(), together=True)
+        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        easy = ask(server, requests()[2:4], together=True)
+        for asked, answer in zip(requests()[2:4], plain[2:4], strict=True):
+            scheduler_hooks.record(tmp_path, asked["input_ids"], answer["output_ids"])
+        mixed = ask(server, requests()[:6], together=True)
+        (state,) = server.get("/server_info")["internal_states"]
+    assert essence(greedy) == essence(plain)
+    assert essence(mixed) == essence(plain[:6]) and essence(easy) == essence(plain[2:4])
+    whole = [answer for answer in (*greedy, *sampled, *mixed) if len(answer["output_ids"]) == NEW_TOKENS]
+    assert_same_tokens_on(range(2), dict(sampled=whole, directory=tmp_path))
+    told = state["dflash_width"]
+    assert sum(count > 0 for count in told["steps"].values()) >= 4
+
+
 def test_four_tensor_parallel_ranks_that_share_kv_heads_are_lossless(plain, four_ranks):
     assert essence(four_ranks["greedy"]) == essence(plain)
     assert_sampled(four_ranks["sampled"], plain[SAMPLED_PROMPT]["output_ids"])

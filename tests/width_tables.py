@@ -85,24 +85,35 @@ def changing(machine: Machine) -> None:
 
 
 def mixes() -> None:
-    head("concurrency", "hard", *(f"fixed {width}" for width in WIDTHS), "ours", "ours / best", "worst seed")
+    fixed_widths = (f"fixed {width}" for width in WIDTHS)
+    kinds = ("ours", "ours / best", "worst seed"), ("per request", "per request / best", "worst seed")
+    head("concurrency", "hard", *fixed_widths, *kinds[0], *kinds[1])
     machine, seeds = Machine(jitter=0.02, outliers=0.01), range(6)
     for concurrency, hard in STEADY:
         fixed = np.array(
             [[steady_mix(Fixed(width), concurrency, hard, seed).rate for seed in seeds] for width in WIDTHS]
         )
         best = fixed[fixed.mean(axis=1).argmax()]
-        ours = np.array(
-            [steady_mix(adaptive(machine, concurrency, seed=seed), concurrency, hard, seed).rate for seed in seeds]
-        )
-        row(
-            concurrency,
-            f"{hard:.0%}",
-            *fixed.mean(axis=1).round().astype(int),
-            round(float(ours.mean())),
-            f"{ours.mean() / best.mean():.3f}",
-            f"{(ours / best).min():.3f}",
-        )
+        cells = []
+        for ragged in (False, True):
+            policies = (adaptive(machine, concurrency, seed=seed, ragged=ragged) for seed in seeds)
+            runs = [steady_mix(policy, concurrency, hard, seed) for seed, policy in enumerate(policies)]
+            ours = np.array([run.rate for run in runs])
+            cells += [round(float(ours.mean())), f"{ours.mean() / best.mean():.3f}", f"{(ours / best).min():.3f}"]
+        row(concurrency, f"{hard:.0%}", *fixed.mean(axis=1).round().astype(int), *cells)
+
+
+def unmixed(machine: Machine) -> None:
+    head("accept length", "concurrency", "one width", "per request", "per request / one width")
+    for name, draft in (("6.4", Draft(GOOD)), ("1.5", Draft(POOR))):
+        for concurrency in (1, 8, 32, 64, 128, 256):
+            rates = []
+            for ragged in (False, True):
+                policies = [adaptive(machine, concurrency, seed=seed, ragged=ragged) for seed in range(4)]
+                servers = [serve(p, machine, draft, seed=seed, clock=seed) for seed, p in enumerate(policies)]
+                rates.append(np.mean([server.run(concurrency, steps=900).rate for server in servers]))
+            one, each = rates
+            row(name, concurrency, round(float(one)), round(float(each)), f"{each / one:.3f}")
 
 
 def margins() -> None:
@@ -126,17 +137,21 @@ def margins() -> None:
 
 
 def cost() -> None:
-    head("batch", "choose, us", "verified, us")
-    machine = Machine()
-    machine.table[:] = 1.0  # the widest block is best, and so every step has something to learn from
+    head("batch", "choose, us", "verified, us", "choose per request, us", "its mean", "verified, us")
     for batch in (1, 64, 512, 4096):
-        policy = adaptive(machine, batch, WidthConfig(widths=WIDTHS, probe_budget=0.0))
-        spent: dict[str, list[float]] = {"choose": [], "verified": []}
-        server = serve(policy, machine, Draft([0.999] * 15), delay=1)
-        for name in spent:
-            setattr(policy, name, timed(getattr(policy, name), spent[name]))
-        server.run(batch, steps=300)
-        row(batch, *(round(float(np.median(times)) * 1e6) for times in spent.values()))
+        cells = []
+        for ragged in (False, True):
+            machine = Machine()
+            machine.table[:, 1:] = machine.table[:, 1:2]  # a wide block is best: every step has something to learn
+            policy = adaptive(machine, batch, WidthConfig(widths=WIDTHS, probe_budget=0.0), ragged=ragged)
+            spent: dict[str, list[float]] = {"choose": [], "verified": []}
+            server = serve(policy, machine, Draft(EASY, HARD), hard=0.5, delay=1)
+            for name in spent:
+                setattr(policy, name, timed(getattr(policy, name), spent[name]))
+            server.run(batch, steps=300)
+            choose, verified = ([time * 1e6 for time in times[20:]] for times in spent.values())
+            cells += [np.median(choose), *([np.mean(choose)] if ragged else []), np.median(verified)]
+        row(batch, *(round(float(cell)) for cell in cells))
 
 
 def timed(call: Any, times: list[float]) -> Any:
@@ -155,5 +170,6 @@ if __name__ == "__main__":
     throughput(Draft(POOR), quiet)
     changing(quiet)
     mixes()
+    unmixed(quiet)
     margins()
     cost()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from dflash_sglang.scheduling.width.shares import Shares
 
+ALIGNED = 4  # int32 in 16 bytes: at other addresses Triton compiles another kernel
+
 
 @dataclass
 class VerifiedPart:
@@ -51,10 +53,11 @@ class RowPacker:
         total = sum(lens)
         slots = self._slots(shares.tokens, bs)
         rows_total, padded = (total, bs) if slots is None else (shares.tokens, slots)
-        starts = [0, *np.cumsum(shares.lens).tolist(), *[total] * (padded - bs)]
+        second = -(-(padded + 1) // ALIGNED) * ALIGNED
+        starts = [0, *np.cumsum(shares.lens).tolist(), *[total] * (second - bs - 1)]
         host = [*starts, *lens, *[0] * (padded - bs)]
         device = async_h2d(host, dtype=torch.int32, device=self._device)
-        starts_device, lens_device = device[: padded + 1], device[padded + 1 :]
+        starts_device, lens_device = device[: padded + 1], device[second:]
         rows = Rows(*(buffer[:rows_total] for buffer in self._buffers))
         packing.pack_rows(
             packing.Rows(tokens, block.positions, block.slots),

@@ -21,6 +21,7 @@ from dflash_sglang.scheduling.width.acceptance import NODES, Acceptance
 RESTS = np.array([-1.0, *np.geomspace(0.25, 400.0, 26), 1e9])
 LEAST_CHANCE = 1e-7  # of a proposal, so that its price is below the last of these
 FRACTION_BITS = 16
+TABULATE_AT_FIRST, TABULATE_EVERY = 16, 4  # tabulations of `Acceptance`: these tables cost several of them
 
 
 class Shares(NamedTuple):
@@ -68,12 +69,13 @@ class Claims:
         self._shape = len(widths), len(RESTS)
         self._at = np.ogrid[: len(widths), : len(RESTS), :NODES]
         self._tables: dict[int, _Table] = {}
-        self._of = -1
+        self._of = 0
 
     def _table(self, cap: int) -> _Table:
         """Of requests that allow blocks of `cap` tokens."""
         acceptance = self._acceptance
-        if self._of != acceptance.tabulated:
+        since = acceptance.tabulated - self._of
+        if since and (since >= TABULATE_EVERY or self._of < TABULATE_AT_FIRST):
             self._of = acceptance.tabulated
             self._tables = {}
         if cap not in self._tables:
