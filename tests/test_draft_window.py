@@ -78,7 +78,7 @@ def test_the_block_sees_sinks_window_and_block_and_nothing_else(tmp_path, window
             req_pool_indices=torch.tensor([1]),
             seq_lens=seen.prefix_lens,
             out_cache_loc=table[1, positions].long(),
-            spec_info=SimpleNamespace(draft_token_num=BLOCK),
+            spec_info=SimpleNamespace(draft_token_num=BLOCK, ragged_verify_layout=None),
         )
 
     outside = [p for p in range(prefix) if p not in columns]
