@@ -6,7 +6,7 @@ import math
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_sglang.attention.shared_schedule import share_schedule
+from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_exec, get_spec
 from dflash_sglang.config.width import PLAIN
 from dflash_sglang.verify.tail import load_inputs_once
@@ -36,7 +36,7 @@ class Lane(NamedTuple):
         with get_spec().override(speculative_num_draft_tokens=width), _captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
             runner.init_new_workspace = shared
-            share_schedule(attention)
+            spare_launches(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
                 graphs = type(graphs)(runner, attn_backend=attention, speculative_num_draft_tokens=width)

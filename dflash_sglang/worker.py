@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.attention.shared_schedule import share_schedule
+from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.capture import ensure_capture
 from dflash_sglang.checkpoint import draft_config
 from dflash_sglang.compat import (
@@ -173,7 +173,7 @@ class DFlashWorker(BaseSpecWorker):
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             self._draft_worker.init_attention_backends()
         for backend in self.spec_v2_attn_backends:
-            share_schedule(backend)
+            spare_launches(backend)
         self._verifier.bind_attention_backends()
 
     def init_cuda_graphs(self) -> None:
