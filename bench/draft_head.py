@@ -21,7 +21,7 @@ from typing import Any
 from bench import report
 from bench.pair import decode, pair_server
 from dflash_sglang import pair
-from dflash_sglang.bench.kinds import OURS, wait_for
+from dflash_sglang.bench.kinds import OURS, wait_for, worker_line
 from dflash_sglang.config.plugin_config import CONFIG_ENV
 
 NEW_TOKENS = 256
@@ -31,12 +31,12 @@ LENGTH = "new_tokens_after_the_first_per_step"
 
 
 def measure(form: str, flags: Sequence[str], prompts: Sequence[Sequence[int]], log: Path) -> dict[str, Any]:
-    """Figures of a server, and its `outputs`. Raises RuntimeError where it drafts with another form of the head."""
+    """Figures of a server, and its `outputs`. Raises RuntimeError where it drafts by another form of head."""
     environment = {CONFIG_ENV: json.dumps({"draft_head": form, "width": "block"})}
     with pair_server(OURS, log, flags, environment) as server:
         wait_for(OURS, server)
-        if f"head={form} (" not in server.log_text():
-            raise RuntimeError(f"draft_head={form!r}: expected head={form} in the log of the server. See {log}.")
+        if f"head={form} (" not in (line := worker_line(server.log_text())):
+            raise RuntimeError(f"draft_head={form!r}: expected head={form} where the server says: {line}")
         return decode(server, prompts, NEW_TOKENS, temperature=0)
 
 

@@ -103,7 +103,7 @@ def drafting_head(
     wants_fp8, why = choose_form(asked, HeadFacts.of(lm_head, token_map))
     if wants_fp8:
         fp8 = Fp8Head(lm_head, token_map)
-        return fp8, fp8, f"fp8 ({why}; {sum(tensor.nbytes for tensor in fp8.tensors) / MIB:.1f} MiB)"
+        return fp8, fp8, f"fp8 ({why}, {sum(tensor.nbytes for tensor in fp8.tensors) / MIB:.1f} MiB)"
     if token_map is not None:
         hot = HotRows(lm_head, token_map)
         return hot, hot, f"as_is ({why})"
