@@ -344,12 +344,13 @@ def test_the_copy_of_a_head_of_the_drafts_own_follows_its_updates(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_server_drafts_by_the_fp8_rows_of_a_token_map(tmp_path: Path) -> None:
+def test_two_ranks_draft_by_the_fp8_rows_of_a_token_map(tmp_path: Path) -> None:
     kept = sorted({*range(32, 127), 10, 256, 257, 258, 259})
     torch.save(kept, tmp_path / "map.pt")
     with serve(TARGET) as plain:
         expected, _ = decode(plain)
-    with serve(TARGET, DRAFT, environment=asked_for(), speculative_token_map=str(tmp_path / "map.pt")) as server:
+    flags = dict(tp_size=2, speculative_token_map=str(tmp_path / "map.pt"))
+    with serve(TARGET, DRAFT, environment=asked_for(), **flags) as server:
         outputs, steps = decode(server)
         line = head_line(server)
     assert outputs == expected and steps < len(outputs) * NEW_TOKENS / 3
