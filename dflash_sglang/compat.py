@@ -18,6 +18,7 @@ from sglang.srt.layers.logits_processor import (
     should_apply_lm_head_quant_method,
 )
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear, cutlass_fp8_supported
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
@@ -104,6 +105,7 @@ __all__ = [
     "WeightsMapper",
     "alloc_for_spec_decode",
     "apply_custom_logit_processor",
+    "apply_fp8_linear",
     "async_h2d",
     "build_draft_tp_worker",
     "build_grammar_vocab_mask",
@@ -111,6 +113,7 @@ __all__ = [
     "commit_mamba_states_after_verify",
     "compute_position",
     "compute_spec_logprobs",
+    "cutlass_fp8_supported",
     "draft_pp_context",
     "draft_tp_context",
     "enable_num_token_non_padded",

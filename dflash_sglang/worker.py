@@ -102,17 +102,22 @@ class DFlashWorker(BaseSpecWorker):
 
         path = get_spec().speculative_token_map
         self._token_map = None if path is None else read_token_map(path)
-        self._hot_rows = self._draft_model.bind_target(
-            target_model, self.draft_parallel_layout.attn_tp_size, self._token_map
-        )
-        if self._hot_rows is not None:
-            target_runner.weight_updater = TargetWeightUpdater(
-                target_runner.weight_updater, self._hot_rows.refresh
-            )
         self._config = PluginConfig.from_env()
+        borrowed = self._draft_model.bind_target(
+            target_model, self.draft_parallel_layout.attn_tp_size, self._token_map, self._config.draft_head
+        )
+        self._head_copy, self.head_decision = borrowed.head_copy, borrowed.head_form
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
+        of_draft = [self._context_kv.refresh]
+        if self._head_copy is not None:
+            if self._draft_model.has_own_head:
+                of_draft.append(self._head_copy.refresh)
+            else:
+                target_runner.weight_updater = TargetWeightUpdater(
+                    target_runner.weight_updater, self._head_copy.refresh
+                )
         self._draft_runner.weight_updater = DraftWeightUpdater(
-            self._draft_runner.weight_updater, self._draft_model, self._context_kv
+            self._draft_runner.weight_updater, self._draft_model, of_draft
         )
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self, bundle.resolved_attention_backend))
@@ -180,7 +185,7 @@ class DFlashWorker(BaseSpecWorker):
         with self._draft_scope():
             self._draft_worker.init_cuda_graphs()
         self._start_widths()
-        logger.info(memory_line(self._draft_runner, self._draft_model, self._hot_rows))
+        logger.info(memory_line(self._draft_runner, self._draft_model, self._head_copy))
 
     def _start_widths(self) -> None:
         """Graphs of the widths that steps are to choose from, and what compiles or is measured at each of them."""
