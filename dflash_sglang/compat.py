@@ -60,6 +60,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_tp_context,
 )
 from sglang.srt.utils.common import (
+    async_d2h,
     async_h2d,
     get_available_gpu_memory,
     is_pin_memory_available,
@@ -104,6 +105,7 @@ __all__ = [
     "WeightsMapper",
     "alloc_for_spec_decode",
     "apply_custom_logit_processor",
+    "async_d2h",
     "async_h2d",
     "build_draft_tp_worker",
     "build_grammar_vocab_mask",

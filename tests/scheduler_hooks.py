@@ -118,7 +118,8 @@ def _poison(worker: Any) -> None:
     decode = worker._decode
 
     def then_poison(self: Any, batch: Any, *args: Any) -> Any:
-        seq_lens, requests = batch.seq_lens.clone(), batch.req_pool_indices.clone()
+        requests = batch.req_pool_indices.clone()
+        seq_lens = self._acceptor.relay.new_seq_lens[requests]
         result = decode(self, batch, *args)
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
         for request, old, new in zip(
@@ -232,7 +233,8 @@ def _sentinels(worker: Any) -> None:
         if batch.forward_mode.is_extend():
             own = batch.out_cache_loc.clone()
         else:
-            start = batch.seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
+            seq_lens = self._acceptor.relay.new_seq_lens[batch.req_pool_indices]
+            start = seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
             columns = start[:, None] + torch.arange(self.block_size)
             own = table[batch.req_pool_indices.long()[:, None], columns]
         slots = own.flatten().long()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from dflash_sglang.kernels.accept import Relay
 from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
 
 if TYPE_CHECKING:
@@ -50,12 +51,20 @@ class BlockBuilder:
     """Builds the step's `Block` in buffers that keep their place for the life of the worker."""
 
     def __init__(
-        self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int, step: torch.Tensor
+        self,
+        target_runner: ModelRunner,
+        block_size: int,
+        mask_token_id: int,
+        row_limit: int,
+        relay: Relay,
+        step: torch.Tensor,
     ):
-        """block_size: of the widest blocks; step [2]: where the device finds each step's turn."""
+        """block_size: of the widest blocks; relay: where requests stand; step [2]: where the device finds each
+        step's turn."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._row_limit = row_limit
+        self._relay = relay
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
         max_requests = self._req_to_token.shape[0]
 
@@ -72,9 +81,7 @@ class BlockBuilder:
         if self._tensors.ids.shape != (bs, width):  # views outlive the step: most steps are like the last
             self._tensors, self._rows = self._views(bs, width)
         tensors = self._tensors
-        sources = BlockSources(
-            batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
-        )
+        sources = BlockSources(*self._relay, batch.req_pool_indices, self._req_to_token)
         prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
         if batch.seq_lens_cpu is not None:
             bounds = np.minimum(batch.seq_lens_cpu.numpy() + width, self._row_limit)

@@ -29,7 +29,9 @@ def prepare(device, launch, bonus, seq_lens, requests, table, block, row_limit):
         torch.full((len(bonus),), -7, device=device),
         torch.full((2,), -7, device=device),
     )
-    sources = block_kernels.BlockSources(*on(device, bonus, seq_lens, requests), table.to(device))
+    relay = torch.full((2, len(table)), -7)  # rows of others
+    relay[0, requests], relay[1, requests] = torch.tensor(seq_lens), torch.tensor(bonus)
+    sources = block_kernels.BlockSources(*relay.to(device), *on(device, requests), table.to(device))
     launch(sources, MASK, row_limit, TURN, out)
     assert out.step.tolist() == list(TURN)
     return out
