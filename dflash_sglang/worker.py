@@ -42,7 +42,7 @@ from dflash_sglang.scheduling.width_ranks import width_group
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
-from dflash_sglang.verify.tail import VerifyTail
+from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.widths import Widths
 
@@ -150,6 +150,7 @@ class DFlashWorker(BaseSpecWorker):
             self._reservation.row_limit,
             self._acceptor.relay,
             self._acceptor.step,
+            in_place=names_slots_alike(target_runner, self._draft_runner) and not is_imposed(),
         )
         self._proposer = Proposer(
             self._draft_runner,

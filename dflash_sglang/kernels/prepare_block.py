@@ -1,5 +1,5 @@
-"""Block input in one launch: ids, positions, KV slots and prefix length of every request's block, and whose turn
-it is to be written among the outcomes."""
+"""Block input in one launch: ids, positions, KV slots, prefix length and row of every request's block, and whose
+turn it is to be written among the outcomes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class BlockTensors(NamedTuple):
     positions: torch.Tensor  # [bs, block]
     slots: torch.Tensor  # [bs, block]
     prefix_lens: torch.Tensor  # [bs]
+    requests: torch.Tensor  # [bs] rows of req_to_token
     step: torch.Tensor  # [2] the step's Turn, for kernels of a captured graph
 
 
@@ -58,6 +59,7 @@ def prepare_block_torch(
     out.ids[:, 0] = sources.bonus_tokens[rows]
     torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
     out.slots.copy_(sources.req_to_token[rows[:, None], out.positions])
+    out.requests.copy_(rows)
     out.step.copy_(torch.tensor(turn))
 
 
@@ -89,6 +91,7 @@ def _prepare_block_kernel(
     positions_ptr,
     slots_ptr,
     prefix_ptr,
+    requests_ptr,
     step_ptr,
     row_stride,
     mask_token_id,
@@ -111,6 +114,7 @@ def _prepare_block_kernel(
     tl.store(positions_ptr + out, position, mask=live)
     tl.store(slots_ptr + out, slot.to(tl.int64), mask=live)
     tl.store(prefix_ptr + request, prefix)
+    tl.store(requests_ptr + request, row)
     if request == 0:
         tl.store(step_ptr, place.to(tl.int64))
         tl.store(step_ptr + 1, coin.to(tl.int64))
