@@ -86,6 +86,10 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.init_memory_pools", before_memory_pools, HookType.BEFORE
     )
+    if "host_lengths" in chosen:
+        HookRegistry.register(
+            "sglang.srt.managers.scheduler.Scheduler.init_model_worker", _void_what_is_gathered, HookType.BEFORE
+        )
 
 
 def _oracle(worker: type) -> None:
@@ -112,6 +116,22 @@ def _oracle(worker: type) -> None:
         return Proposals.certain(tokens) if replaced else proposals
 
     Proposer.propose = with_oracle
+
+
+def _host_lengths(worker: Any) -> None:
+    """Attention that takes its lengths from the host, as FlashInfer's does."""
+    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+
+    TorchCpuAttention.needs_cpu_seq_lens = True
+
+
+def _void_what_is_gathered(scheduler: Any) -> None:
+    """SGLang's check under SGLANG_IS_IN_CI, which is read when its module is imported."""
+    from sglang.srt.managers import overlap_utils
+
+    overlap_utils._DEBUG_ASSERT = True
+    check = overlap_utils._assert_nonneg_and_invalidate
+    overlap_utils._assert_nonneg_and_invalidate = check._torchdynamo_orig_callable  # compiling takes long
 
 
 def _poison(worker: Any) -> None:
@@ -324,6 +344,7 @@ _HOOKS = {
     "blindfold": _blindfold,
     "proposals": _proposals,
     "oracle": _oracle,
+    "host_lengths": _host_lengths,
     "poison": _poison,
     "features": _features,
     "sentinels": _sentinels,
