@@ -95,8 +95,8 @@ class Accepts:
 
         self.bs, self.block = len(tokens), len(tokens[0])
         self.outcomes = accept_kernels.Outcomes(
-            buffer(PLACES, ROWS * self.block),
-            buffer(PLACES, ROWS, dtype=torch.int32),
+            buffer(PLACES, ROWS * self.block + 3)[:, 3:],  # parts of wider rows, as where they are packed
+            buffer(PLACES, ROWS + 5, dtype=torch.int32)[:, :ROWS],
             buffer(PLACES, ROWS),
             buffer(PLACES, ROWS),
         )
