@@ -61,6 +61,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_tp_context,
 )
 from sglang.srt.utils.common import (
+    async_d2h,
     async_h2d,
     get_available_gpu_memory,
     is_pin_memory_available,
@@ -106,6 +107,7 @@ __all__ = [
     "alloc_for_spec_decode",
     "apply_custom_logit_processor",
     "apply_fp8_linear",
+    "async_d2h",
     "async_h2d",
     "build_draft_tp_worker",
     "build_grammar_vocab_mask",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_exec, get_spec
 from dflash_sglang.config.width import PLAIN
-from dflash_sglang.verify.tail import load_inputs_once
+from dflash_sglang.graph_inputs import leave_in_place, load_inputs_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +40,7 @@ class Lane(NamedTuple):
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
                 graphs = type(graphs)(runner, attn_backend=attention, speculative_num_draft_tokens=width)
+                leave_in_place(graphs)
         return cls(attention, graphs)
 
     def take(self, runner: ModelRunner) -> None:
@@ -63,6 +64,8 @@ class Widths:
         """Once graphs of the widest blocks, `block_size`, exist. draft_scope: in which the draft is captured."""
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
         self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
+        for lane in self._lanes[block_size]:
+            leave_in_place(lane.graphs)
         self._used = self._widest = block_size
 
     @property

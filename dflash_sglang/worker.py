@@ -38,11 +38,12 @@ from dflash_sglang.scheduling import start_widths, stops
 from dflash_sglang.scheduling.adaptive import AdaptiveWidth
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.scheduling.rehearsal import Rehearsal
+from dflash_sglang.scheduling.step_result import StepResult
 from dflash_sglang.scheduling.width_ranks import width_group
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
-from dflash_sglang.verify.tail import VerifyTail
+from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.widths import Widths
 
@@ -153,7 +154,9 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             self.draft_spec.mask_token_id,
             self._reservation.row_limit,
+            self._acceptor.relay,
             self._acceptor.step,
+            in_place=names_slots_alike(target_runner, self._draft_runner) and not is_imposed(),
         )
         self._proposer = Proposer(
             self._draft_runner,
@@ -203,7 +206,7 @@ class DFlashWorker(BaseSpecWorker):
                 self.width = width
                 widths.use(width)
 
-            rehearsal = Rehearsal(runner, self._reservation, lambda batch: self._step(batch, None, None))
+            rehearsal = Rehearsal(runner, self._reservation, self._rehearse)
             start_widths.measure(policy, runner, rehearsal, use, group)
             self._acceptor.pass_turn()
             widths.use_widest()
@@ -215,6 +218,10 @@ class DFlashWorker(BaseSpecWorker):
             on_host=torch.device(self.device).type == "cpu",
             speaks=get_parallel().tp_rank == 0,
         )
+
+    def _rehearse(self, batch: ScheduleBatch) -> None:
+        self._acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
+        self._step(batch, None, None)
 
     @contextmanager
     def _draft_scope(self) -> Iterator[None]:
@@ -284,7 +291,6 @@ class DFlashWorker(BaseSpecWorker):
 
     def _step(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         """A decode step in blocks of `self.width`."""
-        batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         block = self._blocks.build(batch, self._acceptor.next_turn(), self.width)
         proposals = self._proposer.propose(batch, block)
         verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
@@ -295,7 +301,7 @@ class DFlashWorker(BaseSpecWorker):
         # not committed and overwrites the rest before anything reads it.
         if verified.features is not None:
             self._write_context_kv(verified.features, block.rows.positions, block.loc_plan)
-        return GenerationBatchResult(
+        return StepResult(
             logits_output=verified.forward.logits_output,
             next_token_ids=accepted.target_ids.view(-1),
             accept_lens=accepted.commit_lens,
@@ -305,6 +311,7 @@ class DFlashWorker(BaseSpecWorker):
             speculative_num_draft_tokens=block.size,
             routed_experts_output=verified.forward.routed_experts_output,
             indexer_topk_output=verified.forward.indexer_topk_output,
+            packed=accepted.packed,
         )
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
@@ -321,12 +328,14 @@ class DFlashWorker(BaseSpecWorker):
         features, result.logits_output.hidden_states = result.logits_output.hidden_states, None
         self._verifier.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
         if batch.forward_mode.is_idle():
             # A data-parallel neighbour prefills: the empty target forward above kept its collectives company.
             result.next_draft_input = self._idle_draft_input()
             return result
+        result.next_draft_input = self._draft_input(result.next_token_ids, result.new_seq_lens)
+        self._acceptor.start(batch.req_pool_indices, result.next_draft_input.bonus_tokens, result.new_seq_lens)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
         num_tokens = sum(batch.extend_lens)
         positions, _ = compute_position(
             self.target_worker.model_runner.prefill_attention_backend_str,
@@ -336,7 +345,6 @@ class DFlashWorker(BaseSpecWorker):
         )
         # Before the result is processed: the radix cache may take these slots right after.
         self._write_context_kv(features[:num_tokens], positions, loc_plan)
-        result.next_draft_input = self._draft_input(result.next_token_ids, result.new_seq_lens)
         return result
 
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:

@@ -86,6 +86,10 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.init_memory_pools", before_memory_pools, HookType.BEFORE
     )
+    if "host_lengths" in chosen:
+        HookRegistry.register(
+            "sglang.srt.managers.scheduler.Scheduler.init_model_worker", _void_what_is_gathered, HookType.BEFORE
+        )
 
 
 def _oracle(worker: type) -> None:
@@ -114,11 +118,28 @@ def _oracle(worker: type) -> None:
     Proposer.propose = with_oracle
 
 
+def _host_lengths(worker: Any) -> None:
+    """Attention that takes its lengths from the host, as FlashInfer's does."""
+    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+
+    TorchCpuAttention.needs_cpu_seq_lens = True
+
+
+def _void_what_is_gathered(scheduler: Any) -> None:
+    """SGLang's check under SGLANG_IS_IN_CI, which is read when its module is imported."""
+    from sglang.srt.managers import overlap_utils
+
+    overlap_utils._DEBUG_ASSERT = True
+    check = overlap_utils._assert_nonneg_and_invalidate
+    overlap_utils._assert_nonneg_and_invalidate = check._torchdynamo_orig_callable  # compiling takes long
+
+
 def _poison(worker: Any) -> None:
     decode = worker._decode
 
     def then_poison(self: Any, batch: Any, *args: Any) -> Any:
-        seq_lens, requests = batch.seq_lens.clone(), batch.req_pool_indices.clone()
+        requests = batch.req_pool_indices.clone()
+        seq_lens = self._acceptor.relay.new_seq_lens[requests]
         result = decode(self, batch, *args)
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
         for request, old, new in zip(
@@ -232,7 +253,8 @@ def _sentinels(worker: Any) -> None:
         if batch.forward_mode.is_extend():
             own = batch.out_cache_loc.clone()
         else:
-            start = batch.seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
+            seq_lens = self._acceptor.relay.new_seq_lens[batch.req_pool_indices]
+            start = seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
             columns = start[:, None] + torch.arange(self.block_size)
             own = table[batch.req_pool_indices.long()[:, None], columns]
         slots = own.flatten().long()
@@ -322,6 +344,7 @@ _HOOKS = {
     "blindfold": _blindfold,
     "proposals": _proposals,
     "oracle": _oracle,
+    "host_lengths": _host_lengths,
     "poison": _poison,
     "features": _features,
     "sentinels": _sentinels,

@@ -30,6 +30,7 @@ NEW_TOKENS = 60
 BLOCK = 16
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
+    "lengths_on_the_host": dict(hooks="host_lengths"),
     "recorded_graphs_of_random_widths": dict(graphs=True, hooks="widths", env={CONFIG_ENV: '{"width": {}}'}),
     "recorded_graphs": dict(graphs=True, max_total_tokens=6400, hooks="sentinels"),
     "synchronous_pages_of_16_chunked": dict(
