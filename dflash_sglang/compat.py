@@ -38,7 +38,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, mamba_track_grid
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec, mamba_track_grid
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -125,6 +125,7 @@ __all__ = [
     "get_dp_tp_group",
     "get_exec",
     "get_parallel",
+    "get_schedule",
     "get_spec",
     "get_tp_group",
     "is_pin_memory_available",

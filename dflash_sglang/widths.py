@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.flash3 import spare_launches
@@ -78,17 +79,20 @@ class Widths:
         Blocks of one token have no draft forward."""
         sizes = captured_sizes(self._target) if sizes is None else sizes
         for width in widths:
-            if width in self._lanes:
-                continue
-            target = Lane.built(self._target, width, sizes)
-            load_inputs_once(target.graphs)
-            draft = Lane.present(self._draft)
-            if width > 1:
-                self._model.serve_blocks_of(width)
-                with self._draft_scope():
-                    draft = Lane.built(self._draft, width, sizes)
-            self._lanes[width] = target, draft
+            if width not in self._lanes:
+                with _heap_left_alone() if sizes else nullcontext():
+                    self._lanes[width] = self._built(width, sizes)
         self._model.serve_blocks_of(self._used)
+
+    def _built(self, width: int, sizes: Sequence[int]) -> tuple[Lane, Lane]:
+        """The target's and the draft's."""
+        target = Lane.built(self._target, width, sizes)
+        load_inputs_once(target.graphs)
+        if width == 1:
+            return target, Lane.present(self._draft)
+        self._model.serve_blocks_of(width)
+        with self._draft_scope():
+            return target, Lane.built(self._draft, width, sizes)
 
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
         """Adds one width after the other, the most useful first, as long as the next one should leave `reserve` of
@@ -139,6 +143,19 @@ def _captured_at(sizes: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         config.bs = usual
+
+
+@contextmanager
+def _heap_left_alone() -> Iterator[None]:
+    """SGLang collects garbage before and after the captures of a runner, each time among all objects of the
+    process, which takes a second: meanwhile among new ones alone."""
+    gc.freeze()
+    try:
+        with get_exec().graph.override(enable_cudagraph_gc=True):  # else SGLang unfreezes after a capture
+            yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
 
 
 def by_use(widths: Iterable[int], served: int) -> list[int]:

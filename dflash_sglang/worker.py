@@ -34,7 +34,7 @@ from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.updates import DraftWeightUpdater, TargetWeightUpdater
 from dflash_sglang.observability import memory_line, startup_line
-from dflash_sglang.scheduling import start_widths, stops
+from dflash_sglang.scheduling import first_requests, start_widths, stops
 from dflash_sglang.scheduling.adaptive import AdaptiveWidth
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.scheduling.rehearsal import Rehearsal
@@ -200,16 +200,26 @@ class DFlashWorker(BaseSpecWorker):
         self._verifier.after_capture(kinds)
         group = width_group(runner.server_args.nnodes)
         policy = start_widths.policy_of(config, runner, block, group)
-        if config.fixed is None:
+        rehearsal = Rehearsal(
+            runner,
+            self._reservation,
+            decode=self._rehearsed_step,
+            prefill=lambda batch: self._extend(batch, None),
+        )
 
-            def use(width: int) -> None:
-                self.width = width
-                widths.use(width)
+        def use(width: int) -> None:
+            self.width = width
+            widths.use(width)
 
-            rehearsal = Rehearsal(runner, self._reservation, self._rehearse)
-            start_widths.measure(policy, runner, rehearsal, use, group)
-            self._acceptor.pass_turn()
+        def rehearse() -> None:
             widths.use_widest()
+            first_requests.rehearse(runner, rehearsal, policy.widths, use)
+            widths.use_widest()
+
+        if config.fixed is None:
+            start_widths.measure(policy, runner, rehearsal, use, group)
+            widths.use_widest()
+        self._rehearse = rehearse
         self.width = policy.widths[-1]
         self._widths = AdaptiveWidth(
             policy,
@@ -219,9 +229,17 @@ class DFlashWorker(BaseSpecWorker):
             speaks=get_parallel().tp_rank == 0,
         )
 
-    def _rehearse(self, batch: ScheduleBatch) -> None:
+    def _rehearsed_step(self, batch: ScheduleBatch) -> None:
         self._acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
         self._step(batch, None, None)
+
+    def prewarm_sampling(self) -> Any:
+        """Last of start-up, on the stream that forwards run on."""
+        result = super().prewarm_sampling()
+        self._rehearse()
+        self._acceptor.forget_steps()
+        self._verifier.forget_steps()
+        return result
 
     @contextmanager
     def _draft_scope(self) -> Iterator[None]:
@@ -320,6 +338,10 @@ class DFlashWorker(BaseSpecWorker):
         if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
             # A mixed batch samples for decoding requests too: their grammars must know the last step's tokens.
             grammar_barrier()
+        return self._extend(batch, on_publish)
+
+    def _extend(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+        """The target's prefill and the context KV of its tokens."""
         self._verifier.before_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True

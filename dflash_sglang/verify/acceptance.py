@@ -17,6 +17,7 @@ from dflash_sglang.verify.simulate import forced_acceptance
 
 # Overlap scheduling copies an outcome to the host while the next step runs, and waits before the one after.
 _PLACES = 4
+_COIN_SEED = 0  # the same on all ranks
 _NOBODYS = _PLACES  # where a rank without requests writes
 
 
@@ -62,7 +63,7 @@ class Acceptor:
         self._most = torch.full((max_requests,), block_size, dtype=torch.int32, device=device)
         self._most_on_host = np.full(max_requests, block_size)
         self._turn = Turn(0, 0)
-        self._coins = random.Random(0)  # the same on all ranks
+        self._coins = random.Random(_COIN_SEED)
         self._future_relay = FutureRelayBuffers(req_pool_size=max_requests, device=device)
         offer_future_relay_buffers(self._future_relay)
         self.relay = Relay(self._future_relay.new_seq_lens, self._future_relay.output_tokens)
@@ -87,6 +88,11 @@ class Acceptor:
         if self._future_relay.adopted:
             self._future_relay.published_seq_lens = seq_lens
             self._future_relay.published_bonus = last_tokens
+
+    def forget_steps(self) -> None:
+        """Steps draw coins from the first on, as if there had been none."""
+        self._coins.seed(_COIN_SEED)
+        self.pass_turn()
 
     def accept(
         self,

@@ -85,6 +85,10 @@ class Verifier:
         for kind in proposals:
             self._sampler.warm_up(kind)
 
+    def forget_steps(self) -> None:
+        """Sampled steps draw random numbers from the first on, as if there had been none."""
+        self._sampler.forget_steps()
+
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
         self._penalties.begin(batch)
