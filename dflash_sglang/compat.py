@@ -18,6 +18,7 @@ from sglang.srt.layers.logits_processor import (
     should_apply_lm_head_quant_method,
 )
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear, cutlass_fp8_supported
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
@@ -37,7 +38,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec, mamba_track_grid
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec, mamba_track_grid
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -61,6 +62,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_tp_context,
 )
 from sglang.srt.utils.common import (
+    async_d2h,
     async_h2d,
     get_available_gpu_memory,
     is_pin_memory_available,
@@ -106,6 +108,8 @@ __all__ = [
     "WeightsMapper",
     "alloc_for_spec_decode",
     "apply_custom_logit_processor",
+    "apply_fp8_linear",
+    "async_d2h",
     "async_h2d",
     "build_draft_tp_worker",
     "build_grammar_vocab_mask",
@@ -113,6 +117,7 @@ __all__ = [
     "commit_mamba_states_after_verify",
     "compute_position",
     "compute_spec_logprobs",
+    "cutlass_fp8_supported",
     "draft_pp_context",
     "draft_tp_context",
     "enable_num_token_non_padded",
@@ -122,6 +127,7 @@ __all__ = [
     "get_dp_tp_group",
     "get_exec",
     "get_parallel",
+    "get_schedule",
     "get_spec",
     "get_tp_group",
     "is_pin_memory_available",

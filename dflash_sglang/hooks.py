@@ -89,11 +89,15 @@ def _hook_scheduler() -> None:
     hooks = {
         f"{state}.SchedulerInternalStateController.get_internal_state": get_internal_state,
         "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
+        "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
+        "sglang.srt.managers.overlap_utils.resolve_forward_inputs": resolve_forward_inputs,
     }
     for target, hook in hooks.items():
         pkgutil.resolve_name(target)  # SGLang would only log a target that does not exist
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
+    # SGLANG_IS_IN_CI has SGLang void what it has gathered from the relay; a decode step reads it once more.
+    pkgutil.resolve_name("sglang.srt.managers.overlap_utils")._DEBUG_ASSERT = False
 
 
 def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
@@ -104,6 +108,26 @@ def get_internal_state(original: Callable[..., Any], controller: Any, request: A
     if metrics is not None:
         output.internal_state["dflash_width"] = metrics()
     return output
+
+
+def resolve_seq_lens_cpu(original: Callable[..., None], future_map: Any, batch: Any, **kwargs: Any) -> None:
+    """AROUND FutureMap.resolve_seq_lens_cpu: a decode step finds the lengths in the relay by itself.
+
+    So they are gathered only where an attention backend wants them on the host; `batch.seq_lens` is of an earlier
+    step until the blocks are built.
+    """
+    if future_map.needs_cpu_seq_lens or not batch.forward_mode.is_decode():
+        original(future_map, batch, **kwargs)
+        return
+    if future_map.publish_ready is not None:
+        future_map.publish_ready.wait()  # as SGLang's own does: the scheduler's stream is behind the last step
+    batch.seq_lens_cpu = batch.seq_lens_sum = None
+
+
+def resolve_forward_inputs(original: Callable[..., None], batch: Any, future_map: Any) -> None:
+    """AROUND resolve_forward_inputs: a decode step finds the last tokens in the relay by itself."""
+    if not batch.forward_mode.is_decode():
+        original(batch, future_map)
 
 
 def _served_by_built_in(server_args: Any) -> Foreign | None:

@@ -11,7 +11,7 @@ from dflash_sglang.drafting.window import is_imposed
 if TYPE_CHECKING:
     from torch import nn
 
-    from dflash_sglang.models.hot_rows import HotRows
+    from dflash_sglang.models.head_form import HeadCopy
     from dflash_sglang.worker import DFlashWorker
 
 GB = 1 << 30
@@ -34,6 +34,7 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
         "draft_attention": draft_backend,
         "draft_quantization": spec.quantization or "none",
         "context_kv": worker.context_kv_decision,
+        "head": _head(worker),
     }
     context = worker.target_worker.model_runner.model_config.context_len
     if context > spec.max_position_embeddings:
@@ -41,8 +42,6 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     if is_imposed():
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
-    if get_spec().speculative_token_map is not None:
-        decisions["head"] = f"{worker.proposed_tokens} tokens ({get_spec().speculative_token_map})"
     if spec.dflash2 is not None:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
@@ -53,13 +52,20 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     )
 
 
-def memory_line(runner: Any, model: nn.Module, hot_rows: HotRows | None) -> str:
+def _head(worker: DFlashWorker) -> str:
+    """The form of the head's weights and, with a token map, how many tokens it has."""
+    path = get_spec().speculative_token_map
+    tokens = "" if path is None else f"{worker.proposed_tokens} tokens ({path}), "
+    return tokens + worker.head_decision
+
+
+def memory_line(runner: Any, model: nn.Module, head_copy: HeadCopy | None) -> str:
     """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
 
     Weights are those it does not borrow, KV its own pool, graphs what SGLang saw their capture take.
     """
     # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
-    tensors = [*model.parameters(), *model.buffers(), *([] if hot_rows is None else [hot_rows.weight])]
+    tensors = [*model.parameters(), *model.buffers(), *(() if head_copy is None else head_copy.tensors)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     pool = runner.token_to_kv_pool
     kv = sum(pool.get_kv_size_bytes())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import gc
 import math
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_sglang.attention.shared_schedule import share_schedule
+from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_exec, get_spec
 from dflash_sglang.config.width import PLAIN
-from dflash_sglang.verify.tail import load_inputs_once
+from dflash_sglang.graph_inputs import leave_in_place, load_inputs_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,11 +39,12 @@ class Lane(NamedTuple):
         with get_spec().override(speculative_num_draft_tokens=width), _captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
             runner.init_new_workspace = shared
-            share_schedule(attention)
+            spare_launches(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
                 kind = _by_tokens(type(graphs)) if by_tokens else type(graphs)
                 graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
+                leave_in_place(graphs)
         return cls(attention, graphs)
 
     def take(self, runner: ModelRunner) -> None:
@@ -75,6 +77,8 @@ class Widths:
         """Once graphs of the widest blocks, `block_size`, exist. draft_scope: in which the draft is captured."""
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
         self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
+        for lane in self._lanes[block_size]:
+            leave_in_place(lane.graphs)
         self._used = self._widest = block_size
         self._parts: Lane | None = None
         self._in_parts = False
@@ -89,17 +93,20 @@ class Widths:
         Blocks of one token have no draft forward."""
         sizes = captured_sizes(self._target) if sizes is None else sizes
         for width in widths:
-            if width in self._lanes:
-                continue
-            target = Lane.built(self._target, width, sizes)
-            load_inputs_once(target.graphs)
-            draft = Lane.present(self._draft)
-            if width > 1:
-                self._model.serve_blocks_of(width)
-                with self._draft_scope():
-                    draft = Lane.built(self._draft, width, sizes)
-            self._lanes[width] = target, draft
+            if width not in self._lanes:
+                with _heap_left_alone() if sizes else nullcontext():
+                    self._lanes[width] = self._built(width, sizes)
         self._model.serve_blocks_of(self._used)
+
+    def _built(self, width: int, sizes: Sequence[int]) -> tuple[Lane, Lane]:
+        """The target's and the draft's."""
+        target = Lane.built(self._target, width, sizes)
+        load_inputs_once(target.graphs)
+        if width == 1:
+            return target, Lane.present(self._draft)
+        self._model.serve_blocks_of(width)
+        with self._draft_scope():
+            return target, Lane.built(self._draft, width, sizes)
 
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
         """Adds one width after the other, the most useful first, as long as the next one should leave `reserve` of
@@ -180,6 +187,19 @@ def _captured_at(sizes: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         config.bs = usual
+
+
+@contextmanager
+def _heap_left_alone() -> Iterator[None]:
+    """SGLang collects garbage before and after the captures of a runner, each time among all objects of the
+    process, which takes a second: meanwhile among new ones alone."""
+    gc.freeze()
+    try:
+        with get_exec().graph.override(enable_cudagraph_gc=True):  # else SGLang unfreezes after a capture
+            yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
 
 
 def by_use(widths: Iterable[int], served: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.attention.shared_schedule import share_schedule
+from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.capture import ensure_capture
 from dflash_sglang.checkpoint import draft_config
 from dflash_sglang.compat import (
@@ -35,15 +35,16 @@ from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.models.updates import DraftWeightUpdater, TargetWeightUpdater
 from dflash_sglang.observability import memory_line, startup_line
-from dflash_sglang.scheduling import start_widths, stops
+from dflash_sglang.scheduling import first_requests, start_widths, stops
 from dflash_sglang.scheduling.adaptive import AdaptiveWidth
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.scheduling.rehearsal import Rehearsal
+from dflash_sglang.scheduling.step_result import StepResult
 from dflash_sglang.scheduling.width_ranks import width_group
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
-from dflash_sglang.verify.tail import VerifyTail
+from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.widths import Widths
 
@@ -105,17 +106,22 @@ class DFlashWorker(BaseSpecWorker):
 
         path = get_spec().speculative_token_map
         self._token_map = None if path is None else read_token_map(path)
-        self._hot_rows = self._draft_model.bind_target(
-            target_model, self.draft_parallel_layout.attn_tp_size, self._token_map
-        )
-        if self._hot_rows is not None:
-            target_runner.weight_updater = TargetWeightUpdater(
-                target_runner.weight_updater, self._hot_rows.refresh
-            )
         self._config = PluginConfig.from_env()
+        borrowed = self._draft_model.bind_target(
+            target_model, self.draft_parallel_layout.attn_tp_size, self._token_map, self._config.draft_head
+        )
+        self._head_copy, self.head_decision = borrowed.head_copy, borrowed.head_form
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
+        of_draft = [self._context_kv.refresh]
+        if self._head_copy is not None:
+            if self._draft_model.has_own_head:
+                of_draft.append(self._head_copy.refresh)
+            else:
+                target_runner.weight_updater = TargetWeightUpdater(
+                    target_runner.weight_updater, self._head_copy.refresh
+                )
         self._draft_runner.weight_updater = DraftWeightUpdater(
-            self._draft_runner.weight_updater, self._draft_model, self._context_kv
+            self._draft_runner.weight_updater, self._draft_model, of_draft
         )
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self, bundle.resolved_attention_backend))
@@ -151,7 +157,9 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             self.draft_spec.mask_token_id,
             self._reservation.row_limit,
+            self._acceptor.relay,
             self._acceptor.step,
+            in_place=names_slots_alike(target_runner, self._draft_runner) and not is_imposed(),
         )
         self._proposer = Proposer(
             self._draft_runner,
@@ -176,14 +184,14 @@ class DFlashWorker(BaseSpecWorker):
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             self._draft_worker.init_attention_backends()
         for backend in self.spec_v2_attn_backends:
-            share_schedule(backend)
+            spare_launches(backend)
         self._verifier.bind_attention_backends()
 
     def init_cuda_graphs(self) -> None:
         with self._draft_scope():
             self._draft_worker.init_cuda_graphs()
         self._start_widths()
-        logger.info(memory_line(self._draft_runner, self._draft_model, self._hot_rows))
+        logger.info(memory_line(self._draft_runner, self._draft_model, self._head_copy))
 
     def _start_widths(self) -> None:
         """Graphs of the widths that steps are to choose from, and what compiles or is measured at each of them."""
@@ -197,22 +205,31 @@ class DFlashWorker(BaseSpecWorker):
         kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
         self._verifier.after_capture(kinds)
         policy = start_widths.policy_of(config, runner, block, group, widths)
-        if config.fixed is None:
-            one_of_each = False
+        one_of_each = False
 
-            def use(width: int, one: bool) -> None:
-                nonlocal one_of_each
-                self.width, one_of_each = width, one
-                widths.use(width, in_parts=one)
+        def use(width: int, one: bool = False) -> None:
+            nonlocal one_of_each
+            self.width, one_of_each = width, one
+            widths.use(width, in_parts=one)
 
-            def step(batch: ScheduleBatch) -> None:
-                shares = policy.ragged.least(len(batch.reqs)) if policy.ragged and one_of_each else None
-                self._step(batch, None, None, shares)
+        def step(batch: ScheduleBatch) -> None:
+            shares = policy.ragged.least(len(batch.reqs)) if policy.ragged and one_of_each else None
+            self._acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
+            self._step(batch, None, None, shares)
 
-            rehearsal = Rehearsal(runner, self._reservation, step)
-            start_widths.measure(policy, runner, rehearsal, use, group)
-            self._acceptor.pass_turn()
+        rehearsal = Rehearsal(
+            runner, self._reservation, decode=step, prefill=lambda batch: self._extend(batch, None)
+        )
+
+        def rehearse() -> None:
             widths.use_widest()
+            first_requests.rehearse(runner, rehearsal, policy.widths, use)
+            widths.use_widest()
+
+        if config.fixed is None:
+            start_widths.measure(policy, runner, rehearsal, use, group)
+            widths.use_widest()
+        self._rehearse = rehearse
         self.width = policy.widths[-1]
         self._widths = AdaptiveWidth(
             policy,
@@ -221,6 +238,14 @@ class DFlashWorker(BaseSpecWorker):
             on_host=torch.device(self.device).type == "cpu",
             speaks=get_parallel().tp_rank == 0,
         )
+
+    def prewarm_sampling(self) -> Any:
+        """Last of start-up, on the stream that forwards run on."""
+        result = super().prewarm_sampling()
+        self._rehearse()
+        self._acceptor.forget_steps()
+        self._verifier.forget_steps()
+        return result
 
     @contextmanager
     def _draft_scope(self) -> Iterator[None]:
@@ -293,7 +318,6 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, shares: Shares | None = None
     ) -> GenerationBatchResult:
         """A decode step in blocks of `self.width`, of which the target verifies these shares, or all."""
-        batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         block = self._blocks.build(batch, self._acceptor.next_turn(), self.width)
         proposals = self._proposer.propose(batch, block)
         if shares is not None:
@@ -306,7 +330,7 @@ class DFlashWorker(BaseSpecWorker):
         # not committed and overwrites the rest before anything reads it.
         if verified.features is not None:
             self._write_context_kv(verified.features, block.rows.positions, block.loc_plan)
-        return GenerationBatchResult(
+        return StepResult(
             logits_output=verified.forward.logits_output,
             next_token_ids=accepted.target_ids.view(-1),
             accept_lens=accepted.commit_lens,
@@ -316,6 +340,7 @@ class DFlashWorker(BaseSpecWorker):
             speculative_num_draft_tokens=accepted.target_ids.shape[1],
             routed_experts_output=verified.forward.routed_experts_output,
             indexer_topk_output=verified.forward.indexer_topk_output,
+            packed=accepted.packed,
         )
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
@@ -324,6 +349,10 @@ class DFlashWorker(BaseSpecWorker):
         if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
             # A mixed batch samples for decoding requests too: their grammars must know the last step's tokens.
             grammar_barrier()
+        return self._extend(batch, on_publish)
+
+    def _extend(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+        """The target's prefill and the context KV of its tokens."""
         self._verifier.before_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
@@ -332,12 +361,14 @@ class DFlashWorker(BaseSpecWorker):
         features, result.logits_output.hidden_states = result.logits_output.hidden_states, None
         self._verifier.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
         if batch.forward_mode.is_idle():
             # A data-parallel neighbour prefills: the empty target forward above kept its collectives company.
             result.next_draft_input = self._idle_draft_input()
             return result
+        result.next_draft_input = self._draft_input(result.next_token_ids, result.new_seq_lens)
+        self._acceptor.start(batch.req_pool_indices, result.next_draft_input.bonus_tokens, result.new_seq_lens)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
         num_tokens = sum(batch.extend_lens)
         positions, _ = compute_position(
             self.target_worker.model_runner.prefill_attention_backend_str,
@@ -347,7 +378,6 @@ class DFlashWorker(BaseSpecWorker):
         )
         # Before the result is processed: the radix cache may take these slots right after.
         self._write_context_kv(features[:num_tokens], positions, loc_plan)
-        result.next_draft_input = self._draft_input(result.next_token_ids, result.new_seq_lens)
         return result
 
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:

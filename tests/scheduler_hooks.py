@@ -11,7 +11,9 @@ blindfold  before each draft forward, K and V of the context that an imposed win
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
 widths     every decode step's blocks have a width of its own, where the policy is on
 shares     every request has as many verified tokens as is drawn, where a step's are shared out
-rehearsals steps before the first request may change nothing but the padding page; says so in `rehearsed`
+rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
+           number of a later step; says so in `rehearsed`
+firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -24,6 +26,8 @@ import itertools
 import json
 import os
 import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +92,10 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.init_memory_pools", before_memory_pools, HookType.BEFORE
     )
+    if "host_lengths" in chosen:
+        HookRegistry.register(
+            "sglang.srt.managers.scheduler.Scheduler.init_model_worker", _void_what_is_gathered, HookType.BEFORE
+        )
 
 
 def _oracle(worker: type) -> None:
@@ -116,11 +124,28 @@ def _oracle(worker: type) -> None:
     Proposer.propose = with_oracle
 
 
+def _host_lengths(worker: Any) -> None:
+    """Attention that takes its lengths from the host, as FlashInfer's does."""
+    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+
+    TorchCpuAttention.needs_cpu_seq_lens = True
+
+
+def _void_what_is_gathered(scheduler: Any) -> None:
+    """SGLang's check under SGLANG_IS_IN_CI, which is read when its module is imported."""
+    from sglang.srt.managers import overlap_utils
+
+    overlap_utils._DEBUG_ASSERT = True
+    check = overlap_utils._assert_nonneg_and_invalidate
+    overlap_utils._assert_nonneg_and_invalidate = check._torchdynamo_orig_callable  # compiling takes long
+
+
 def _poison(worker: Any) -> None:
     decode = worker._decode
 
     def then_poison(self: Any, batch: Any, *args: Any) -> Any:
-        seq_lens, requests = batch.seq_lens.clone(), batch.req_pool_indices.clone()
+        requests = batch.req_pool_indices.clone()
+        seq_lens = self._acceptor.relay.new_seq_lens[requests]
         result = decode(self, batch, *args)
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
         for request, old, new in zip(
@@ -249,7 +274,8 @@ def _sentinels(worker: Any) -> None:
         if batch.forward_mode.is_extend():
             own = batch.out_cache_loc.clone()
         else:
-            start = batch.seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
+            seq_lens = self._acceptor.relay.new_seq_lens[batch.req_pool_indices]
+            start = seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
             columns = start[:, None] + torch.arange(self.block_size)
             own = table[batch.req_pool_indices.long()[:, None], columns]
         slots = own.flatten().long()
@@ -284,24 +310,95 @@ def _sentinels(worker: Any) -> None:
 def _rehearsals(worker: Any) -> None:
     from dflash_sglang.scheduling.rehearsal import Rehearsal
 
-    seconds, init_cuda_graphs, cells = Rehearsal.seconds, worker.init_cuda_graphs, itertools.count()
+    names = ("seconds", "prefill", "step")
+    ran: dict[str, list[Any]] = {name: [] for name in names}
+    init_cuda_graphs, prewarm_sampling = worker.init_cuda_graphs, worker.prewarm_sampling
+    before: list[torch.Tensor] = []
 
-    def counting(self: Any, *cell: int) -> list[float]:
-        next(cells)
-        return seconds(self, *cell)
+    def counting(name: str) -> Any:
+        rehearse = getattr(Rehearsal, name)
+
+        def counted(self: Any, *arguments: Any) -> Any:
+            ran[name].append(arguments)
+            return rehearse(self, *arguments)
+
+        return counted
+
+    def state(self: Any) -> list[torch.Tensor]:
+        page, requests = self._reservation.page_size, self.target_worker.model_runner.req_to_token_pool
+        tensors = [requests.req_to_token, self._verifier._penalties._counts]
+        tensors += [buffer[page:] for pool in _pools(self) for buffer in _buffers(pool)]
+        if hasattr(requests, "mamba_pool"):
+            states = requests.mamba_pool.mamba_cache
+            tensors += [rows[:, 1:] for rows in (*states.conv, states.temporal)]
+        return tensors
 
     def watched(self: Any) -> None:
-        page = self._reservation.page_size
-        tensors = [self.target_worker.model_runner.req_to_token_pool.req_to_token]
-        tensors += [buffer[page:] for pool in _pools(self) for buffer in _buffers(pool)]
-        before = [tensor.clone() for tensor in tensors]
+        before.extend(tensor.clone() for tensor in state(self))
         init_cuda_graphs(self)
-        for number, (tensor, old) in enumerate(zip(tensors, before, strict=True)):
-            assert torch.equal(tensor, old), f"tensor {number} of {len(tensors)} has changed"
-        table = self._widths._policy.step_times.table().tolist()
-        (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([next(cells), table]))
 
-    Rehearsal.seconds, worker.init_cuda_graphs = counting, watched
+    def compared(self: Any) -> Any:
+        random_state, coins = torch.get_rng_state(), random.Random(0).getstate()
+        policy = self._widths._policy
+        told = json.dumps([policy.metrics.snapshot(), policy.step_times.table().tolist()])
+        width = self.width
+        result = prewarm_sampling(self)
+        for number, (tensor, old) in enumerate(zip(state(self), before, strict=True)):
+            assert torch.equal(tensor, old), f"tensor {number} of {len(before)} has changed"
+        assert torch.equal(torch.get_rng_state(), random_state), "random numbers were drawn"
+        assert self._acceptor._coins.getstate() == coins, "coins were drawn"
+        assert self._acceptor.step[0] == 4, "the next outcome of nobody is somebody's"
+        assert told == json.dumps([policy.metrics.snapshot(), policy.step_times.table().tolist()])
+        assert self.width == width and not self._widths._steps
+        table = policy.step_times.table().tolist()
+        ran["prefill"] = [[tokens, dict(sampling)] for tokens, sampling in ran["prefill"]]
+        ran["step"] = [[context, dict(sampling)] for context, sampling in ran["step"]]
+        (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([ran, table]))
+        return result
+
+    for name in names:
+        setattr(Rehearsal, name, counting(name))
+    worker.init_cuda_graphs, worker.prewarm_sampling = watched, compared
+
+
+def _firsts(worker: Any) -> None:
+    forward, prewarm_sampling = worker.forward_batch_generation, worker.prewarm_sampling
+    there: list[set[Any]] = []
+
+    def now(self: Any) -> list[set[Any]]:
+        modules = {name for name in sys.modules if name.startswith("dflash_sglang")}
+        return [modules, set(_own_buffers(self))]
+
+    def prewarmed(self: Any) -> Any:
+        result = prewarm_sampling(self)
+        there[:] = now(self)
+        return result
+
+    def watched(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = batch.forward_mode.name
+        result = forward(self, batch, *args, **kwargs)
+        modules, buffers = (list(after - before) for after, before in zip(now(self), there, strict=True))
+        with (Path(os.environ[RECORDS_ENV]) / "firsts.jsonl").open("a") as file:
+            file.write(json.dumps([mode, modules, buffers]) + "\n")
+        return result
+
+    worker.prewarm_sampling, worker.forward_batch_generation = prewarmed, watched
+
+
+def _own_buffers(owner: Any) -> Iterator[tuple[str, int]]:
+    """(where, bytes) of the tensors that this package's objects hold, at any depth."""
+    seen, found = set(), [("worker", owner)]
+    while found:
+        where, thing = found.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            yield where, thing.untyped_storage().nbytes()
+        elif isinstance(thing, list | tuple):
+            found += [(f"{where}[{i}]", item) for i, item in enumerate(thing)]
+        elif type(thing).__module__.startswith("dflash_sglang") and hasattr(thing, "__dict__"):
+            found += [(f"{where}.{name}", value) for name, value in vars(thing).items()]
 
 
 def _seeds(worker: type) -> None:
@@ -332,6 +429,7 @@ def _pools(worker: Any) -> list[Any]:
 
 
 def _buffers(pool: Any) -> list[torch.Tensor]:
+    pool = getattr(pool, "full_kv_pool", pool)  # of a recurrent target
     return [*pool.k_buffer, *pool.v_buffer]
 
 
@@ -339,11 +437,13 @@ _HOOKS = {
     "blindfold": _blindfold,
     "proposals": _proposals,
     "oracle": _oracle,
+    "host_lengths": _host_lengths,
     "poison": _poison,
     "features": _features,
     "sentinels": _sentinels,
     "widths": _widths,
     "shares": _shares,
     "rehearsals": _rehearsals,
+    "firsts": _firsts,
     "seeds": _seeds,
 }

@@ -229,6 +229,8 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         WidthConfig(per_request=True),
     ]
     assert PluginConfig().width == WidthConfig()
+    heads = [PluginConfig.from_mapping(settings).draft_head for settings in ({}, {"draft_head": "as_is"})]
+    assert heads == ["auto", "as_is"]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +238,7 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
     [
         ('{"context_kvs": "auto"}', "unknown key 'context_kvs'. Known keys: context_kv"),
         ('{"context_kv": "fast"}', "context_kv='fast'.*expected one of auto, stacked, per_layer"),
+        ('{"draft_head": "int8"}', "draft_head='int8'.*expected one of auto, as_is, fp8"),
         ('{"context_kv": 1}', r"context_kv=1 \(int\)"),
         ('{"context_kv": ["auto"]}', r"context_kv=\['auto'\] \(list\)"),
         ('{"simulated_acceptance": []}', r"simulated_acceptance=\[\]: expected a list of probabilities"),

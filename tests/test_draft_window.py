@@ -18,7 +18,7 @@ from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.validation import ServingFacts, window_problems
-from tests import scheduler_hooks
+from tests import recorded_graphs, scheduler_hooks
 from tests import sglang_layers as layers
 from tests.engines import greedy_params, serve
 from tests.kernels.test_window_rows import seen_columns
@@ -143,12 +143,14 @@ def generate(server: Server) -> list[dict[str, Any]]:
     return server.generate(input_ids=PROMPTS, sampling_params=greedy_params(NEW_TOKENS))
 
 
-def windowed(directory: Path, any_width: bool = False, **arguments: Any) -> list[dict[str, Any]]:
+def windowed(
+    directory: Path, any_width: bool = False, graphs: bool = False, **arguments: Any
+) -> list[dict[str, Any]]:
     """Answers of a server whose draft would read NaN outside of its window; any_width: each step has one of its
-    own."""
+    own; graphs: recorded ones."""
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory),
+        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
         scheduler_hooks.HOOKS_ENV: "blindfold,widths" if any_width else "blindfold",
         **({CONFIG_ENV: '{"width": {}}'} if any_width else {}),
         **arguments.pop("environment", {}),
@@ -176,10 +178,17 @@ def plain() -> list[list[int]]:
     [
         dict(speculative_draft_window_size=48),
         dict(speculative_draft_window_size=48, any_width=True),
+        dict(speculative_draft_window_size=48, graphs=True),
         dict(speculative_draft_window_size=128, speculative_draft_sink_size=5, page_size=16),
         dict(speculative_draft_window_size=100, page_size=64, disable_overlap_schedule=True),
     ],
-    ids=["48", "48, blocks of any width", "128 and sinks, pages of 16", "100, pages of 64, synchronous"],
+    ids=[
+        "48",
+        "48, blocks of any width",
+        "48, in recorded graphs",
+        "128 and sinks, pages of 16",
+        "100, pages of 64, synchronous",
+    ],
 )
 def test_a_windowed_draft_reads_nothing_outside_and_the_output_is_plain_decodings(plain, tmp_path, arguments):
     assert [answer["output_ids"] for answer in windowed(tmp_path, **arguments)] == plain

@@ -16,6 +16,7 @@ SLOTS = 200_000
 
 def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(tmp_path: Path) -> None:
     from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.fp8_head import Fp8Head
     from dflash_sglang.models.hot_rows import HotRows
     from dflash_sglang.observability import GB, memory_line
 
@@ -24,11 +25,14 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     ContextKV(model)  # stacks K and V rows: the layers' weights become slices
     pool = layers.make_pool(model, slots=SLOTS)
     runner = SimpleNamespace(token_to_kv_pool=pool, graph_memory_usage={"target_verify": 0.25, "decode": 0.5})
-    hot_rows = HotRows(nn.Linear(512, 5000, bias=False), torch.arange(3000))
-    line = memory_line(runner, model, hot_rows)
+    head, kept = nn.Linear(512, 5000, bias=False), torch.arange(3000)
+    line = memory_line(runner, model, HotRows(head, kept))
+    in_fp8 = memory_line(runner, model, Fp8Head(head, kept))
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     weights, kv = (float(part.split()[0]) for part in (line.partition("weights ")[2], line.partition("KV ")[2]))
     assert abs(weights - (held + 3000 * 512 * 4) / GB) < 0.002  # and tables of positions
+    saved = weights - float(in_fp8.partition("weights ")[2].split()[0])
+    assert abs(saved - 3000 * 512 * 3 / GB) < 0.0012
     attention = model.layers[0].self_attn
     per_token = 2 * len(model.layers) * attention.num_kv_heads * attention.head_dim * 4
     assert abs(kv - (SLOTS + 1) * per_token / GB) < 0.0006

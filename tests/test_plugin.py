@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -333,3 +334,25 @@ def test_a_broken_plugin_that_is_not_required_leaves_sglang_running() -> None:
 
 def test_foreign_names_the_field_and_the_reason() -> None:
     assert str(Foreign("--device", "npu", "another device")).startswith("--device='npu': another device. ")
+
+
+@pytest.mark.parametrize(
+    ("mode", "lengths_on_host", "gathers"),
+    [("DECODE", False, []), ("DECODE", True, ["lengths"]), ("EXTEND", False, ["lengths", "tokens"]),
+     ("MIXED", False, ["lengths", "tokens"]), ("IDLE", True, ["lengths", "tokens"])],
+)  # fmt: skip
+def test_sglang_gathers_nothing_for_a_decode_step_but_lengths_that_a_backend_wants_on_the_host(
+    mode, lengths_on_host, gathers
+):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    gathered: list[str] = []
+    waited = mock.Mock()
+    relay = SimpleNamespace(needs_cpu_seq_lens=lengths_on_host, publish_ready=SimpleNamespace(wait=waited))
+    batch = SimpleNamespace(forward_mode=ForwardMode[mode], seq_lens_cpu=[5], seq_lens_sum=5)
+    hooks.resolve_seq_lens_cpu(lambda *_: gathered.append("lengths"), relay, batch)
+    hooks.resolve_forward_inputs(lambda *_: gathered.append("tokens"), batch, relay)
+    assert gathered == gathers
+    left = "lengths" not in gathers
+    assert waited.called == left  # SGLang's own does it, too
+    assert (batch.seq_lens_cpu, batch.seq_lens_sum) == ((None, None) if left else ([5], 5))

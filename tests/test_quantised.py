@@ -171,7 +171,7 @@ def test_an_update_of_a_quantised_draft_reaches_block_and_context_in_the_same_me
     raw, old, new = SCHEMES[scheme].config, drafts.checkpoint(scheme), drafts.checkpoint(scheme, seed=99)
     model = drafts.build(tmp_path / "old", raw, old)
     context = ContextKV(model)
-    updater = DraftWeightUpdater(Updater(model), model, context)
+    updater = DraftWeightUpdater(Updater(model), model, [context.refresh])
     rows, positions = some_rows(256), POSITIONS.to(layers.DEVICE)
 
     def state(of: Any, kv: Any) -> list[Tensor]:

@@ -89,6 +89,7 @@ def test_the_log_names_the_worker_and_its_decisions_in_one_line(served):
         "target_layers=[0, 2, 4]",
         "draft_attention=torch_native",
         "context_kv=stacked",
+        "head=as_is (a CPU has no fp8 GEMM);",
     ):
         assert decision in lines[0]
 

@@ -147,6 +147,7 @@ def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_draft_input_is_filtered_and_merged_with_its_batch(overlap):
+    """Tokens and lengths are the relay's, by the requests' rows; without overlap SGLang names no rows."""
     from dflash_sglang.scheduling.draft_input import DFlashDraftInput
 
     def of(*requests: int) -> DFlashDraftInput:
@@ -158,9 +159,5 @@ def test_a_draft_input_is_filtered_and_merged_with_its_batch(overlap):
     running.nxt_kv_lens_cpu, running.nxt_kv_lens_sum = torch.tensor([5, 6, 7]), 18
     running.filter_batch(torch.tensor([0, 2]), [0, 2])
     running.merge_batch(of(8))
-    if overlap:  # tokens and lengths come from SGLang's relay, by these
-        assert running.future_indices.tolist() == [1, 3, 8]
-    else:
-        assert running.bonus_tokens.tolist() == [101, 103, 108]
-        assert running.new_seq_lens.tolist() == [201, 203, 208]
+    assert (running.future_indices.tolist() == [1, 3, 8]) if overlap else (running.future_indices is None)
     assert running.nxt_kv_lens_cpu is running.nxt_kv_lens_sum is None, "a reservation is of one step's batch"

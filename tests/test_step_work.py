@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_sglang.bench import profile
+from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
-from tests import recorded_graphs, step_work
+from tests import recorded_graphs, step_moves, step_work
 from tests.engines import serve
 from tests.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from tests.step_moves import Moves
 from tests.step_work import Work
 from tests.tiny import make_pair
 
@@ -58,6 +62,33 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
             assert many.operators == one.operators
             assert ("rejection_sample" in one.calls) == (sampling is SAMPLED)
     assert not captured or {replay.requests for replay in recorded_graphs.replays(tmp_path)} >= {1, 16}
+
+
+@pytest.mark.slow
+def test_a_greedy_step_in_graphs_gathers_and_stages_nothing_and_copies_to_the_host_once(tmp_path):
+    target, draft = make_pair(tmp_path)
+    environment = recorded_graphs.recording(tmp_path, "step_moves")
+    with serve(
+        target, draft, environment=environment, max_running_requests=16, min_free_slots_delay=1, random_seed=1
+    ) as server:
+        for requests in (1, 5, 16):
+            ask(server, requests, **GREEDY)
+            assert step_moves.steps(tmp_path, requests)[-1] == Moves(requests, gathers=0, staged=0, to_host=1)
+    assert {replay.role for replay in recorded_graphs.replays(tmp_path)} == {"draft", "target"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_greedy_step_has_at_most_eight_launches_outside_of_its_graphs(tmp_path, requests):
+    graphs = dict(cuda_graph_max_bs_decode=8, max_running_requests=8, min_free_slots_delay=1)
+    with serve(
+        TARGET, DRAFT, environment=DEVICE_ENVIRONMENT, attention_backend="fa3", **graphs, **ON_DEVICE
+    ) as server:
+        ask(server, requests, new_tokens=64, **GREEDY)
+        asked = [{"input_ids": [4 + i, 9, 70 + i]} for i in range(requests)]
+        step = profile.take_apart(server, "ours", asked, tmp_path, Progress(sys.stdout))
+    assert step["kernels"]["draft"] > 10 and step["kernels"]["outside"] <= 8, step["outside_kernels"]
 
 
 @pytest.mark.gpu

@@ -235,9 +235,11 @@ def test_estimates_are_monotone_in_the_width_and_within_their_bounds(
     tokens = committed(estimate, range(16))
     assert tokens[0] == pytest.approx(1)
     assert (tokens >= 1 - 1e-9).all() and (tokens <= np.array(WIDTHS) + 1e-9).all()
-    assert (np.diff(tokens - 1) >= -0.1 * (tokens[1:] - 1)).all()
     parts = [estimate.steps_needed(np.array([slot]), 3) for slot in range(16)]
     assert np.sum(parts, axis=0) == pytest.approx(estimate.steps_needed(np.arange(16), 3))
+    estimate.factor = [1.0] * len(WIDTHS)  # a width's own factor may say that the draft proposes worse at it
+    estimate._tabulate()
+    assert (np.diff(committed(estimate, range(16))) >= -1e-9).all()
 
 
 def test_a_batch_needs_the_steps_in_which_the_tokens_of_each_request_are_committed() -> None:
@@ -377,7 +379,7 @@ def test_widths_follow_the_block() -> None:
     "values, message",
     [
         ([], "width: expected a JSON object, found list"),
-        ({"width": 4}, "unknown key 'width'. Known keys: widths, fixed, margin"),
+        ({"width": 4}, "unknown key 'width'. Known keys: widths, fixed, per_request"),
         ({"widths": []}, r"widths=\[\] \(list\): expected a list of whole numbers"),
         ({"widths": [4, "8"]}, r"widths='8' \(str\): expected whole numbers from 1"),
         ({"fixed": 0}, r"fixed=0 \(int\): expected a whole number from 1 to the draft's block, or 'block'"),

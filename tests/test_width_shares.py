@@ -61,7 +61,7 @@ def test_no_other_shares_cost_less_than_those_of_the_r_that_a_step_costs_besides
     assert cost(lens) == pytest.approx(least, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_shares_use_up_what_there_is_within_the_width_and_what_requests_allow(data: Any) -> None:
     n = data.draw(st.integers(1, 40))

@@ -6,26 +6,16 @@ finds the same schedule again.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-BACKENDS = "sglang.srt.layers.attention.flashattention_backend"  # imports CUDA kernels: there if one is in use
 _WHOLE_CONTEXT = (-1, -1)
 
 
-def share_schedule(backend: Any) -> bool:
-    """Once for each attention backend of blocks, before its graphs are captured. Whether it will be shared: where
-    FlashAttention 3 runs, and SGLang shares schedules itself."""
-    backend = getattr(backend, "full_attn_backend", backend)  # of a target with recurrent layers too
-    module: Any = sys.modules.get(BACKENDS)
-    if module is None or not isinstance(backend, module.FlashAttentionBackend):
-        return False
-    version_3 = backend._get_scheduler_metadata is not None
-    if not version_3 or backend.use_mla or backend._disable_scheduler_metadata_precompute:
-        return False
+def share_schedule(backend: Any, module: Any) -> None:
+    """backend: SGLang's, of FlashAttention 3, from `module`."""
     if not isinstance(module.flash_attn_with_kvcache, SharedSchedules):
         module.flash_attn_with_kvcache = SharedSchedules(
             module.flash_attn_with_kvcache, backend._get_scheduler_metadata
@@ -37,7 +27,6 @@ def share_schedule(backend: Any) -> bool:
         schedules.begin(backend.forward_metadata.cache_seqlens_int32)
 
     backend.init_forward_metadata_in_graph = prepare_and_begin
-    return True
 
 
 class SharedSchedules:

@@ -22,7 +22,7 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 VERIFY, DRAFT, OTHER_GRAPHS, OUTSIDE = "verify", "draft", "other_graphs", "outside"
 GRAPHS = (VERIFY, DRAFT, OTHER_GRAPHS)
 PARTS = (*GRAPHS, OUTSIDE)
-LONGEST = 10  # kernels of a graph that are told by name
+LONGEST = 30  # kernels of a graph that are told by name
 
 
 class TraceError(ValueError):

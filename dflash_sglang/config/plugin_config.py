@@ -16,6 +16,7 @@ CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
+DraftHeadForm = Literal["auto", "as_is", "fp8"]
 Profile = tuple[float, ...]
 ProposalKind = Literal["auto", "argmax", "drawn"]
 
@@ -32,6 +33,10 @@ class PluginConfig:
     "per_layer" (each layer's whole qkv_proj), or "auto" (stacked where the weights allow it, else K and V of
     each layer where its quantisation can be sliced, else per layer).
 
+    ``draft_head``: the weights of the head that proposals come from, the target's or the draft's own: "as_is",
+    "fp8" (a copy for drafting alone, in float8_e4m3fn with a scale per row), or "auto": fp8 on a GPU that has fp8
+    GEMMs, for a head in bfloat16 or float16 that is large enough to gain from it.
+
     ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest tokens), "drawn" (from
     the draft's own distribution, verified against it), or "auto": drawn where a selector makes that a joint
     distribution of the block (DFlash2), argmax where each position has one of its own (a plain draft).
@@ -45,6 +50,7 @@ class PluginConfig:
     """
 
     context_kv: ContextKVForm = "auto"
+    draft_head: DraftHeadForm = "auto"
     proposals: ProposalKind = "auto"
     simulated_acceptance: tuple[Profile, ...] | None = None
     width: WidthConfig = WidthConfig()

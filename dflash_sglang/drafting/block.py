@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from dflash_sglang.graph_inputs import GraphInputs
+from dflash_sglang.kernels.accept import Relay
 from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
 
 if TYPE_CHECKING:
@@ -30,10 +32,11 @@ class Rows(NamedTuple):
 class Block:
     """The blocks of one step, one per request."""
 
-    ids: torch.Tensor  # [bs, block] last committed token + mask tokens: the draft's input
+    ids: torch.Tensor  # [bs, block] last committed token + mask tokens, which the draft's proposals overwrite
     positions: torch.Tensor  # [bs, block]
     slots: torch.Tensor  # [bs, block] as req_to_token names them
     prefix_lens: torch.Tensor  # [bs] committed tokens with KV
+    requests: torch.Tensor  # [bs] rows of req_to_token
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     kv_len_bounds_sum: int
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
@@ -50,15 +53,27 @@ class Block:
 
 
 class BlockBuilder:
-    """Builds the step's `Block` in buffers that keep their place for the life of the worker."""
+    """Builds the step's `Block` in buffers that keep their place for the life of the worker: the inputs of the
+    graphs that draft and verify replay, or its own."""
 
     def __init__(
-        self, target_runner: ModelRunner, block_size: int, mask_token_id: int, row_limit: int, step: torch.Tensor
+        self,
+        target_runner: ModelRunner,
+        block_size: int,
+        mask_token_id: int,
+        row_limit: int,
+        relay: Relay,
+        step: torch.Tensor,
+        in_place: bool,
     ):
-        """block_size: of the widest blocks; step [2]: where the device finds each step's turn."""
+        """block_size: of the widest blocks; relay: where requests stand; step [2]: where the device finds each
+        step's turn; in_place: whether draft and target take the blocks as they are, so that graph inputs which
+        they share have the same contents for both."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._row_limit = row_limit
+        self._relay = relay
+        self._in_place = in_place
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
         max_requests = self._req_to_token.shape[0]
 
@@ -66,18 +81,20 @@ class BlockBuilder:
             return torch.empty(rows, dtype=torch.int64, device=self._req_to_token.device)
 
         rows = max_requests * block_size
-        self._buffers = BlockTensors(buffer(rows), buffer(rows), buffer(rows), buffer(max_requests), step)
-        self._tensors, self._rows = self._views(0, block_size)
+        self._own = GraphInputs(
+            buffer(rows), buffer(rows), buffer(rows), buffer(max_requests), buffer(max_requests)
+        )
+        self._step = step
+        self._tensors, self._rows = self._views(self._own, 0, block_size)
 
     def build(self, batch: ScheduleBatch, turn: Turn, width: int) -> Block:
         """Blocks of `width` for a decode batch whose slots `prepare_for_decode` has reserved."""
         bs = len(batch.reqs)
         if self._tensors.ids.shape != (bs, width):  # views outlive the step: most steps are like the last
-            self._tensors, self._rows = self._views(bs, width)
+            inputs = GraphInputs.of(self._runner, bs) if self._in_place else None
+            self._tensors, self._rows = self._views(inputs or self._own, bs, width)
         tensors = self._tensors
-        sources = BlockSources(
-            batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, self._req_to_token
-        )
+        sources = BlockSources(*self._relay, batch.req_pool_indices, self._req_to_token)
         prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
         if batch.seq_lens_cpu is not None:
             bounds = np.minimum(batch.seq_lens_cpu.numpy() + width, self._row_limit)
@@ -94,8 +111,8 @@ class BlockBuilder:
         )
         return Block(*tensors[:-1], kv_len_bounds, bounds_sum, loc_plan, self._rows)
 
-    def _views(self, bs: int, width: int) -> tuple[BlockTensors, Rows]:
-        *of_rows, prefix_lens, step = self._buffers
+    def _views(self, inputs: GraphInputs, bs: int, width: int) -> tuple[BlockTensors, Rows]:
+        *of_rows, prefix_lens, requests = inputs
         rows = Rows(*(buffer[: bs * width] for buffer in of_rows))
         ids, positions, slots = (tensor.view(bs, width) for tensor in rows)
-        return BlockTensors(ids, positions, slots, prefix_lens[:bs], step), rows
+        return BlockTensors(ids, positions, slots, prefix_lens[:bs], requests[:bs], self._step), rows

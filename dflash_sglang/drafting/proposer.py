@@ -35,8 +35,8 @@ class Proposer:
     """One draft forward per step; its graph ends with the head and its likeliest tokens, or the likeliest walk of
     the draft's selector.
 
-    `tokens` of a step live in one buffer, row b = last committed token + proposals of request b, whether a
-    graph or the eager forward wrote them. Blocks of one token have no proposals, and no draft forward.
+    Proposals overwrite the mask tokens of the ids that the forward read: a graph's input, or the block's. Blocks
+    of one token have no proposals, and no draft forward.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Proposer:
         self._layout = parallel_layout
         self._window = window
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
-        self._tokens = torch.zeros(max_requests * block_size, dtype=torch.int64, device=runner.device)
         self._ones = torch.ones(max_requests * block_size, dtype=torch.float32, device=runner.device)
         self._drawn = drawn
         self._source: HeadProposals | SelectorProposals
@@ -82,9 +81,11 @@ class Proposer:
         self._expect_rows(batch, width)
         with torch.inference_mode(), draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
-            if not out.can_run_graph or self._all_rows is not None:
-                self._write_tokens(block.ids, out.logits_output.hidden_states)
-        tokens = self._tokens_of(bs, width)
+            if out.can_run_graph and self._all_rows is None:
+                tokens = self._runner.decode_cuda_graph_runner.buffers.input_ids[: bs * width].view(bs, width)
+            else:
+                tokens = block.ids
+                self._write_proposals(tokens, out.logits_output.hidden_states)
         info = batch.sampling_info
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
             if self._source.ranks_may_part:
@@ -102,7 +103,7 @@ class Proposer:
         """One request's proposals of each kind that sampled steps of a width get, for what compiles before."""
         if width == 1:  # sampled as without speculation
             return []
-        tokens = self._tokens_of(1, width)
+        tokens = torch.zeros((1, width), dtype=torch.int64, device=self._runner.device)
         kinds = [self._certain(tokens)]
         if self._drawn:
             temperature = torch.ones(1, dtype=torch.float32, device=tokens.device)
@@ -134,22 +135,16 @@ class Proposer:
         if self._all_rows is not None:
             self._all_rows.expect(max(batch.global_num_tokens) * (width - 1))
 
-    def _tokens_of(self, bs: int, width: int) -> torch.Tensor:
-        return self._tokens[: bs * width].view(bs, width)
-
     def _capture_tail(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """SGLang's capture hook: the last nodes of the draft graph."""
         del runner
         ids = forward_batch.input_ids[:num_tokens].view(forward_batch.batch_size, -1)
-        self._write_tokens(ids, out.hidden_states)
+        self._write_proposals(ids, out.hidden_states)
 
-    def _write_tokens(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """ids [bs, block], hidden_states [bs * block (+ padding), hidden]."""
-        bs, block_size = ids.shape
-        rows = hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:]
-        tokens = self._tokens_of(bs, block_size)
-        tokens[:, 0] = ids[:, 0]
-        self._source.write(rows, tokens)
+    def _write_proposals(self, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Over the mask tokens of `tokens` [bs, block]; hidden_states [bs * block (+ padding), hidden]."""
+        bs, block_size = tokens.shape
+        self._source.write(hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:], tokens)
 
     def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
         num_tokens = block.ids.numel()
@@ -157,7 +152,7 @@ class Proposer:
         seen: Block | Seen = block
         loc_plan = block.loc_plan
         if self._window is not None:
-            seen = self._window.cut(batch.req_pool_indices, block)
+            seen = self._window.cut(block.requests, block)
             loc_plan = loc_plan.reads_from(
                 translator,
                 seq_lens=seen.prefix_lens,
@@ -168,7 +163,7 @@ class Proposer:
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=block.batch_size,
             input_ids=block.rows.ids,
-            req_pool_indices=batch.req_pool_indices,
+            req_pool_indices=block.requests,
             seq_lens=seen.prefix_lens,
             out_cache_loc=block.rows.slots,
             seq_lens_sum=seen.kv_len_bounds_sum,

@@ -127,6 +127,7 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
         blocks.step if forced is None else forced.survival,
         outcomes.token_ids.stride(0),
         outcomes.commit_lens.stride(0),
+        outcomes.new_seq_lens.stride(0),
         BLOCK=block,
         LANES=triton.next_power_of_2(block),
         RAGGED=ragged is not None,
@@ -146,7 +147,7 @@ def _accept_kernel(
     ids_ptr, commit_ptr, bonus_ptr, new_seq_lens_ptr,
     relay_seq_lens_ptr, relay_bonus_ptr,
     survival_ptr,
-    ids_stride, lens_stride,
+    ids_stride, commit_stride, lens_stride,
     BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr,
     FORCED: tl.constexpr, SPREAD: tl.constexpr, PROFILES: tl.constexpr, PROPOSALS: tl.constexpr,
     TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
@@ -179,7 +180,7 @@ def _accept_kernel(
     place = tl.load(step_ptr)
     out = place * lens_stride + request
     tl.store(ids_ptr + place * ids_stride + request * BLOCK + lane, committed, mask=lane < BLOCK)
-    tl.store(commit_ptr + out, accepted + 1)
+    tl.store(commit_ptr + place * commit_stride + request, accepted + 1)
     tl.store(bonus_ptr + out, bonus)
     tl.store(new_seq_lens_ptr + out, new_seq_len)
     tl.store(relay_seq_lens_ptr + row, new_seq_len)

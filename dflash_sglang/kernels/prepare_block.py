@@ -1,5 +1,5 @@
-"""Block input in one launch: ids, positions, KV slots and prefix length of every request's block, and whose turn
-it is to be written among the outcomes."""
+"""Block input in one launch: ids, positions, KV slots, prefix length and row of every request's block, and whose
+turn it is to be written among the outcomes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class BlockTensors(NamedTuple):
     positions: torch.Tensor  # [bs, block]
     slots: torch.Tensor  # [bs, block]
     prefix_lens: torch.Tensor  # [bs]
+    requests: torch.Tensor  # [bs] rows of req_to_token
     step: torch.Tensor  # [2] the step's Turn, for kernels of a captured graph
 
 
@@ -30,10 +31,10 @@ class Turn(NamedTuple):
 class BlockSources(NamedTuple):
     """What `prepare_block` reads."""
 
-    bonus_tokens: torch.Tensor  # [bs] last committed token of each request
-    seq_lens: torch.Tensor  # [bs] committed tokens whose KV is written
-    req_pool_indices: torch.Tensor  # [bs] row of req_to_token
-    req_to_token: torch.Tensor  # [max_requests, row_width] int32 slots
+    seq_lens: torch.Tensor  # [rows] committed tokens whose KV is written, by row of req_to_token
+    bonus_tokens: torch.Tensor  # [rows] last committed token
+    req_pool_indices: torch.Tensor  # [bs] each request's row
+    req_to_token: torch.Tensor  # [rows, row_width] int32 slots
 
 
 def prepare_block(
@@ -44,7 +45,7 @@ def prepare_block(
     A request that outran its row (it has already finished, and its result is still in flight) is moved
     back so that the block ends at `row_limit`: it then only touches slots of its own that nothing commits.
     """
-    launch = prepare_block_triton if sources.seq_lens.is_cuda else prepare_block_torch
+    launch = prepare_block_triton if sources.req_pool_indices.is_cuda else prepare_block_torch
     launch(sources, mask_token_id, row_limit, turn, out)
 
 
@@ -52,12 +53,13 @@ def prepare_block_torch(
     sources: BlockSources, mask_token_id: int, row_limit: int, turn: Turn, out: BlockTensors
 ) -> None:
     """The definition of `prepare_block` in torch operations."""
-    block = out.ids.shape[1]
-    torch.clamp(sources.seq_lens, max=row_limit - block, out=out.prefix_lens)
+    block, rows = out.ids.shape[1], sources.req_pool_indices.long()
+    torch.clamp(sources.seq_lens[rows], max=row_limit - block, out=out.prefix_lens)
     out.ids.fill_(mask_token_id)
-    out.ids[:, 0] = sources.bonus_tokens
+    out.ids[:, 0] = sources.bonus_tokens[rows]
     torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
-    out.slots.copy_(sources.req_to_token[sources.req_pool_indices.long()[:, None], out.positions])
+    out.slots.copy_(sources.req_to_token[rows[:, None], out.positions])
+    out.requests.copy_(rows)
     out.step.copy_(torch.tensor(turn))
 
 
@@ -81,14 +83,15 @@ def prepare_block_triton(
 # Specialised values would compile the kernel anew in the middle of serving.
 @triton.jit(do_not_specialize=["place", "coin"])
 def _prepare_block_kernel(
-    bonus_ptr,
     seq_lens_ptr,
+    bonus_ptr,
     req_ptr,
     req_to_token_ptr,
     ids_ptr,
     positions_ptr,
     slots_ptr,
     prefix_ptr,
+    requests_ptr,
     step_ptr,
     row_stride,
     mask_token_id,
@@ -101,16 +104,17 @@ def _prepare_block_kernel(
     request = tl.program_id(0)
     lane = tl.arange(0, LANES)
     live = lane < BLOCK
-    prefix = tl.minimum(tl.load(seq_lens_ptr + request).to(tl.int64), row_limit - BLOCK)
-    row = tl.load(req_ptr + request).to(tl.int64) * row_stride
+    row = tl.load(req_ptr + request).to(tl.int64)
+    prefix = tl.minimum(tl.load(seq_lens_ptr + row).to(tl.int64), row_limit - BLOCK)
     position = prefix + lane
-    token = tl.where(lane == 0, tl.load(bonus_ptr + request).to(tl.int64), mask_token_id)
-    slot = tl.load(req_to_token_ptr + row + position, mask=live, other=0)
+    token = tl.where(lane == 0, tl.load(bonus_ptr + row).to(tl.int64), mask_token_id)
+    slot = tl.load(req_to_token_ptr + row * row_stride + position, mask=live, other=0)
     out = request * BLOCK + lane
     tl.store(ids_ptr + out, token, mask=live)
     tl.store(positions_ptr + out, position, mask=live)
     tl.store(slots_ptr + out, slot.to(tl.int64), mask=live)
     tl.store(prefix_ptr + request, prefix)
+    tl.store(requests_ptr + request, row)
     if request == 0:
         tl.store(step_ptr, place.to(tl.int64))
         tl.store(step_ptr + 1, coin.to(tl.int64))

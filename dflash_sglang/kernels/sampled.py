@@ -95,6 +95,10 @@ class Workspace:
         seed = torch.initial_seed() % (1 << 63)
         self.rng = torch.tensor([seed, 0], dtype=torch.int64, device=device)
 
+    def forget_steps(self) -> None:
+        """The next step draws what the first one drew."""
+        self.rng[1] = 0
+
 
 def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace, out: Tensor) -> None:
     """Write `out` [bs, block] int64: a request's accepted proposals, the target's own token, then zeros.

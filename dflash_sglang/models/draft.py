@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
 from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput, WeightsMapper
 from dflash_sglang.config import DraftSpec
+from dflash_sglang.config.plugin_config import DraftHeadForm
 from dflash_sglang.models.block_embedding import BlockEmbedding
+from dflash_sglang.models.head_form import HeadCopy, drafting_head
 from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
-from dflash_sglang.models.hot_rows import HotRows
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.own_head import DraftHead
 from dflash_sglang.models.selector import CandidateSelector
@@ -32,10 +33,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Borrowed:
     """What the draft embeds and proposes with. Held by a plain object, so that the target's modules are no
-    submodules of the draft: its state dict and its weight updates must not reach them."""
+    submodules of the draft: its state dict and its weight updates must not reach them.
+
+    ``head_copy``: the head's weights where they are a copy, to be refreshed after an update of what was copied.
+    ``head_form``: what they are and why, for the start-up line.
+    """
 
     embedding: BlockEmbedding
     head: TargetHead
+    head_copy: HeadCopy | None
+    head_form: str
 
 
 class DFlashDraftModel(nn.Module):
@@ -111,15 +118,18 @@ class DFlashDraftModel(nn.Module):
         self.register_buffer("target_ids", None if ids is None else ids.to(device), persistent=False)
 
     def bind_target(
-        self, target_model: nn.Module, same_batch: int | None = None, token_map: Tensor | None = None
-    ) -> HotRows | None:
+        self,
+        target_model: nn.Module,
+        same_batch: int | None = None,
+        token_map: Tensor | None = None,
+        draft_head: DraftHeadForm = "as_is",
+    ) -> Borrowed:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
         same_batch: tensor-parallel ranks that draft the same batch, None for all. token_map: the tokens, ascending
-        [n] int64, that alone are proposed, None for all. Returns their rows of the head, a copy that the owner
-        refreshes when the target's weights change.
-        Raises ValueError where the target has no embedding or head that the draft can use, or scales the
-        embedding as the draft's config does too.
+        [n] int64, that alone are proposed, None for all. draft_head: the form of the head's weights.
+        Raises ValueError where the target has no embedding or head that the draft can use in this form, or scales
+        the embedding as the draft's config does too.
         """
         spec, scale = self.spec, self.spec.vocabulary.embedding_scale
         table = getattr(self, "embed_tokens", None)
@@ -129,16 +139,20 @@ class DFlashDraftModel(nn.Module):
             # A target whose embedding is scaled outside of its module says by how much.
             by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
             scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
-        head: nn.Module | HotRows = lm_head or find_head(target_model)
-        hot_rows, target_ids = None, self.target_ids
-        if token_map is not None:
-            head = hot_rows = HotRows(head, token_map)
-            target_ids = token_map.to(self.norm.weight.device)
+        head, copy, form = drafting_head(lm_head or find_head(target_model), token_map, draft_head)
+        target_ids = self.target_ids if token_map is None else token_map.to(self.norm.weight.device)
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(table, scale, getattr(self, MASK_EMBEDDING, None), spec.mask_token_id),
             head=DraftHead(head, spec.vocabulary, target_ids, same_batch),
+            head_copy=copy,
+            head_form=form,
         )
-        return hot_rows
+        return self.borrowed
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether proposals come from a head of the draft's checkpoint."""
+        return hasattr(self, "lm_head")
 
     @property
     def own_modules(self) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from dflash_sglang.models.checkpoint_form import CheckpointForm
 
 if TYPE_CHECKING:
-    from dflash_sglang.models.context_kv import ContextKV
     from dflash_sglang.models.draft import DFlashDraftModel
 
 logger = logging.getLogger(__name__)
@@ -41,11 +40,12 @@ class DraftWeightUpdater:
 
     An update from disk names one checkpoint, which SGLang hands to target and draft alike: it is the target's.
     A quantised draft takes whole modules in its checkpoint's layout; they are processed as at start-up and end
-    up in the memory that the graphs know. Context KV has the new weights when the update ends.
+    up in the memory that the graphs know. Copies, as context KV's, have the new weights when the update ends.
     """
 
-    def __init__(self, updater: Any, model: DFlashDraftModel, context_kv: ContextKV):
-        self._updater, self._model, self._context_kv = updater, model, context_kv
+    def __init__(self, updater: Any, model: DFlashDraftModel, refresh: Iterable[Callable[[], None]]):
+        """refresh: each takes the model's weights over into a copy."""
+        self._updater, self._model, self._refresh = updater, model, tuple(refresh)
         self._form: CheckpointForm | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -82,4 +82,5 @@ class DraftWeightUpdater:
             self._model.post_load_weights()
         self._form.close()
         self._form = None
-        self._context_kv.refresh()
+        for refresh in self._refresh:
+            refresh()

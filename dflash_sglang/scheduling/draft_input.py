@@ -136,7 +136,8 @@ class DFlashDraftInput(DFlashDraftInputV2):
     def create(
         cls, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor, reservation: SlotReservation
     ) -> DFlashDraftInput:
-        """`bonus_tokens` [bs]: last committed token; `new_seq_lens` [bs]: committed tokens with KV."""
+        """For SGLang's relay, from which the next step starts. `bonus_tokens` [bs]: last committed token;
+        `new_seq_lens` [bs]: committed tokens with KV."""
         return cls(
             topk_p=None,
             topk_index=None,
@@ -166,9 +167,6 @@ class DFlashDraftInput(DFlashDraftInputV2):
         self.nxt_kv_lens_cpu = self.nxt_kv_lens_sum = None  # of the batch as it was; the next step reserves anew
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
-            return
-        self.bonus_tokens = self.bonus_tokens[new_indices]
-        self.new_seq_lens = self.new_seq_lens[new_indices]
 
     def merge_batch(self, spec_info: DFlashDraftInput) -> None:
         """Append another batch's requests."""
@@ -176,6 +174,3 @@ class DFlashDraftInput(DFlashDraftInputV2):
         if self.future_indices is not None:
             assert spec_info.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
-            return
-        self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
-        self.new_seq_lens = torch.cat([self.new_seq_lens, spec_info.new_seq_lens])

@@ -1,15 +1,15 @@
-"""Decode steps of requests that nobody sent, before there are others: they compile kernels and say how long a step
-takes."""
+"""Prefills and decode steps of requests that nobody sent, before there are others: they compile and load kernels
+and say how long a step takes."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,22 +28,30 @@ from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservati
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_SPREAD = 7919  # a prime: last tokens that differ from request to request, so that experts share the work
+_SPREAD = 7919  # a prime: tokens that differ from request to request, so that experts share the work
+
+
+GREEDY: Mapping[str, Any] = {"temperature": 0}  # as SamplingParams
 
 
 class Rehearsal:
-    """Steps of greedy requests in rows 1, 2, ... of `req_to_token`, while none of the rows is taken.
+    """Requests in rows 1, 2, ... of `req_to_token`, while none of the rows is taken.
 
-    They read slots all over the pool, as real ones would. Keys and values are written to slot 0, and outcomes to
-    rows of requests that are still to come: whatever reads one of either was written before by its own request.
-    Ranks that share forwards rehearse alike, at the same time.
+    Decode steps read slots all over the pool, as real ones would. Keys and values are written to slot 0, and
+    outcomes to rows of requests that are still to come: whatever reads one of either was written before by its own
+    request. Ranks that share forwards rehearse alike, at the same time.
     """
 
     def __init__(
-        self, runner: ModelRunner, reservation: SlotReservation, decode: Callable[[ScheduleBatch], object]
+        self,
+        runner: ModelRunner,
+        reservation: SlotReservation,
+        decode: Callable[[ScheduleBatch], object],
+        prefill: Callable[[ScheduleBatch], object],
     ) -> None:
-        """decode: one step of a batch, at a width that is set already."""
-        self._runner, self._reservation, self._decode = runner, reservation, decode
+        """decode: one step of a batch, at a width that is set already; prefill: one of a batch."""
+        self._runner, self._reservation = runner, reservation
+        self._decode, self._prefill = decode, prefill
         self._table = runner.req_to_token_pool.req_to_token
         self._device = runner.device
 
@@ -51,10 +59,21 @@ class Rehearsal:
         """Tokens of context that leave room for a block."""
         return self._reservation.row_limit - width
 
+    def prefill(self, tokens: int, sampling: Mapping[str, Any]) -> None:
+        """A whole prompt of one request, all of it written to slot 0 and read from there."""
+        with torch.no_grad():
+            self._prefill(self._prompt(tokens, sampling))
+
+    def step(self, context: int, sampling: Mapping[str, Any]) -> None:
+        """A decode step of one request with `context` tokens."""
+        with torch.no_grad(), self._contexts(1, context):
+            self._decode(self._decoding(1, context, sampling))
+
     def seconds(self, requests: int, context: int, runs: int) -> list[float]:
-        """Of `runs` steps of so many requests with `context` tokens each; one more before them is not timed."""
+        """Of `runs` greedy steps of so many requests with `context` tokens each; one more before them is not
+        timed."""
         with torch.no_grad(), self._contexts(requests, context):
-            batch, marks = self._batch(requests, context), []
+            batch, marks = self._decoding(requests, context, GREEDY), []
             for _ in range(runs + 1):
                 self._decode(copy(batch))
                 marks.append(self._mark())
@@ -87,13 +106,32 @@ class Rehearsal:
         finally:
             rows.zero_()
 
-    def _batch(self, requests: int, context: int) -> ScheduleBatch:
+    def _prompt(self, tokens: int, sampling: Mapping[str, Any]) -> ScheduleBatch:
+        batch = self._batch(1, tokens, sampling)
+        (request,) = batch.reqs
+        request.full_untruncated_fill_ids, request.extend_end = request.origin_input_ids, tokens
+        batch.forward_mode, batch.is_extend_in_batch = ForwardMode.EXTEND, True
+        batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens = [0], [tokens], tokens
+        batch.extend_logprob_start_lens = [tokens]
+        batch.input_ids = self._ids(tokens)
+        batch.out_cache_loc = torch.zeros(tokens, dtype=torch.int64, device=self._device)
+        self._tell_ranks(batch, tokens)
+        return batch
+
+    def _decoding(self, requests: int, context: int, sampling: Mapping[str, Any]) -> ScheduleBatch:
+        batch = self._batch(requests, context, sampling)
+        batch.forward_mode, batch.can_run_decode_cuda_graph = ForwardMode.DECODE, True
+        self._tell_ranks(batch, requests)
+        batch.spec_info = DFlashDraftInput.create(self._ids(requests), batch.seq_lens, self._reservation)
+        return batch
+
+    def _batch(self, requests: int, length: int, sampling: Mapping[str, Any]) -> ScheduleBatch:
+        """Requests of `length` tokens each, for either."""
         runner = self._runner
-        vocab_size = runner.model_config.vocab_size
-        params = SamplingParams(temperature=0)
+        params = SamplingParams(**sampling)
         params.normalize(None)
         batch = ScheduleBatch.init_new(
-            [Req("", "", array("q", [0]), params) for _ in range(requests)],
+            [Req("", "", array("q", [0]) * length, params) for _ in range(requests)],
             runner.req_to_token_pool,
             None,
             None,
@@ -101,18 +139,22 @@ class Rehearsal:
             False,
             runner.spec_algorithm,
         )
-        batch.forward_mode = ForwardMode.DECODE
         batch.req_pool_indices_cpu = torch.arange(1, requests + 1)
         batch.req_pool_indices = batch.req_pool_indices_cpu.to(self._device)
-        batch.seq_lens_cpu = torch.full((requests,), context)
-        batch.seq_lens, batch.seq_lens_sum = batch.seq_lens_cpu.to(self._device), requests * context
+        batch.seq_lens_cpu = torch.full((requests,), length)
+        batch.seq_lens, batch.seq_lens_sum = batch.seq_lens_cpu.to(self._device), requests * length
         batch.orig_seq_lens = batch.seq_lens.int()
         batch.multimodal_inputs = [None] * requests
-        batch.can_run_decode_cuda_graph = True
+        batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, runner.model_config.vocab_size)
+        return batch
+
+    def _ids(self, count: int) -> torch.Tensor:
+        """[count] int64"""
+        return torch.arange(count, device=self._device) * _SPREAD % self._runner.model_config.vocab_size
+
+    def _tell_ranks(self, batch: ScheduleBatch, tokens: int) -> None:
+        """What data-parallel ranks tell each other of their batches; all have `tokens`."""
         if require_mlp_sync():
             ranks = get_parallel().num_dp_ranks if require_mlp_tp_gather() else 1
-            batch.global_num_tokens = batch.global_num_tokens_for_logprob = [requests] * ranks
-        batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
-        last_tokens = torch.arange(requests, device=self._device) * _SPREAD % vocab_size
-        batch.spec_info = DFlashDraftInput.create(last_tokens, batch.seq_lens, self._reservation)
-        return batch
+            batch.global_num_tokens = [tokens] * ranks
+            batch.global_num_tokens_for_logprob = [len(batch.reqs)] * ranks

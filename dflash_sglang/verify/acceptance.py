@@ -17,6 +17,7 @@ from dflash_sglang.verify.simulate import forced_acceptance
 
 # Overlap scheduling copies an outcome to the host while the next step runs, and waits before the one after.
 _PLACES = 4
+_COIN_SEED = 0  # the same on all ranks
 _NOBODYS = _PLACES  # where a rank without requests writes
 
 
@@ -27,13 +28,14 @@ class Accepted(NamedTuple):
     commit_lens: torch.Tensor  # [bs] int32, accepted proposals + 1
     bonus_tokens: torch.Tensor  # [bs] int64, the last committed token
     new_seq_lens: torch.Tensor  # [bs] int64, prefix + commit
+    packed: torch.Tensor  # [n] int64, for one copy to the host: begins with `commit_lens`, ends with `target_ids`
 
 
 class Acceptor:
     """Accepts blocks into buffers that keep their place, so that a captured graph can.
 
-    Beside the outcome, lengths and last tokens go to SGLang's relay, from which overlap scheduling starts the next
-    step: they are there when SGLang publishes and stashes them.
+    Beside the outcome, lengths and last tokens go to the relay, from which the next step starts. It is SGLang's
+    relay under overlap scheduling: they are there when SGLang publishes and stashes them.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Acceptor:
         self.block_size = block_size
         self._forced = forced_acceptance(block_size, simulated_acceptance, device)
 
-        def buffer(width: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros((_PLACES + 1, width), dtype=dtype, device=device)
+        def buffer(width: int) -> torch.Tensor:
+            return torch.zeros((_PLACES + 1, width), dtype=torch.int64, device=device)
 
+        lens = (max_requests + 1) // 2  # int64 that hold so many int32
+        self._packed = buffer(lens + max_requests * block_size)
         self._outcomes = Outcomes(
-            buffer(max_requests * block_size),
-            buffer(max_requests, torch.int32),
+            self._packed[:, lens:],
+            self._packed.view(torch.int32)[:, :max_requests],
             buffer(max_requests),
             buffer(max_requests),
         )
@@ -60,10 +64,10 @@ class Acceptor:
         self._most = torch.full((max_requests,), block_size, dtype=torch.int32, device=device)
         self._most_on_host = np.full(max_requests, block_size)
         self._turn = Turn(0, 0)
-        self._coins = random.Random(0)  # the same on all ranks
+        self._coins = random.Random(_COIN_SEED)
         self._future_relay = FutureRelayBuffers(req_pool_size=max_requests, device=device)
         offer_future_relay_buffers(self._future_relay)
-        self._relay = Relay(self._future_relay.new_seq_lens, self._future_relay.output_tokens)
+        self.relay = Relay(self._future_relay.new_seq_lens, self._future_relay.output_tokens)
 
     def next_turn(self) -> Turn:
         """Of a step with requests; `step` gets it on the device, before anything is accepted."""
@@ -73,6 +77,23 @@ class Acceptor:
     def pass_turn(self) -> None:
         """A step without requests, whose graph accepts padding: the outcomes of others stay."""
         self.step[0] = _NOBODYS
+
+    def start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """The next step of requests [bs], rows of req_to_token, starts from these tokens and lengths [bs]."""
+        self.relay.new_seq_lens[requests] = seq_lens
+        self.relay.bonus_tokens[requests] = last_tokens
+        self._note_relayed(last_tokens, seq_lens)
+
+    def _note_relayed(self, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Spares SGLang's writes of these tensors."""
+        if self._future_relay.adopted:
+            self._future_relay.published_seq_lens = seq_lens
+            self._future_relay.published_bonus = last_tokens
+
+    def forget_steps(self) -> None:
+        """Steps draw coins from the first on, as if there had been none."""
+        self._coins.seed(_COIN_SEED)
+        self.pass_turn()
 
     def accept(
         self,
@@ -84,7 +105,7 @@ class Acceptor:
     ) -> None:
         """In one launch, capturable in a CUDA graph. See `kernels.accept`."""
         blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step, self._most, ragged)
-        accept(blocks, self._outcomes, self._relay, self._forced)
+        accept(blocks, self._outcomes, self.relay, self._forced)
 
     def limit(self, requests: np.ndarray, most: np.ndarray) -> None:
         """From the next step on, no step commits more than most [n] tokens of the requests [n], rows of
@@ -100,10 +121,9 @@ class Acceptor:
 
     def outcome(self, bs: int, width: int) -> Accepted:
         """What this turn's `accept` commits of bs blocks of this width; valid for three turns more."""
-        place = self._turn.place
+        place, n = self._turn.place, bs * width
         ids, *of_requests = (buffer[place] for buffer in self._outcomes)
         commit_lens, bonus_tokens, new_seq_lens = (buffer[:bs] for buffer in of_requests)
-        if self._future_relay.adopted:
-            self._future_relay.published_seq_lens = new_seq_lens
-            self._future_relay.published_bonus = bonus_tokens
-        return Accepted(ids[: bs * width].view(bs, width), commit_lens, bonus_tokens, new_seq_lens)
+        self._note_relayed(bonus_tokens, new_seq_lens)
+        packed = self._packed[place, : self._packed.shape[1] - len(ids) + n]
+        return Accepted(ids[:n].view(bs, width), commit_lens, bonus_tokens, new_seq_lens, packed)

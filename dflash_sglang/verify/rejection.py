@@ -43,6 +43,11 @@ class RejectionSampler:
             filters = Filters(ones, top_k, ones / 2, ones / 4, filtered, filtered, filtered, renormalised)
             target_tokens_triton(SampledRows(logits, *proposals), filters, self._work, out)
 
+    def forget_steps(self) -> None:
+        """The kernels count steps for their random numbers: from none on again."""
+        if self._work is not None:
+            self._work.forget_steps()
+
     def target_tokens(
         self,
         logits: Tensor,  # [bs * block, vocab] float32, adjusted

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.compat import DecodeCudaGraphRunner, IdSpaceKind
+from dflash_sglang.compat import IdSpaceKind
 from dflash_sglang.kernels.accept import Ragged
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class VerifyTail:
     ) -> None:
         self._logits, self._acceptor, self._write = logits, acceptor, write
         # A graph has the slots as the target's pool names them.
-        self.writes_context = _names_slots_alike(target, draft)
+        self.writes_context = names_slots_alike(target, draft)
         target.capture_tail_hooks.append(self._capture)
 
     def _capture(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
@@ -68,14 +68,6 @@ class VerifyTail:
         )
 
 
-def load_inputs_once(graphs: Any) -> None:
-    """Verify loads ids and positions before it replays (`prepare_for_verify`): SGLang need not load them again.
-
-    graphs: what runs the target's decode steps, graphs or not.
-    """
-    if isinstance(graphs, DecodeCudaGraphRunner):
-        graphs._skips_prefilled_inputs = True
-
-
-def _names_slots_alike(target: ModelRunner, draft: ModelRunner) -> bool:
+def names_slots_alike(target: ModelRunner, draft: ModelRunner) -> bool:
+    """Whether both write keys and values to the slots that req_to_token names."""
     return all(runner.kv_index_translator.space(IdSpaceKind.FULL).write is None for runner in (target, draft))

@@ -21,6 +21,7 @@ from dflash_sglang.compat import (
     get_exec,
     get_parallel,
 )
+from dflash_sglang.graph_inputs import load_inputs_once
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.logits import TargetLogits
@@ -28,7 +29,7 @@ from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
 from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.rejection import RejectionSampler
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
-from dflash_sglang.verify.tail import VerifyTail, load_inputs_once
+from dflash_sglang.verify.tail import VerifyTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,6 +85,10 @@ class Verifier:
         load_inputs_once(self._runner.decode_cuda_graph_runner)
         for kind in proposals:
             self._sampler.warm_up(kind)
+
+    def forget_steps(self) -> None:
+        """Sampled steps draw random numbers from the first on, as if there had been none."""
+        self._sampler.forget_steps()
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties."""
@@ -254,6 +259,7 @@ class Verifier:
         if block.part is not None:
             verify_input.ragged_verify_layout = block.part.layout
         batch.out_cache_loc = block.rows.slots
+        batch.req_pool_indices = block.requests
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
         batch.seq_lens_sum = block.kv_len_bounds_sum

@@ -27,18 +27,20 @@ def slot_table(rows: int, width: int) -> torch.Tensor:
 def prepare(device, launch, bonus, seq_lens, requests, table, block, row_limit):
     out = block_kernels.BlockTensors(
         *(torch.full((len(bonus), block), -7, device=device) for _ in range(3)),
-        torch.full((len(bonus),), -7, device=device),
+        *(torch.full((len(bonus),), -7, device=device) for _ in range(2)),
         torch.full((2,), -7, device=device),
     )
-    sources = block_kernels.BlockSources(*on(device, bonus, seq_lens, requests), table.to(device))
+    relay = torch.full((2, len(table)), -7)  # rows of others
+    relay[0, requests], relay[1, requests] = torch.tensor(seq_lens), torch.tensor(bonus)
+    sources = block_kernels.BlockSources(*relay.to(device), *on(device, requests), table.to(device))
     launch(sources, MASK, row_limit, TURN, out)
-    assert out.step.tolist() == list(TURN)
+    assert out.step.tolist() == list(TURN) and out.requests.tolist() == list(requests)
     return out
 
 
 def test_a_block_is_the_last_token_and_masks_at_the_positions_after_the_prefix(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
-    ids, positions, slots, prefix, _ = prepare(
+    ids, positions, slots, prefix, *_ = prepare(
         device, launch, [100, 200, 300], [10, 8, 12], [0, 1, 2], slot_table(4, 64), block=4, row_limit=64
     )
     assert ids.tolist() == [[100, MASK, MASK, MASK], [200, MASK, MASK, MASK], [300, MASK, MASK, MASK]]
@@ -55,7 +57,7 @@ def test_compact_batch_rows_use_the_slots_of_their_persistent_requests(twin, dev
 
 def test_a_request_that_outran_its_row_is_moved_back_into_it(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
-    _, positions, slots, prefix, _ = prepare(
+    _, positions, slots, prefix, *_ = prepare(
         device, launch, [1, 2], [59, 63], [0, 1], slot_table(3, 64), block=8, row_limit=64
     )
     assert prefix.tolist() == [56, 56]
@@ -96,8 +98,8 @@ class Accepts:
         self.bs = len(requests)
         self.block = len(tokens[0]) if ragged is None else ragged.block
         self.outcomes = accept_kernels.Outcomes(
-            buffer(PLACES, ROWS * self.block),
-            buffer(PLACES, ROWS, dtype=torch.int32),
+            buffer(PLACES, ROWS * self.block + 3)[:, 3:],  # parts of wider rows, as where they are packed
+            buffer(PLACES, ROWS + 5, dtype=torch.int32)[:, :ROWS],
             buffer(PLACES, ROWS),
             buffer(PLACES, ROWS),
         )

@@ -122,16 +122,17 @@ class Acceptance:
 
     def levels(self, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Requests [nodes] at each node among these slots [n], for each of the widest blocks that they allow."""
-        caps = self.caps(slots)
-        if isinstance(caps, int):
-            yield caps, self._histogram(slots)
-            return
-        for cap in np.unique(caps).tolist():
-            yield cap, self._histogram(slots[caps == cap])
+        for cap, among in self.caps(slots):
+            yield cap, self._histogram(slots[among])
 
-    def caps(self, slots: np.ndarray) -> np.ndarray | int:
-        """[n] widest blocks that these requests allow, or one number for all."""
-        return self._cap.take(slots) if self._capped else self.block
+    def caps(self, slots: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
+        """Each of the widest blocks that these requests [n] allow, and which of them do."""
+        if not self._capped:
+            yield self.block, slice(None)
+            return
+        caps = self._cap.take(slots)
+        for cap in np.unique(caps).tolist():
+            yield cap, caps == cap
 
     def between_nodes(self, slots: np.ndarray, values: np.ndarray) -> np.ndarray:
         """values [nodes] -> [n] at the levels of these requests."""

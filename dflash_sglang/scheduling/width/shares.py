@@ -126,9 +126,10 @@ class Claims:
 
     def lens(self, slots: np.ndarray, rule: Rule) -> np.ndarray:
         """[n] verified tokens of each request, rounded so that their sum is."""
-        acceptance = self._acceptance
-        of_level = _between(self._table(acceptance.block).lens[rule.width], rule)
-        each = np.minimum(acceptance.between_nodes(slots, of_level), acceptance.caps(slots))
+        each = np.empty(len(slots))
+        for cap, among in self._acceptance.caps(slots):
+            of_level = _between(self._table(cap).lens[rule.width], rule)
+            each[among] = self._acceptance.between_nodes(slots[among], of_level)
         # In whole numbers: no rounding of a sum takes a request's only token.
         each *= 1 << FRACTION_BITS
         each += 0.5

@@ -1,4 +1,4 @@
-"""FlashAttention 3's schedule is shared by the layers of a captured forward, and by nothing else."""
+"""FlashAttention 3 over blocks: one schedule for the layers of a captured forward, queries read where they lie."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.attention import shared_schedule
-from dflash_sglang.attention.shared_schedule import SharedSchedules, share_schedule
+from dflash_sglang.attention import flash3
+from dflash_sglang.attention.flash3 import spare_launches
+from dflash_sglang.attention.shared_schedule import SharedSchedules
 
 HEADS, KV_HEADS, DIM, WIDTH = 32, 8, 128, 16
 
@@ -84,33 +85,68 @@ def test_other_calls_keep_the_schedules_of_their_own():
     assert flash.used == [None, None, None, given] and not flash.schedules
 
 
-def test_a_backend_begins_each_forward_that_it_prepares_inside_of_a_graph(monkeypatch):
-    """FlashAttention 3 alone, also as one of a target's two backends; the others stay as they are."""
+class FlashAttentionBackend:
+    """As much of SGLang's as is taken hold of."""
 
-    class FlashAttentionBackend:
-        use_mla = _disable_scheduler_metadata_precompute = False
+    use_mla = _disable_scheduler_metadata_precompute = False
 
-        def __init__(self, schedule: Any) -> None:
-            self._get_scheduler_metadata = schedule
-            self.forward_metadata = SimpleNamespace(cache_seqlens_int32=torch.tensor([40]))
+    def __init__(self, schedule: Any) -> None:
+        self._get_scheduler_metadata = schedule
+        self.forward_metadata = SimpleNamespace(cache_seqlens_int32=torch.tensor([40]))
 
-        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-            self.prepared = forward_batch
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.prepared = forward_batch
 
-    flash = Flash()
-    module = SimpleNamespace(FlashAttentionBackend=FlashAttentionBackend, flash_attn_with_kvcache=flash._attend)
-    assert not share_schedule(FlashAttentionBackend(flash._schedule)), "the module is not there"
-    monkeypatch.setitem(shared_schedule.sys.modules, shared_schedule.BACKENDS, module)
-    assert not share_schedule(FlashAttentionBackend(None)), "FlashAttention 4"
-    assert not share_schedule(SimpleNamespace())
-    backends = [FlashAttentionBackend(flash._schedule) for _ in range(2)]
-    assert share_schedule(backends[0]) and share_schedule(SimpleNamespace(full_attn_backend=backends[1]))
+    def forward_extend(self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool) -> Any:
+        self.written = (k, v, save)
+        return q.contiguous().view(-1, HEADS, DIM)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Made-up kernels in a module with that backend."""
+    kernels = Flash()
+    module = SimpleNamespace(FlashAttentionBackend=FlashAttentionBackend, flash_attn_with_kvcache=kernels._attend)
+    monkeypatch.setitem(flash3.sys.modules, flash3.BACKENDS, module)
+    return SimpleNamespace(
+        kernels=kernels, module=module, backend=lambda: FlashAttentionBackend(kernels._schedule)
+    )
+
+
+def test_flash_attention_3_alone_is_taken_hold_of(flash, monkeypatch):
+    assert not spare_launches(FlashAttentionBackend(None)), "FlashAttention 4"
+    assert not spare_launches(SimpleNamespace())
+    monkeypatch.delitem(flash3.sys.modules, flash3.BACKENDS)
+    assert not spare_launches(flash.backend()), "the module is not there"
+
+
+def test_a_backend_begins_each_forward_that_it_prepares_inside_of_a_graph(flash):
+    """Also as one of a target's two backends."""
+    backends = [flash.backend(), flash.backend()]
+    assert spare_launches(backends[0]) and spare_launches(SimpleNamespace(full_attn_backend=backends[1]))
     for backend in (*backends, backends[0]):
         backend.init_forward_metadata_in_graph("batch")
         assert backend.prepared == "batch"
         for _ in range(2):
-            module.flash_attn_with_kvcache(**call(backend.forward_metadata.cache_seqlens_int32, 64))
-    assert [int(used) for used in flash.used] == [1, 1, 2, 2, 3, 3]
+            flash.module.flash_attn_with_kvcache(**call(backend.forward_metadata.cache_seqlens_int32, 64))
+    assert [int(used) for used in flash.kernels.used] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("mode, copied", [("TARGET_VERIFY", False), ("EXTEND", True)])
+def test_queries_of_blocks_are_read_where_the_projection_left_them(flash, mode, copied):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    backend = flash.backend()
+    spare_launches(backend)
+    rows = torch.randn(WIDTH, (HEADS + 2 * KV_HEADS) * DIM)
+    q = rows[:, : HEADS * DIM]
+    batch = SimpleNamespace(forward_mode=ForwardMode[mode])
+    seen = backend.forward_extend(q, "k", "v", None, batch, True)
+    assert backend.written == ("k", "v", True)
+    assert type(seen) is torch.Tensor and torch.equal(seen, q.reshape(WIDTH, HEADS, DIM))
+    assert (seen.data_ptr() != q.data_ptr()) == copied
+    # What follows is done with ordinary tensors.
+    assert type(q + 1) is torch.Tensor
 
 
 @pytest.mark.gpu
@@ -138,3 +174,16 @@ def test_on_a_gpu_replays_follow_the_lengths_and_equal_separate_schedules(causal
         expected = flash_attn_with_kvcache(**layer)
         for output in outputs:
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_on_a_gpu_queries_with_gaps_between_rows_give_the_same(causal):
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    layer = call(torch.tensor([17, 300], dtype=torch.int32, device="cuda"), 512, "cuda", causal=causal)
+    wide = torch.full((2 * WIDTH, HEADS + 2 * KV_HEADS, DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
+    wide[:, :HEADS] = layer["q"]
+    expected = flash_attn_with_kvcache(**layer)
+    got = flash_attn_with_kvcache(**{**layer, "q": wide[:, :HEADS]})
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -1,0 +1,70 @@
+"""What an fp8 copy of the head costs in accept length, against what it gains in time.
+
+SGLANG_PLATFORM=dflash_cpu python -m bench.draft_head --out FILE --flags "--device cpu --dtype float32"
+
+Serves the pair with the head as it is and with an fp8 copy for drafting, one after the other, and sends the
+held-out prompts one by one, greedy: outputs are the same, verify steps are not. `GAIN` bounds what may be lost
+where the copy is the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.pair import decode, pair_server
+from dflash_sglang import pair
+from dflash_sglang.bench.kinds import OURS, wait_for, worker_line
+from dflash_sglang.config.plugin_config import CONFIG_ENV
+
+NEW_TOKENS = 256
+GAIN = 0.023  # of a step's time: half of the head's GEMM, on an H200 in Qwen3-8B's shapes, at 1 and at 32 requests
+FORMS = ("as_is", "fp8")
+LENGTH = "new_tokens_after_the_first_per_step"
+
+
+def measure(form: str, flags: Sequence[str], prompts: Sequence[Sequence[int]], log: Path) -> dict[str, Any]:
+    """Figures of a server, and its `outputs`. Raises RuntimeError where it drafts by another form of head."""
+    environment = {CONFIG_ENV: json.dumps({"draft_head": form, "width": "block"})}
+    with pair_server(OURS, log, flags, environment) as server:
+        wait_for(OURS, server)
+        if f"head={form} (" not in (line := worker_line(server.log_text())):
+            raise RuntimeError(f"draft_head={form!r}: expected head={form} where the server says: {line}")
+        return decode(server, prompts, NEW_TOKENS, temperature=0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
+    arguments = parser.parse_args()
+    prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = {form: measure(form, arguments.flags, prompts, Path(scratch) / form) for form in FORMS}
+    as_is, fp8 = (figures[form].pop("outputs") for form in FORMS)
+    equal = sum(a == b for a, b in zip(as_is, fp8, strict=True))
+    ratio = round(figures["fp8"][LENGTH] / figures["as_is"][LENGTH], 4)
+    claims = [
+        report.at_least("accept length with the fp8 copy over that without", ratio, 1 - GAIN),
+        report.claim("outputs equal to those without", equal, f"= {len(prompts)}", equal == len(prompts)),
+    ]
+    return report.finish(
+        "bench.draft_head",
+        arguments.out,
+        claims,
+        figures=figures,
+        prompts=len(prompts),
+        new_tokens=NEW_TOKENS,
+        gain_of_step_time=GAIN,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What start-up runs so that first requests run nothing for the first time, and what is left of it: nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import pair_directories
+from dflash_sglang.scheduling.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT, prompts
+from tests import scheduler_hooks
+from tests.engines import greedy_params, serve
+from tests.zoo.member import pair
+
+TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
+SAMPLED = dict(temperature=1.0, ignore_eos=True)
+REQUESTS: tuple[dict[str, Any], ...] = (
+    greedy_params(20),
+    dict(**SAMPLED, max_new_tokens=20),
+    dict(**SAMPLED, max_new_tokens=20, top_k=20, top_p=0.9),
+    dict(**SAMPLED, max_new_tokens=20, top_k=20, top_p=0.9, min_p=0.05),
+)
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "overlap": dict(),
+    "synchronous_pages_of_16": dict(disable_overlap_schedule=True, page_size=16),
+    "chunks_of_8": dict(chunked_prefill_size=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1 << 20, [2048, 1000, 512, 256, 128, 64, 37, 16, 1]),
+        (600, [600, 512, 256, 128, 64, 37, 16, 1]),
+        (16, [16, 1]),
+    ],
+)
+def test_prompts_are_no_longer_than_a_server_takes_and_the_longest_comes_first(most, expected):
+    assert prompts(PROMPTS_ON_GPU, most) == expected
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """(name of the configuration, server that had no request, directory of its records)"""
+    hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")
+    arguments = dict(skip_server_warmup=True, **CONFIGURATIONS[request.param])
+    with serve(TARGET, DRAFT, environment=watching(hooks, records), **arguments) as server:
+        yield request.param, server, records
+        print(server.log_tail(40))
+
+
+def watching(hooks: Path, records: Path, **settings: Any) -> dict[str, str]:
+    return {
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps(settings),
+        "PYTHONPATH": scheduler_hooks.install(hooks),
+        scheduler_hooks.HOOKS_ENV: "rehearsals,firsts",
+        scheduler_hooks.RECORDS_ENV: str(records),
+    }
+
+
+def rehearsed(records: Path) -> dict[str, Any]:
+    """There once nothing was found changed."""
+    ran, _ = json.loads((records / "rehearsed").read_text())
+    return ran
+
+
+def firsts(records: Path) -> list[tuple[str, list[str], list[Any]]]:
+    """(forward mode, modules imported since start-up, buffers made since) of each forward."""
+    return [tuple(json.loads(line)) for line in (records / "firsts.jsonl").read_text().splitlines()]
+
+
+def generate(server: Server, sampling: dict[str, Any], tokens: int = 60) -> list[int]:
+    return server.generate(input_ids=list(range(5, 5 + tokens)), sampling_params=sampling)["output_ids"]
+
+
+@pytest.mark.slow
+def test_start_up_prefills_and_decodes_in_every_sampling_and_leaves_no_trace(served):
+    name, _, records = served
+    ran, samplings = rehearsed(records), [dict(sampling) for sampling in SAMPLINGS]
+    tokens = 8 if name == "chunks_of_8" else SHORT
+    assert ran == dict(
+        seconds=[],
+        prefill=[[tokens, sampling] for sampling in samplings],
+        step=[[tokens, sampling] for sampling in samplings],
+    )
+
+
+@pytest.mark.slow
+def test_first_requests_import_nothing_of_this_package_and_make_no_buffer(served):
+    _, server, records = served
+    for sampling in REQUESTS:
+        assert len(generate(server, sampling)) == 20
+    seen = firsts(records)
+    assert {"EXTEND", "DECODE"} <= {mode for mode, *_ in seen}
+    assert all(modules == [] == buffers for _, modules, buffers in seen), seen
+
+
+@pytest.mark.slow
+def test_steps_of_every_served_width_are_rehearsed(tmp_path):
+    records = tmp_path / "records"
+    records.mkdir()
+    environment = watching(tmp_path / "hooks", records, width={"widths": [1, 4, 16]})
+    with serve(TARGET, DRAFT, environment=environment, skip_server_warmup=True) as server:
+        ran = rehearsed(records)
+        assert len(ran["step"]) == 3 * len(SAMPLINGS) and len(ran["seconds"]) >= 3
+        generate(server, REQUESTS[0])
+        assert all(modules == [] == buffers for _, modules, buffers in firsts(records))
+
+
+@pytest.mark.slow
+def test_recurrent_targets_rehearse_prefills_alone(tmp_path):
+    records = tmp_path / "records"
+    records.mkdir()
+    arguments = dict(skip_server_warmup=True, max_mamba_cache_size=16)
+    with serve(*pair("Qwen3.5"), environment=watching(tmp_path / "hooks", records), **arguments):
+        ran = rehearsed(records)
+        assert len(ran["prefill"]) == len(SAMPLINGS) and ran["step"] == []
