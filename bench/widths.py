@@ -2,11 +2,13 @@
 
 python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed] [--gpus 0 1]
                        [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--rounds 3] [--moving 1 128]
+                       [--per-request] [--waves 2]
 
 Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
 positions, gets the accept length that this is at its own width. Servers are spread over the GPUs, one of each GPU
 has a load at a time, and all take turns. `--moving`: the load goes from so many requests to so many and back, and
-a claim says after how many steps our worker keeps to a width.
+a claim says after how many steps our worker keeps to a width. `--per-request`: ours verifies a number of tokens of
+each request; with one width per step it is one of the others.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
         return Candidate(name, OURS, environment=environment, accept_length=0)
 
     found = [ours(OURS)]
+    if arguments.per_request:
+        found = [ours(OURS, width={"per_request": True}), ours(f"{OURS}_one_width")]
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
     if BUILT_IN in arguments.kinds:
@@ -169,6 +173,8 @@ def main() -> int:
     parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
+    parser.add_argument("--waves", type=int, default=2, help="requests to each server, over the concurrency")
+    parser.add_argument("--per-request", action="store_true", help="a number of verified tokens per request")
     arguments = parse(parser)
     candidates = candidates_of(arguments)
     most = max([*arguments.concurrency, *(arguments.moving or [])])
@@ -186,7 +192,7 @@ def main() -> int:
     with signals_as_exit(), together(candidates, arguments, requests=most, tokens=tokens) as servers:
         load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
         for concurrency in arguments.concurrency:
-            of = dataclasses.replace(load, concurrency=concurrency, requests=max(4, 2 * concurrency))
+            of = dataclasses.replace(load, concurrency=concurrency, requests=max(4, arguments.waves * concurrency))
             figures[str(concurrency)] = measure(
                 servers, [names for names in by_gpu if names], of, arguments.rounds
             )

@@ -32,8 +32,8 @@ from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.parts import RowPacker
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
+from dflash_sglang.models import updates
 from dflash_sglang.models.context_kv import ContextKV
-from dflash_sglang.models.updates import DraftWeightUpdater, TargetWeightUpdater
 from dflash_sglang.observability import memory_line, startup_line
 from dflash_sglang.scheduling import first_requests, start_widths, stops
 from dflash_sglang.scheduling.adaptive import AdaptiveWidth
@@ -112,17 +112,8 @@ class DFlashWorker(BaseSpecWorker):
         )
         self._head_copy, self.head_decision = borrowed.head_copy, borrowed.head_form
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
-        of_draft = [self._context_kv.refresh]
-        if self._head_copy is not None:
-            if self._draft_model.has_own_head:
-                of_draft.append(self._head_copy.refresh)
-            else:
-                target_runner.weight_updater = TargetWeightUpdater(
-                    target_runner.weight_updater, self._head_copy.refresh
-                )
-        self._draft_runner.weight_updater = DraftWeightUpdater(
-            self._draft_runner.weight_updater, self._draft_model, of_draft
-        )
+        refresh_head = None if self._head_copy is None else self._head_copy.refresh
+        updates.install(target_runner, self._draft_runner, self._context_kv.refresh, refresh_head)
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self, bundle.resolved_attention_backend))
 
@@ -197,52 +188,45 @@ class DFlashWorker(BaseSpecWorker):
         """Graphs of the widths that steps are to choose from, and what compiles or is measured at each of them."""
         runner, block = self.target_worker.model_runner, self.block_size
         config = start_widths.servable(self._config.width, runner, block)
-        widths = Widths(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
+        lanes = Widths(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
         group = width_group(runner.server_args.nnodes)
         parts = start_widths.in_parts(config, runner, group)
-        config = start_widths.add_widths(config, widths, block, start_widths.free_memory(runner), parts)
-        self._packer = RowPacker(runner, block, widths.captured_requests)
+        config = start_widths.add_widths(config, lanes, block, start_widths.free_memory(runner), parts)
+        self._packer = RowPacker(runner, block, lanes.captured_requests)
         kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
         self._verifier.after_capture(kinds)
-        policy = start_widths.policy_of(config, runner, block, group, widths)
-        one_of_each = False
-
-        def use(width: int, one: bool = False) -> None:
-            nonlocal one_of_each
-            self.width, one_of_each = width, one
-            widths.use(width, in_parts=one)
-
-        def step(batch: ScheduleBatch) -> None:
-            shares = policy.ragged.least(len(batch.reqs)) if policy.ragged and one_of_each else None
-            self._acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
-            self._step(batch, None, None, shares)
-
-        rehearsal = Rehearsal(
-            runner, self._reservation, decode=step, prefill=lambda batch: self._extend(batch, None)
+        policy = start_widths.policy_of(config, runner, block, group, lanes)
+        self._lanes = lanes
+        self._rehearsal = Rehearsal(
+            runner, self._reservation, decode=self._rehearsed_step, prefill=self._rehearsed_prefill
         )
-
-        def rehearse() -> None:
-            widths.use_widest()
-            first_requests.rehearse(runner, rehearsal, policy.widths, use)
-            widths.use_widest()
-
         if config.fixed is None:
-            start_widths.measure(policy, runner, rehearsal, use, group)
-            widths.use_widest()
-        self._rehearse = rehearse
-        self.width = policy.widths[-1]
+            start_widths.measure(policy, runner, self._rehearsal, group)
         self._widths = AdaptiveWidth(
             policy,
-            widths,
+            lanes,
             self._acceptor.limit,
             on_host=torch.device(self.device).type == "cpu",
             speaks=get_parallel().tp_rank == 0,
         )
+        self.width = self._widths.choices[-1]
+
+    def _rehearsed_step(self, batch: ScheduleBatch, width: int, shares: Shares | None) -> None:
+        self._acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
+        self.width = width
+        self._lanes.use(width, in_parts=shares is not None)
+        self._step(batch, None, None, shares)
+
+    def _rehearsed_prefill(self, batch: ScheduleBatch) -> None:
+        self._lanes.use_widest()
+        self._extend(batch, None)
 
     def prewarm_sampling(self) -> Any:
         """Last of start-up, on the stream that forwards run on."""
         result = super().prewarm_sampling()
-        self._rehearse()
+        first_requests.rehearse(self.target_worker.model_runner, self._rehearsal, self._widths.choices)
+        self._lanes.use_widest()
+        self.width = self._widths.choices[-1]
         self._acceptor.forget_steps()
         self._verifier.forget_steps()
         return result

@@ -319,7 +319,7 @@ def _rehearsals(worker: Any) -> None:
         rehearse = getattr(Rehearsal, name)
 
         def counted(self: Any, *arguments: Any) -> Any:
-            ran[name].append(arguments)
+            ran[name].append(arguments[:3])
             return rehearse(self, *arguments)
 
         return counted
@@ -352,7 +352,7 @@ def _rehearsals(worker: Any) -> None:
         assert self.width == width and not self._widths._steps
         table = policy.step_times.table().tolist()
         ran["prefill"] = [[tokens, dict(sampling)] for tokens, sampling in ran["prefill"]]
-        ran["step"] = [[context, dict(sampling)] for context, sampling in ran["step"]]
+        ran["step"] = [[context, dict(sampling), width] for context, sampling, width in ran["step"]]
         (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([ran, table]))
         return result
 

@@ -12,7 +12,9 @@ from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 
 
 def test_servers_differ_in_width_and_the_built_in_worker_gets_the_mean_length():
-    asked = Namespace(acceptance="good", kinds=[OURS, PLAIN, BUILT_IN], fixed=[16, 4], gpus=["0", "1"])
+    asked = Namespace(
+        acceptance="good", kinds=[OURS, PLAIN, BUILT_IN], fixed=[16, 4], gpus=["0", "1"], per_request=False
+    )
     ours, plain, built_in, sixteen, four = widths.candidates_of(asked)
     assert [one.gpus for one in (ours, plain, built_in, sixteen, four)] == ["0", "1", "0", "1", "0"]
     settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]) for one in (ours, sixteen, four)]
@@ -20,6 +22,14 @@ def test_servers_differ_in_width_and_the_built_in_worker_gets_the_mean_length():
     assert settings == [{"simulated_acceptance": [[0.866] * 7 + [0.819] * 8]}] * 3
     assert [one.accept_length for one in (ours, built_in)] == [0, pytest.approx(6.4, abs=0.03)]
     assert not plain.environment and not built_in.environment
+
+
+def test_ours_verifies_a_number_of_tokens_per_request_where_asked_to_beside_one_width():
+    asked = Namespace(acceptance="mixed", kinds=[OURS], fixed=[4], gpus=None, per_request=True)
+    found = widths.candidates_of(asked)
+    assert [one.name for one in found] == ["ours", "ours_one_width", "ours_4"]
+    settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]).get("width") for one in found]
+    assert settings == [{"per_request": True}, None, 4]
 
 
 def rates(**of: float) -> dict[str, dict[str, list[float]]]:

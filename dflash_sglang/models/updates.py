@@ -10,9 +10,31 @@ from typing import TYPE_CHECKING, Any
 from dflash_sglang.models.checkpoint_form import CheckpointForm
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
     from dflash_sglang.models.draft import DFlashDraftModel
 
 logger = logging.getLogger(__name__)
+
+
+def install(
+    target: ModelRunner,
+    draft: ModelRunner,
+    refresh_kv: Callable[[], None],
+    refresh_head: Callable[[], None] | None,
+) -> None:
+    """Puts the updaters of this module before those of both runners.
+
+    refresh_kv, refresh_head: take new weights over into copies, of the draft's projections, and of the head that
+    it proposes by, its own or the target's.
+    """
+    of_draft = [refresh_kv]
+    if refresh_head is not None:
+        if draft.model.has_own_head:
+            of_draft.append(refresh_head)
+        else:
+            target.weight_updater = TargetWeightUpdater(target.weight_updater, refresh_head)
+    draft.weight_updater = DraftWeightUpdater(draft.weight_updater, draft.model, of_draft)
 
 
 class TargetWeightUpdater:

@@ -58,6 +58,11 @@ class AdaptiveWidth:
         self._last_end = 0.0
         self._log = _ChangeLog(clock) if speaks else None
 
+    @property
+    def choices(self) -> Sequence[int]:
+        """Widths that steps may have, ascending."""
+        return self._policy.widths
+
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
         self._after_step = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +35,10 @@ SAMPLINGS: tuple[Mapping[str, Any], ...] = (  # each has launches of its own
 )
 
 
-def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int], use: Callable[[int], None]) -> None:
+def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -> None:
     """On the stream of the forwards, whose memory is its own. Leaves torch's random numbers as they were.
 
-    runner: the target's; widths: of steps that will be; use: sets the width of the next step.
+    runner: the target's; widths: of steps that will be.
     """
     start, on_gpu = time.perf_counter(), torch.device(runner.device).type == "cuda"
     most = min(rehearsal.longest(widths[-1]), _most_at_once())
@@ -55,9 +55,8 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int], u
         # A step commits recurrent states, for which only a real request has slots.
         steps = () if mambaish_config(runner.model_config) is not None else widths
         for width in steps:
-            use(width)
             for sampling in SAMPLINGS:
-                rehearsal.step(short, sampling)
+                rehearsal.step(short, sampling, width)
         if on_gpu:
             torch.cuda.synchronize()
     if get_parallel().tp_rank == 0:

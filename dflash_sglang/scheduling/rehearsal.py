@@ -28,6 +28,8 @@ from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservati
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.scheduling.width.shares import Shares
+
 _SPREAD = 7919  # a prime: tokens that differ from request to request, so that experts share the work
 
 
@@ -46,10 +48,11 @@ class Rehearsal:
         self,
         runner: ModelRunner,
         reservation: SlotReservation,
-        decode: Callable[[ScheduleBatch], object],
+        decode: Callable[[ScheduleBatch, int, Shares | None], object],
         prefill: Callable[[ScheduleBatch], object],
     ) -> None:
-        """decode: one step of a batch, at a width that is set already; prefill: one of a batch."""
+        """prefill, decode: one step of a batch; the latter in blocks of a width, of which these shares are
+        verified, or all."""
         self._runner, self._reservation = runner, reservation
         self._decode, self._prefill = decode, prefill
         self._table = runner.req_to_token_pool.req_to_token
@@ -64,18 +67,20 @@ class Rehearsal:
         with torch.no_grad():
             self._prefill(self._prompt(tokens, sampling))
 
-    def step(self, context: int, sampling: Mapping[str, Any]) -> None:
+    def step(self, context: int, sampling: Mapping[str, Any], width: int) -> None:
         """A decode step of one request with `context` tokens."""
         with torch.no_grad(), self._contexts(1, context):
-            self._decode(self._decoding(1, context, sampling))
+            self._decode(self._decoding(1, context, sampling), width, None)
 
-    def seconds(self, requests: int, context: int, runs: int) -> list[float]:
+    def seconds(
+        self, requests: int, context: int, runs: int, width: int, shares: Shares | None = None
+    ) -> list[float]:
         """Of `runs` greedy steps of so many requests with `context` tokens each; one more before them is not
         timed."""
         with torch.no_grad(), self._contexts(requests, context):
             batch, marks = self._decoding(requests, context, GREEDY), []
             for _ in range(runs + 1):
-                self._decode(copy(batch))
+                self._decode(copy(batch), width, shares)
                 marks.append(self._mark())
             return self._between(marks)
 

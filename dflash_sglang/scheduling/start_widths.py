@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.scheduling.rehearsal import Rehearsal
+    from dflash_sglang.scheduling.width.shares import Shares
     from dflash_sglang.widths import Widths
 
 logger = logging.getLogger(__name__)
@@ -147,18 +148,16 @@ def _sizes(runner: ModelRunner) -> list[int]:
     return sparse(captured_sizes(runner)) or [1 << power for power in range(most.bit_length())]
 
 
-def measure(
-    policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, use: Callable[[int, bool], None], group: Group
-) -> None:
-    """Fills the policy's tables from rehearsed steps, for `MOST_SECONDS` and a batch each at most, and starts it.
-
-    use: sets the width of the next step, and whether it verifies one token of each request alone.
-    """
+def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, group: Group) -> None:
+    """Fills the policy's tables from rehearsed steps, for `MOST_SECONDS` and a batch each at most; starts it."""
     start, cells = time.perf_counter(), _cells(policy, runner)
 
     def rehearse(
-        cells: list[tuple[int, int, int]], one: bool, record: Callable[[int, int, int, float], None]
+        cells: list[tuple[int, int, int]],
+        shares: Callable[[int], Shares | None],
+        record: Callable[[int, int, int, float], None],
     ) -> int:
+        """shares: of so many requests."""
         begin, measured = time.perf_counter(), 0
         for requests, width, context in cells:
             elapsed = np.array([time.perf_counter() - begin])
@@ -166,18 +165,17 @@ def measure(
                 elapsed = group.share_times(elapsed)  # all ranks stop alike
             if requests > cells[0][0] and elapsed[0] > MOST_SECONDS:
                 continue
-            use(width, one)
             each = min(max(context // requests, 1), rehearsal.longest(width))
-            for seconds in rehearsal.seconds(requests, each, RUNS):
+            for seconds in rehearsal.seconds(requests, each, RUNS, width, shares(requests)):
                 record(requests, width, requests * each, seconds)
             measured += 1
         return measured
 
-    measured = rehearse(cells, False, policy.step_times.record)
+    measured = rehearse(cells, lambda requests: None, policy.step_times.record)
     policy.start()
     if policy.ragged is not None:
         drafted = [cell for cell in cells if cell[1] > PLAIN and not cell[2]]
-        rehearse(drafted, True, policy.ragged.times.record)
+        rehearse(drafted, policy.ragged.least, policy.ragged.times.record)
         policy.ragged.start()
     if get_parallel().tp_rank == 0:
         logger.info(
