@@ -3,7 +3,8 @@
 Left out, because they end the scheduler of SGLang 0.5.23 without speculation too: input ids outside of the
 vocabulary; an empty prompt as `text` "" or `input_ids` [[]]; top_logprobs_num above the vocabulary's size;
 logprob_start_len below -1 with return_logprob; top_k of 2**31 and more, or an infinite logit_bias, when sampling;
-stop_token_ids below zero or beyond the vocabulary with min_new_tokens; positional_embed_overrides of a number.
+stop_token_ids below zero or beyond the vocabulary with min_new_tokens; positional_embed_overrides of a number;
+min_p under --enable-deterministic-inference.
 """
 
 from __future__ import annotations

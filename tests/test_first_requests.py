@@ -87,7 +87,7 @@ def test_start_up_prefills_and_decodes_in_every_sampling_and_leaves_no_trace(ser
     assert ran == dict(
         seconds=[],
         prefill=[[tokens, sampling] for sampling in samplings],
-        step=[[tokens, sampling] for sampling in samplings],
+        step=[[tokens, sampling, 16] for sampling in samplings],
     )
 
 

@@ -36,7 +36,7 @@ def test_an_idle_step_publishes_nothing_and_takes_part_only_for_data_parallel_ne
     worker = object.__new__(module.DFlashWorker)
     worker.device, worker.block_size, worker.width, worker._reservation = "cpu", 16, 16, None
     worker._proposer = worker._verifier = parts = Parts()
-    worker._widths = SimpleNamespace(next=lambda batch: 16)
+    worker._widths = SimpleNamespace(next=lambda batch: SimpleNamespace(width=16))
     published: list[torch.Tensor] = []
     batch = SimpleNamespace(forward_mode=ForwardMode.IDLE, is_extend_in_batch=False)
     result = worker.forward_batch_generation(batch, on_publish=published.append)

@@ -43,6 +43,8 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -
     start, on_gpu = time.perf_counter(), torch.device(runner.device).type == "cuda"
     most = min(rehearsal.longest(widths[-1]), _most_at_once())
     short = min(SHORT, most)
+    # SGLang's sampler takes no min_p with seeds: a request that asks for both ends its scheduler.
+    samplings = [sampling for sampling in SAMPLINGS if not (rehearsal.seeded and "min_p" in sampling)]
     if runner.lora_manager is not None:
         runner.lora_manager.fetch_new_loras({None})  # what a batch without adapters needs
     with torch.random.fork_rng([runner.gpu_id] if on_gpu else []):
@@ -50,12 +52,12 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -
             torch.cuda.synchronize()  # what start-up launched before was on another stream
         for tokens in prompts(PROMPTS_ON_GPU if on_gpu else (SHORT,), most):
             rehearsal.prefill(tokens, GREEDY)
-        for sampling in SAMPLINGS[1:]:
+        for sampling in samplings[1:]:
             rehearsal.prefill(short, sampling)
         # A step commits recurrent states, for which only a real request has slots.
         steps = () if mambaish_config(runner.model_config) is not None else widths
         for width in steps:
-            for sampling in SAMPLINGS:
+            for sampling in samplings:
                 rehearsal.step(short, sampling, width)
         if on_gpu:
             torch.cuda.synchronize()

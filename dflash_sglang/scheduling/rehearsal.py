@@ -62,6 +62,11 @@ class Rehearsal:
         """Tokens of context that leave room for a block."""
         return self._reservation.row_limit - width
 
+    @property
+    def seeded(self) -> bool:
+        """Whether every request is sampled by a seed, as under --enable-deterministic-inference."""
+        return self._batch(1, 1, GREEDY).sampling_info.sampling_seed is not None
+
     def prefill(self, tokens: int, sampling: Mapping[str, Any]) -> None:
         """A whole prompt of one request, all of it written to slot 0 and read from there."""
         with torch.no_grad():
