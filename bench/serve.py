@@ -2,14 +2,17 @@
 
 python -m bench.serve --target DIR --draft DIR --out FILE [--concurrency 1 32] [--sampling greedy sampled]
                       [--rounds 3] [--accept-length 6.4]
+                      [--variants "fp8=--speculative-draft-model-quantization fp8"]
 
-All three servers are up at once and take turns, so that a drift of the machine meets them alike; a figure is
-the median over the rounds. Acceptance is forced: the weights may be random (see `bench.random_pair`).
+All servers are up at once and take turns, so that a drift of the machine meets them alike; a figure is the median
+over the rounds. Acceptance is forced: the weights may be random (see `bench.random_pair`). `--variants`: more
+servers with this package's worker, each with flags of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping
@@ -29,7 +32,7 @@ SAMPLING: Mapping[str, dict[str, float]] = {
 
 
 def measure(servers: Mapping[str, Server], arguments: argparse.Namespace, concurrency: int) -> dict[str, Any]:
-    """{sampling: {kind: {figure: [one value per round]}}}"""
+    """{sampling: {server: {figure: [one value per round]}}}"""
     loads = {
         name: Load(
             concurrency,
@@ -52,7 +55,8 @@ def measure(servers: Mapping[str, Server], arguments: argparse.Namespace, concur
 def claims(
     figures: Mapping[str, Any], bound: float, sampled_bound: float, bounds: Mapping[tuple[str, str], float]
 ) -> list[dict[str, Any]]:
-    """Per concurrency: our step time over the built-in worker's, and our sampled step over our greedy one.
+    """Per concurrency: our step time over the built-in worker's, that of our variants, too, and our sampled step
+    over our greedy one.
 
     bounds: of the former by (sampling, concurrency), in place of `bound`.
     """
@@ -63,19 +67,26 @@ def claims(
 
     for concurrency, by_sampling in figures.items():
         step = {
-            (name, kind): statistics.median(figure["step_ms"])
-            for name, kinds in by_sampling.items()
-            for kind, figure in kinds.items()
+            (name, server): statistics.median(figure["step_ms"])
+            for name, servers in by_sampling.items()
+            for server, figure in servers.items()
         }
         where = f"at concurrency {concurrency}, median of rounds"
         for name in by_sampling:
-            if {(name, OURS), (name, BUILT_IN)} <= set(step):
-                what = f"{name} step time over the built-in worker's {where}"
-                claim(what, step[name, OURS], step[name, BUILT_IN], bounds.get((name, concurrency), bound))
+            for server in by_sampling[name]:
+                if server.startswith(OURS) and (name, BUILT_IN) in step:
+                    variant = server.removeprefix(OURS).replace("_", ", ", 1)
+                    what = f"{name} step time over the built-in worker's {where}{variant}"
+                    claim(what, step[name, server], step[name, BUILT_IN], bounds.get((name, concurrency), bound))
         if {("sampled", OURS), ("greedy", OURS)} <= set(step):
             what = f"sampled step time over the greedy one {where}"
             claim(what, step["sampled", OURS], step["greedy", OURS], sampled_bound)
     return out
+
+
+def _variant(text: str) -> Candidate:
+    name, _, flags = text.partition("=")
+    return Candidate(f"{OURS}_{name}", OURS, flags=tuple(shlex.split(flags)))
 
 
 def _bound(text: str) -> tuple[tuple[str, str], float]:
@@ -100,9 +111,12 @@ def main() -> int:
     parser.add_argument(
         "--sampled-bound", type=float, default=1.05, help="of the sampled step over the greedy one"
     )
+    parser.add_argument(
+        "--variants", type=_variant, nargs="+", default=[], metavar="NAME=FLAGS", help="of this package's worker"
+    )
     parser.add_argument("--max-tokens", type=int, default=60_000, help="of a KV pool")
     arguments = parse(parser)
-    candidates = [Candidate(kind, kind) for kind in arguments.kinds]
+    candidates = [*(Candidate(kind, kind) for kind in arguments.kinds), *arguments.variants]
     figures: dict[str, Any] = {}
     status = 1
     with (

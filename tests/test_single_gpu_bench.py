@@ -54,6 +54,19 @@ def test_serve_keeps_each_concurrency_that_it_has_measured(monkeypatch, tmp_path
     assert list(written["figures"]) == ["1"] and values(written["claims"]) == [(0.9, "<= 1.03", True)]
 
 
+def test_variants_of_ours_have_flags_of_their_own_and_are_held_against_the_built_in_worker():
+    variant = serve._variant("fp8=--fp8 --x '1 2'")
+    assert (variant.name, variant.kind, variant.flags) == ("ours_fp8", OURS, ("--fp8", "--x", "1 2"))
+    step = {OURS: 9.0, BUILT_IN: 10.0, variant.name: 8.0}
+    figures = {"32": {"greedy": {name: {"step_ms": [ms]} for name, ms in step.items()}}}
+    claimed = serve.claims(figures, 1.0, 1.05, {("greedy", "32"): 0.85})
+    assert [one["what"].split(" at ")[1] for one in claimed] == [
+        "concurrency 32, median of rounds",
+        "concurrency 32, median of rounds, fp8",
+    ]
+    assert values(claimed) == [(0.9, "<= 0.85", False), (0.8, "<= 0.85", True)]
+
+
 class Stub:
     """A server that gives a request its first token at once, and when as many are there as come at a time the
     rest of all, in 5 steps of 10 ms."""
