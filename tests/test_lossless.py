@@ -22,6 +22,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import recorded_graphs, scheduler_hooks
 from tests.engines import serve
+from tests.test_width_serving import verified_part
 
 pytestmark = pytest.mark.slow
 
@@ -251,22 +252,7 @@ def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(request, our
     server, _ = ours
     if not request.node.callspec.params["ours"].endswith("random_shares"):
         pytest.skip("whole blocks")
-    before = told(server)
-    params = dict(temperature=0, max_new_tokens=200, ignore_eos=True)
-    server.generate(input_ids=prompts()[4], sampling_params=params)
-    after = told(server)
-    steps, verified = (
-        {int(width): count - before[key][width] for width, count in after[key].items()}
-        for key in ("steps", "verified_tokens")
-    )
-    assert verified[1] == steps[1] and sum(steps.values()) > 40
-    drafted = sum(width * count for width, count in steps.items())
-    assert 0.4 * drafted < sum(verified.values()) < 0.75 * drafted
-
-
-def told(server: Server) -> dict[str, Any]:
-    (state,) = server.get("/server_info")["internal_states"]
-    return state["dflash_width"]
+    assert 0.4 < verified_part(server, prompts()[4]) < 0.75
 
 
 def test_an_aborted_neighbour_leaves_the_others_unharmed(ours, plain):

@@ -17,7 +17,6 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import scheduler_hooks
 from tests.engines import greedy_params, serve
-from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +50,19 @@ def ask(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def told(server: Server) -> dict[str, Any]:
     (state,) = server.get("/server_info")["internal_states"]
     return state["dflash_width"]
+
+
+def verified_part(server: Server, prompt: list[int]) -> float:
+    """Of what was drafted for one request, alone on the server, beside its last tokens."""
+    before = told(server)
+    server.generate(**request(prompt, 200))
+    after = told(server)
+    steps, verified = (
+        {int(width): count - before[key][width] for width, count in after[key].items()}
+        for key in ("steps", "verified_tokens")
+    )
+    assert verified[1] == steps[1] and sum(steps.values()) > 40
+    return sum(verified.values()) / sum(width * count for width, count in steps.items())
 
 
 @pytest.fixture(scope="module")
@@ -141,28 +153,3 @@ def test_a_request_that_allows_something_else_is_refused_and_others_go_on(ours, 
         assert refused.value.code == 400
         assert "max_width" in refused.value.read().decode()
         assert [answer["output_ids"] for answer in others.result()] == [ids[:40] for ids in plain[:3]]
-
-
-@pytest.mark.gpu
-def test_a_gpu_captures_measures_and_chooses_widths(tmp_path):
-    """bfloat16: near ties may fall otherwise at another width, so that most outputs are equal, not all."""
-    environment = {**DEVICE_ENVIRONMENT, REQUIRE_ENV: "1", CONFIG_ENV: '{"width": {"probe_budget": 0.1}}'}
-    flags = dict(max_running_requests=MANY, cuda_graph_max_bs_decode=MANY, decode_log_interval=1, **ON_DEVICE)
-    asked = [request(prompt, 160) for prompt in prompts()]
-    with serve(TARGET, environment=DEVICE_ENVIRONMENT, **flags) as server:
-        plain = [answer["output_ids"] for answer in ask(server, asked)]
-    with serve(TARGET, DRAFT, environment=environment, **flags) as server:
-        answers = [*ask(server, asked[:1]), *ask(server, asked), *ask(server, asked[:1])]
-        limited = server.generate(**request(prompts()[0], 160, 1))
-        after, log = told(server), server.log_text()
-    print(
-        after,
-        *(line for line in log.splitlines() if "dflash_sglang" in line and "server_args" not in line),
-        sep="\n",
-    )
-    equal = sum(got["output_ids"] == ids for got, ids in zip(answers[1:-1], plain, strict=True))
-    assert equal >= MANY // 2, f"{equal} of {MANY} outputs equal plain decoding's"
-    assert sum(limited["meta_info"]["spec_correct_drafts_histogram"][1:]) == 0
-    assert sum(count > 0 for count in after["steps"].values()) >= 3, after
-    assert "memory that was added, in GB: 1: " in log and "cells measured in" in log
-    assert "cuda graph: False" not in log

@@ -1,0 +1,95 @@
+"""Widths on a GPU: captured, measured and chosen, or drawn at random in every step.
+
+pytest -m gpu tests/test_width_gpu.py
+
+In bfloat16 the likelier one of two tokens that are almost tied depends on how many rows a GEMM has. So the target,
+without speculation, is asked about our outputs: each token has the largest logprob at its place in one prefill of
+them all, or is a TIE of the likeliest, which few are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.demo.server import Server
+from tests import scheduler_hooks
+from tests.engines import greedy_params, serve
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.test_width_serving import DRAFT, MANY, TARGET, ask, prompts, request, told, verified_part
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+NEW_TOKENS = 160
+TIE, TIES = 0.3, 0.05  # difference of logprobs; share of the tokens
+FLAGS: dict[str, Any] = dict(max_running_requests=MANY, cuda_graph_max_bs_decode=MANY, **ON_DEVICE)
+WIDTHS: dict[str, tuple[str, str]] = {  # settings, hooks
+    "chosen": ('{"width": {"probe_budget": 0.1}}', ""),
+    "random": ('{"width": {}}', "widths"),
+    "chosen per request": ('{"width": {"per_request": true, "probe_budget": 0.1}}', ""),
+    "random per request": ('{"width": {"per_request": true}}', "widths,shares"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Server]:
+    with serve(TARGET, environment=DEVICE_ENVIRONMENT, **FLAGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=WIDTHS, ids=list(WIDTHS))
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings, hooks = WIDTHS[request.param]
+    environment = {**DEVICE_ENVIRONMENT, REQUIRE_ENV: "1", CONFIG_ENV: settings}
+    if hooks:
+        directory: Path = tmp_path_factory.mktemp("hooks")
+        environment |= {"PYTHONPATH": scheduler_hooks.install(directory), scheduler_hooks.HOOKS_ENV: hooks}
+    with serve(TARGET, DRAFT, environment=environment, decode_log_interval=1, **FLAGS) as server:
+        yield server
+        print(told(server), server.log_tail(40), sep="\n")  # shown with a failure
+
+
+def gaps(plain: Server, prompt: list[int], output: list[int]) -> list[float]:
+    """By how much the target's likeliest token is likelier than each of these."""
+    answer = plain.generate(
+        input_ids=[*prompt, *output],
+        sampling_params=greedy_params(1),
+        return_logprob=True,
+        logprob_start_len=len(prompt) - 1,
+        top_logprobs_num=1,
+    )["meta_info"]
+    given, best = answer["input_token_logprobs"][1:], [top[0] for top in answer["input_top_logprobs"][1:]]
+    assert [token for _, token, *_ in given] == output
+    return [most - value for (value, *_), (most, *_) in zip(given, best, strict=True)]
+
+
+def test_output_is_plain_decodings(ours, plain):
+    asked = [request(prompt, NEW_TOKENS) for prompt in prompts()]
+    answers = [*ask(ours, asked), ours.generate(**asked[0])]
+    found: list[float] = []
+    for prompt, answer in zip([*prompts(), prompts()[0]], answers, strict=True):
+        found += gaps(plain, prompt, answer["output_ids"])
+    print(f"{len(found)} tokens, {sum(gap > 0 for gap in found)} not the likeliest, by {max(found):.3f} at most")
+    assert len(found) == (MANY + 1) * NEW_TOKENS
+    assert max(found) <= TIE and sum(gap > 0 for gap in found) <= TIES * len(found)
+
+
+def test_several_widths_were_captured_measured_and_served(ours):
+    after, log = told(ours), ours.log_text()
+    assert sum(count > 0 for count in after["steps"].values()) >= 3, after
+    assert "memory that was added, in GB: 1: " in log and "cells measured in" in log
+    assert "cuda graph: False" not in log
+
+
+def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(ours, request: pytest.FixtureRequest):
+    if request.node.callspec.params["ours"] == "random per request":
+        assert 0.4 < verified_part(ours, prompts()[0]) < 0.75
+
+
+def test_a_request_that_allows_one_token_is_drafted_for_no_further(ours):
+    limited = ours.generate(**request(prompts()[0], NEW_TOKENS, 1))
+    assert sum(limited["meta_info"]["spec_correct_drafts_histogram"][1:]) == 0
