@@ -1,5 +1,5 @@
-"""C16 on the engine: both kinds of proposals give the target's filtered distribution, and greedy requests beside
-sampled ones their greedy output."""
+"""C16 on the engine: both kinds of proposals give the target's filtered distribution, at one width and at another in
+each step, and greedy requests beside sampled ones their greedy output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server
+from tests import scheduler_hooks
 from tests.engines import greedy, serve
 from tests.test_sampling import chi_square_bound
 from tests.tiny import make_pair
@@ -34,13 +36,17 @@ def tiny(tmp_path_factory) -> tuple[Path, Path]:
 def plain(tiny) -> dict[str, Any]:
     """Greedy output after the prompt, and the distribution of three sampled tokens from the server's logprobs."""
     with serve(tiny[0]) as server:
-        expected = {
-            (a, b, c): p_a * p_b * p_c
-            for a, p_a in next_token(server, PROMPT).items()
-            for b, p_b in next_token(server, [*PROMPT, a]).items()
-            for c, p_c in next_token(server, [*PROMPT, a, b]).items()
-        }
-        return dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=expected)
+        return dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=distribution(server, PROMPT))
+
+
+def distribution(server: Server, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """{three tokens: probability} of what is sampled after the prompt, from greedy logprobs."""
+    return {
+        (a, b, c): p_a * p_b * p_c
+        for a, p_a in next_token(server, prompt).items()
+        for b, p_b in next_token(server, [*prompt, a]).items()
+        for c, p_c in next_token(server, [*prompt, a, b]).items()
+    }
 
 
 def next_token(server: Server, prompt: list[int]) -> dict[int, float]:
@@ -56,20 +62,29 @@ def next_token(server: Server, prompt: list[int]) -> dict[int, float]:
     return {token: weight / sum(weights.values()) for token, weight in weights.items()}
 
 
-@pytest.mark.parametrize("proposals", ["argmax", "drawn"])
-def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, proposals):
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "DFLASH_SGLANG_CONFIG": json.dumps({"proposals": proposals}),
-    }
-    with serve(*tiny, environment=environment, max_running_requests=48) as server, ThreadPoolExecutor(3) as pool:
-        beside = pool.submit(greedy, server, [PROMPT] * 3, GREEDY_TOKENS)
-        answers = pool.map(
-            lambda _: server.generate(input_ids=PROMPT, sampling_params=dict(SAMPLING, n=100)), range(DRAWS // 100)
-        )
+def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[int, ...], float]) -> None:
+    """`DRAWS` outputs, three at a time, follow the distribution."""
+    asked = dict(input_ids=prompt, sampling_params=dict(SAMPLING, n=100))
+    with ThreadPoolExecutor(3) as pool:
+        answers = pool.map(lambda _: server.generate(**asked), range(DRAWS // 100))
         observed = Counter(tuple(one["output_ids"]) for answer in answers for one in answer)
-        assert beside.result() == [plain["greedy"]] * 3
-    expected = plain["expected"]
     assert set(observed) <= set(expected)
     chi_square = sum((observed[key] - DRAWS * p) ** 2 / (DRAWS * p) for key, p in expected.items())
     assert chi_square <= chi_square_bound(len(expected) - 1)
+
+
+@pytest.mark.parametrize("width", ["block", {}], ids=["blocks of one width", "blocks of any width"])
+@pytest.mark.parametrize("proposals", ["argmax", "drawn"])
+def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, proposals, width, tmp_path):
+    environment = {
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"proposals": proposals, "width": width}),
+        "PYTHONPATH": scheduler_hooks.install(tmp_path),
+        scheduler_hooks.HOOKS_ENV: "" if width else "widths",
+    }
+    with serve(*tiny, environment=environment, max_running_requests=48) as server, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(greedy, server, [PROMPT] * 3, GREEDY_TOKENS)
+        assert_sampled_from(server, PROMPT, plain["expected"])
+        assert beside.result() == [plain["greedy"]] * 3
+        (state,) = server.get("/server_info")["internal_states"]
+        assert sum(count > 0 for count in state["dflash_width"]["steps"].values()) == (1 if width else 5)

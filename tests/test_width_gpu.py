@@ -20,6 +20,7 @@ from dflash_sglang.demo.server import Server
 from tests import scheduler_hooks
 from tests.engines import greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.test_sampled_serving import assert_sampled_from, distribution
 from tests.test_width_serving import DRAFT, MANY, TARGET, ask, prompts, request, told, verified_part
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -76,6 +77,10 @@ def test_output_is_plain_decodings(ours, plain):
     print(f"{len(found)} tokens, {sum(gap > 0 for gap in found)} not the likeliest, by {max(found):.3f} at most")
     assert len(found) == (MANY + 1) * NEW_TOKENS
     assert max(found) <= TIE and sum(gap > 0 for gap in found) <= TIES * len(found)
+
+
+def test_sampled_tokens_follow_plain_decodings_distribution(ours, plain):
+    assert_sampled_from(ours, prompts()[3], distribution(plain, prompts()[3]))
 
 
 def test_several_widths_were_captured_measured_and_served(ours):
