@@ -1,5 +1,5 @@
-"""C16 on the engine: both kinds of proposals give the target's filtered distribution, in blocks of one width and of
-another in each step, and greedy requests beside sampled ones their greedy output."""
+"""C16 on the engine: both kinds of proposals give the target's filtered distribution, in blocks of one width and
+of another in each step, and greedy requests beside sampled ones their greedy output."""
 
 from __future__ import annotations
 
