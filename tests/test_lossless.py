@@ -36,7 +36,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "recorded_graphs_of_random_widths": dict(graphs=True, hooks="widths", env={CONFIG_ENV: '{"width": {}}'}),
     "overlap_of_random_shares": dict(hooks="widths,shares,poison", env={CONFIG_ENV: PER_REQUEST}),
     "synchronous_pages_of_16_of_random_shares": dict(
-        page_size=16, disable_overlap_schedule=True, hooks="widths,shares,sentinels", env={CONFIG_ENV: PER_REQUEST}
+        page_size=16,
+        disable_overlap_schedule=True,
+        max_total_tokens=6400,
+        hooks="widths,shares,sentinels",
+        env={CONFIG_ENV: PER_REQUEST},
     ),
     "recorded_graphs_of_random_shares": dict(graphs=True, hooks="widths,shares", env={CONFIG_ENV: PER_REQUEST}),
     "recorded_graphs": dict(graphs=True, max_total_tokens=6400, hooks="sentinels"),
