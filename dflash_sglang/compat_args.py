@@ -5,11 +5,13 @@ from contextlib import contextmanager
 
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.speculative_hook import attn_dp_enabled_of
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.environ import envs
 
 __all__ = [
+    "declare_resolution",
     "envs",
     "hybrid_gdn_config",
     "mambaish_config",

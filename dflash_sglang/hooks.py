@@ -22,12 +22,15 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
     """AROUND speculative_hook.handle_speculative_decoding: runs in the launcher, before any process starts.
 
     For DFLASH: raises StartupError, SGLangMismatchError or PluginConfigError where the launch cannot work.
-    It runs before SGLang reads the draft's config, so that the errors of a bad one are ours.
+    It runs before SGLang reads the draft's config, so that the errors of a bad one are ours, and a dense draft may
+    be asked for in fp8.
     """
     if (server_args.speculative_algorithm or "").upper() == "DFLASH" and _served_by_built_in(server_args) is None:
         # Imported here: it exists in the one version of SGLang that was checked.
         from dflash_sglang.compat_args import our_dp_attention
+        from dflash_sglang.fp8_drafts import quantise_where_shorter
 
+        quantise_where_shorter(server_args)
         with our_dp_attention():
             original(server_args)
     else:

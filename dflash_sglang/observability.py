@@ -32,7 +32,7 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
         "mask_token_id": spec.mask_token_id,
         "own_modules": worker.own_modules,
         "draft_attention": draft_backend,
-        "draft_quantization": spec.quantization or "none",
+        "draft_quantization": spec.quantization or get_spec().speculative_draft_model_quantization or "none",
         "context_kv": worker.context_kv_decision,
         "head": _head(worker),
     }

@@ -63,7 +63,7 @@ def check_startup(server_args: Any) -> Foreign | None:
 def _check(cfg: Any, server_args: Any) -> Foreign | None:
     if not _our_device(cfg.device):
         return Foreign("--device", cfg.device, "a device without kernels of this package")
-    serving, parallel = _serving_facts(cfg), _parallel_facts(cfg)
+    serving, parallel = _serving_facts(cfg), parallel_facts(cfg)
     problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving), *kv_problems(serving)]
     if serving.draft_path is None:
         raise StartupError(problems)
@@ -152,7 +152,8 @@ def _serving_facts(cfg: Any) -> ServingFacts:
     )
 
 
-def _parallel_facts(cfg: Any) -> ParallelFacts:
+def parallel_facts(cfg: Any) -> ParallelFacts:
+    """Of server arguments as `resolving_view` shows them."""
     return ParallelFacts(draft_tp_size=max(1, cfg.tp_size // (cfg.attn_dp_size * cfg.attn_cp_size)))
 
 

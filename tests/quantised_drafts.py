@@ -33,11 +33,14 @@ def checkpoint(scheme: str, seed: int = 1, **overrides: Any) -> dict[str, Tensor
 
 
 def sglang_config(raw: Mapping[str, Any]) -> Any:
-    """SGLang's object for a checkpoint's quantization_config, as its loader makes it for a draft."""
+    """SGLang's object for a checkpoint's quantization_config, as its loader makes it for a draft; for an empty
+    one, of a dense checkpoint, that of `--speculative-draft-model-quantization fp8`."""
     from sglang.srt.layers.quantization import get_quantization_config
 
     from dflash_sglang.models.draft import DFlashDraftModel
 
+    if not raw:
+        return get_quantization_config("fp8")()
     method = {"awq": "awq_marlin", "gptq": "gptq_marlin"}.get(raw["quant_method"], raw["quant_method"])
     packed = DFlashDraftModel.packed_modules_mapping
     config = get_quantization_config(method).from_config({**raw, "packed_modules_mapping": packed})

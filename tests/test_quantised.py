@@ -14,6 +14,7 @@ from bench.eager_exec import eager_exec
 from tests import quantised_drafts as drafts
 from tests import quantised_twins
 from tests import sglang_layers as layers
+from tests.tiny import draft_config, draft_tensors
 from training.quantise import SCHEMES
 
 pytestmark = [pytest.mark.gpu] if layers.DEVICE == "cuda" else []
@@ -206,6 +207,40 @@ def test_an_update_of_a_quantised_draft_reaches_block_and_context_in_the_same_me
     updater.end_weight_update(run_post_load=False)
     fresh = drafts.build(tmp_path / "new", raw, new)
     assert same(state(model, context), state(fresh, ContextKV(fresh)))
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+
+
+def dense(seed: int = 1) -> dict[str, Tensor]:
+    config = draft_config(**drafts.SHAPE)
+    return {name: tensor.bfloat16().to(drafts.DTYPE) for name, tensor in draft_tensors(config, seed).items()}
+
+
+@pytest.mark.matrix(target="any", draft="dense, read in fp8", kv="model dtype", outcome="works")
+def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_updated_as_one(tmp_path):
+    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.updates import DraftWeightUpdater
+
+    model = drafts.build(tmp_path, {}, dense())
+    context = ContextKV(model)
+    assert context.form == "stacked"
+    updater = DraftWeightUpdater(Updater(model), model, [context.refresh])
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    rows, positions = some_rows(256), POSITIONS.to(layers.DEVICE)
+    for seed in (1, 99):
+        if seed == 99:
+            updater.begin_weight_update()
+            named = [(name, tensor.to(layers.DEVICE)) for name, tensor in dense(seed).items()]
+            assert updater.update_weights_from_tensor(named_tensors=named)[0]
+            updater.end_weight_update(run_post_load=False)
+        keys_values = list(context.keys_values(rows, positions))
+        for number, layer in enumerate(model.layers):
+            attention = layer.self_attn
+            assert attention.qkv_proj.weight.dtype == torch.float8_e4m3fn
+            weight = dense(seed)[f"layers.{number}.self_attn.o_proj.weight"].float()
+            assert close(attention.o_proj(rows)[0], rows.float().cpu() @ weight.T, "fp8-dynamic")
+            own = attention.context_key_value(rows, positions)
+            for got, expected in zip(keys_values[number], own, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
 
 

@@ -47,7 +47,8 @@ class CheckpointForm:
             if missing:
                 raise ValueError(
                     f"weight update of a quantised draft: missing tensors {sorted(missing)}. Expected every "
-                    f"tensor of {name} in one request, in the checkpoint's layout. Send them together."
+                    f"tensor of {name} in one request, in the checkpoint's layout. Send them together, or serve a "
+                    "dense checkpoint with --speculative-draft-model-quantization unquant."
                 )
             self._loaded.add(name)
 
