@@ -34,7 +34,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "lengths_on_the_host": dict(hooks="host_lengths"),
     "recorded_graphs_of_random_widths": dict(graphs=True, hooks="widths", env={CONFIG_ENV: '{"width": {}}'}),
-    "overlap_of_random_shares": dict(hooks="widths,shares,poison", env={CONFIG_ENV: PER_REQUEST}),
     "synchronous_pages_of_16_of_random_shares": dict(
         page_size=16,
         disable_overlap_schedule=True,
