@@ -29,7 +29,8 @@ def start_rank() -> None:
     """Makes this process rank 0 of 1, which SGLang's layers require even without parallelism."""
     from sglang.test.layer_ut_utils import init_single_process_dist
 
-    init_single_process_dist(master_port=29651 + os.getpid() % 1000)
+    # Held as long as this process lives: below all ports that servers take, and those that they derive from them.
+    init_single_process_dist(master_port=10_000 + os.getpid() % 2000)
 
 
 @contextmanager
