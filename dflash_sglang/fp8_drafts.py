@@ -15,10 +15,10 @@ from dflash_sglang.checkpoint import TensorFacts, draft_config, tensor_facts, we
 from dflash_sglang.compat_args import declare_resolution, resolving_view
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.startup import parallel_facts
+from dflash_sglang.validation.quantisation import FLAG
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--speculative-draft-model-quantization"
 MI = 1 << 20
 # On a rank, in a linear layer on average. Half of the bytes of fewer is read in no more time than it takes to
 # quantise the rows that the layer multiplies.
