@@ -232,7 +232,7 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
     copies: list[torch.Tensor] = []
 
     def to_host(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(tensor.clone())
+        copies.append(tensor.cpu().clone())
         return copies[-1]
 
     monkeypatch.setattr(step_result, "async_d2h", to_host)
