@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import gc
 import math
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.flash3 import spare_launches
@@ -90,12 +90,12 @@ class Widths:
 
     def add(self, widths: Iterable[int], sizes: Sequence[int] | None = None) -> None:
         """Builds what these need and captures it at these batch sizes, by default at those of the widest blocks.
-        Blocks of one token have no draft forward."""
+        Blocks of one token have no draft forward. What is garbage afterwards holds no memory of the device."""
         sizes = captured_sizes(self._target) if sizes is None else sizes
         for width in widths:
             if width not in self._lanes:
-                with _heap_left_alone() if sizes else nullcontext():
-                    self._lanes[width] = self._built(width, sizes)
+                self._lanes[width] = self._built(width, sizes)
+                gc.collect()
         self._model.serve_blocks_of(self._used)
 
     def _built(self, width: int, sizes: Sequence[int]) -> tuple[Lane, Lane]:
@@ -190,16 +190,19 @@ def _captured_at(sizes: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _heap_left_alone() -> Iterator[None]:
+def heap_left_alone() -> Iterator[None]:
     """SGLang collects garbage before and after the captures of a runner, each time among all objects of the
-    process, which takes a second: meanwhile among new ones alone."""
+    process, a million: half a second. Meanwhile among new ones alone, and by nobody else."""
+    by_itself = gc.isenabled()
     gc.freeze()
+    gc.disable()
     try:
         with get_exec().graph.override(enable_cudagraph_gc=True):  # else SGLang unfreezes after a capture
             yield
     finally:
-        gc.collect()
         gc.unfreeze()
+        if by_itself:
+            gc.enable()
 
 
 def by_use(widths: Iterable[int], served: int) -> list[int]:

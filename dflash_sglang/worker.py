@@ -46,7 +46,7 @@ from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.widths import Widths
+from dflash_sglang.widths import Widths, heap_left_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,9 +179,10 @@ class DFlashWorker(BaseSpecWorker):
         self._verifier.bind_attention_backends()
 
     def init_cuda_graphs(self) -> None:
-        with self._draft_scope():
-            self._draft_worker.init_cuda_graphs()
-        self._start_widths()
+        with heap_left_alone():
+            with self._draft_scope():
+                self._draft_worker.init_cuda_graphs()
+            self._start_widths()
         logger.info(memory_line(self._draft_runner, self._draft_model, self._head_copy))
 
     def _start_widths(self) -> None:
