@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 
@@ -95,26 +96,39 @@ def test_a_step_on_two_ranks_of_a_tensor_parallel_group_is_compared_at_32():
     assert not any("step time" in one["what"] for one in parallel.claims("dpa2", figures, 6.0))
 
 
-def test_each_concurrency_that_is_measured_is_kept_when_the_next_one_fails(monkeypatch, tmp_path):
+def test_each_load_that_is_measured_is_kept_when_the_next_one_fails(monkeypatch, tmp_path):
     out = tmp_path / "parallel.json"
-    asked = []
+    asked: list[tuple[Load, int]] = []
 
-    def measure(servers: dict, load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
-        asked.append((load.concurrency, load.requests))
-        if load.concurrency == 16:
+    def take_turns(servers: dict, load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
+        asked.append((load, rounds))
+        if load.output_tokens == 601:
             raise RuntimeError("a rank is gone")
         return {kind: outcomes([1000.0]) for kind in (OURS, BUILT_IN)}
 
-    monkeypatch.setattr(parallel, "measure", measure)
+    monkeypatch.setattr(parallel, "take_turns", take_turns)
     for name in ("servers_of", "start", "stop_on_sigterm", "stop_together"):
         monkeypatch.setattr(parallel, name, lambda *_: {})
-    options = ["--layouts", "tp2", "--concurrency", "1", "16", "64", "--pair", "DIR", "--out", str(out)]
+    loads = ["--concurrency", "1", "--also", "16:1021", "16:601", "--rounds", "2"]
+    options = ["--layouts", "dpa2", *loads, "--pair", "DIR", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["parallel", *options])
     with pytest.raises(RuntimeError, match="a rank is gone"):
         parallel.main()
-    assert asked == [(1, 2), (16, 32)]
+    assert [(load.concurrency, load.requests, load.output_tokens, rounds) for load, rounds in asked] == [
+        (1, 2, 253, 2),
+        (16, 32, 1021, 2),
+        (16, 32, 601, 2),
+    ]
     written = json.loads(out.read_text())
-    assert list(written["figures"]["tp2"]) == ["1"] and len(written["claims"]) == 2
+    assert list(written["figures"]["dpa2"]) == ["1", "16:1021"]
+    assert [one["bound"] for one in written["claims"][::2]] == [">= 0.99", ">= 1.3"]
+
+
+def test_pools_hold_every_load_and_a_step_that_is_taken_apart():
+    arguments = argparse.Namespace(concurrency=[1, 64], input=256, output=253, also=[(16, 1021)], profile=[])
+    assert parallel.tokens_at_once(arguments) == 64 * (256 + 253 + 64)
+    arguments.profile = [32]
+    assert parallel.tokens_at_once(arguments) == 32 * (256 + 1536 + 64)
 
 
 def test_memory_is_read_by_rank_from_the_start_up_log():
