@@ -20,7 +20,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 
 demo: $(INSTALLED)

@@ -15,13 +15,15 @@ from tests import sglang_layers  # noqa: E402, F401  it names the platform befor
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Two workers share the files: those that take minutes come first, so that none is left over at the end.
+# Workers share the files (`--no-loadscope-reorder` keeps their order): those that take minutes come first, then
+# others with servers, so that what is left over at the end is short.
 LONGEST = ("test_zoo", "test_kits", "test_lossless", "test_serving", "test_kv_types", "test_recurrent_serving")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (rank.get(item.path.stem, len(LONGEST)), item.path not in slow))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
