@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -335,3 +336,63 @@ def test_logits_that_are_wider_than_the_model_are_gathered_in_full_precision(set
     with ThreadPoolExecutor(2) as pool:
         for whole in pool.map(of_rank, range(2)):
             assert torch.equal(whole, logits)
+
+
+FIELDS = dict(
+    is_all_greedy=False,
+    acc_additive_penalties=None,
+    sampling_mask_batch_indices=None,
+    sampling_seed=None,
+    logit_bias=None,
+    has_custom_logit_processor=False,
+)
+
+
+@pytest.mark.parametrize(
+    "taken,info,batch,penalised,width",
+    [
+        ("as they are", dict(is_all_greedy=True), {}, None, 2),
+        ("whole as given", {}, {}, None, 2),
+        ("whole", {}, {}, None, 1),
+        ("whole", dict(sampling_seed=1), {}, None, 2),
+        ("whole", {}, dict(return_logprob=True), None, 2),
+        ("whole", dict(is_all_greedy=True), dict(return_logprob=True), None, 2),
+        ("whole", dict(sampling_mask_batch_indices=1), {}, None, 2),
+        ("whole", dict(is_all_greedy=True, sampling_mask_batch_indices=1), {}, None, 2),
+        ("whole", {}, dict(has_grammar=True), None, 2),
+        ("whole", dict(is_all_greedy=True), dict(has_grammar=True), None, 2),
+        ("whole", {}, {}, "penalties", 2),
+        ("whole", dict(is_all_greedy=True, logit_bias=1), {}, None, 2),
+        ("whole", dict(has_custom_logit_processor=True), {}, None, 2),
+    ],
+)
+def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, penalised, width, monkeypatch):
+    """Whatever is adjusted, reported or drawn as in plain decoding; rejection sampling reads any dtype."""
+    from dflash_sglang.verify import verifier
+
+    sglang = ("GrammarTree", "build_grammar_vocab_mask", "compute_spec_logprobs", "SpeculativeSamplingMaskCapture")
+    for name in (*sglang, "seeded_tokens"):
+        monkeypatch.setattr(verifier, name, mock.MagicMock())
+    under_test = object.__new__(verifier.Verifier)
+    for name in ("tail", "acceptor", "runner", "tp_sync", "penalties", "sampler", "processors", "by_kernels"):
+        setattr(under_test, f"_{name}", mock.MagicMock())
+    under_test._recurrent = None
+    under_test._penalties.of.return_value = penalised
+    given, whole, whole_as_given = (mock.MagicMock() for _ in range(3))
+    under_test._logits = mock.MagicMock()
+    under_test._logits.whole.side_effect = lambda _, as_given=False: whole_as_given if as_given else whole
+    output = SimpleNamespace(next_token_logits=given, hidden_states=mock.MagicMock())
+    monkeypatch.setattr(under_test, "_forward", lambda *_: mock.MagicMock(logits_output=output), raising=False)
+    monkeypatch.setattr(under_test, "_adjust", mock.MagicMock(), raising=False)
+    asked = mock.MagicMock(
+        sampling_info=SimpleNamespace(**{**FIELDS, **info}),
+        **{**dict(has_grammar=False, return_logprob=False), **batch},
+    )
+    under_test.verify(asked, mock.MagicMock(part=None, size=width), mock.MagicMock(), None)
+    expected = {"as they are": given, "whole as given": whole_as_given, "whole": whole}[taken]
+    assert output.next_token_logits is expected
+    masks = verifier.SpeculativeSamplingMaskCapture.from_logits
+    assert masks.call_args.kwargs["next_token_logits"] is expected
+    sampled = under_test._sampler.target_tokens
+    assert sampled.called is (not info.get("is_all_greedy") and "sampling_seed" not in info and width > 1)
+    assert all(call.args[0] is expected for call in sampled.call_args_list)
