@@ -3,6 +3,7 @@
 One import per source module, sorted; add a name here, to `__all__` too, before using it elsewhere.
 """
 
+from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
@@ -113,6 +114,7 @@ __all__ = [
     "async_h2d",
     "build_draft_tp_worker",
     "build_grammar_vocab_mask",
+    "cast_to_float32_logits",
     "check_simulate_acc_token_mode",
     "commit_mamba_states_after_verify",
     "compute_position",

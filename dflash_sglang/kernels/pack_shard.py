@@ -7,8 +7,12 @@ import triton
 import triton.language as tl
 
 LOW_BITS = 0xFFFFFFFF
+# One program takes TILE * TILES logits of a row. A thread has all of its loads under way before it compares any:
+# 64 logits, 16 bytes a load.
 _TILE = 2048
-_TILES = 4  # of a row, by one program
+_TILES = 8
+_WARPS = 8
+_MERGED_ROWS = 32  # by one program
 
 
 def pack_shard(logits: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -23,7 +27,13 @@ def pack_shard(logits: torch.Tensor, first_id: int) -> torch.Tensor:
 
 def merge_shards(packed: torch.Tensor) -> torch.Tensor:
     """packed [shards, N] of pack_shard -> ids [N] int64 of the best token over all shards."""
-    return LOW_BITS - (packed.amax(dim=0) & LOW_BITS)
+    return (merge_shards_triton if packed.is_cuda and packed.numel() else merge_shards_torch)(packed)
+
+
+def best_ids(logits: torch.Tensor, first_id: int = 0) -> torch.Tensor:
+    """logits as of `pack_shard`, the only shard -> ids [N] int64 of the best token of each row."""
+    on_gpu = logits.is_cuda and logits.numel()
+    return merge_shards(_pack_parts(logits, first_id) if on_gpu else pack_shard_torch(logits, first_id)[None])
 
 
 def pack_shard_torch(logits: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -39,11 +49,32 @@ def pack_shard_torch(logits: torch.Tensor, first_id: int) -> torch.Tensor:
 
 
 def pack_shard_triton(logits: torch.Tensor, first_id: int) -> torch.Tensor:
-    """`pack_shard` as one fill and one Triton launch: the parts of a row meet in an atomic maximum."""
+    """`pack_shard` as one Triton launch over parts of rows and a maximum over the parts."""
+    return _pack_parts(logits, first_id).amax(dim=0)
+
+
+def merge_shards_torch(packed: torch.Tensor) -> torch.Tensor:
+    """The definition of `merge_shards` in torch operations."""
+    return LOW_BITS - (packed.amax(dim=0) & LOW_BITS)
+
+
+def merge_shards_triton(packed: torch.Tensor) -> torch.Tensor:
+    """`merge_shards` as one Triton launch."""
+    shards, rows = packed.shape
+    ids = torch.empty(rows, dtype=torch.int64, device=packed.device)
+    _merge_kernel[(triton.cdiv(rows, _MERGED_ROWS),)](
+        packed, ids, shards, rows, SHARDS=triton.next_power_of_2(shards), ROWS=_MERGED_ROWS, num_warps=1
+    )
+    return ids
+
+
+def _pack_parts(logits: torch.Tensor, first_id: int) -> torch.Tensor:
+    """[parts, N] int64: each part of a row packed as a shard of its own."""
     rows, width = logits.shape
-    packed = torch.full((rows,), torch.iinfo(torch.int64).min, dtype=torch.int64, device=logits.device)
-    _pack_kernel[(rows, triton.cdiv(width, _TILE * _TILES))](
-        logits, packed, logits.stride(0), width, first_id, TILE=_TILE, TILES=_TILES
+    parts = triton.cdiv(width, _TILE * _TILES)
+    packed = torch.empty((parts, rows), dtype=torch.int64, device=logits.device)
+    _pack_kernel[(rows, parts)](
+        logits, packed, logits.stride(0), width, first_id, TILE=_TILE, TILES=_TILES, num_warps=_WARPS
     )
     return packed
 
@@ -51,20 +82,28 @@ def pack_shard_triton(logits: torch.Tensor, first_id: int) -> torch.Tensor:
 @triton.jit(do_not_specialize=["first_id"])
 def _pack_kernel(logits_ptr, packed_ptr, row_stride, width, first_id, TILE: tl.constexpr, TILES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * TILE * TILES
+    part = tl.program_id(1)
+    start = part * TILE * TILES
+    tile = tl.arange(0, TILES)[:, None]
     lane = tl.arange(0, TILE)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_id = start + lane
-    for tile in tl.static_range(TILES):
-        ids = start + tile * TILE + lane
-        logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
-        logit = tl.where(logit != logit, float("inf"), logit) + 0.0
-        better = logit > best
-        best_id = tl.where(better, ids, best_id)
-        best = tl.where(better, logit, best)
-    bits = best.to(tl.int32, bitcast=True)
+    ids = start + tile * TILE + lane[None, :]
+    logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
+    logit = tl.minimum(logit, float("inf"))  # of NaN and a number, the number
+    best = tl.max(tl.max(logit, axis=0), axis=0)
+    # The lowest id with it. Past the row is -inf: where that is the best, so is the part's first logit.
+    of_lane = tl.min(tl.where(logit == best, tile, TILES), axis=0)
+    best_id = tl.min(tl.where(of_lane < TILES, start + of_lane * TILE + lane, width), axis=0)
+    bits = (best + 0.0).to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     packed = (order << 32) | (0xFFFFFFFF - (best_id.to(tl.int64) + first_id))
-    # A lane that saw nothing names an id past the row; the row's first part has one that did.
-    packed = tl.where(best_id < width, packed, -9223372036854775808)
-    tl.atomic_max(packed_ptr + row, tl.max(packed, axis=0))
+    tl.store(packed_ptr + part.to(tl.int64) * tl.num_programs(0) + row, packed)
+
+
+@triton.jit(do_not_specialize=["shards", "rows"])
+def _merge_kernel(packed_ptr, ids_ptr, shards, rows, SHARDS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    shard = tl.arange(0, SHARDS)[:, None]
+    inside = (shard < shards) & (row < rows)[None, :]
+    at = shard.to(tl.int64) * rows + row[None, :]
+    packed = tl.load(packed_ptr + at, mask=inside, other=-9223372036854775808)
+    tl.store(ids_ptr + row, 0xFFFFFFFF - (tl.max(packed, axis=0) & 0xFFFFFFFF), mask=row < rows)

@@ -32,7 +32,7 @@ PASSES = 6  # WAYS ** PASSES parts of at most some 35 nats: the rounding of floa
 class SampledRows(NamedTuple):
     """A step's verified rows and what was proposed to them."""
 
-    logits: Tensor  # [bs * block, vocab] float32, a row contiguous
+    logits: Tensor  # [bs * block, vocab] of any float dtype, a row contiguous
     tokens: Tensor  # [bs, block] int64, last committed token + proposals
     candidates: Tensor  # [bs, block - 1, K] int64, distinct ids that each proposal was drawn from
     probs: Tensor  # [bs, block - 1, K] float32, their probabilities

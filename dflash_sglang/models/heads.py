@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dflash_sglang.collectives import RowGather
 from dflash_sglang.compat import should_apply_lm_head_quant_method, unwrap_lora_layer
 from dflash_sglang.kernels.largest import largest
-from dflash_sglang.kernels.pack_shard import merge_shards, pack_shard
+from dflash_sglang.kernels.pack_shard import best_ids, merge_shards, pack_shard
 
 _NESTED = ("language_model", "model", "text_model", "thinker", "llm")
 _DENSE = (torch.float16, torch.bfloat16, torch.float32)
@@ -78,6 +78,14 @@ def _nested(model: nn.Module) -> Iterator[nn.Module]:
         ]
 
 
+def is_dense(lm_head: nn.Module) -> bool:
+    """Whether the logits of a head are the product with its weight, no method's or adapter's."""
+    weight: Any = getattr(lm_head, "weight", None)
+    quantised = should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
+    is_wrapped = unwrap_lora_layer(lm_head) is not lm_head
+    return weight is not None and weight.dtype in _DENSE and not quantised and not is_wrapped
+
+
 class TargetHead:
     """Proposals with the target's head, dense or quantised, sharded over the vocabulary or not.
 
@@ -124,9 +132,9 @@ class TargetHead:
 
     def best(self, logits: Tensor) -> Tensor:
         """logits [N, rows] of this rank's tokens -> ids [N] int64 as of `greedy`, with its collective."""
-        packed = pack_shard(logits, self.first_id)
         if self.group is None:
-            return merge_shards(packed[None])
+            return best_ids(logits, self.first_id)
+        packed = pack_shard(logits, self.first_id)
         gathered = packed.new_empty(self.group.world_size * packed.shape[0])
         self.group.all_gather_into_tensor(gathered, packed)
         return merge_shards(gathered.view(self.group.world_size, -1))

@@ -30,12 +30,12 @@ class RejectionSampler:
         at_once = min(max_requests, AT_ONCE)
         self._work = Workspace(at_once, block_size, vocab_size, device) if on_gpu else None
 
-    def warm_up(self, proposals: Proposals) -> None:
-        """Compile every form of the launches, for proposals like these [1, block]."""
+    def warm_up(self, proposals: Proposals, logits: Tensor) -> None:
+        """Compile every form of the launches, for proposals like these [1, block] and logits like these
+        [block, vocab], whose dtype and strides count."""
         if self._work is None:
             return
         device = proposals.tokens.device
-        logits = torch.zeros((proposals.tokens.shape[1], self._work.vocab_size), device=device)
         ones = torch.ones(1, device=device)
         top_k = torch.full((1,), 2, dtype=torch.int32, device=device)
         out = torch.empty_like(proposals.tokens)
@@ -50,7 +50,7 @@ class RejectionSampler:
 
     def target_tokens(
         self,
-        logits: Tensor,  # [bs * block, vocab] float32, adjusted
+        logits: Tensor,  # [bs * block, vocab], adjusted
         info: SamplingBatchInfo,
         proposals: Proposals,
         kernels: bool,  # as Filters.of
@@ -88,7 +88,7 @@ def rejection_sample(logits: Tensor, info: SamplingBatchInfo, proposals: Proposa
 
 
 def sample_with(
-    logits: Tensor,  # [bs * block, vocab] float32, adjusted
+    logits: Tensor,  # [bs * block, vocab], adjusted
     filters: Filters,  # of bs requests
     proposals: Proposals,
     uniforms: Tensor,  # [bs, block + 1] in [0, 1): a coin for every proposal, two for the draw
@@ -96,6 +96,7 @@ def sample_with(
 ) -> Tensor:
     """[bs, block] int64: the committed tokens of each request, the rest NOT_COMMITTED, as `uniforms` decide."""
     bs, block_size = proposals.tokens.shape
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p = filtered_probs(logits, filters.repeat(block_size)).view(bs, block_size, -1)
     best = logits.argmax(dim=-1).view(bs, block_size)
     greedy = filters.top_ks <= 1

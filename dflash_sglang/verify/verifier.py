@@ -84,7 +84,8 @@ class Verifier:
         will be."""
         load_inputs_once(self._runner.decode_cuda_graph_runner)
         for kind in proposals:
-            self._sampler.warm_up(kind)
+            for logits in self._logits.examples(kind.tokens.shape[1], kind.tokens.device):
+                self._sampler.warm_up(kind, logits)
 
     def forget_steps(self) -> None:
         """Sampled steps draw random numbers from the first on, as if there had been none."""
@@ -117,11 +118,13 @@ class Verifier:
         forward = self._forward(batch, block, tokens)
         logits_output = forward.logits_output
         penalised = self._penalties.of(batch)
-        greedy = sampling_info.is_all_greedy and not (
-            penalised is not None or batch.has_grammar or _changes_logits(sampling_info)
-        )
-        if not greedy or batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None:
-            logits_output.next_token_logits = self._logits.whole(logits_output.next_token_logits)
+        adjusted = penalised is not None or batch.has_grammar or _changes_logits(sampling_info)
+        greedy = sampling_info.is_all_greedy and not adjusted
+        reported = batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None
+        if reported or not greedy:
+            # The rejection sampler reads them in any dtype.
+            as_given = not (adjusted or reported or _is_drawn_by_rows(sampling_info, block))
+            logits_output.next_token_logits = self._logits.whole(logits_output.next_token_logits, as_given)
         logits = logits_output.next_token_logits
         if greedy:
             accepted = self._accept_greedy(batch, block, tokens, forward)
@@ -197,7 +200,7 @@ class Verifier:
 
     def _adjust(
         self,
-        logits: torch.Tensor,  # [bs * block, vocab], changed in place
+        logits: torch.Tensor,  # [bs * block, vocab], changed in place if at all
         batch: ScheduleBatch,
         block: Block,
         tokens: torch.Tensor,  # [bs, block]
@@ -219,8 +222,7 @@ class Verifier:
         if info.is_all_greedy:
             target_ids = self._logits.best(logits).view(-1, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-        elif info.sampling_seed is not None or block.size == 1:
-            # As plain decoding draws: the row's token follows from its seed, or nothing was proposed.
+        elif _is_drawn_by_rows(info, block):
             positions = block.positions.view(-1)
             target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, block.size)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
@@ -281,6 +283,11 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=plan,
         )
+
+
+def _is_drawn_by_rows(info: SamplingBatchInfo, block: Block) -> bool:
+    """Whether rows are drawn from as in plain decoding: a token follows from its seed, or nothing was proposed."""
+    return info.sampling_seed is not None or block.size == 1
 
 
 def _changes_logits(info: SamplingBatchInfo) -> bool:

@@ -1,7 +1,8 @@
-"""The packed best token of a row: the Triton kernel equals its torch twin, and both an argmax."""
+"""The packed best token of a row: the Triton kernels equal their torch twins, and both an argmax."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,30 +16,57 @@ INF = float("inf")
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 4),
-    width=st.sampled_from([1, 7, 2048, 2049, 8192, 8193, 20_000]),
-    first_id=st.sampled_from([0, 1, 70_000, 2**31 - 30_000]),
+    width=st.sampled_from([1, 7, 2048, 2049, 16_384, 16_385, 40_000]),
+    first_id=st.sampled_from([0, 1, 70_000, 2**31 - 50_000]),
     masked=st.floats(0, 1),
     levels=st.sampled_from([1, 3, 10**6]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    strange=st.sampled_from([(), (float("nan"), INF), (-0.0, 0.0)]),
 )
 def test_the_pack_kernel_equals_its_torch_twin(
-    triton_runs, device, seed, rows, width, first_id, masked, levels, dtype
+    triton_runs, device, seed, rows, width, first_id, masked, levels, dtype, strange
 ):
     generator = torch.Generator().manual_seed(seed)
+    levels = min(levels, 2**15) if dtype == torch.float16 else levels
     logits = torch.randint(-levels, levels + 1, (rows, width), generator=generator).to(dtype) / 2
+    for value in strange:
+        logits[torch.rand(rows, width, generator=generator) < 3 / width] = value
     logits[torch.rand(rows, width, generator=generator) < masked] = -INF  # a grammar's mask
     padded = torch.full((rows, width + 3), INF, dtype=dtype)
     padded[:, :width] = logits
     shard = padded.to(device)[:, :width]
     expected = kernels.pack_shard_torch(shard, first_id)
     assert torch.equal(kernels.pack_shard_triton(shard, first_id), expected)
-    assert kernels.merge_shards(expected[None]).cpu().tolist() == [
-        first_id + row.index(max(row)) for row in logits.float().tolist()
-    ]
+    ids = [first_id + row.index(max(row)) for row in logits.float().nan_to_num(INF, INF, -INF).tolist()]
+    assert kernels.merge_shards(expected[None]).tolist() == ids
+    assert kernels.merge_shards_triton(kernels._pack_parts(shard, first_id)).tolist() == ids
+    assert kernels.best_ids(shard, first_id).tolist() == ids
 
 
-def test_a_row_of_nan_names_one_of_its_own_tokens(twin, device):
-    logits = torch.full((2, 5000), float("nan"), device=device)
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10_000), shards=st.integers(1, 9), rows=st.sampled_from([1, 2, 31, 32, 33, 100]))
+def test_the_merge_kernel_equals_its_torch_twin(triton_runs, device, seed, shards, rows):
+    """Packed values of any sign, equal ones of neighbours, and shards without a token."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randint(-3, 4, (shards, rows), generator=generator) << 32
+    packed = order | (kernels.LOW_BITS - torch.randint(0, 2**31, (shards, rows), generator=generator))
+    packed[1::3] = torch.iinfo(torch.int64).min
+    packed = packed.to(device)
+    expected = kernels.merge_shards_torch(packed)
+    assert torch.equal(kernels.merge_shards_triton(packed), expected)
+    best = packed.max(dim=0).values
+    assert expected.tolist() == [kernels.LOW_BITS - (value % 2**32) for value in best.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_nan_names_one_of_its_own_tokens(twin, device, dtype):
+    logits = torch.full((2, 5000), float("nan"), device=device, dtype=dtype)
     logits[1, :4000] = 1.0
     packed = getattr(kernels, f"pack_shard_{twin}")(logits, 100)
-    assert kernels.merge_shards(packed[None]).tolist() == [100, 4100]
+    assert getattr(kernels, f"merge_shards_{twin}")(packed[None]).tolist() == [100, 4100]
+
+
+def test_no_rows_and_rows_without_tokens_have_a_form(device):
+    empty = torch.empty((0, 7), device=device)
+    assert kernels.best_ids(empty).tolist() == kernels.pack_shard(empty, 0).tolist() == []
+    assert kernels.pack_shard(empty.new_empty((2, 0)), 0).tolist() == [torch.iinfo(torch.int64).min] * 2

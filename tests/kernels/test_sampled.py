@@ -157,6 +157,27 @@ def test_logits_as_masks_biases_and_bfloat16_leave_them_are_filtered_and_drawn_f
     assert commit_lens[4] == 1
 
 
+@pytest.mark.parametrize("of,width", [("temperature", 1), ("all", 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_in_wider_rows_are_sampled_from_as_in_float32(of, width, dtype, device, triton_runs):
+    logits, filters, proposals = batch(of, 3, 3, 41, 2.0, width)
+    rows = torch.full((len(logits), 48), float("inf"), dtype=dtype)
+    rows[:, :41] = logits
+    narrow = to(device, Batch(rows, filters, proposals))
+    narrow = narrow._replace(logits=narrow.logits[:, :41])
+    wide = narrow._replace(logits=narrow.logits.float().contiguous())
+    drawn, uniforms = [], []
+    for one in (narrow, wide):
+        torch.manual_seed(5)
+        work = Workspace(3, 3, 41, device, chunk=16)
+        drawn.append(by_kernels(one, work))
+        commit_what_the_definition_commits(wide, work, drawn[-1])
+        uniforms.append(work.uniforms)
+        by_definition = sample_with(one.logits, one.filters, one.proposals, work.uniforms, 16)
+        assert torch.equal(by_definition.clamp(min=0), drawn[-1])
+    assert torch.equal(*drawn) and torch.equal(*uniforms)
+
+
 def test_steps_draw_different_numbers_and_a_seed_draws_them_again(device, triton_runs):
     one = to(device, batch("temperature", 2, 3, 5, 1.0))
     drawn = []
