@@ -3,7 +3,6 @@
 One import per source module, sorted; add a name here, to `__all__` too, before using it elsewhere.
 """
 
-from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -140,6 +139,5 @@ __all__ = [
     "require_mlp_tp_gather",
     "resolve_draft_parallel_layout",
     "should_apply_lm_head_quant_method",
-    "table_qk_norm_rope_",
     "unwrap_lora_layer",
 ]
