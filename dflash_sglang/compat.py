@@ -4,7 +4,6 @@ One import per source module, sorted; add a name here, to `__all__` too, before 
 """
 
 from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
-from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -20,7 +19,7 @@ from sglang.srt.layers.logits_processor import (
 )
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear, cutlass_fp8_supported
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
@@ -105,6 +104,7 @@ __all__ = [
     "SpecTpSyncSite",
     "SpeculativeAlgorithm",
     "SpeculativeSamplingMaskCapture",
+    "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "WeightsMapper",
     "alloc_for_spec_decode",
@@ -142,6 +142,5 @@ __all__ = [
     "require_mlp_tp_gather",
     "resolve_draft_parallel_layout",
     "should_apply_lm_head_quant_method",
-    "table_qk_norm_rope_",
     "unwrap_lora_layer",
 ]

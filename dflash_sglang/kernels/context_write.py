@@ -115,15 +115,15 @@ def _write_fp8_rows_kernel(
     sin = tl.load(angle_ptr + HALF).to(tl.float32)
 
     whole = tl.load(key_ptr + lane).to(tl.float32)
-    # The norm's sum and root are written as in the kernel of the block's keys: their bits decide roundings.
+    # Sum, root and rotation have the bits of the block's keys (`qk_norm_rope.py`): they decide roundings.
     scale = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / DIM + EPS)
     norm_ptr = k_norms_ptr + layer * DIM + half
     first = tl.load(key_ptr + half).to(tl.float32) * scale * tl.load(norm_ptr).to(tl.float32)
     second = tl.load(key_ptr + HALF + half).to(tl.float32) * scale * tl.load(norm_ptr + HALF).to(tl.float32)
     first = first.to(tl.bfloat16).to(tl.float32)
     second = second.to(tl.bfloat16).to(tl.float32)
-    rotated_first = (first * cos - second * sin).to(tl.bfloat16).to(tl.float32)
-    rotated_second = (second * cos + first * sin).to(tl.bfloat16).to(tl.float32)
+    rotated_first = tl.fma(first, cos, -(second * sin)).to(tl.bfloat16).to(tl.float32)
+    rotated_second = tl.fma(first, sin, second * cos).to(tl.bfloat16).to(tl.float32)
     value = tl.load(value_ptr + lane).to(tl.float32)
     rotated_first = tl.minimum(tl.maximum(rotated_first, -MOST), MOST)
     rotated_second = tl.minimum(tl.maximum(rotated_second, -MOST), MOST)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import torch
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
+
+from dflash_sglang.compat import UnquantizedEmbeddingMethod
+from dflash_sglang.kernels.gather_rows import gather_rows
 
 
 class BlockEmbedding:
@@ -15,13 +19,24 @@ class BlockEmbedding:
 
     def __init__(self, table: nn.Module, scale: float, mask_row: Tensor | None, mask_token_id: int | None):
         self.table = table
+        self._is_plain = _is_plain(table)
         self._scale = scale
         self._mask_row = mask_row
         self._mask_token_id = mask_token_id
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, hidden]"""
-        rows = self.table(ids)
+        rows = gather_rows(self.table.weight, ids) if self._is_plain else self.table(ids)
         if self._mask_row is not None:
             rows = torch.where((ids == self._mask_token_id)[:, None], self._mask_row.to(rows.dtype), rows)
         return rows if self._scale == 1.0 else rows * self._scale
+
+
+def _is_plain(table: nn.Module) -> bool:
+    """Whether the module's rows are those of its weight: whole, of one rank, neither quantised nor scaled."""
+    return (
+        type(table) is VocabParallelEmbedding
+        and table.tp_size == 1
+        and type(table.quant_method) is UnquantizedEmbeddingMethod
+        and table.output_dtype in (None, table.weight.dtype)
+    )

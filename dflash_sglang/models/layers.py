@@ -14,8 +14,8 @@ from sglang.srt.model_loader.weight_utils import sharded_weight_loader
 from sglang.srt.utils.common import set_weight_attrs
 from torch import Tensor, nn
 
-from dflash_sglang.compat import table_qk_norm_rope_
 from dflash_sglang.config import DraftSpec
+from dflash_sglang.kernels.qk_norm_rope import qk_norm_rope_
 from dflash_sglang.models.rope import draft_rope
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class DraftAttention(nn.Module):
 
     def _norm_rope_in_place(self, qk: Tensor, positions: Tensor, num_q_heads: int) -> None:
         """qk [T, >= (num_q_heads + num_kv_heads) * head_dim]: query heads, then key heads, then anything."""
-        table_qk_norm_rope_(
+        qk_norm_rope_(
             qk,
             positions,
             self.q_norm.weight,
