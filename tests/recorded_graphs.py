@@ -2,7 +2,8 @@
 
 A recording has what makes a CUDA graph one: replayed are the operations of the capture, on the tensors of the
 capture, without its Python. Reading a value or a data-dependent shape while it records is an error, as it is under
-CUDA. Attention alone is replayed as a call, of a backend whose metadata SGLang has renewed.
+CUDA. Attention is replayed as a call, of a backend whose metadata SGLang has renewed, and so is the copy of as
+many rows as a tensor says. Collectives are waited for.
 
 A plugin of SGLang like `scheduler_hooks`: `recording(directory)` gives the environment of a server whose target
 and draft run in such graphs. Each replay adds a line to `directory`/replays.jsonl: `replays` reads them.
@@ -28,6 +29,7 @@ from tests import scheduler_hooks
 
 DIRECTORY_ENV = "DFLASH_TEST_REPLAYS"
 SIZES = (1, 2, 4, 8, 16)  # captured batch sizes
+COLLECTIVES = "c10d"
 UNCAPTURABLE = {"_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2", "equal"}
 
 
@@ -60,7 +62,7 @@ class Recording(TorchDispatchMode):
         if func.overloadpacket.__name__ in UNCAPTURABLE:
             raise RuntimeError(f"{func} in a captured graph: its result is known after the graph ran")
         out = func(*args, **kwargs)
-        if func._schema.is_mutable or not _are_views(out, (args, kwargs)):
+        if func.namespace == COLLECTIVES or func._schema.is_mutable or not _are_views(out, (args, kwargs)):
             self.nodes.append(Node(func, args, kwargs, out))
         return out
 
@@ -75,6 +77,8 @@ class Recording(TorchDispatchMode):
     def replay(self) -> None:
         for node in self.nodes:
             new = node.run(*node.args, **node.kwargs)
+            if getattr(node.run, "namespace", None) == COLLECTIVES:
+                new[-1].wait()
             for old, fresh in zip(_tensors(node.out), _tensors(new), strict=True):
                 if old is not fresh:
                     old.copy_(fresh)
@@ -156,6 +160,7 @@ def activate() -> None:
 
 
 def _install() -> None:
+    from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as setup
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
@@ -197,10 +202,11 @@ def _install() -> None:
         assert hasattr(module, name), name
         setattr(module, name, value)
     setup.capture_decode_graph = capture
+    dp_attention.memcpy = functools.partial(_as_node, dp_attention.memcpy)  # on a GPU a kernel that reads lengths
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     type(setup.current_platform).capabilities = PlatformCapabilities(graph_capture=True)
 
 
-def _as_node(attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _as_node(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     recording = Recording.current
-    return attend(*args, **kwargs) if recording is None else recording.call(attend, args, kwargs)
+    return run(*args, **kwargs) if recording is None else recording.call(run, args, kwargs)
