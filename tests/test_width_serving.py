@@ -55,7 +55,7 @@ def told(server: Server) -> dict[str, Any]:
 def verified_part(server: Server, prompt: list[int]) -> float:
     """Of what was drafted for one request, alone on the server, beside its last tokens."""
     before = told(server)
-    server.generate(**request(prompt, 200))
+    server.generate(**request(prompt, 400))
     after = told(server)
     steps, verified = (
         {int(width): count - before[key][width] for width, count in after[key].items()}
