@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bench import report
+from bench.graph_times import captured, replayed_in_turn
 from dflash_sglang.kernels.qk_norm_rope import qk_norm_rope_
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -66,34 +67,22 @@ def differing(inputs: Inputs) -> int:
     return int((left[0] != left[1]).sum())
 
 
-def captured(launch: Launch, tensors: list[torch.Tensor], launches: int) -> torch.cuda.CUDAGraph:
-    launch(tensors[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            launch(tensors[i % len(tensors)])
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
 def measure(rows: int, launches: int) -> dict[str, Any]:
     """Microseconds of a launch of each, and the elements that differ."""
     inputs = Inputs(rows)
     figures: dict[str, Any] = {"differing_elements": differing(inputs)}
-    by_kind = ((OURS, inputs.ours), (SGLANG, inputs.sglang))
-    graphs = {kind: captured(launch, inputs.tensors, launches) for kind, launch in by_kind}
-    times: dict[str, list[float]] = {kind: [] for kind in graphs}
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(REPLAYS):
-        for kind, graph in graphs.items():
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[kind].append(1000 * start.elapsed_time(end) / launches)
-    return figures | {f"{kind}_us": round(statistics.median(found), 3) for kind, found in times.items()}
+
+    def graph_of(launch: Launch) -> torch.cuda.CUDAGraph:
+        def run() -> None:
+            for i in range(launches):
+                launch(inputs.tensors[i % LAYERS])
+
+        return captured(run)[0]
+
+    graphs = {OURS: graph_of(inputs.ours), SGLANG: graph_of(inputs.sglang)}
+    for kind, times in replayed_in_turn(graphs, REPLAYS).items():
+        figures[f"{kind}_us"] = round(1000 * statistics.median(times) / launches, 3)
+    return figures
 
 
 def main() -> int:

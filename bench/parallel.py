@@ -26,7 +26,7 @@ from bench import report
 from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
 from bench.load import Load, take_turns
-from bench.step_profile import figures_of
+from bench.step_profile import MARGIN, figures_of
 from dflash_sglang.bench import profile
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.bench.random_pair import write_pair
@@ -36,7 +36,6 @@ from dflash_sglang.demo.server import free_port
 
 KINDS = (OURS, BUILT_IN, PLAIN)
 SHAPE_OF = {"tp2": "qwen3-8b", "tp4": "qwen3-8b"}  # of the others: experts, for which one has such attention
-MARGIN = 64  # tokens of a block and of pages
 DUMMY = ["--load-format", "dummy"]
 DUMMY_DRAFT = ["--speculative-draft-load-format", "auto"]
 
@@ -49,7 +48,7 @@ def servers_of(
     layout: Layout, pair: Mapping[str, str], arguments: argparse.Namespace, port: int, scratch: Path
 ) -> dict[str, Cluster]:
     """The servers of a layout by kind, not started yet."""
-    most = max(at for at, _ in loads_of(arguments))
+    most = max([*(at for at, _ in loads_of(arguments)), *arguments.profile])
     flags = [
         "--skip-tokenizer-init", "--host", "127.0.0.1", "--log-level-http", "warning",
         "--min-free-slots-delay", "1",

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from bench import report
+from bench.graph_times import captured, replayed_in_turn
 from dflash_sglang.attention.shared_schedule import SharedSchedules
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -126,16 +127,6 @@ def forward_of(kind: str, inputs: Inputs, layers: int) -> Forward:
     return flashinfer(inputs, layers) if kind == FLASHINFER else flash(inputs, layers, kind)
 
 
-def captured(forward: Forward) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    for _ in range(2):
-        forward()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = forward()
-    return graph, out
-
-
 def kernels_of(forward: Forward) -> dict[str, int]:
     """Launches by kernel name of one call."""
     for _ in range(2):  # a first profile misses events
@@ -152,24 +143,12 @@ def measure(inputs: Inputs, layers: int, kinds: list[str]) -> dict[str, Any]:
     graphs = {}
     for kind in kinds:
         graphs[kind], out = captured(forward_of(kind, inputs, layers))
-        for _ in range(2):
-            graphs[kind].replay()
-        torch.cuda.synchronize()
         figures[kind] = {
             "kernels": kernels_of(forward_of(kind, inputs, 1)),
             "difference": float((out - expected).abs().max()),
-            "ms": [],
         }
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(REPLAYS):
-        for kind, graph in graphs.items():
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            figures[kind]["ms"].append(start.elapsed_time(end))
-    for figure in figures.values():
-        figure["ms"] = round(statistics.median(figure["ms"]), 4)
+    for kind, times in replayed_in_turn(graphs, REPLAYS).items():
+        figures[kind]["ms"] = round(statistics.median(times), 4)
     return figures
 
 

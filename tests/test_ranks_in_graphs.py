@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.pair import held_out_prompts
 from tests import recorded_graphs
 from tests.engines import greedy_params, serve
-from tests.test_parallel import RANKS, ask, continuations
+from tests.test_parallel import DRAFT, RANKS, TARGET, ask, continuations
+from tests.test_width_ranks import LAYOUTS
 
 pytestmark = pytest.mark.slow
 
-TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 NEW_TOKENS = 64
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor parallel": dict(),
-    "data-parallel attention": dict(dp_size=2, enable_dp_attention=True, enable_dp_lm_head=True),
-    "data-parallel attention, head sharded over all ranks": dict(dp_size=2, enable_dp_attention=True),
-}
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_sglang.kernels.qk_norm_rope import normed_and_rotated
+
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -115,23 +117,22 @@ def _write_fp8_rows_kernel(
     sin = tl.load(angle_ptr + HALF).to(tl.float32)
 
     whole = tl.load(key_ptr + lane).to(tl.float32)
-    # Sum, root and rotation have the bits of the block's keys (`qk_norm_rope.py`): they decide roundings.
+    # Sum and root have the bits of the block's keys (`qk_norm_rope.py`): they decide roundings.
     scale = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / DIM + EPS)
     norm_ptr = k_norms_ptr + layer * DIM + half
-    first = tl.load(key_ptr + half).to(tl.float32) * scale * tl.load(norm_ptr).to(tl.float32)
-    second = tl.load(key_ptr + HALF + half).to(tl.float32) * scale * tl.load(norm_ptr + HALF).to(tl.float32)
-    first = first.to(tl.bfloat16).to(tl.float32)
-    second = second.to(tl.bfloat16).to(tl.float32)
-    rotated_first = tl.fma(first, cos, -(second * sin)).to(tl.bfloat16).to(tl.float32)
-    rotated_second = tl.fma(first, sin, second * cos).to(tl.bfloat16).to(tl.float32)
+    first = tl.load(key_ptr + half).to(tl.float32)
+    second = tl.load(key_ptr + HALF + half).to(tl.float32)
+    first_norm = tl.load(norm_ptr).to(tl.float32)
+    second_norm = tl.load(norm_ptr + HALF).to(tl.float32)
+    first, second = normed_and_rotated(first, second, scale, first_norm, second_norm, cos, sin)
     value = tl.load(value_ptr + lane).to(tl.float32)
-    rotated_first = tl.minimum(tl.maximum(rotated_first, -MOST), MOST)
-    rotated_second = tl.minimum(tl.maximum(rotated_second, -MOST), MOST)
+    first = tl.minimum(tl.maximum(first.to(tl.float32), -MOST), MOST)
+    second = tl.minimum(tl.maximum(second.to(tl.float32), -MOST), MOST)
     value = tl.minimum(tl.maximum(value, -MOST), MOST)
 
     slot = tl.load(slots_ptr + token).to(tl.int64)
     keys = tl.load(addresses_ptr + layer * 2).to(tl.pointer_type(FORMAT)) + slot * key_stride + head * DIM
     values = tl.load(addresses_ptr + layer * 2 + 1).to(tl.pointer_type(FORMAT)) + slot * value_stride + head * DIM
-    tl.store(keys + half, rotated_first.to(FORMAT))
-    tl.store(keys + HALF + half, rotated_second.to(FORMAT))
+    tl.store(keys + half, first.to(FORMAT))
+    tl.store(keys + HALF + half, second.to(FORMAT))
     tl.store(values + lane, value.to(FORMAT))

@@ -106,11 +106,20 @@ def _qk_norm_rope_kernel(
 
     mean = _sum_of_halves(first * first, second * second, GROUP, DIM) / DIM
     scale = (1.0 / tl.sqrt(mean + EPS))[:, None]
+    first, second = normed_and_rotated(first, second, scale, first_norm, second_norm, cos, sin)
+    tl.store(first_ptr, first, mask=live)
+    tl.store(first_ptr + HALF, second, mask=live)
+
+
+@triton.jit
+def normed_and_rotated(first, second, scale, first_norm, second_norm, cos, sin):
+    """Halves of heads in float32 -> normed and rotated, in bfloat16. scale: the norm's, without its weights."""
     first = (first * scale * first_norm).to(tl.bfloat16).to(tl.float32)
     second = (second * scale * second_norm).to(tl.bfloat16).to(tl.float32)
     # Which product is rounded before the sum is the compiler's choice, tile by tile, where it is not written down.
-    tl.store(first_ptr, tl.fma(first, cos, -(second * sin)).to(tl.bfloat16), mask=live)
-    tl.store(first_ptr + HALF, tl.fma(first, sin, second * cos).to(tl.bfloat16), mask=live)
+    rotated_first = tl.fma(first, cos, -(second * sin)).to(tl.bfloat16)
+    rotated_second = tl.fma(first, sin, second * cos).to(tl.bfloat16)
+    return rotated_first, rotated_second
 
 
 @triton.jit
