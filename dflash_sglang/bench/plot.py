@@ -10,8 +10,12 @@ from typing import Any
 from dflash_sglang.bench.table import groups
 
 MISSING = "bench.png is not drawn: matplotlib is not installed (pip install 'dflash_sglang[bench]')"
-STYLE = {"plain": ("0.5", "o"), "built_in": ("tab:orange", "s"), "ours": ("tab:blue", "D")}
-
+STYLE = {
+    "plain": ("0.5", "o"),
+    "built_in": ("tab:orange", "s"),
+    "ours": ("tab:blue", "D"),
+    "fixed": ("tab:green", "^"),
+}
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -19,9 +23,13 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+# {title of a panel: {server: {kind, concurrency, tokens_per_second, user_tokens_per_second}}}, the last three as
+# lists of the same order, by concurrency.
+Panels = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
 def series(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """{title of a table: {server: {kind, concurrency, tokens_per_second, user_tokens_per_second}}}, the last three
-    as lists of the same order, by concurrency."""
+    """The panels of a document, one for each table."""
     out: dict[str, dict[str, dict[str, Any]]] = {}
     for title, figures in groups(document).items():
         lines = out.setdefault(title, {})
@@ -34,11 +42,10 @@ def series(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return out
 
 
-def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Two panels for each table. Raises ImportError without matplotlib."""
+def draw(panels: Panels, path: Path) -> None:
+    """Two pictures for each panel. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
-    panels = series(document)
     figure = Figure(figsize=(11, 4.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 2, squeeze=False)
     for (title, lines), (left, right) in zip(panels.items(), axes, strict=True):

@@ -102,7 +102,7 @@ def write(measured: dict[str, Any], out: Path) -> None:
     written[1].write_text(text)
     print(f"\n{text}")
     if plot.can_draw():
-        plot.draw(measured, out / "bench.png")
+        plot.draw(plot.series(measured), out / "bench.png")
         written.append(out / "bench.png")
     else:
         print(plot.MISSING)

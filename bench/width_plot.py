@@ -1,0 +1,66 @@
+"""Draws figures of `bench.widths`: throughput against concurrency, and the speed of one user against throughput.
+
+python -m bench.width_plot FILE PNG [--fixed 4 8 16]
+
+Beside our policy, no speculation and the built-in worker it has the fixed widths that are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench import plot
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+
+FIXED = "fixed"
+
+
+def panels_of(
+    figures: Mapping[str, Any], fixed: Sequence[int], title: str
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """`plot.Panels` of the medians. figures: {concurrency: {name: {figure: [one value per round]}}}"""
+    named = {
+        OURS: ("this package", OURS),
+        BUILT_IN: ("built-in worker", BUILT_IN),
+        PLAIN: ("no speculation", PLAIN),
+    }
+    named |= {f"{OURS}_{width}": (f"width {width} of this package", FIXED) for width in fixed}
+    lines: dict[str, dict[str, Any]] = {}
+    for name, (label, kind) in named.items():
+        points = [(int(at), measured[name]) for at, measured in figures.items() if name in measured]
+        points.sort(key=lambda point: point[0])
+        if points:
+            lines[label] = dict(
+                kind=kind,
+                concurrency=[at for at, _ in points],
+                tokens_per_second=[statistics.median(of["tokens_per_second"]) for _, of in points],
+                user_tokens_per_second=[statistics.median(user_rates(of)) for _, of in points],
+            )
+    return {title: lines}
+
+
+def user_rates(measured: Mapping[str, Sequence[float]]) -> list[float]:
+    """Tokens per second of one request after its first token, by round."""
+    return [
+        1000 * length / step for length, step in zip(measured["accept_length"], measured["step_ms"], strict=True)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("png", type=Path)
+    parser.add_argument("--fixed", type=int, nargs="*", default=[4, 8, 16], help="widths")
+    parser.add_argument("--title", default="Qwen3-8B shapes, one H200, accept length 6.4 at width 16")
+    arguments = parser.parse_args()
+    figures = json.loads(arguments.file.read_text())["figures"]
+    plot.draw(panels_of(figures, arguments.fixed, arguments.title), arguments.png)
+
+
+if __name__ == "__main__":
+    main()
