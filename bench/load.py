@@ -6,15 +6,18 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_sglang.demo.server import Server
 
 
 @dataclass(frozen=True)
 class Load:
-    """Random token ids in, a fixed number of tokens out. Random ids say nothing about acceptance."""
+    """Random token ids in, a fixed number of tokens out. Random ids say nothing about acceptance.
+
+    ``custom_params``: of every request's sampling parameters."""
 
     concurrency: int
     requests: int
@@ -24,6 +27,7 @@ class Load:
     top_p: float = 1.0
     token_ids: range = range(1000, 100_000)
     waves: bool = False  # the next requests come when all have ended, not one for each that has
+    custom_params: Mapping[str, Any] | None = None
 
     def prompts(self) -> list[list[int]]:
         """One for each request, every time the same."""
@@ -96,6 +100,7 @@ def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answe
         top_p=load.top_p,
         ignore_eos=True,
         stream_interval=load.output_tokens,  # the first token and the rest
+        custom_params=load.custom_params,
     )
     todo, lock = iter(prompts), threading.Lock()
     answers: list[Answer] = []
@@ -121,17 +126,29 @@ def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answe
     return answers
 
 
-def take_turns(servers: Mapping[str, Server], load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """{server: {figure: [one value per round]}} of a load that the servers have one after the other.
+def take_turns(
+    servers: Mapping[str, Server],
+    load: Load,
+    rounds: int,
+    custom_params: Mapping[str, Mapping[str, Any]] | None = None,
+    settled: Collection[str] = (),
+) -> dict[str, dict[str, list[float]]]:
+    """{name: {figure: [one value per round]}} of a load that the servers have one after the other.
 
     Every round has another order. As many requests as run at a time warm up: whole ones, which a width policy
-    learns from."""
+    learns from. A server may have several names, `custom_params` of the load by name; those that are `settled`
+    have the warm-up before each of their rounds, too."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
-    for server in servers.values():
-        run(server, dataclasses.replace(load, requests=load.concurrency))
+    own = custom_params or {}
+    loads = {name: dataclasses.replace(load, custom_params=own.get(name, load.custom_params)) for name in servers}
+    warm_up = {name: dataclasses.replace(of, requests=of.concurrency) for name, of in loads.items()}
+    for name, server in servers.items():
+        run(server, warm_up[name])
     for turn in range(rounds):
         for name in rotated(list(servers), turn):
-            outcomes[name].append(run(servers[name], load))
+            if name in settled:
+                run(servers[name], warm_up[name])
+            outcomes[name].append(run(servers[name], loads[name]))
             print(load.concurrency, name, outcomes[name][-1], flush=True)
     return {name: by_figure(of_server) for name, of_server in outcomes.items()}
 

@@ -1,14 +1,24 @@
-"""Tokens per second of the width policy, paired: beside no speculation, the built-in worker, every fixed width.
+"""Tokens per second of the width policy, paired: beside no speculation, the built-in worker, every other width.
 
 python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed] [--gpus 0 1]
-                       [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--rounds 3] [--moving 1 128]
-                       [--per-request] [--waves 2]
+                       [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--control 8] [--rounds 3]
+                       [--moving 1 128] [--per-request] [--waves 2]
 
 Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
 positions, gets the accept length that this is at its own width. Servers are spread over the GPUs, one of each GPU
-has a load at a time, and all take turns. `--moving`: the load goes from so many requests to so many and back, and
-a claim says after how many steps our worker keeps to a width. `--per-request`: ours verifies a number of tokens of
-each request; with one width per step it is one of the others.
+has a load at a time, and all take turns.
+
+`--fixed`: loads of the policy's server whose requests ask for one width (`ours_8`), as `min_width` and as
+`max_width`. Two things tell such a width from a server's: its graphs are those of fewer batch sizes, and each step
+is still asked for. `--control`: some of these widths have a server of their own as well (`ours_alone_8`), with the
+width fixed, and a claim says that both serve as fast.
+
+The policy learns from all loads of its server, step times of widths among it that it would seldom try. Its choice
+is its own: before each of its measured loads it has one that is not measured.
+
+`--moving`: the load goes from so many requests to so many and back, and a claim says after how many steps our
+worker keeps to a width. `--per-request`: ours verifies a number of tokens of each request; with one width per step
+(`ours_one_width`) it is one of the others, and its server has the loads of `--fixed`.
 """
 
 from __future__ import annotations
@@ -43,6 +53,8 @@ ACCEPTANCE: Mapping[str, Sequence[Sequence[float]]] = {
 }
 BEST = {"good": 0.97, "poor": 0.97, "mixed": 1.0}  # of the best other server but the built-in worker
 OVER_BUILT_IN = {"64": 1.5, "128": 1.6}  # with good acceptance
+CONTROL = 0.97  # of the server with the width fixed
+ONE_WIDTH, ALONE = f"{OURS}_one_width", f"{OURS}_alone"
 SETTLED = 30  # steps
 KEPT = 0.8  # of the steps between two looks: the others are probes
 LOOK_SECONDS = 0.05
@@ -55,7 +67,7 @@ def mean_length(acceptance: Sequence[Sequence[float]], width: int) -> float:
 
 
 def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
-    """Ours, those of the other kinds, one for each fixed width; on the GPUs in turn."""
+    """Ours, those of the other kinds, one for each width of `--control`; on the GPUs in turn."""
     acceptance = ACCEPTANCE[arguments.acceptance]
 
     def ours(name: str, **settings: Any) -> Candidate:
@@ -64,23 +76,57 @@ def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
 
     found = [ours(OURS)]
     if arguments.per_request:
-        found = [ours(OURS, width={"per_request": True}), ours(f"{OURS}_one_width")]
+        found = [ours(OURS, width={"per_request": True}), ours(ONE_WIDTH)]
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
     if BUILT_IN in arguments.kinds:
         found.append(Candidate(BUILT_IN, BUILT_IN, accept_length=round(mean_length(acceptance, BLOCK), 3)))
-    found += [ours(f"{OURS}_{width}", width=width) for width in arguments.fixed]
+    found += [ours(f"{ALONE}_{width}", width=width) for width in arguments.control]
     gpus = itertools.cycle(arguments.gpus or [None])
     return [dataclasses.replace(candidate, gpus=next(gpus)) for candidate in found]
 
 
+def forced(widths: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """{name: custom_params} of requests whose steps have one of these widths."""
+    return {f"{OURS}_{width}": {"dflash": {"min_width": width, "max_width": width}} for width in widths}
+
+
+def require_served(widths: Sequence[int], server: Server) -> None:
+    """Raises ValueError if this server chooses among others than these widths."""
+    [state] = server.get("/server_info")["internal_states"]
+    served = [int(width) for width in state["dflash_width"]["steps"]]
+    missing = [width for width in widths if width not in served]
+    if missing:
+        raise ValueError(
+            f"--fixed {' '.join(map(str, missing))}: expected widths that the policy's server has, "
+            f"{' '.join(map(str, served))}; its log says what was left out for lack of memory. Leave these out, "
+            "or lower --mem-fraction."
+        )
+
+
+def names_by_gpu(candidates: Sequence[Candidate], shared: str, more: Sequence[str]) -> list[list[str]]:
+    """The candidates of each GPU, `more` of them where the server `shared` is."""
+    found: dict[str | None, list[str]] = {}
+    for candidate in candidates:
+        found.setdefault(candidate.gpus, []).extend([candidate.name, *(more if candidate.name == shared else ())])
+    return list(found.values())
+
+
 def measure(
-    servers: Mapping[str, Server], by_gpu: Sequence[Sequence[str]], load: Load, rounds: int
+    servers: Mapping[str, Server],
+    by_gpu: Sequence[Sequence[str]],
+    load: Load,
+    rounds: int,
+    custom_params: Mapping[str, Mapping[str, Any]],
+    shared: str,
 ) -> dict[str, dict[str, list[float]]]:
-    """{server: {figure: [one value per round]}} of one load; by_gpu: the servers of each GPU."""
+    """{name: {figure: [one value per round]}} of one load; by_gpu: the names of each GPU; custom_params: of some
+    of them, whose server is `shared`."""
+    servers = {**servers, **dict.fromkeys(custom_params, servers[shared])}
 
     def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-        return take_turns({name: servers[name] for name in names}, load, rounds)
+        of_gpu = {name: servers[name] for name in names}
+        return take_turns(of_gpu, load, rounds, custom_params, settled=[shared] if custom_params else ())
 
     found = {}
     with ThreadPoolExecutor(len(by_gpu)) as pool:
@@ -90,12 +136,18 @@ def measure(
 
 
 def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Our tokens per second over those of the best of the others, and over the built-in worker's."""
+    """Our tokens per second over those of the best of the others, and over the built-in worker's; those of a width
+    that requests ask for over those of its own server."""
     out = []
     for concurrency, servers in figures.items():
         rate = {name: statistics.median(figure["tokens_per_second"]) for name, figure in servers.items()}
         ours, built_in = rate.pop(OURS), rate.pop(BUILT_IN, None)
         where = f"{acceptance} acceptance, concurrency {concurrency}: tokens/s over"
+        for name, alone in rate.items():
+            if name.startswith(ALONE):
+                asked = f"{OURS}{name.removeprefix(ALONE)}"
+                what = f"{where} those of {name}, of {asked}, medians of rounds"
+                out.append(report.at_least(what, round(rate[asked] / alone, 4), CONTROL))
         if rate:
             best = max(rate, key=rate.__getitem__)
             what = f"{where} those of the best other server, {best}, medians of rounds"
@@ -170,18 +222,20 @@ def main() -> int:
     parser.add_argument("--acceptance", choices=list(ACCEPTANCE), default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--fixed", type=int, nargs="*", default=[16, 12, 8, 6, 4, 2], help="widths")
+    parser.add_argument("--control", type=int, nargs="+", default=[], help="of --fixed, on servers of their own")
     parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
     parser.add_argument("--waves", type=int, default=2, help="requests to each server, over the concurrency")
     parser.add_argument("--per-request", action="store_true", help="a number of verified tokens per request")
     arguments = parse(parser)
+    if not set(arguments.control) <= set(arguments.fixed):
+        parser.error(f"--control {arguments.control}: expected widths of --fixed {arguments.fixed}")
     candidates = candidates_of(arguments)
+    shared, asked = ONE_WIDTH if arguments.per_request else OURS, forced(arguments.fixed)
+    by_gpu = names_by_gpu(candidates, shared, list(asked))
     most = max([*arguments.concurrency, *(arguments.moving or [])])
     tokens = most * (arguments.input + arguments.output + 2 * BLOCK + 16)
-    by_gpu = [
-        [candidate.name for candidate in candidates if candidate.gpus == gpu] for gpu in arguments.gpus or [None]
-    ]
     figures: dict[str, Any] = {}
     claimed: list[dict[str, Any]] = []
     status = 1
@@ -190,12 +244,11 @@ def main() -> int:
         return report.finish("bench.widths", arguments.out, claimed, figures=figures, **more)
 
     with signals_as_exit(), together(candidates, arguments, requests=most, tokens=tokens) as servers:
+        require_served(arguments.fixed, servers[shared])
         load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
         for concurrency in arguments.concurrency:
             of = dataclasses.replace(load, concurrency=concurrency, requests=max(4, arguments.waves * concurrency))
-            figures[str(concurrency)] = measure(
-                servers, [names for names in by_gpu if names], of, arguments.rounds
-            )
+            figures[str(concurrency)] = measure(servers, by_gpu, of, arguments.rounds, asked, shared)
             claimed = claims(arguments.acceptance, figures)
             status = keep()
         if arguments.moving:

@@ -12,7 +12,7 @@ import torch
 
 from dflash_sglang.config.width import WidthConfig
 from dflash_sglang.scheduling import request_width
-from dflash_sglang.scheduling.request_width import RequestError, max_width
+from dflash_sglang.scheduling.request_width import RequestError, width_bounds
 
 BLOCK = 16
 
@@ -25,8 +25,8 @@ class Policy:
         self.acceptance = SimpleNamespace(block=BLOCK)
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
-    def admit(self, slots: np.ndarray, most: list[int]) -> None:
-        self.told.append(("admit", slots.tolist(), most))
+    def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
+        self.told.append(("admit", slots.tolist(), most, least))
 
     def choose(self, slots: np.ndarray, context: int, uniform: bool) -> Any:
         self.told.append(("choose", slots.tolist(), context))
@@ -142,10 +142,10 @@ def test_a_step_of_other_ranks_has_no_result_and_keeps_its_turn() -> None:
 def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:
     limits: list[Any] = []
     widths, policy, _ = adaptive([], limits=limits)
-    wide = {"dflash": {"max_width": 2**60}}
-    batch = prefilled({4: None, 9: {"dflash": {"max_width": 3}}, 2: wide, 7: {"other": 1}}, decoded=(1, 6))
+    wide, one = {"min_width": 2**70, "max_width": 2**70}, {"min_width": 2, "max_width": 3}
+    batch = prefilled({4: None, 9: {"dflash": one}, 2: {"dflash": wide}, 7: {"other": 1}}, decoded=(1, 6))
     widths.prefill(batch)
-    assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
+    assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK], [1, 2, BLOCK, 1])]
     assert limits == [([4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
     batch.reqs[1].to_finish, batch.reqs[1].sampling_params.custom_params = "refused", {"dflash": 3}
     widths.prefill(batch)
@@ -169,11 +169,14 @@ def test_changes_are_logged_once_in_ten_seconds(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (3, r"dflash=3: expected \{\"max_width\": N\} and nothing else"),
+        (3, r"dflash=3: expected \{\"min_width\": N, \"max_width\": M\}, one or both, and nothing else"),
         ({"width": 3}, "expected"),
+        ({}, r"dflash=\{\}: expected"),
+        ({"min_width": 5, "max_width": 4}, r"min_width=5: expected at most max_width=4. Lower it, or raise"),
         ({"max_width": 3, "other": 1}, "and nothing else"),
         *(
-            ({"max_width": value}, r"max_width=.*: expected a whole number from 1")
+            ({name: value}, rf"{name}=.*: expected a whole number from 1")
+            for name in ("min_width", "max_width")
             for value in (0, "4", 2.5, None, True)
         ),
     ],
@@ -181,11 +184,12 @@ def test_changes_are_logged_once_in_ten_seconds(caplog: pytest.LogCaptureFixture
 def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, message: str) -> None:
     request = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"dflash": asked}))
     with pytest.raises(RequestError, match=message):
-        max_width(request.sampling_params.custom_params)
+        width_bounds(request.sampling_params.custom_params)
     assert "custom_params dflash" in request_width.validate_request(lambda *_: None, request, True)
     assert request_width.validate_request(lambda *_: "SGLang's", request, True) == "SGLang's"
-    request.sampling_params.custom_params = {"dflash": {"max_width": 4}}
-    assert request_width.validate_request(lambda *_: None, request, True) is None
+    for good in ({"max_width": 4}, {"min_width": 4}, {"min_width": 4, "max_width": 4}):
+        request.sampling_params.custom_params = {"dflash": good}
+        assert request_width.validate_request(lambda *_: None, request, True) is None
 
 
 def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:

@@ -220,6 +220,15 @@ def test_a_request_is_counted_up_to_its_own_limit() -> None:
     assert estimate.cap(np.array([0, 1])) == 16
 
 
+def test_the_floor_of_a_batch_is_the_highest_of_its_requests() -> None:
+    estimate, none = acceptance(3), np.zeros(0, int)
+    estimate.admit(np.array([0, 1, 2]), 0, min_widths=[1, 5, 40])
+    assert [estimate.floor(np.array(slots)) for slots in ([0], [1], [0, 1], [2, 1])] == [1, 5, 5, 16]
+    assert estimate.floor(none) == 1
+    estimate.admit(np.array([1, 2]), 1)
+    assert estimate.floor(np.array([0, 1, 2])) == 1
+
+
 @settings(max_examples=40, derandomize=True)
 @given(seed=st.integers(0, 1000), hazard=st.floats(0.02, 0.9), spread=st.floats(0.0, 1.0))
 def test_estimates_are_monotone_in_the_width_and_within_their_bounds(
@@ -257,7 +266,7 @@ def test_a_batch_needs_the_steps_in_which_the_tokens_of_each_request_are_committ
 
 @settings(max_examples=100, derandomize=True)
 @given(st.data())
-def test_the_chooser_never_exceeds_the_limit_and_spends_no_more_than_its_budget(data: Any) -> None:
+def test_the_chooser_keeps_to_floor_and_limit_and_spends_no_more_than_its_budget(data: Any) -> None:
     number = st.floats(0.1, 10)
     chooser, budget = Chooser(WIDTHS, 0.02, 0.01), 0.01
     spent, time, held = 0.0, 0.0, None
@@ -266,11 +275,15 @@ def test_the_chooser_never_exceeds_the_limit_and_spends_no_more_than_its_budget(
         committed = np.cumsum(data.draw(st.lists(number, min_size=7, max_size=7)))
         seconds = np.cumsum(data.draw(st.lists(number, min_size=7, max_size=7)))
         limit, bucket = data.draw(st.integers(1, 16)), data.draw(st.integers(0, 3))
+        floor = data.draw(st.just(1) | st.integers(1, 20))
+        allowed = [width for width, w in enumerate(WIDTHS) if floor <= w <= limit]
+        allowed = allowed or [max(width for width, w in enumerate(WIDTHS) if w <= limit)]
         for _ in range(60):
-            choice = chooser.choose(bucket, limit, committed.tolist(), seconds.tolist(), unknown=1.0)
-            assert WIDTHS[choice.width] <= limit and WIDTHS[choice.incumbent] <= limit
-            rates = (committed / seconds)[[w <= limit for w in WIDTHS]]
-            assert rates[choice.incumbent] * 1.02 >= rates.max() * (1 - 1e-9)
+            choice = chooser.choose(bucket, limit, committed.tolist(), seconds.tolist(), 1.0, floor)
+            assert choice.width in allowed and choice.incumbent in allowed
+            assert len(allowed) > 1 or not choice.probe
+            rates = committed / seconds
+            assert rates[choice.incumbent] * 1.02 >= rates[allowed].max() * (1 - 1e-9)
             assert choice.incumbent == held or not choice.probe  # a change is made at once
             time, held = time + seconds[choice.incumbent], choice.incumbent
             if choice.probe:
@@ -290,6 +303,10 @@ def test_a_small_promise_does_not_move_it_and_another_batch_size_does_at_once() 
     assert (better.width, better.reason) == (2, "gain")
     limited = chooser.choose(1, 5, [1, 2.13, 2.3], [1, 1, 1])
     assert (limited.width, limited.reason) == (1, "limit")
+    raised = chooser.choose(1, 16, [1, 2.5, 2.3], [1, 1, 1], floor=5)
+    assert (raised.width, raised.reason) == (2, "limit")
+    freed = chooser.choose(1, 16, [1, 2.31, 2.3], [1, 1, 1])  # by less than the margin
+    assert (freed.width, freed.reason) == (1, "limit")
 
 
 def test_a_width_is_probed_the_more_often_the_less_it_costs() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_sglang.scheduling.width import Group, OneStepLate, WidthConfig
 from tests.width_simulation import (
@@ -212,6 +214,40 @@ def test_no_width_exceeds_what_every_request_allows(cap: int, widest: int) -> No
     assert any(run.probes) == (cap > 1)
 
 
+@pytest.mark.parametrize(
+    "floor, cap, narrowest", [(5, 16, 6), (1000, 1000, 16), (6, 6, 6), (5, 5, 4), (1, 1, 1), (2, 3, 2)]
+)
+def test_no_width_is_below_what_a_request_asks_for_as_far_as_all_allow(
+    floor: int, cap: int, narrowest: int
+) -> None:
+    asked = dict(caps=lambda kinds: np.full(len(kinds), cap), floors=lambda kinds: np.full(len(kinds), floor))
+    run = serve(adaptive(QUIET, 64), QUIET, DRAFTS["poor"], **asked).run(64, steps=400)
+    assert min(run.widths) == narrowest
+    # With a poor draft the narrowest is the best: the wider ones, where there are any, are only probed.
+    assert max(run.held) == narrowest and any(run.probes) == (cap == 16)
+
+
+def test_one_request_holds_its_batch_to_its_width_until_it_leaves() -> None:
+    policy = adaptive(QUIET, 8)
+    slots, random = np.arange(8), np.random.default_rng(0)
+    policy.admit(slots, min_widths=[1] * 7 + [8])
+
+    def widths(slots: np.ndarray) -> set[int]:
+        chosen = []
+        for _ in range(100):
+            chosen.append(policy.choose(slots, 512 * len(slots)).width)
+            accepted = (random.random(len(slots)) < 0.05).astype(int)
+            policy.verified(np.minimum(accepted, chosen[-1] - 1), policy._in_flight[-1].expected_seconds)
+        return set(chosen)
+
+    assert min(widths(slots)) == 8
+    assert policy.metrics.steps[:4] == [0] * 4
+    assert min(widths(slots[:7])) <= 2 and policy.metrics.last_change == "limit"
+    assert sum(policy.metrics.steps[:3]) > 90
+    policy.admit(slots[7:])  # another request in that slot
+    assert min(widths(slots)) < 8
+
+
 def test_requests_that_are_not_drafted_for_do_not_vote_for_a_wide_block() -> None:
     widths = []
     for off in (0.0, 0.9):
@@ -313,6 +349,31 @@ def test_sixty_four_ranks_with_requests_of_their_own_choose_one_width_and_a_good
     assert np.mean(server.run(uneven, steps=50).worth[20:]) >= 0.95
     few = server.run([int(rank == 5) for rank in range(64)], steps=30)
     assert np.mean(few.worth[20:]) >= 0.9 and min(few.held[20:]) >= 4
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_ranks_choose_alike_within_what_the_requests_of_any_of_them_ask_for(data: Any) -> None:
+    board, requests = Board(3), 4
+    policies = [adaptive(NOISY, requests, group=board.group(rank, loads=True), seed=rank) for rank in range(3)]
+    number = st.integers(1, 20)
+    for _ in range(4):
+        floors, caps, batches = [], [], []
+        for policy in policies:
+            n = data.draw(st.integers(0, requests))
+            bounds = [sorted(data.draw(st.tuples(number, number))) for _ in range(n)]
+            policy.admit(np.arange(n), [most for _, most in bounds], [least for least, _ in bounds])
+            batches.append(np.arange(n))
+            floors += [least for least, _ in bounds]
+            caps += [most for _, most in bounds]
+        for late in (True, False):  # the first step's load is that of the batches before
+            ranks = list(zip(policies, batches, strict=True))
+            (width,) = {policy.choose(batch, 500 * len(batch)).width for policy, batch in ranks}
+            if floors and not late:
+                allowed = [width for width in WIDTHS if width <= max(caps)]
+                assert width in ([w for w in allowed if w >= max(floors)] or allowed[-1:])
+            for policy, batch in ranks:
+                policy.verified(np.zeros(len(batch), int), 0.01)
 
 
 def test_ranks_that_get_their_results_at_different_times_share_the_times_of_the_same_steps() -> None:

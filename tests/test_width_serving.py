@@ -1,4 +1,5 @@
-"""The width policy in a server: output equals plain decoding while widths change, what it tells, `max_width`."""
+"""The width policy in a server: output equals plain decoding while widths change, what it tells, what requests
+ask for."""
 
 from __future__ import annotations
 
@@ -35,10 +36,11 @@ def prompts() -> list[list[int]]:
     return [list(text[700 * i : 700 * i + 20 + 13 * i]) for i in range(MANY)]
 
 
-def request(prompt: list[int], new_tokens: int, max_width: Any = None) -> dict[str, Any]:
-    params = greedy_params(new_tokens)
-    if max_width is not None:
-        params["custom_params"] = {"dflash": {"max_width": max_width}}
+def request(prompt: list[int], new_tokens: int, max_width: Any = None, min_width: Any = None) -> dict[str, Any]:
+    params, asked = greedy_params(new_tokens), dict(min_width=min_width, max_width=max_width)
+    asked = {name: width for name, width in asked.items() if width is not None}
+    if asked:
+        params["custom_params"] = {"dflash": asked}
     return dict(input_ids=prompt, sampling_params=params)
 
 
@@ -140,6 +142,17 @@ def test_requests_that_all_allow_one_token_are_decoded_plainly(ours, plain):
     assert [answer["output_ids"] for answer in answers] == [ids[:40] for ids in plain[:3]]
     after = told(server)["steps"]
     assert {width for width in after if after[width] > before[width]} == {"1"}
+
+
+@pytest.mark.parametrize("least, most, widths", [(4, 4, {"4"}), (16, 16, {"16"}), (9, None, {"12", "16"})])
+def test_requests_that_ask_for_a_width_get_it_in_every_step(ours, plain, least, most, widths):
+    server, _ = ours
+    before = told(server)["steps"]
+    answers = ask(server, [request(prompt, 40, most, least) for prompt in prompts()])
+    assert [answer["output_ids"] for answer in answers] == [ids[:40] for ids in plain]
+    after = told(server)["steps"]
+    used = {width for width in after if after[width] > before[width]}
+    assert used and used <= widths
 
 
 @pytest.mark.parametrize("value", [0, "4", 1.5, True])

@@ -177,6 +177,25 @@ def test_shares_of_served_steps_fit_the_width_the_total_and_what_requests_allow(
     assert len(seen) > 2
 
 
+def test_a_batch_with_a_floor_verifies_whole_blocks_from_it_on() -> None:
+    policy = adaptive(Machine(), 64, WidthConfig(widths=WIDTHS, probe_budget=0.05), ragged=True)
+    slots, parts = np.arange(64), []
+    policy.admit(slots, [16] * 32 + [12] * 32, [1] * 63 + [6])
+    for batch in (slots, slots[:63]):
+        chosen = []
+        for _ in range(100):
+            chosen.append(policy.choose(batch, len(batch) * 512))
+            lens = np.full(len(batch), chosen[-1].width)
+            if chosen[-1].shares is not None:
+                lens = chosen[-1].shares.lens
+            lens = np.minimum(lens, np.where(batch < 32, 16, 12))
+            policy.verified(np.where(batch % 2 == 0, lens - 1, 0), 0.007)
+        parts.append(sum(decision.shares is not None for decision in chosen))
+        if len(batch) == 64:
+            assert min(decision.width for decision in chosen) >= 6
+    assert parts[0] == 0 < parts[1]
+
+
 def test_steps_verified_in_part_are_learnt_from_as_such() -> None:
     policy = adaptive(Machine(), 64, WidthConfig(widths=WIDTHS, probe_budget=0.0), ragged=True)
     slots = np.arange(64)

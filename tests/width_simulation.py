@@ -31,7 +31,9 @@ PLAIN_SHARE = 0.85  # of a drafted step of as many tokens, beyond what was measu
 class Policy(Protocol):
     """Whoever chooses widths."""
 
-    def admit(self, slots: np.ndarray, max_widths: Sequence[int] | None = None) -> None: ...
+    def admit(
+        self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
+    ) -> None: ...
     def choose(self, slots: np.ndarray, context_tokens: int) -> Any: ...
     def verified(self, accepted: np.ndarray, seconds: float | None = None) -> None: ...
 
@@ -167,7 +169,9 @@ class Fixed:
     def __init__(self, width: int):
         self.width, self.probe = width, False
 
-    def admit(self, slots: np.ndarray, max_widths: Sequence[int] | None = None) -> None: ...
+    def admit(
+        self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
+    ) -> None: ...
 
     def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
         return self
@@ -232,17 +236,18 @@ class Rank:
         delay: int = 2,
         timed: float = 0.7,
         caps: Callable[[np.ndarray], Any] | None = None,
+        floors: Callable[[np.ndarray], Any] | None = None,
         seed: int = 1,
         clock: int = 0,
         slots: int = 4096,
     ):
         """`hard`: share of requests of the draft's second kind; `tokens`, `prompt`: of a request, on average;
         `delay`: steps after which a result is known; `timed`: share of steps whose time is measured (the others
-        had a prefill before them); `caps`: max_width of requests by their kinds [n]; `clock`: what the times that
-        it reads are drawn from."""
+        had a prefill before them); `caps`, `floors`: max_width and min_width of requests by their kinds [n];
+        `clock`: what the times that it reads are drawn from."""
         self.policy, self.draft = policy, draft
-        self.hard, self.tokens, self.prompt, self.delay, self.timed, self.caps = (
-            hard, tokens, prompt, delay, timed, caps,
+        self.hard, self.tokens, self.prompt, self.delay, self.timed, self.caps, self.floors = (
+            hard, tokens, prompt, delay, timed, caps, floors,
         )  # fmt: skip
         self.random, self._arrivals = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
         self.clock = np.random.default_rng(clock)
@@ -281,7 +286,7 @@ class Rank:
             self._fresh = False
         caps = None if self.caps is None else self.caps(self._kind[new])
         self._cap[new] = BLOCK if caps is None else caps
-        self.policy.admit(new, caps)
+        self.policy.admit(new, caps, None if self.floors is None else self.floors(self._kind[new]))
         self._running = np.concatenate([self._running, new])
 
     def committed(self) -> np.ndarray:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash_sglang.scheduling.request_width import max_width
+from dflash_sglang.config.width import PLAIN
+from dflash_sglang.scheduling.request_width import width_bounds
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -67,9 +68,9 @@ class AdaptiveWidth:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
         self._after_step = False
         self._widths.use_widest()
-        slots, most = new_requests(batch, self._policy.acceptance.block)
+        slots, least, most = new_requests(batch, self._policy.acceptance.block)
         if len(slots):
-            self._policy.admit(slots, most.tolist())
+            self._policy.admit(slots, most.tolist(), least.tolist())
             self._limit(slots, most)
 
     def next(self, batch: ScheduleBatch, uniform: bool = False) -> Decision:
@@ -109,14 +110,15 @@ class AdaptiveWidth:
         return self._policy.metrics.snapshot()
 
 
-def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Slots [n] and widest blocks [n] of the requests that a batch prefills. A mixed one decodes others, its last
-    rows. Requests that were refused are prefilled as well, with one token."""
+def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slots [n], narrowest and widest blocks [n] of the requests that a batch prefills. A mixed one decodes
+    others, its last rows. Requests that were refused are prefilled as well, with one token."""
     new = batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
-    asked = [None if req.to_finish else max_width(req.sampling_params.custom_params) for req in new]
-    widest = [min(width or block, block) for width in asked]
+    asked = [(None, None) if req.to_finish else width_bounds(req.sampling_params.custom_params) for req in new]
+    narrowest = [min(least or PLAIN, block) for least, _ in asked]
+    widest = [min(most or block, block) for _, most in asked]
     slots = batch.req_pool_indices_cpu[: len(new)].numpy() if new else np.zeros(0, np.int64)
-    return slots, np.array(widest, np.int64)
+    return slots, np.array(narrowest, np.int64), np.array(widest, np.int64)
 
 
 class _ChangeLog:

@@ -1,4 +1,5 @@
-"""A request's `custom_params={"dflash": {"max_width": N}}`: a step commits at most N tokens of it."""
+"""A request's `custom_params={"dflash": {"min_width": N, "max_width": M}}`: its steps are not narrower than N, and
+commit at most M tokens of it."""
 
 from __future__ import annotations
 
@@ -6,25 +7,33 @@ from collections.abc import Callable
 from typing import Any
 
 KEY = "dflash"
+MIN, MAX = "min_width", "max_width"
 
 
 class RequestError(ValueError):
     """What a request asks of this package cannot be; the message goes to its client."""
 
 
-def max_width(custom_params: Any) -> int | None:
-    """What a request asks for, None without. Raises RequestError."""
+def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
+    """The `min_width` and the `max_width` that a request asks for, None without. Raises RequestError."""
     if not isinstance(custom_params, dict) or KEY not in custom_params:
-        return None
+        return None, None
     asked = custom_params[KEY]
-    if not isinstance(asked, dict) or set(asked) != {"max_width"}:
-        raise RequestError(f'custom_params {KEY}={asked!r}: expected {{"max_width": N}} and nothing else.')
-    value = asked["max_width"]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(asked, dict) or not asked or set(asked) - {MIN, MAX}:
         raise RequestError(
-            f"custom_params {KEY}: max_width={value!r}: expected a whole number from 1 (one token at a time) on."
+            f'custom_params {KEY}={asked!r}: expected {{"{MIN}": N, "{MAX}": M}}, one or both, and nothing else.'
         )
-    return value
+    for name, value in asked.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RequestError(
+                f"custom_params {KEY}: {name}={value!r}: expected a whole number from 1 (one token at a time) on."
+            )
+    least, most = asked.get(MIN), asked.get(MAX)
+    if least is not None and most is not None and least > most:
+        raise RequestError(
+            f"custom_params {KEY}: {MIN}={least}: expected at most {MAX}={most}. Lower it, or raise {MAX}."
+        )
+    return least, most
 
 
 def validate_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
@@ -36,7 +45,7 @@ def validate_request(original: Callable[..., str | None], req: Any, enable_overl
     if error is not None:
         return error
     try:
-        max_width(req.sampling_params.custom_params)
+        width_bounds(req.sampling_params.custom_params)
     except RequestError as refused:
         return str(refused)
     return None

@@ -16,6 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from dflash_sglang.config.width import PLAIN
+
 NODES = 24  # levels at which what a step commits is tabulated; between them they are interpolated
 TABULATE_AT_FIRST, TABULATE_EVERY = 16, 4  # observed steps: the tables cost half of an observation
 KNOWN = 0.5  # expected rejections after which a request counts as drafted for
@@ -43,8 +45,9 @@ class Acceptance:
         self._expected = np.zeros(slots)
         self._place = np.full(slots, 0.5)  # level / (1 + level), in [0, 1)
         self._cap = np.full(slots, self.block, np.int64)
+        self._floor = np.full(slots, PLAIN, np.int64)
         self._since = np.zeros(slots, np.int64)
-        self._capped = 0
+        self._capped = self._floored = 0
         self._admitted, self._observed = 0, 0
         self.tabulated = 0  # how often `survival` was estimated anew
 
@@ -83,11 +86,21 @@ class Acceptance:
         """The largest width that any of these requests allows."""
         return int(self._cap[slots].max()) if self._capped and len(slots) else self.block
 
+    def floor(self, slots: np.ndarray) -> int:
+        """The width that every one of these requests is to have at least."""
+        return int(self._floor[slots].max()) if self._floored and len(slots) else PLAIN
+
     def unknown(self, slots: np.ndarray) -> float:
         """How many of these requests were drafted for too little to tell them from others."""
         return float(np.count_nonzero(self._expected.take(slots) < KNOWN))
 
-    def admit(self, slots: np.ndarray, step: int, max_widths: Sequence[int] | None = None) -> None:
+    def admit(
+        self,
+        slots: np.ndarray,
+        step: int,
+        max_widths: Sequence[int] | None = None,
+        min_widths: Sequence[int] | None = None,
+    ) -> None:
         """New requests take these slots; results of steps before `step` belong to others."""
         self._rejected[slots] = 0.0
         self._expected[slots] = 0.0
@@ -96,6 +109,9 @@ class Acceptance:
         self._capped -= int((self._cap[slots] < self.block).sum())
         self._cap[slots] = self.block if max_widths is None else np.minimum(max_widths, self.block)
         self._capped += int((self._cap[slots] < self.block).sum())
+        self._floored -= int((self._floor[slots] > PLAIN).sum())
+        self._floor[slots] = PLAIN if min_widths is None else np.minimum(min_widths, self.block)
+        self._floored += int((self._floor[slots] > PLAIN).sum())
 
     def steps_needed(self, slots: np.ndarray, held: int) -> list[float]:
         """Steps of one request, of each width, that commit what a step at `widths[held]` commits of these [n].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,8 @@ CAUTION = 4 / 3  # of the estimated cost that is charged: the widths that get tr
 class Choice:
     """`width` is an index. `incumbent`: the width that the policy holds, which a probe leaves for one step.
 
-    `reason`: "start", "load" (another batch size), "gain" (more tokens per second promised), "limit" (of the
-    requests), "hold" or "probe".
+    `reason`: "start", "load" (another batch size), "gain" (more tokens per second promised), "limit" (what
+    the requests allow), "hold" or "probe".
     """
 
     width: int
@@ -33,8 +34,8 @@ class Choice:
 class Chooser:
     """Chooses one width per step; a deterministic function of its calls.
 
-    The width that is held is left at once when the padded batch size or the requests' limit changes, and
-    otherwise for one that promises `margin` more.
+    The width that is held is left at once when the padded batch size or the widths that the requests allow change,
+    and otherwise for one that promises `margin` more.
 
     Of an abandoned width nothing is learnt, and of plain decoding neither what drafting would give. So each of
     the other widths earns an equal part of `probe_budget` of the time, and is tried for one step when it has
@@ -50,7 +51,7 @@ class Chooser:
         self.widths = list(widths)
         self._margin, self._budget = margin, probe_budget
         self._held: int | None = None
-        self._situation: tuple[int, int] | None = None
+        self._situation: tuple[int, range] | None = None
         self._earned = [0.0] * len(self.widths)
 
     @property
@@ -70,14 +71,15 @@ class Chooser:
         committed: Sequence[float],
         seconds: Sequence[float],
         unknown: float = 0.0,
+        floor: int = PLAIN,
     ) -> Choice:
-        """`limit`: the largest width allowed; `committed`, `seconds`: expected of a step of every width, the
-        first in the long run; `unknown`: share of the batch that was never drafted for."""
-        allowed = 1
-        while allowed < len(self.widths) and self.widths[allowed] <= limit:
-            allowed += 1
-        rates = [committed[width] / seconds[width] for width in range(allowed)]
-        best = max(range(allowed), key=rates.__getitem__)
+        """`limit`: the largest width allowed; `floor`: the smallest, where one lies between the two, and else the
+        largest is the only one; `committed`, `seconds`: expected of a step of every width, the first in the long
+        run; `unknown`: share of the batch that was never drafted for."""
+        end = max(bisect.bisect_right(self.widths, limit), 1)
+        allowed = range(min(bisect.bisect_left(self.widths, floor), end - 1), end)
+        rates = [committed[width] / seconds[width] for width in range(end)]
+        best = max(allowed, key=rates.__getitem__)
         reason = self._reason((bucket, allowed), best, rates)
         if reason != "hold":
             self._held = best
@@ -86,15 +88,15 @@ class Chooser:
         self._situation = (bucket, allowed)
         if reason != "hold":
             return Choice(held, held, reason)
-        probe = self._probe(held, rates, committed, seconds, in_advance=self.plain and unknown > MOST)
+        probe = self._probe(held, allowed, rates, committed, seconds, in_advance=self.plain and unknown > MOST)
         return Choice(held, held, reason) if probe is None else Choice(probe, held, "probe")
 
-    def _reason(self, situation: tuple[int, int], best: int, rates: list[float]) -> str:
+    def _reason(self, situation: tuple[int, range], best: int, rates: list[float]) -> str:
         if self._held is None or self._situation is None:
             return "start"
         if best == self._held:
             return "hold"
-        if self._held >= len(rates):
+        if self._held not in situation[1]:
             return "limit"
         if situation != self._situation:
             return "load" if situation[0] != self._situation[0] else "limit"
@@ -103,17 +105,18 @@ class Chooser:
     def _probe(
         self,
         held: int,
+        allowed: range,
         rates: list[float],
         committed: Sequence[float],
         seconds: Sequence[float],
         in_advance: bool,
     ) -> int | None:
         """The width to try in this step, if one has earned it."""
-        if len(rates) == 1 or not self._budget:
+        if len(allowed) == 1 or not self._budget:
             return None
-        part = self._budget * seconds[held] / (len(rates) - 1)
+        part = self._budget * seconds[held] / (len(allowed) - 1)
         chosen, cost = None, 0.0
-        for width in range(len(rates)):
+        for width in allowed:
             if width == held:
                 continue
             price = max(CAUTION * (seconds[width] - committed[width] / rates[held]), LEAST_COST * seconds[held])

@@ -54,6 +54,7 @@ class _Load:
     batch: int
     context_tokens: float
     limit: int
+    floor: int
     unknown: float
     steps_needed: list[float]
 
@@ -103,7 +104,7 @@ class WidthPolicy:
         )
         # Of a rank alone nothing may decide where no rank has told its load: this is equal on all of them.
         usual = self.acceptance.steps_needed_by_a_new_request()
-        self._no_load = _Load(1.0, 0, 0.0, self.widths[-1], 0.0, usual)
+        self._no_load = _Load(1.0, 0, 0.0, self.widths[-1], PLAIN, 0.0, usual)
         self.metrics = WidthMetrics(self.widths)
         self._chooser = Chooser(self.widths, config.margin, config.probe_budget)
         self._group = group or Group()
@@ -123,9 +124,11 @@ class WidthPolicy:
         if self._group.share_times is not None:
             self.step_times.load(self._group.share_times(self.step_times.table()))
 
-    def admit(self, slots: np.ndarray, max_widths: Sequence[int] | None = None) -> None:
-        """New requests in these slots [n], with the `max_width` of each."""
-        self.acceptance.admit(slots, self._step, max_widths)
+    def admit(
+        self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
+    ) -> None:
+        """New requests in these slots [n], with the `max_width` and the `min_width` of each."""
+        self.acceptance.admit(slots, self._step, max_widths, min_widths)
 
     def choose(self, slots: np.ndarray, context_tokens: int, uniform: bool = False) -> Decision:
         """The width of the next step for the requests in `slots` [n] (none: another rank has requests), whose
@@ -148,7 +151,7 @@ class WidthPolicy:
             if self.ragged is None or not len(slots):
                 offers = Offers(load.steps_needed, seconds, load.steps_needed[-1])
             else:
-                offers = self.ragged.offers(slots, bucket, seconds, uniform)
+                offers = self.ragged.offers(slots, bucket, seconds, uniform or load.floor > PLAIN)
             choice = self._choose(load, bucket, seconds[-1], offers)
             expected_seconds = offers.seconds[choice.width]
             part = expected_seconds / seconds[choice.width]
@@ -199,25 +202,27 @@ class WidthPolicy:
 
     def _load(self, slots: np.ndarray, context_tokens: float) -> _Load:
         """Of the whole group, one step late if its exchange is."""
-        batch, limit = len(slots), self.acceptance.cap(slots)
+        batch, limit, floor = len(slots), self.acceptance.cap(slots), self.acceptance.floor(slots)
         unknown = self.acceptance.unknown(slots) if self._chooser.plain else 0.0
         needed = []  # elsewhere found with the shares
         if self.ragged is None:
             needed = self.acceptance.steps_needed(slots, self._chooser.held)
-        load = _Load(float(batch), batch, float(context_tokens), limit, unknown, needed)
+        load = _Load(float(batch), batch, float(context_tokens), limit, floor, unknown, needed)
         if self._group.gather_loads is not None:
-            row = np.array([batch, context_tokens, limit if batch else PLAIN, unknown, *needed], np.float64)
+            row = np.array([batch, context_tokens, limit if batch else PLAIN, floor, unknown, *needed], np.float64)
             rows = self._group.gather_loads(row)
             # Ranks pad to the largest batch among them, and wait for the one with the longest contexts.
             most, total = rows.max(axis=0).tolist(), rows.sum(axis=0).tolist()
-            load = _Load(total[0], int(most[0]), most[1], int(most[2]), total[3], total[4:])
+            load = _Load(total[0], int(most[0]), most[1], int(most[2]), int(most[3]), total[4], total[5:])
         return load if load.batch else self._no_load
 
     def _choose(self, load: _Load, bucket: int, whole_block: float, offers: Offers) -> Choice:
         # In the long run: tokens over the steps that they need. A plain step commits one: the first says how many.
         tokens = offers.steps_needed[0]
         committed = [load.requests * tokens / needed for needed in offers.steps_needed]
-        choice = self._chooser.choose(bucket, load.limit, committed, offers.seconds, load.unknown / load.requests)
+        choice = self._chooser.choose(
+            bucket, load.limit, committed, offers.seconds, load.unknown / load.requests, load.floor
+        )
         rate = committed[choice.width] / offers.seconds[choice.width]
         self.metrics.gain_over_plain = rate * offers.seconds[0] / committed[0]
         self.metrics.gain_over_full = rate * whole_block * offers.whole / (load.requests * tokens)
