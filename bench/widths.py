@@ -142,11 +142,12 @@ def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     for concurrency, servers in figures.items():
         rate = {name: statistics.median(figure["tokens_per_second"]) for name, figure in servers.items()}
         ours, built_in = rate.pop(OURS), rate.pop(BUILT_IN, None)
-        where = f"{acceptance} acceptance, concurrency {concurrency}: tokens/s over"
+        load = f"{acceptance} acceptance, concurrency {concurrency}: tokens/s"
+        where = f"{load} over"
         for name, alone in rate.items():
             if name.startswith(ALONE):
                 asked = f"{OURS}{name.removeprefix(ALONE)}"
-                what = f"{where} those of {name}, of {asked}, medians of rounds"
+                what = f"{load} of {asked} over those of {name}, medians of rounds"
                 out.append(report.at_least(what, round(rate[asked] / alone, 4), CONTROL))
         if rate:
             best = max(rate, key=rate.__getitem__)
