@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,29 +126,17 @@ def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answe
     return answers
 
 
-def take_turns(
-    servers: Mapping[str, Server],
-    load: Load,
-    rounds: int,
-    custom_params: Mapping[str, Mapping[str, Any]] | None = None,
-    settled: Collection[str] = (),
-) -> dict[str, dict[str, list[float]]]:
-    """{name: {figure: [one value per round]}} of a load that the servers have one after the other.
+def take_turns(servers: Mapping[str, Server], load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """{server: {figure: [one value per round]}} of a load that the servers have one after the other.
 
     Every round has another order. As many requests as run at a time warm up: whole ones, which a width policy
-    learns from. A server may have several names, `custom_params` of the load by name; those that are `settled`
-    have the warm-up before each of their rounds, too."""
+    learns from."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
-    own = custom_params or {}
-    loads = {name: dataclasses.replace(load, custom_params=own.get(name, load.custom_params)) for name in servers}
-    warm_up = {name: dataclasses.replace(of, requests=of.concurrency) for name, of in loads.items()}
-    for name, server in servers.items():
-        run(server, warm_up[name])
+    for server in servers.values():
+        run(server, dataclasses.replace(load, requests=load.concurrency))
     for turn in range(rounds):
         for name in rotated(list(servers), turn):
-            if name in settled:
-                run(servers[name], warm_up[name])
-            outcomes[name].append(run(servers[name], loads[name]))
+            outcomes[name].append(run(servers[name], load))
             print(load.concurrency, name, outcomes[name][-1], flush=True)
     return {name: by_figure(of_server) for name, of_server in outcomes.items()}
 

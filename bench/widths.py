@@ -2,11 +2,12 @@
 
 python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed] [--gpus 0 1]
                        [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--control 8] [--rounds 3]
-                       [--moving 1 128] [--per-request] [--waves 2]
+                       [--moving 1 128] [--per-request] [--seconds 3]
 
 Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
 positions, gets the accept length that this is at its own width. Servers are spread over the GPUs, one of each GPU
-has a load at a time, and all take turns.
+has a load at a time, and all take turns. A load is a steady one (`bench.steady`): requests of different lengths
+come and go, and their prefills are part of what is measured, on every server.
 
 `--fixed`: loads of the policy's server whose requests ask for one width (`ours_8`), as `min_width` and as
 `max_width`. Two things tell such a width from a server's: its graphs are those of fewer batch sizes, and each step
@@ -14,7 +15,8 @@ is still asked for. `--control`: some of these widths have a server of their own
 width fixed, and a claim says that both serve as fast.
 
 The policy learns from all loads of its server, step times of widths among it that it would seldom try. Its choice
-is its own: before each of its measured loads it has one that is not measured.
+is its own: before each of its measured loads it has one that is not measured. A fixed width that is far from the
+best in the first round has no other round.
 
 `--moving`: the load goes from so many requests to so many and back, and a claim says after how many steps our
 worker keeps to a width. `--per-request`: ours verifies a number of tokens of each request; with one width per step
@@ -37,8 +39,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench import report
-from bench.load import Load, ask, take_turns
+from bench.load import Load, ask
 from bench.servers import Candidate, add_options, parse, together
+from bench.steady import take_turns
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
@@ -117,16 +120,19 @@ def measure(
     by_gpu: Sequence[Sequence[str]],
     load: Load,
     rounds: int,
+    seconds: float,
     custom_params: Mapping[str, Mapping[str, Any]],
     shared: str,
 ) -> dict[str, dict[str, list[float]]]:
     """{name: {figure: [one value per round]}} of one load; by_gpu: the names of each GPU; custom_params: of some
     of them, whose server is `shared`."""
-    servers = {**servers, **dict.fromkeys(custom_params, servers[shared])}
+    everyone = {**servers, **dict.fromkeys(custom_params, servers[shared])}
 
     def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-        of_gpu = {name: servers[name] for name in names}
-        return take_turns(of_gpu, load, rounds, custom_params, settled=[shared] if custom_params else ())
+        of_gpu = {name: everyone[name] for name in names}
+        loads = {name: dataclasses.replace(load, custom_params=custom_params.get(name)) for name in names}
+        settled = [shared] if custom_params else []
+        return take_turns(of_gpu, loads, rounds, seconds, settled, kept=list(servers))
 
     found = {}
     with ThreadPoolExecutor(len(by_gpu)) as pool:
@@ -225,9 +231,9 @@ def main() -> int:
     parser.add_argument("--fixed", type=int, nargs="*", default=[16, 12, 8, 6, 4, 2], help="widths")
     parser.add_argument("--control", type=int, nargs="+", default=[], help="of --fixed, on servers of their own")
     parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
-    parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--output", type=int, default=256, help="tokens of an answer, on average")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
-    parser.add_argument("--waves", type=int, default=2, help="requests to each server, over the concurrency")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a load that are measured")
     parser.add_argument("--per-request", action="store_true", help="a number of verified tokens per request")
     arguments = parse(parser)
     if not set(arguments.control) <= set(arguments.fixed):
@@ -236,7 +242,8 @@ def main() -> int:
     shared, asked = ONE_WIDTH if arguments.per_request else OURS, forced(arguments.fixed)
     by_gpu = names_by_gpu(candidates, shared, list(asked))
     most = max([*arguments.concurrency, *(arguments.moving or [])])
-    tokens = most * (arguments.input + arguments.output + 2 * BLOCK + 16)
+    # More than steady loads ever need: their requests have half of their output on average.
+    tokens = int(most * (arguments.input + 1.25 * arguments.output + 2 * BLOCK + 16))
     figures: dict[str, Any] = {}
     claimed: list[dict[str, Any]] = []
     status = 1
@@ -248,8 +255,10 @@ def main() -> int:
         require_served(arguments.fixed, servers[shared])
         load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
         for concurrency in arguments.concurrency:
-            of = dataclasses.replace(load, concurrency=concurrency, requests=max(4, arguments.waves * concurrency))
-            figures[str(concurrency)] = measure(servers, by_gpu, of, arguments.rounds, asked, shared)
+            of = dataclasses.replace(load, concurrency=concurrency)
+            figures[str(concurrency)] = measure(
+                servers, by_gpu, of, arguments.rounds, arguments.seconds, asked, shared
+            )
             claimed = claims(arguments.acceptance, figures)
             status = keep()
         if arguments.moving:

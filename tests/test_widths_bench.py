@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from bench import widths
-from bench.load import Load
+from bench import steady, widths
+from bench.load import Load, Outcome
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.demo.server import ServerFailed
 
 
 def asked(**more: Any) -> Namespace:
@@ -46,43 +49,82 @@ def test_ours_verifies_a_number_of_tokens_per_request_where_asked_to_beside_one_
 
 
 class Stub:
-    """A server that notes the widths that are asked of it, in order, and how many requests ask."""
+    """A server that notes the widths that are asked of it, load after load."""
 
     url = "stub"
 
-    def __init__(self) -> None:
-        self.loads: list[list[Any]] = []
+    def __init__(self, tokens: int) -> None:
+        """tokens: of each answer, at once."""
+        self.tokens, self.loads = tokens, list[set[Any]]()
 
     def get(self, path: str) -> Any:
         return {"internal_states": [{"dflash_width": {"steps": {"1": 0, "4": 3, "16": 0}}}]}
 
-    def post(self, path: str) -> None:
-        self.loads.append([])
+    def post(self, path: str, **body: Any) -> None:
+        if path.startswith("/flush_cache"):
+            self.loads.append(set())
 
     def stream(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Iterator[dict[str, Any]]:
         custom = sampling_params["custom_params"]
-        self.loads[-1].append(None if custom is None else custom["dflash"]["min_width"])
-        for tokens in (1, 8):
-            yield {"meta_info": {"completion_tokens": tokens, "spec_verify_ct": 2}}
+        self.loads[-1].add(None if custom is None else custom["dflash"]["min_width"])
+        time.sleep(0.001)
+        yield {"meta_info": {"completion_tokens": self.tokens, "spec_verify_ct": 2}}
 
 
-def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server():
-    ours, plain = Stub(), Stub()
+def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server(monkeypatch):
+    monkeypatch.setattr(steady, "RAMP", 0.0)
+    monkeypatch.setattr(steady, "WARM_UP", 0.001)
+    ours, plain = Stub(8), Stub(2)
     names, load = ["ours", "ours_4", "plain"], Load(2, 5, 4, 8)
-    figures = widths.measure({"ours": ours, "plain": plain}, [names], load, 2, widths.forced([4]), "ours")
+    servers = {"ours": ours, "plain": plain}
+    figures = widths.measure(servers, [names], load, 2, 0.1, widths.forced([4]), "ours")
     assert {name: len(figure["tokens_per_second"]) for name, figure in figures.items()} == dict.fromkeys(names, 2)
-    assert plain.loads == [[None] * 2, [None] * 5, [None] * 5]
-    # Both warm; a round that ours begins and one that it ends, each after a load that is not measured.
-    before, ours_load, four = [None] * 2, [None] * 5, [4] * 5
-    assert ours.loads == [before, [4] * 2, before, ours_load, four, four, before, ours_load]
+    # Slower by far than ours, and yet measured twice: only fixed widths are given up.
+    assert plain.loads == [{None}] * 3
+    # Warm; a round that ours begins and one that it ends, each after a load that is not measured.
+    before, measured, four = {None}, {None}, {4}
+    assert ours.loads == [four, before, measured, four, four, before, measured]
+
+
+def test_a_steady_load_counts_what_came_between_two_moments():
+    looks = [steady.Look(at, tokens, steps) for at, tokens, steps in ((1, 9, 9), (2, 6, 1), (4, 10, 3), (5, 8, 8))]
+    assert steady.outcome(looks, 3, 1, 4) == Outcome(tokens_per_second=16 / 3, accept_length=4.0, step_ms=2250.0)
+    looks = [steady.Look(at, 32, 0) for at in (2, 3)]
+    assert steady.outcome(looks, 1, 1, 3) == Outcome(tokens_per_second=32.0, accept_length=1.0, step_ms=31.25)
+
+
+def test_clients_ask_for_other_lengths_each_and_begin_in_the_middle():
+    first, later = [], []
+    for number in range(400):
+        lengths = steady.Client(Stub(1), Load(1, 1, output_tokens=100), number, threading.Event())._lengths()
+        first.append(next(lengths))
+        later += [next(lengths) for _ in range(3)]
+    assert (min(later), max(later)) == (50, 150) and sum(later) / len(later) == pytest.approx(100, rel=0.03)
+    assert min(first) <= 3 and max(first) <= 150
+    # Found at a moment: the mean of length squared over twice the mean length.
+    assert sum(first) / len(first) == pytest.approx(100 * (1 + 1 / 12) / 2, rel=0.1)
+
+
+def test_a_client_that_fails_ends_the_load():
+    class Failing(Stub):
+        def stream(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            raise ServerFailed("the server refused the request: full")
+
+    with pytest.raises(RuntimeError, match="2 of 2 clients failed on stub: .*full"):
+        steady.watch(Failing(1), Load(2, 1), 0.0)
+
+
+def test_who_is_far_from_the_best_has_no_other_round():
+    rates = dict(ours=100.0, ours_16=84.0, ours_8=110.0, ours_4=93.4, plain=20.0)
+    assert steady.contenders(rates, ["plain", "ours"]) == ["ours", "ours_8", "plain"]
 
 
 def test_a_width_that_is_not_served_ends_the_run_and_is_named():
-    widths.require_served([16, 4], Stub())
+    widths.require_served([16, 4], Stub(1))
     with pytest.raises(
         ValueError, match="--fixed 12 8: expected widths that the policy's server has, 1 4 16; its"
     ):
-        widths.require_served([16, 12, 8], Stub())
+        widths.require_served([16, 12, 8], Stub(1))
 
 
 def rates(**of: float) -> dict[str, dict[str, list[float]]]:

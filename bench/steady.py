@@ -1,0 +1,152 @@
+"""Requests on one SGLang server that come and go, always so many at a time, looked at for some seconds.
+
+A closed loop whose answers differ in length, so that their ends are spread over the steps as those of real traffic
+are, whether or not the server commits the same number of tokens of all requests. The first ones are somewhere in
+their middle. What is measured has neither a beginning nor an end of the load in it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from bench.load import Load, Outcome, by_figure, rotated
+from dflash_sglang.demo.server import Server
+
+SPREAD = 0.5  # of the mean output length, to both sides
+EVENT_TOKENS = 32  # of an answer, from one look at it to the next
+RAMP = 0.7  # seconds between the last client's first token and the first look
+WARM_UP = 1.5  # seconds that are not measured
+CONTENDER = 0.85  # of the best server's tokens per second in the first round, to have another one
+JOIN_SECONDS = 60.0
+
+
+class Look(NamedTuple):
+    """What a client saw of an answer: what came since its last look."""
+
+    at: float  # of `time.perf_counter`
+    tokens: int
+    steps: int
+
+
+class Client:
+    """Asks one request after the other until it is told to end."""
+
+    def __init__(self, server: Server, load: Load, number: int, ended: threading.Event) -> None:
+        self._server, self._load, self._ended = server, load, ended
+        self._random = random.Random(number)
+        self.looks: list[Look] = []
+        self.started = threading.Event()
+        self.failed: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            for length in self._lengths():
+                if self._ended.is_set():
+                    return
+                self._answer(length)
+        except (OSError, RuntimeError, ValueError) as error:
+            self.failed = error
+        finally:
+            self.started.set()
+
+    def _lengths(self) -> Iterator[int]:
+        """Output tokens. Of the first request what is left; long ones are found more often than short ones."""
+        mean, draw = self._load.output_tokens, self._random.random
+        whole = mean * ((1 - SPREAD) ** 2 + 4 * SPREAD * draw()) ** 0.5
+        yield max(1, round(whole * draw()))
+        while True:
+            yield round(mean * (1 + SPREAD * (2 * draw() - 1)))
+
+    def _answer(self, length: int) -> None:
+        load = self._load
+        prompt = [self._random.choice(load.token_ids) for _ in range(load.input_tokens)]
+        sampling = dict(
+            max_new_tokens=length,
+            temperature=load.temperature,
+            top_p=load.top_p,
+            ignore_eos=True,
+            stream_interval=EVENT_TOKENS,
+            custom_params=load.custom_params,
+        )
+        tokens = steps = 0
+        for event in self._server.stream(input_ids=prompt, sampling_params=sampling):
+            meta = event["meta_info"]
+            now = meta["completion_tokens"], meta.get("spec_verify_ct", 0)
+            self.looks.append(Look(time.perf_counter(), now[0] - tokens, now[1] - steps))
+            tokens, steps = now
+            self.started.set()
+
+
+def watch(server: Server, load: Load, seconds: float) -> Outcome:
+    """Tokens and steps of `seconds`, of `load.concurrency` clients; `load.requests` and `waves` do not count.
+
+    Raises RuntimeError where a client failed, or got nothing in this time."""
+    server.post("/flush_cache?timeout=60")
+    ended = threading.Event()
+    clients = [Client(server, load, number, ended) for number in range(load.concurrency)]
+    for client in clients:
+        client.thread.start()
+    try:
+        for client in clients:
+            client.started.wait()
+        time.sleep(RAMP)
+        start = time.perf_counter()
+        time.sleep(seconds)
+        end = time.perf_counter()
+    finally:
+        ended.set()
+        server.post("/abort_request", rid="", abort_all=True)
+        for client in clients:
+            client.thread.join(JOIN_SECONDS)
+    failed = [client.failed for client in clients if client.failed is not None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(clients)} clients failed on {server.url}: {failed[0]!r}")
+    return outcome([look for client in clients for look in client.looks], load.concurrency, start, end)
+
+
+def outcome(looks: Collection[Look], concurrency: int, start: float, end: float) -> Outcome:
+    """Of the looks between `start` and `end`. Raises RuntimeError without any."""
+    inside = [look for look in looks if start < look.at <= end]
+    tokens, steps = (sum(column) for column in zip(*((look.tokens, look.steps) for look in inside), strict=True))
+    return Outcome(
+        tokens_per_second=tokens / (end - start),
+        accept_length=tokens / steps if steps else 1.0,
+        step_ms=1000 * concurrency * (end - start) / (steps or tokens),
+    )
+
+
+def take_turns(
+    servers: Mapping[str, Server],
+    loads: Mapping[str, Load],
+    rounds: int,
+    seconds: float,
+    settled: Collection[str] = (),
+    kept: Collection[str] = (),
+) -> dict[str, dict[str, list[float]]]:
+    """{name: {figure: [one value per round]}} of loads that servers have one after the other; a server may have
+    several names.
+
+    Every round has another order. Who is far from the best in the first one has no other, but for those that are
+    `kept`. Each server is warmed up; those that are `settled`, by their own load, before each of their rounds."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
+    for server, name in {server: name for name, server in servers.items()}.items():
+        watch(server, loads[name], WARM_UP)
+    names = list(servers)
+    for turn in range(rounds):
+        for name in rotated(names, turn):
+            if name in settled:
+                watch(servers[name], loads[name], WARM_UP)
+            outcomes[name].append(watch(servers[name], loads[name], seconds))
+            print(loads[name].concurrency, name, outcomes[name][-1], flush=True)
+        if not turn:
+            names = contenders({name: of[0].tokens_per_second for name, of in outcomes.items()}, kept)
+    return {name: by_figure(of_server) for name, of_server in outcomes.items()}
+
+
+def contenders(rates: Mapping[str, float], kept: Collection[str]) -> list[str]:
+    return [name for name, rate in rates.items() if name in kept or rate >= CONTENDER * max(rates.values())]
