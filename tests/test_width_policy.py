@@ -321,7 +321,7 @@ def test_where_every_step_comes_after_a_prefill_fewer_tokens_still_mean_fewer() 
         counted.prefill()
         counted.step(100.0)
     assert counted.share(100.0) == pytest.approx(63 / 64)
-    assert 0.5 < counted.share(20.0) < 0.6 and counted.share(1e9) == 1.0
+    assert 0.5 < counted.share(20.0) < 0.65 and counted.share(1e9) == 1.0
     for _ in range(1000):
         counted.step(100.0)
     assert counted.share(100.0) < 1e-3  # nobody came since

@@ -10,7 +10,6 @@ import numpy as np
 
 WINDOW = 128  # steps after which what was counted weighs 1/e
 MOST = 1.0 - 1 / 64  # of the steps that are taken to come after a prefill: beyond, their number says nothing
-ROOTS = 6  # the exponential is taken as a power of 2**ROOTS
 
 Tokens = TypeVar("Tokens", float, np.ndarray)
 
@@ -22,7 +21,7 @@ class Interruptions:
     arrive before a step are prefilled together, so that 1 - exp(-x) of the steps come after a prefill. The share
     that did lately, and what these steps committed, give x for any other number of committed tokens.
 
-    The exponential is (1 + x / 64) ** -64, by products and square roots: their last bit is the same on every
+    The exponential is (1 + x / 16) ** -16, by products and square roots: their last bit is the same on every
     processor, so that ranks with equal counts have equal results.
     """
 
@@ -30,7 +29,7 @@ class Interruptions:
         self._prefilled = False
         self._share = 0.0  # of the steps of the window that came after a prefill
         self._committed = 0.0  # tokens of such a step, of all requests together; 0 before the first
-        self._per_token = 0.0  # x / 64
+        self._per_token = 0.0  # x / 16
 
     def prefill(self) -> None:
         """Requests were prefilled; several prefills before one decode step count once."""
@@ -43,16 +42,16 @@ class Interruptions:
         self._share += (self._prefilled - self._share) / WINDOW
         self._committed += (committed - self._committed) / WINDOW
         self._prefilled = False
-        root = 1.0 - min(self._share, MOST)
-        for _ in range(ROOTS):
-            root = math.sqrt(root)
+        root = math.sqrt(math.sqrt(math.sqrt(math.sqrt(1.0 - min(self._share, MOST)))))
         self._per_token = (1.0 / root - 1.0) / self._committed
 
     def share(self, committed: Tokens) -> Tokens:
         """Of the steps that commit so many tokens, how many come after a prefill: in [0, 1)."""
         power = 1.0 + committed * self._per_token
-        for _ in range(ROOTS):
-            power = power * power
+        power *= power
+        power *= power
+        power *= power
+        power *= power
         return 1.0 - 1.0 / power
 
     def added(self, seconds: Sequence[float], committed: Sequence[float], once: float) -> list[float]:

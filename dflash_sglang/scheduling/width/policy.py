@@ -246,7 +246,7 @@ class WidthPolicy:
     def _once(self) -> float:
         """Seconds of a prefill besides those of its tokens: of a pass over the target's weights, which is what a
         plain step of one request without context is."""
-        return self.step_times.seconds(0, 0.0)[0]
+        return self.step_times.of_width(0, 0, 0.0)
 
     def _interruption_seconds(self, committed: np.ndarray) -> np.ndarray:
         """What prefills add to steps that commit so many tokens, of any shape."""
