@@ -46,7 +46,7 @@ class Interruptions:
         self._per_token = (1.0 / root - 1.0) / self._committed
 
     def share(self, committed: Tokens) -> Tokens:
-        """Of the steps that commit so many tokens, how many come after a prefill: in [0, 1)."""
+        """Of the steps that commit so many tokens, how many come after a prefill: in [0, 1]."""
         power = 1.0 + committed * self._per_token
         power *= power
         power *= power
