@@ -22,8 +22,12 @@ class Policy:
 
     def __init__(self, widths: list[int]) -> None:
         self.widths, self.told, self.uniform = widths, [], []
+        self.prefills = 0
         self.acceptance = SimpleNamespace(block=BLOCK)
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
+
+    def prefill(self) -> None:
+        self.prefills += 1
 
     def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
         self.told.append(("admit", slots.tolist(), most, least))
@@ -146,10 +150,19 @@ def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_
     batch = prefilled({4: None, 9: {"dflash": one}, 2: {"dflash": wide}, 7: {"other": 1}}, decoded=(1, 6))
     widths.prefill(batch)
     assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK], [1, 2, BLOCK, 1])]
+    assert policy.prefills == 1
     assert limits == [([4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
     batch.reqs[1].to_finish, batch.reqs[1].sampling_params.custom_params = "refused", {"dflash": 3}
     widths.prefill(batch)
     assert limits[1][1] == [BLOCK] * 4
+
+
+def test_a_rank_without_requests_counts_the_prefills_of_others() -> None:
+    widths, policy, _ = adaptive([16])
+    widths.prefill(prefilled({}))
+    assert policy.prefills == 1 and policy.told == []
+    widths.next(decoding())
+    assert policy.prefills == 1
 
 
 def test_changes_are_logged_once_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,7 @@ class Policy(Protocol):
     def admit(
         self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
     ) -> None: ...
+    def prefill(self) -> None: ...
     def choose(self, slots: np.ndarray, context_tokens: int) -> Any: ...
     def verified(self, accepted: np.ndarray, seconds: float | None = None) -> None: ...
 
@@ -42,7 +43,9 @@ class Policy(Protocol):
 class Machine:
     """True step times, and what a clock reads of them: `jitter` (relative), outliers of `outlier` times.
 
-    `distort[bucket, width]` multiplies the truth that start-up measured.
+    `distort[bucket, width]` multiplies the truth that start-up measured. A prefill takes `launch` seconds, and a
+    pass over the weights (`weights` seconds) or `prompt_token` seconds for each of its tokens, whichever is more;
+    by default nothing, and the policy is not told of it.
     """
 
     widths: Sequence[int] = WIDTHS
@@ -51,6 +54,9 @@ class Machine:
     outliers: float = 0.0
     outlier: float = 5.0
     distort: np.ndarray | None = None
+    launch: float = 0.0
+    weights: float = 0.0
+    prompt_token: float = 0.0
     table: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +68,15 @@ class Machine:
         """[widths] of a step of a batch."""
         row = self.table[int(np.searchsorted(self.buckets, batch))]
         return row + (context_tokens - CONTEXT * batch) * SECONDS_PER_CONTEXT_TOKEN
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prefills take time."""
+        return self.launch + self.weights + self.prompt_token > 0.0
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Of so many prompt tokens together."""
+        return self.launch + max(self.weights, self.prompt_token * tokens)
 
     def ragged_seconds(self, batch: int, context_tokens: float, width: int, tokens: int) -> float:
         """Of a step that drafts at `width` (an index) and verifies `tokens` together."""
@@ -173,6 +188,8 @@ class Fixed:
         self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
     ) -> None: ...
 
+    def prefill(self) -> None: ...
+
     def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
         return self
 
@@ -233,6 +250,7 @@ class Rank:
         hard: float = 0.0,
         tokens: int = 512,
         prompt: int = 256,
+        uncached: int | None = None,
         delay: int = 2,
         timed: float = 0.7,
         caps: Callable[[np.ndarray], Any] | None = None,
@@ -242,6 +260,7 @@ class Rank:
         slots: int = 4096,
     ):
         """`hard`: share of requests of the draft's second kind; `tokens`, `prompt`: of a request, on average;
+        `uncached`: tokens of its prompt that are computed, all of them by default;
         `delay`: steps after which a result is known; `timed`: share of steps whose time is measured (the others
         had a prefill before them); `caps`, `floors`: max_width and min_width of requests by their kinds [n];
         `clock`: what the times that it reads are drawn from."""
@@ -249,6 +268,7 @@ class Rank:
         self.hard, self.tokens, self.prompt, self.delay, self.timed, self.caps, self.floors = (
             hard, tokens, prompt, delay, timed, caps, floors,
         )  # fmt: skip
+        self.uncached = prompt if uncached is None else uncached
         self.random, self._arrivals = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
         self.clock = np.random.default_rng(clock)
         self._free = list(range(slots - 1, -1, -1))
@@ -266,18 +286,20 @@ class Rank:
     def context_tokens(self) -> int:
         return int(self._context[self._running].sum())
 
-    def arrive(self, concurrency: int) -> None:
-        """New requests up to the concurrency; clients beyond it hang up."""
+    def arrive(self, concurrency: int) -> int:
+        """New requests up to the concurrency; clients beyond it hang up. Prompt tokens to prefill; none of the
+        first requests."""
         missing = concurrency - len(self._running)
         if missing <= 0:
             self._free.extend(self._running[concurrency:].tolist())
             self._running = self._running[:concurrency]
-            return
+            return 0
         new = np.array([self._free.pop() for _ in range(missing)])
         drawn = self._arrivals.random((missing, 3))  # the same requests in the same order, whatever the policy
         self._kind[new] = drawn[:, 0] < self.hard
         self._left[new] = self.tokens * (0.5 + drawn[:, 1])
         self._context[new] = self.prompt
+        prompts = 0 if self._fresh else missing * self.uncached
         if self._fresh:  # the first ones are found somewhere in the middle, and the long ones more often
             self._left[new] = self.tokens * np.sqrt(0.25 + 2.0 * drawn[:, 1])
             done = (self._left[new] * drawn[:, 2]).astype(np.int64)
@@ -288,6 +310,7 @@ class Rank:
         self._cap[new] = BLOCK if caps is None else caps
         self.policy.admit(new, caps, None if self.floors is None else self.floors(self._kind[new]))
         self._running = np.concatenate([self._running, new])
+        return prompts
 
     def committed(self) -> np.ndarray:
         """[widths] tokens that a step commits in expectation, requests' caps aside."""
@@ -307,8 +330,9 @@ class Rank:
         """Tokens that a step commits in expectation, of `lens` [n] verified ones of each request."""
         return self.draft.committed(self._kind[self._running], width, lens)
 
-    def finish(self, width: int, seconds: float, lens: np.ndarray | None = None) -> None:
-        """The step is over: its results reach the policy `delay` steps after it was chosen."""
+    def finish(self, width: int, seconds: float | None, lens: np.ndarray | None = None) -> None:
+        """The step is over: its results reach the policy `delay` steps after it was chosen. seconds: what its time
+        would be read as, if it can be."""
         slots = self._running
         accepted = self.draft.accepted(self._kind[slots], width, self.random)
         accepted = np.minimum(accepted, self._cap[slots] - 1)
@@ -339,8 +363,12 @@ class Server:
         run, widths = Run(), list(self.machine.widths)
         each = [concurrency] * len(self.ranks) if isinstance(concurrency, int) else concurrency
         while (steps is None or len(run.widths) < steps) and (seconds is None or run.seconds < seconds):
-            for rank, requests in zip(self.ranks, each, strict=True):
-                rank.arrive(requests)
+            prompts = max(rank.arrive(requests) for rank, requests in zip(self.ranks, each, strict=True))
+            interrupted = self.machine.prefills and prompts > 0
+            if interrupted:
+                run.seconds += self.machine.prefill_seconds(prompts)
+                for rank in self.ranks:
+                    rank.policy.prefill()
             committed = np.sum([rank.committed() for rank in self.ranks], axis=0)
             times = self.machine.seconds(
                 max(rank.batch for rank in self.ranks), max(rank.context_tokens for rank in self.ranks)
@@ -362,7 +390,8 @@ class Server:
                 taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, shares.tokens)
                 gained = rank.committed_of(width, lens)
             for rank in self.ranks:
-                rank.finish(width, self.machine.read(taken, rank.clock), lens)
+                read = self.machine.read(taken, rank.clock)
+                rank.finish(width, None if interrupted else read, lens)
             if not decision.probe:
                 self._held = width
             run.lost += max(times[width] - long_run[width] / rates[self._held], 0.0)
@@ -386,6 +415,24 @@ def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int) -> Run:
     server = serve(policy, machine, Draft(EASY, HARD), hard=hard, seed=seed, clock=seed)
     server.run(concurrency, steps=400)
     return server.run(concurrency, steps=1000)
+
+
+PREFILLS = dict(launch=2e-3, weights=5.3e-3, prompt_token=24.6e-6)  # Qwen3-8B in bfloat16 on one H200
+CACHED = dict(prompt=256, uncached=32)  # what prefills have in common decides, not their tokens
+
+
+def between_prefills(policy: Policy, concurrency: int, answer: int, seed: int = 0) -> Run:
+    """500 steps of requests with so many tokens on average, prefilled as others end, after 300 not counted."""
+    machine = Machine(jitter=0.02, outliers=0.01, **PREFILLS)
+    server = serve(policy, machine, Draft(GOOD), tokens=answer, timed=1.0, seed=seed, clock=seed, **CACHED)
+    server.run(concurrency, steps=300)
+    return server.run(concurrency, steps=500)
+
+
+def heedless(policy: WidthPolicy) -> WidthPolicy:
+    """The same, without being told of prefills."""
+    policy.prefill = lambda: None  # type: ignore[method-assign]
+    return policy
 
 
 def tiers(most: int) -> list[int]:

@@ -20,6 +20,8 @@ from tests.width_simulation import (
     Oracle,
     Run,
     adaptive,
+    between_prefills,
+    heedless,
     serve,
     steady_mix,
 )
@@ -28,6 +30,7 @@ CONCURRENCIES = (1, 8, 32, 64, 128, 256, 1024, 4096)
 STEADY = ((32, 0.5), (64, 0.2), (64, 0.5), (128, 0.2))
 MOVING = (1, 8, 64, 256, 32, 128, 8, 1)
 SEEDS = range(3)
+ANSWERS = (128, 512)
 
 
 def row(*cells: Any) -> None:
@@ -116,6 +119,29 @@ def unmixed(machine: Machine) -> None:
             row(name, concurrency, round(float(one)), round(float(each)), f"{each / one:.3f}")
 
 
+def prefills(machine: Machine) -> None:
+    head(
+        "answer", "concurrency", "no speculation", "best fixed", "ours", "ours / best",
+        "without counting prefills / best", "per request / best",
+    )  # fmt: skip
+    for answer in ANSWERS:
+        for concurrency in (1, 32, 128, 256):
+
+            def rate(make: Any, answer: int = answer, concurrency: int = concurrency) -> float:
+                runs = [between_prefills(make(seed), concurrency, answer, seed) for seed in SEEDS]
+                return float(np.mean([run.rate for run in runs]))
+
+            def ours(seed: int, ragged: bool = False, concurrency: int = concurrency) -> Any:
+                return adaptive(machine, concurrency, seed=seed, ragged=ragged)
+
+            fixed = {width: rate(lambda _, width=width: Fixed(width)) for width in WIDTHS}
+            best = max(fixed, key=fixed.__getitem__)
+            policies = (ours, lambda seed: heedless(ours(seed)), lambda seed: ours(seed, ragged=True))
+            counted, heedlessly, each = (rate(policy) for policy in policies)
+            shares = (f"{of / fixed[best]:.3f}" for of in (counted, heedlessly, each))
+            row(answer, concurrency, round(fixed[1]), f"{best}: {fixed[best]:.0f}", round(counted), *shares)
+
+
 def margins() -> None:
     head("margin", "share of the best, 2 % jitter", "changes in 1000 steps", "10 % jitter", "changes")
     loads = [(Draft(GOOD), 0, c) for c in (1, 32, 64, 128)] + [(Draft(EASY, HARD), 0.5, c) for c in (8, 64)]
@@ -171,5 +197,6 @@ if __name__ == "__main__":
     changing(quiet)
     mixes()
     unmixed(quiet)
+    prefills(quiet)
     margins()
     cost()

@@ -67,6 +67,7 @@ class AdaptiveWidth:
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
         self._after_step = False
+        self._policy.prefill()
         self._widths.use_widest()
         slots, least, most = new_requests(batch, self._policy.acceptance.block)
         if len(slots):

@@ -12,6 +12,7 @@ from dflash_sglang.config.width import PLAIN, WidthConfig
 from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.choice import Choice, Chooser
 from dflash_sglang.scheduling.width.group import Group
+from dflash_sglang.scheduling.width.interruptions import Interruptions
 from dflash_sglang.scheduling.width.metrics import WidthMetrics
 from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps
 from dflash_sglang.scheduling.width.shares import Shares
@@ -62,10 +63,10 @@ class _Load:
 class WidthPolicy:
     """One width for every step of the whole batch.
 
-    At start-up: `step_times.record` for every cell of `startup_cells`, then `start`. Serving: `admit` when a
-    request is prefilled, `choose` before each decode step, `verified` when its result is on the host, in the order
-    of the steps. Overlap scheduling chooses a step or two ahead of what it was told; a result that comes back
-    after its request's slot was given away is dropped.
+    At start-up: `step_times.record` for every cell of `startup_cells`, then `start`. Serving: `prefill` for every
+    prefill of any rank, `admit` when a request is prefilled, `choose` before each decode step, `verified` when its
+    result is on the host, in the order of the steps. Overlap scheduling chooses a step or two ahead of what it was
+    told; a result that comes back after its request's slot was given away is dropped.
 
     All ranks of a group that must choose alike make the same calls in the same order; only `seconds` may differ
     (`group.Group`). Nothing here reads a clock or draws.
@@ -107,6 +108,7 @@ class WidthPolicy:
         self._no_load = _Load(1.0, 0, 0.0, self.widths[-1], PLAIN, 0.0, usual)
         self.metrics = WidthMetrics(self.widths)
         self._chooser = Chooser(self.widths, config.margin, config.probe_budget)
+        self._interruptions = Interruptions()
         self._group = group or Group()
         self.ragged: RaggedSteps | None = None
         if totals is not None:
@@ -130,6 +132,10 @@ class WidthPolicy:
         """New requests in these slots [n], with the `max_width` and the `min_width` of each."""
         self.acceptance.admit(slots, self._step, max_widths, min_widths)
 
+    def prefill(self) -> None:
+        """The next decode step comes after a prefill, of this rank's requests or of another's."""
+        self._interruptions.prefill()
+
     def choose(self, slots: np.ndarray, context_tokens: int, uniform: bool = False) -> Decision:
         """The width of the next step for the requests in `slots` [n] (none: another rank has requests), whose
         contexts have `context_tokens` together; `uniform`: it has to be that of every request. Raises RuntimeError
@@ -151,7 +157,9 @@ class WidthPolicy:
             if self.ragged is None or not len(slots):
                 offers = Offers(load.steps_needed, seconds, load.steps_needed[-1])
             else:
-                offers = self.ragged.offers(slots, bucket, seconds, uniform or load.floor > PLAIN)
+                offers = self.ragged.offers(
+                    slots, bucket, seconds, uniform or load.floor > PLAIN, self._interruption_seconds
+                )
             choice = self._choose(load, bucket, seconds[-1], offers)
             expected_seconds = offers.seconds[choice.width]
             part = expected_seconds / seconds[choice.width]
@@ -220,13 +228,29 @@ class WidthPolicy:
         # In the long run: tokens over the steps that they need. A plain step commits one: the first says how many.
         tokens = offers.steps_needed[0]
         committed = [load.requests * tokens / needed for needed in offers.steps_needed]
-        choice = self._chooser.choose(
-            bucket, load.limit, committed, offers.seconds, load.unknown / load.requests, load.floor
+        whole = load.requests * tokens / offers.whole
+        once = self._once()
+        *seconds, whole_block = self._interruptions.added(
+            [*offers.seconds, whole_block], [*committed, whole], once
         )
-        rate = committed[choice.width] / offers.seconds[choice.width]
-        self.metrics.gain_over_plain = rate * offers.seconds[0] / committed[0]
-        self.metrics.gain_over_full = rate * whole_block * offers.whole / (load.requests * tokens)
+        choice = self._chooser.choose(
+            bucket, load.limit, committed, seconds, load.unknown / load.requests, load.floor
+        )
+        if load is not self._no_load:
+            self._interruptions.step(committed[choice.width])
+        rate = committed[choice.width] / seconds[choice.width]
+        self.metrics.gain_over_plain = rate * seconds[0] / committed[0]
+        self.metrics.gain_over_full = rate * whole_block / whole
         return choice
+
+    def _once(self) -> float:
+        """Seconds of a prefill besides those of its tokens: of a pass over the target's weights, which is what a
+        plain step of one request without context is."""
+        return self.step_times.of_width(0, 0, 0.0)
+
+    def _interruption_seconds(self, committed: np.ndarray) -> np.ndarray:
+        """What prefills add to steps that commit so many tokens, of any shape."""
+        return self._once() * self._interruptions.share(committed)
 
     def _share_times(self) -> None:
         """Every `exchange_every` choices, what rank 0 measured since corrects the table of every rank."""

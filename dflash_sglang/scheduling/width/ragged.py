@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,9 +67,17 @@ class RaggedSteps:
         if self._group.share_times is not None:
             self.times.load(self._group.share_times(self.times.table()))
 
-    def offers(self, slots: np.ndarray, bucket: int, seconds: list[float], uniform: bool) -> Offers:
+    def offers(
+        self,
+        slots: np.ndarray,
+        bucket: int,
+        seconds: list[float],
+        uniform: bool,
+        interruptions: Callable[[np.ndarray], np.ndarray],
+    ) -> Offers:
         """For these requests [n]. seconds [widths]: of steps that verify the width of every request, and `uniform`
-        that no others can be had."""
+        that no others can be had; `interruptions`: seconds [...] that are to be added to those of steps that
+        commit so many tokens [...], to compare them. They are not in what is offered."""
         needed, demand = self._claims.demand(slots, self._rule)
         whole = needed[:, -1].tolist()
         if uniform:
@@ -80,7 +88,8 @@ class RaggedSteps:
         steps = np.array([np.interp(totals, *of_width) for of_width in zip(demand[1:], needed[1:], strict=True)])
         steps[steps > needed[1:, -1:]] *= FLATTERED
         taken = self.times.seconds(bucket, seconds, totals)[1:]
-        best = (taken * steps).argmin(axis=1).tolist()
+        added = interruptions(len(slots) * whole[0] / steps)
+        best = ((taken + added) * steps).argmin(axis=1).tolist()
         return Offers(
             [whole[0], *(float(of_width[at]) for of_width, at in zip(steps, best, strict=True))],
             [seconds[0], *(float(of_width[at]) for of_width, at in zip(taken, best, strict=True))],

@@ -112,15 +112,19 @@ class StepTimes:
             )
         ]
 
-    def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> None:
-        """A step that was served, its width given as an index."""
-        if not seconds > 0:
-            return
-        expected = (
+    def of_width(self, bucket: int, width: int, context_tokens: float) -> float:
+        """Expected seconds of a step of one width, given as an index."""
+        return (
             (self._base[bucket][width] + self._slope[width] * context_tokens)
             * (self._by_width[width] * self._by_cell[bucket][width])
             * self._scale
         )
+
+    def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> None:
+        """A step that was served, its width given as an index."""
+        if not seconds > 0:
+            return
+        expected = self.of_width(bucket, width, context_tokens)
         self._weight[bucket][width] += 1.0
         gain = max(1.0 / self._weight[bucket][width], SLOWEST_GAIN)
         limit = max(SPREADS * self._spread, LEAST_LIMIT, gain * FRESH_LIMIT)
