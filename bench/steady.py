@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from bench.load import Load, Outcome, by_figure, rotated
@@ -25,11 +25,15 @@ JOIN_SECONDS = 60.0
 
 
 class Look(NamedTuple):
-    """What a client saw of an answer: what came since its last look."""
+    """What a client saw of an answer.
 
-    at: float  # of `time.perf_counter`
+    ``at``: of `time.perf_counter`; ``tokens``: that came since its last look; ``whole``: tokens and verify steps
+    of the answer where it has ended, which SGLang tells no sooner.
+    """
+
+    at: float
     tokens: int
-    steps: int
+    whole: tuple[int, int] | None = None
 
 
 class Client:
@@ -73,12 +77,13 @@ class Client:
             stream_interval=EVENT_TOKENS,
             custom_params=load.custom_params,
         )
-        tokens = steps = 0
+        so_far = 0
         for event in self._server.stream(input_ids=prompt, sampling_params=sampling):
             meta = event["meta_info"]
-            now = meta["completion_tokens"], meta.get("spec_verify_ct", 0)
-            self.looks.append(Look(time.perf_counter(), now[0] - tokens, now[1] - steps))
-            tokens, steps = now
+            tokens, ended = meta["completion_tokens"], meta["finish_reason"] is not None
+            whole = (tokens, meta.get("spec_verify_ct", 0)) if ended else None
+            self.looks.append(Look(time.perf_counter(), tokens - so_far, whole))
+            so_far = tokens
             self.started.set()
 
 
@@ -110,26 +115,27 @@ def watch(server: Server, load: Load, seconds: float) -> Outcome:
 
 
 def outcome(looks: Collection[Look], concurrency: int, start: float, end: float) -> Outcome:
-    """Of the looks between `start` and `end`. Raises RuntimeError without any."""
-    inside = [look for look in looks if start < look.at <= end]
-    tokens, steps = (sum(column) for column in zip(*((look.tokens, look.steps) for look in inside), strict=True))
-    return Outcome(
-        tokens_per_second=tokens / (end - start),
-        accept_length=tokens / steps if steps else 1.0,
-        step_ms=1000 * concurrency * (end - start) / (steps or tokens),
-    )
+    """Of the looks from `start` to `end`; the accept length of all answers that have ended by then. Raises
+    RuntimeError without any."""
+    ended = [look.whole for look in looks if look.whole is not None and look.at <= end]
+    if not ended:
+        raise RuntimeError(f"no answer ended in {end - start:.1f} s: expected one or more. Look longer.")
+    tokens, steps = (sum(column) for column in zip(*ended, strict=True))
+    length = tokens / steps if steps else 1.0
+    rate = sum(look.tokens for look in looks if start < look.at <= end) / (end - start)
+    return Outcome(tokens_per_second=rate, accept_length=length, step_ms=1000 * concurrency * length / rate)
 
 
 def take_turns(
     servers: Mapping[str, Server],
     loads: Mapping[str, Load],
     rounds: int,
-    seconds: float,
+    measured: Callable[[str, Server, Load], Outcome],
     settled: Collection[str] = (),
     kept: Collection[str] = (),
 ) -> dict[str, dict[str, list[float]]]:
-    """{name: {figure: [one value per round]}} of loads that servers have one after the other; a server may have
-    several names.
+    """{name: {figure: [one value per round]}} of loads that servers have one after the other, as they are
+    `measured`; a server may have several names.
 
     Every round has another order. Who is far from the best in the first one has no other, but for those that are
     `kept`. Each server is warmed up; those that are `settled`, by their own load, before each of their rounds."""
@@ -141,7 +147,7 @@ def take_turns(
         for name in rotated(names, turn):
             if name in settled:
                 watch(servers[name], loads[name], WARM_UP)
-            outcomes[name].append(watch(servers[name], loads[name], seconds))
+            outcomes[name].append(measured(name, servers[name], loads[name]))
             print(loads[name].concurrency, name, outcomes[name][-1], flush=True)
         if not turn:
             names = contenders({name: of[0].tokens_per_second for name, of in outcomes.items()}, kept)

@@ -39,9 +39,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench import report
-from bench.load import Load, ask
+from bench.load import Load, Outcome, ask
 from bench.servers import Candidate, add_options, parse, together
-from bench.steady import take_turns
+from bench.steady import take_turns, watch
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
@@ -96,8 +96,7 @@ def forced(widths: Sequence[int]) -> dict[str, dict[str, Any]]:
 
 def require_served(widths: Sequence[int], server: Server) -> None:
     """Raises ValueError if this server chooses among others than these widths."""
-    [state] = server.get("/server_info")["internal_states"]
-    served = [int(width) for width in state["dflash_width"]["steps"]]
+    served = [int(width) for width in told(server)["steps"]]
     missing = [width for width in widths if width not in served]
     if missing:
         raise ValueError(
@@ -123,22 +122,38 @@ def measure(
     seconds: float,
     custom_params: Mapping[str, Mapping[str, Any]],
     shared: str,
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, dict[str, list[Any]]]:
     """{name: {figure: [one value per round]}} of one load; by_gpu: the names of each GPU; custom_params: of some
-    of them, whose server is `shared`."""
+    of them, whose server is `shared`. Ours has `steps_by_width`, too: what the policy chose, ramps included."""
     everyone = {**servers, **dict.fromkeys(custom_params, servers[shared])}
+    chosen: list[dict[str, int]] = []
+
+    def measured(name: str, server: Server, load: Load) -> Outcome:
+        if name != OURS:
+            return watch(server, load, seconds)
+        before = told(server)["steps"]
+        outcome = watch(server, load, seconds)
+        chosen.append({width: steps - before[width] for width, steps in told(server)["steps"].items()})
+        return outcome
 
     def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
         of_gpu = {name: everyone[name] for name in names}
         loads = {name: dataclasses.replace(load, custom_params=custom_params.get(name)) for name in names}
         settled = [shared] if custom_params else []
-        return take_turns(of_gpu, loads, rounds, seconds, settled, kept=list(servers))
+        return take_turns(of_gpu, loads, rounds, measured, settled, kept=list(servers))
 
-    found = {}
+    found: dict[str, dict[str, list[Any]]] = {}
     with ThreadPoolExecutor(len(by_gpu)) as pool:
         for of_gpu in pool.map(turns, by_gpu):
             found |= of_gpu
+    found[OURS]["steps_by_width"] = chosen
     return found
+
+
+def told(server: Server) -> dict[str, Any]:
+    """What a server tells of its widths."""
+    [state] = server.get("/server_info")["internal_states"]
+    return state["dflash_width"]
 
 
 def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -187,8 +202,7 @@ class Looks:
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
-            [state] = self._server.get("/server_info")["internal_states"]
-            self.taken.append((time.perf_counter(), state["dflash_width"]["steps"]))
+            self.taken.append((time.perf_counter(), told(self._server)["steps"]))
 
 
 def moving(server: Server, few: int, many: int, load: Load) -> dict[str, Any]:

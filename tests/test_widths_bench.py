@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import steady, widths
+from bench import steady, width_plot, widths
 from bench.load import Load, Outcome
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import ServerFailed
@@ -55,10 +55,11 @@ class Stub:
 
     def __init__(self, tokens: int) -> None:
         """tokens: of each answer, at once."""
-        self.tokens, self.loads = tokens, list[set[Any]]()
+        self.tokens, self.loads, self.steps = tokens, list[set[Any]](), 0
 
     def get(self, path: str) -> Any:
-        return {"internal_states": [{"dflash_width": {"steps": {"1": 0, "4": 3, "16": 0}}}]}
+        self.steps += 3
+        return {"internal_states": [{"dflash_width": {"steps": {"1": 0, "4": self.steps, "16": 0}}}]}
 
     def post(self, path: str, **body: Any) -> None:
         if path.startswith("/flush_cache"):
@@ -68,7 +69,7 @@ class Stub:
         custom = sampling_params["custom_params"]
         self.loads[-1].add(None if custom is None else custom["dflash"]["min_width"])
         time.sleep(0.001)
-        yield {"meta_info": {"completion_tokens": self.tokens, "spec_verify_ct": 2}}
+        yield {"meta_info": {"completion_tokens": self.tokens, "spec_verify_ct": 2, "finish_reason": {}}}
 
 
 def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server(monkeypatch):
@@ -79,6 +80,7 @@ def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server
     servers = {"ours": ours, "plain": plain}
     figures = widths.measure(servers, [names], load, 2, 0.1, widths.forced([4]), "ours")
     assert {name: len(figure["tokens_per_second"]) for name, figure in figures.items()} == dict.fromkeys(names, 2)
+    assert figures["ours"]["steps_by_width"] == [{"1": 0, "4": 3, "16": 0}] * 2  # as many between two looks
     # Slower by far than ours, and yet measured twice: only fixed widths are given up.
     assert plain.loads == [{None}] * 3
     # Warm; a round that ours begins and one that it ends, each after a load that is not measured.
@@ -86,11 +88,14 @@ def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server
     assert ours.loads == [four, before, measured, four, four, before, measured]
 
 
-def test_a_steady_load_counts_what_came_between_two_moments():
-    looks = [steady.Look(at, tokens, steps) for at, tokens, steps in ((1, 9, 9), (2, 6, 1), (4, 10, 3), (5, 8, 8))]
+def test_a_steady_load_counts_what_came_between_two_moments_and_the_steps_of_what_has_ended():
+    whole = {1: (9, 3), 4: (31, 7), 5: (50, 1)}
+    looks = [steady.Look(at, tokens, whole.get(at)) for at, tokens in ((1, 9), (2, 6), (4, 10), (5, 8))]
     assert steady.outcome(looks, 3, 1, 4) == Outcome(tokens_per_second=16 / 3, accept_length=4.0, step_ms=2250.0)
-    looks = [steady.Look(at, 32, 0) for at in (2, 3)]
+    looks = [steady.Look(2, 32), steady.Look(3, 32, (64, 0))]
     assert steady.outcome(looks, 1, 1, 3) == Outcome(tokens_per_second=32.0, accept_length=1.0, step_ms=31.25)
+    with pytest.raises(RuntimeError, match="no answer ended in 1.5 s"):
+        steady.outcome(looks, 1, 1, 2.5)
 
 
 def test_clients_ask_for_other_lengths_each_and_begin_in_the_middle():
@@ -166,3 +171,26 @@ def test_a_load_has_settled_after_the_last_look_with_more_than_probes_of_other_w
     assert widths.settling(stayed) == {"width": 16, "settled_after": 0, "steps": 20}
     swings = looks((5, 0), (0, 5), (5, 0), (0, 5), (5, 0))
     assert widths.settling(swings) == {"width": 16, "settled_after": 20, "steps": 25}
+
+
+def test_the_plot_has_medians_by_concurrency_of_who_was_measured_there():
+    def of(rate: float, length: float, step: float) -> dict[str, list[float]]:
+        return dict(tokens_per_second=[rate, rate * 3, rate / 9], accept_length=[length] * 3, step_ms=[step] * 3)
+
+    figures = {
+        "8": {"ours": of(900, 6, 10), "ours_4": of(700, 3, 6), "plain": of(300, 1, 5)},
+        "1": {"ours": of(100, 6, 8), "plain": of(50, 1, 4)},
+    }
+    panels = width_plot.panels_of(figures, [4, 8], "title")
+    assert list(panels) == ["title"] and list(panels["title"]) == [
+        "this package",
+        "no speculation",
+        "width 4 of this package",
+    ]
+    assert panels["title"]["this package"] == dict(
+        kind="ours",
+        concurrency=[1, 8],
+        tokens_per_second=[100, 900],
+        user_tokens_per_second=[750.0, 600.0],
+    )
+    assert panels["title"]["width 4 of this package"]["concurrency"] == [8]
