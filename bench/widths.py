@@ -59,7 +59,7 @@ OVER_BUILT_IN = {"64": 1.5, "128": 1.6}  # with good acceptance
 CONTROL = 0.97  # of the server with the width fixed
 ONE_WIDTH, ALONE = f"{OURS}_one_width", f"{OURS}_alone"
 SETTLED = 30  # steps
-KEPT = 0.8  # of the steps between two looks: the others are probes
+KEPT = 0.8  # of the steps between two looks, probes left out: estimates of two widths may be close
 LOOK_SECONDS = 0.05
 
 
@@ -181,11 +181,11 @@ def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-Look = tuple[float, dict[str, int]]  # seconds, steps by width since start-up
+Look = tuple[float, dict[str, int]]  # seconds, steps by width since start-up, probes left out
 
 
 class Looks:
-    """Looks at the width histogram of a server while `with` lasts."""
+    """Looks at the widths that a server holds while `with` lasts."""
 
     def __init__(self, server: Server) -> None:
         self._server, self.taken = server, list[Look]()
@@ -202,7 +202,9 @@ class Looks:
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
-            self.taken.append((time.perf_counter(), told(self._server)["steps"]))
+            widths = told(self._server)
+            held = {width: steps - widths["probes"][width] for width, steps in widths["steps"].items()}
+            self.taken.append((time.perf_counter(), held))
 
 
 def moving(server: Server, few: int, many: int, load: Load) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def moving(server: Server, few: int, many: int, load: Load) -> dict[str, Any]:
 
 
 def settling(looks: Sequence[Look]) -> dict[str, Any]:
-    """The width that most steps of the second half have, and the steps until all but probes have it."""
+    """The width that most steps of the second half have, and the steps until almost all have it."""
     between = [
         {width: after[width] - before[width] for width in after}
         for (_, before), (_, after) in itertools.pairwise(looks)

@@ -59,7 +59,8 @@ class Stub:
 
     def get(self, path: str) -> Any:
         self.steps += 3
-        return {"internal_states": [{"dflash_width": {"steps": {"1": 0, "4": self.steps, "16": 0}}}]}
+        widths = {"steps": {"1": 0, "4": self.steps, "16": 1}, "probes": {"1": 0, "4": 0, "16": 1}}
+        return {"internal_states": [{"dflash_width": widths}]}
 
     def post(self, path: str, **body: Any) -> None:
         if path.startswith("/flush_cache"):
@@ -96,6 +97,14 @@ def test_a_steady_load_counts_what_came_between_two_moments_and_the_steps_of_wha
     assert steady.outcome(looks, 1, 1, 3) == Outcome(tokens_per_second=32.0, accept_length=1.0, step_ms=31.25)
     with pytest.raises(RuntimeError, match="no answer ended in 1.5 s"):
         steady.outcome(looks, 1, 1, 2.5)
+
+
+def test_probes_are_no_widths_that_a_server_holds(monkeypatch):
+    monkeypatch.setattr(widths, "LOOK_SECONDS", 0.001)
+    with widths.Looks(Stub(1)) as looks:
+        while len(looks.taken) < 2:
+            time.sleep(0.001)
+    assert [held for _, held in looks.taken[:2]] == [{"1": 0, "4": 3, "16": 0}, {"1": 0, "4": 6, "16": 0}]
 
 
 def test_clients_ask_for_other_lengths_each_and_begin_in_the_middle():
@@ -154,7 +163,7 @@ def test_ours_is_held_against_the_best_of_the_others_and_against_the_built_in_wo
     assert (mixed["bound"], mixed["ok"]) == (">= 1.0", False)
 
 
-def test_a_load_has_settled_after_the_last_look_with_more_than_probes_of_other_widths():
+def test_a_load_has_settled_after_the_last_look_with_many_steps_of_other_widths():
     def looks(*steps: tuple[int, int]) -> list[widths.Look]:
         """Steps at widths 16 and 4 between each look and the next."""
         so_far = {"16": 100, "4": 7}

@@ -115,7 +115,7 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         )
     temperatures, top_ks, top_ps, min_ps = filters[:4]
     renormalised = filters.renormalised and filters.top_k and filters.top_p
-    lanes = triton.next_power_of_2(block + 1)
+    lanes = triton.next_power_of_2(work.block_size + 1)
     proposed = (
         vocab, logits.stride(0), tokens.stride(0), candidates.stride(0), candidates.stride(1),
         probs.stride(0), probs.stride(1),
@@ -125,13 +125,13 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
 
     chunk_stats_kernel[(bs * block, work.stats_chunks)](
         logits, tokens, temperatures, *work.chunk_stats, vocab, logits.stride(0), tokens.stride(0),
-        work.stats_chunks, BLOCK=block, CHUNK=work.stats_chunk, FILTERED=filters.any, num_warps=8,
+        work.stats_chunks, block, CHUNK=work.stats_chunk, FILTERED=filters.any, num_warps=8,
     )  # fmt: skip
     old, new = work.cuts
     verdict_kernel[(bs,)](
         logits, tokens, candidates, probs, work.rng, temperatures, top_ks, top_ps, min_ps,
         *work.chunk_stats, *work.rows, work.uniforms, work.stop, work.searches, work.searched, old[0],
-        *proposed, work.stats_chunks, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width), BLOCK=block,
+        *proposed, work.stats_chunks, block, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width),
         LANES=lanes, CHUNK_LANES=work.stats_lanes, FILTERED=filters.any,
         RENORMALISED=renormalised,
     )  # fmt: skip
@@ -140,18 +140,18 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         cut_kernel[(bs, work.chunks)](
             logits, temperatures, top_ks, top_ps, min_ps, base, total, work.searches, work.searched,
             *old, *new, work.likely, vocab, logits.stride(0), work.chunks,
-            BLOCK=block, WAYS=WAYS, **work.lanes, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
+            block, WAYS=WAYS, **work.lanes, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
         )  # fmt: skip
         old, new = new, old
     residual_kernel[(bs, work.chunks)](
         logits, tokens, candidates, probs, temperatures, top_ks, top_ps, min_ps, base, total, logit, prob,
         work.uniforms, work.stop, work.searches, work.searched, *old, work.likely, *work.drawing, *work.left,
-        *proposed, work.chunks, WIDTH=width, BLOCK=block, WAYS=WAYS, **work.lanes, FILTERED=filters.any,
+        *proposed, work.chunks, block, WIDTH=width, WAYS=WAYS, **work.lanes, FILTERED=filters.any,
         RENORMALISED=renormalised, num_warps=8,
     )  # fmt: skip
     pick_kernel[(bs,)](
         logits, tokens, candidates, probs, temperatures, top_ks, min_ps, base, best, work.uniforms,
         *work.drawing, *work.left, work.rng, out,
-        *proposed, work.chunks, WIDTH=width, BLOCK=block, LANES=lanes, **work.lanes,
+        *proposed, work.chunks, block, WIDTH=width, LANES=lanes, **work.lanes,
         FILTERED=filters.any, num_warps=8,
     )  # fmt: skip

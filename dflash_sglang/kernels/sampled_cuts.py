@@ -71,15 +71,15 @@ def narrowed(
     return low_k, high_k, count, mass_k, rest_k, open_k, low_p, high_p, mass_p, rest_p, open_p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block"])
 def cut_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
-    row_base_ptr, row_total_ptr, searches_ptr, searched_ptr,  # [rows], [rows], [bs], [bs, BLOCK]
+    row_base_ptr, row_total_ptr, searches_ptr, searched_ptr,  # [rows], [rows], [bs], [bs, block]
     old_brackets_ptr, old_splits_ptr, old_sums_ptr,  # [rows, FIELDS], [rows, 2, WAYS], [rows, chunks, 3, WAYS]
     brackets_ptr, splits_ptr, sums_ptr,  # alike, written
     likely_ptr,  # [rows, chunks], written by the FIRST: mass of the tokens that min-p keeps
-    vocab, row_stride, chunks,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
+    vocab, row_stride, chunks, block,
+    CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
     RENORMALISED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Narrows the brackets of a request's searched rows and adds up one chunk above their next splits."""
@@ -90,7 +90,7 @@ def cut_kernel(
     top_p = tl.load(top_ps_ptr + request)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     for index in range(tl.load(searches_ptr + request)):
-        row = request * BLOCK + tl.load(searched_ptr + request * BLOCK + index)
+        row = request * block + tl.load(searched_ptr + request * block + index)
         base, total = tl.load(row_base_ptr + row), tl.load(row_total_ptr + row)
         old = old_brackets_ptr + row * FIELDS
         if FIRST:

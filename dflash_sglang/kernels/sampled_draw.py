@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from dflash_sglang.kernels.sampled_cuts import narrowed
-from dflash_sglang.kernels.sampled_rows import FIELDS
+from dflash_sglang.kernels.sampled_rows import BY_WIDTH, FIELDS
 
 
 @triton.jit
@@ -33,14 +33,14 @@ def _left(
     return left, kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BY_WIDTH)
 def residual_kernel(
     logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     row_base_ptr, row_total_ptr, row_logit_ptr, row_prob_ptr, uniforms_ptr,
     stop_ptr, searches_ptr, searched_ptr, brackets_ptr, splits_ptr, sums_ptr, likely_ptr,
     number_ptr, cut_ptr, mass_ptr, left_ptr, kept_ptr,  # [bs], [bs], [bs], [bs, chunks], [bs, chunks], written
-    vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
+    vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks, block,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
     FILTERED: tl.constexpr, RENORMALISED: tl.constexpr,
 ):  # fmt: skip
     """Per request and chunk: settles the searched rows, and with them how many proposals are accepted, where the
@@ -49,7 +49,7 @@ def residual_kernel(
     chunk = tl.program_id(1)
     inverse = 1.0 / tl.load(temperatures_ptr + request)
     stop = tl.load(stop_ptr + request)
-    mass = tl.load(row_total_ptr + request * BLOCK + stop)
+    mass = tl.load(row_total_ptr + request * block + stop)
     cut = mass * 0.0 + float("-inf")
     min_p = mass * 0.0
     if FILTERED:
@@ -60,8 +60,8 @@ def residual_kernel(
         last = stop
         going = stop >= 0
         for index in range(tl.load(searches_ptr + request)):
-            place = tl.load(searched_ptr + request * BLOCK + index)
-            row = request * BLOCK + place
+            place = tl.load(searched_ptr + request * block + index)
+            row = request * block + place
             base, total = tl.load(row_base_ptr + row), tl.load(row_total_ptr + row)
             low_k, _, _, mass_k, _, _, low_p, _, mass_p, _, _ = narrowed(
                 brackets_ptr + row * FIELDS, splits_ptr + row * 2 * WAYS, sums_ptr + row * chunks * 3 * WAYS,
@@ -75,15 +75,15 @@ def residual_kernel(
             weight = tl.exp((logit - base) * inverse)
             weight = tl.where((logit > low) & (weight >= min_p), weight, 0.0)
             chance = tl.minimum(weight, prob * kept) / (prob * kept)
-            accepts = (place < stop) & (tl.load(uniforms_ptr + request * (BLOCK + 1) + place) < chance)
+            accepts = (place < stop) & (tl.load(uniforms_ptr + request * (block + 1) + place) < chance)
             ends = going & (accepts == 0)
             last = tl.where(ends, place, last)
             cut = tl.where(ends, low, cut)
             mass = tl.where(ends, kept, mass)
             going = going & accepts
         stop = last
-    rejects = stop < BLOCK - 1
-    row = request * BLOCK + stop
+    rejects = stop < block - 1
+    row = request * block + stop
     proposal = tl.load(tokens_ptr + request * token_stride + stop + 1, mask=rejects, other=-1).to(tl.int64)
     left, kept = _left(
         chunk * CHUNK + tl.arange(0, CHUNK), logits_ptr + row * row_stride,
@@ -109,31 +109,31 @@ def _pick(weights, lane, coin, LANES: tl.constexpr):
     return tl.where(first < LANES, first, tl.max(tl.where(weights > 0, lane, -1), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BY_WIDTH)
 def pick_kernel(
     logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, temperatures_ptr, top_ks_ptr, min_ps_ptr,
     row_base_ptr, row_best_ptr, uniforms_ptr, number_ptr, cut_ptr, mass_ptr, left_ptr, kept_ptr,
-    rng_ptr, target_ids_ptr,  # [2], [bs, BLOCK], written
-    vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    rng_ptr, target_ids_ptr,  # [2], [bs, block], written
+    vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks, block,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr,
     FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Per request: draws a chunk by what it has left, a token of it, and writes the target's tokens."""
     request = tl.program_id(0).to(tl.int64)
     stop = tl.load(number_ptr + request)
-    row = request * BLOCK + stop
+    row = request * block + stop
     lanes = tl.arange(0, CHUNK_LANES)
     places = request * chunks + lanes
     sums = tl.load(left_ptr + places, mask=lanes < chunks, other=0.0)
     rounded = tl.sum(sums, axis=0) <= 0  # nothing is left but rounding
     sums = tl.where(rounded, tl.load(kept_ptr + places, mask=lanes < chunks, other=0.0), sums)
-    coins = uniforms_ptr + request * (BLOCK + 1) + BLOCK - 1
+    coins = uniforms_ptr + request * (block + 1) + block - 1
     chunk = tl.maximum(_pick(sums, lanes, tl.load(coins), CHUNK_LANES), 0)
 
     min_p = tl.load(row_base_ptr + row) * 0.0
     if FILTERED:
         min_p = tl.load(min_ps_ptr + request)
-    rejects = stop < BLOCK - 1
+    rejects = stop < block - 1
     proposal = tl.load(tokens_ptr + request * token_stride + stop + 1, mask=rejects, other=-1).to(tl.int64)
     lane = tl.arange(0, CHUNK)
     left, kept = _left(
@@ -149,10 +149,10 @@ def pick_kernel(
     drawn = tl.where(greedy | (picked < 0), best, chunk * CHUNK + picked).to(tl.int64)
 
     place = tl.arange(0, LANES)
-    proposed = tl.load(tokens_ptr + request * token_stride + place + 1, mask=place < BLOCK - 1, other=0).to(
+    proposed = tl.load(tokens_ptr + request * token_stride + place + 1, mask=place < block - 1, other=0).to(
         tl.int64
     )
     committed = tl.where(place < stop, proposed, tl.where(place == stop, drawn, 0))
-    tl.store(target_ids_ptr + request * BLOCK + place, committed, mask=place < BLOCK)
+    tl.store(target_ids_ptr + request * block + place, committed, mask=place < block)
     if request == 0:
         tl.store(rng_ptr + 1, tl.load(rng_ptr + 1) + 1)

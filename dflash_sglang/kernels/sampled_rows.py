@@ -9,22 +9,24 @@ NO_ID = tl.constexpr(2147483647)
 TINY = tl.constexpr(1.1754944e-38)
 DROPPED = tl.constexpr(20.0)  # a top-k keeps no token less likely than exp(-DROPPED) / vocab of the likeliest
 FIELDS = tl.constexpr(16)  # floats of a row's brackets: 0..5 of top-k, 6..10 of top-p
+# What differs by the width of a step: one compilation serves all of them.
+BY_WIDTH = ["block", "token_stride", "candidate_stride", "candidate_step", "prob_stride", "prob_step"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block", "token_stride"])
 def chunk_stats_kernel(
     logits_ptr, tokens_ptr, temperatures_ptr,
     best_ptr, best_id_ptr, total_ptr, above_ptr, reached_ptr, count_ptr,  # [rows, chunks]
-    vocab, row_stride, token_stride, chunks,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, FILTERED: tl.constexpr,
+    vocab, row_stride, token_stride, chunks, block,
+    CHUNK: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Per row and chunk of the vocabulary: the largest logit and its lowest id; the mass of the chunk relative to
     it; and, for filters, the mass of the tokens above the row's proposal and of those not below it, and the number
     of those above it."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    request = row // BLOCK
-    place = row % BLOCK
+    request = row // block
+    place = row % block
     inverse = 1.0 / tl.load(temperatures_ptr + request)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
@@ -35,7 +37,7 @@ def chunk_stats_kernel(
     tl.store(best_id_ptr + out, tl.min(tl.where(logit == best, ids, NO_ID), axis=0))
     tl.store(total_ptr + out, tl.sum(weight, axis=0))
     if FILTERED:
-        proposes = place < BLOCK - 1
+        proposes = place < block - 1
         proposal = tl.load(tokens_ptr + request * token_stride + place + 1, mask=proposes, other=0).to(tl.int64)
         proposed = tl.load(logits_ptr + row * row_stride + proposal).to(tl.float32)
         tl.store(above_ptr + out, tl.sum(tl.where(logit > proposed, weight, 0.0), axis=0))
@@ -43,17 +45,17 @@ def chunk_stats_kernel(
         tl.store(count_ptr + out, tl.sum((logit > proposed).to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BY_WIDTH)
 def verdict_kernel(
     logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, rng_ptr,
     temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     best_ptr, best_id_ptr, total_ptr, above_ptr, reached_ptr, count_ptr,  # [rows, chunks]
     row_base_ptr, row_total_ptr, row_best_ptr, row_logit_ptr, row_prob_ptr,  # [rows], written as the rest
-    uniforms_ptr,  # [bs, BLOCK + 1]
-    stop_ptr, searches_ptr, searched_ptr, brackets_ptr,  # [bs], [bs], [bs, BLOCK], [rows, FIELDS]
-    vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks,
-    WIDTH: tl.constexpr, WIDTH_LANES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    CHUNK_LANES: tl.constexpr, FILTERED: tl.constexpr, RENORMALISED: tl.constexpr,
+    uniforms_ptr,  # [bs, block + 1]
+    stop_ptr, searches_ptr, searched_ptr, brackets_ptr,  # [bs], [bs], [bs, block], [rows, FIELDS]
+    vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks, block,
+    WIDTH: tl.constexpr, WIDTH_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    FILTERED: tl.constexpr, RENORMALISED: tl.constexpr,
 ):  # fmt: skip
     """Per request: joins the chunks of its rows, tosses their coins and finds the first row that surely does not
     take its proposal. What a row's filters keep lies between bounds; where the coin falls between those too, and
@@ -62,9 +64,9 @@ def verdict_kernel(
     request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     chunk = tl.arange(0, CHUNK_LANES)
-    live = lane < BLOCK
-    proposes = lane < BLOCK - 1
-    rows = request * BLOCK + lane
+    live = lane < block
+    proposes = lane < block - 1
+    rows = request * block + lane
     at = rows[:, None] * chunks + chunk[None, :]
     inside = live[:, None] & (chunk < chunks)[None, :]
     temperature = tl.load(temperatures_ptr + request)
@@ -96,7 +98,7 @@ def verdict_kernel(
         zero + (step % 2147483648).to(tl.int32), zero + (step // 2147483648).to(tl.int32),
     )  # fmt: skip
     coin = tl.uint_to_uniform_float(bits)
-    tl.store(uniforms_ptr + request * (BLOCK + 1) + lane, coin, mask=lane < BLOCK + 1)
+    tl.store(uniforms_ptr + request * (block + 1) + lane, coin, mask=lane < block + 1)
 
     top_k = tl.load(top_ks_ptr + request + zero)
     greedy = top_k <= 1
@@ -140,11 +142,11 @@ def verdict_kernel(
     surely = tl.where(stays, tl.minimum(weight / tl.maximum(kept_most, TINY), prob) / prob, 0.0)
     perhaps = tl.where(goes | (weight <= 0.0), 0.0, tl.minimum(weight / tl.maximum(kept_least, TINY), prob) / prob)
     accepts = tl.where(greedy, proposal == best_id, coin < surely) & proposes
-    rejects = tl.where(greedy, proposal != best_id, coin >= perhaps) | (lane == BLOCK - 1)
-    stop = tl.min(tl.where(rejects, lane, BLOCK - 1), axis=0)
+    rejects = tl.where(greedy, proposal != best_id, coin >= perhaps) | (lane == block - 1)
+    stop = tl.min(tl.where(rejects, lane, block - 1), axis=0)
     searched = filtered & (((lane < stop) & (accepts == 0)) | (lane == stop))
     rank = tl.cumsum(searched.to(tl.int32), axis=0) - 1
-    tl.store(searched_ptr + request * BLOCK + rank, lane, mask=searched)
+    tl.store(searched_ptr + request * block + rank, lane, mask=searched)
     tl.store(searches_ptr + request, tl.sum(searched.to(tl.int32), axis=0))
     tl.store(stop_ptr + request, stop)
     tl.store(row_base_ptr + rows, base, mask=live)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.sampled import SampledRows, Workspace, target_tokens_triton
+from dflash_sglang.kernels.sampled_cuts import cut_kernel
+from dflash_sglang.kernels.sampled_draw import pick_kernel, residual_kernel
+from dflash_sglang.kernels.sampled_rows import chunk_stats_kernel, verdict_kernel
 from dflash_sglang.verify.filters import Filters, filtered_probs
 from dflash_sglang.verify.rejection import sample_with
 
@@ -83,9 +86,10 @@ class Compared(NamedTuple):
 
 def compared(of: Batch, work: Workspace, got: Tensor, logits: Tensor | None = None) -> Compared:
     """`got` and the definition by the random numbers in `work`; logits: of another dtype, for the definition."""
-    requests = len(got)
+    requests, block = got.shape
     logits = of.logits if logits is None else logits
-    expected = sample_with(logits, of.filters, of.proposals, work.uniforms[:requests], work.chunk)
+    uniforms = work.uniforms.view(-1)[: requests * (block + 1)].view(requests, block + 1)
+    expected = sample_with(logits, of.filters, of.proposals, uniforms, work.chunk)
     commit_lens = (expected >= 0).sum(-1)
     number, cut, mass = (tensor[:requests] for tensor in work.drawing)
     rows = logits.view(*got.shape, -1)[torch.arange(requests, device=got.device), number.long()]
@@ -111,24 +115,25 @@ def commit_what_the_definition_commits(of: Batch, work: Workspace, got: Tensor) 
 
 
 @pytest.mark.parametrize(
-    "of,block,vocab,scale,width,renormalised",
+    "of,block,widest,vocab,scale,width,renormalised",
     [
-        ("temperature", 16, 20, 3.0, 1, False),
-        ("temperature", 3, 41, 1.0, 4, False),
-        ("top-p", 3, 30, 2.0, 1, False),
-        ("min-p", 4, 40, 2.0, 3, False),
-        ("top-k", 4, 40, 1.0, 3, False),
-        ("all", 2, 40, 1.0, 3, True),
-        ("all", 2, 2000, 0.02, 1, False),
+        ("temperature", 16, 16, 20, 3.0, 1, False),
+        ("temperature", 3, 16, 41, 1.0, 4, False),
+        ("top-p", 3, 3, 30, 2.0, 1, False),
+        ("min-p", 4, 4, 40, 2.0, 3, False),
+        ("top-k", 4, 16, 40, 1.0, 3, False),
+        ("all", 2, 16, 40, 1.0, 3, True),
+        ("all", 2, 2, 2000, 0.02, 1, False),
     ],
 )
 def test_the_kernels_commit_what_the_definition_commits(
-    of, block, vocab, scale, width, renormalised, device, triton_runs
+    of, block, widest, vocab, scale, width, renormalised, device, triton_runs
 ):
-    """Filters of every kind side by side, over several chunks of a vocabulary that they do not divide."""
+    """Filters of every kind side by side, over several chunks of a vocabulary that they do not divide; in a
+    workspace for blocks of the `widest` width."""
     requests = min(len(PARAMETERS[of]), 5) if vocab < 100 else 3
     one = to(device, batch(of, requests, block, vocab, scale, width, renormalised))
-    work = Workspace(requests + 1, block, vocab, device, chunk=16 if vocab < 100 else 1024)
+    work = Workspace(requests + 1, widest, vocab, device, chunk=16 if vocab < 100 else 1024)
     steps = range(3 if vocab < 100 else 1)
     commit_lens = [commit_what_the_definition_commits(one, work, by_kernels(one, work)) for _ in steps]
     assert vocab > 100 or torch.stack(commit_lens).max() > 1
@@ -227,6 +232,17 @@ def test_a_step_of_one_and_of_many_requests(requests):
         one = to("cuda", batch("all", requests, 4, 151936, scale))
         results.append(compared(one, work, by_kernels(one, work), one.logits.double()))
     agree_but_for_rounding(results)
+
+
+@pytest.mark.gpu
+def test_one_compilation_serves_every_width():
+    work, device = Workspace(4, 16, 1000, "cuda"), torch.cuda.current_device()
+    kernels = (chunk_stats_kernel, verdict_kernel, cut_kernel, residual_kernel, pick_kernel)
+    counts = []
+    for block in (16, 12, 8, 6, 4, 2):
+        by_kernels(to("cuda", batch("all", 3, block, 1000, 2.0)), work)
+        counts.append([len(kernel.device_caches[device][0]) for kernel in kernels])
+    assert min(counts[0]) > 0 and counts == counts[:1] * 6
 
 
 def agree_but_for_rounding(results: list[Compared]) -> None:
