@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--fixed", type=int, nargs="*", default=[16, 12, 8, 6, 4, 2], help="widths")
     parser.add_argument("--control", type=int, nargs="+", default=[], help="of --fixed, on servers of their own")
     parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
-    parser.add_argument("--output", type=int, default=256, help="tokens of an answer, on average")
+    parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a load that are measured")
     parser.add_argument("--per-request", action="store_true", help="a number of verified tokens per request")
@@ -258,8 +258,8 @@ def main() -> int:
     shared, asked = ONE_WIDTH if arguments.per_request else OURS, forced(arguments.fixed)
     by_gpu = names_by_gpu(candidates, shared, list(asked))
     most = max([*arguments.concurrency, *(arguments.moving or [])])
-    # More than steady loads ever need: their requests have half of their output on average.
-    tokens = int(most * (arguments.input + 1.25 * arguments.output + 2 * BLOCK + 16))
+    # More than steady loads need: on average a request has half of its output.
+    tokens = int(most * (arguments.input + 0.8 * arguments.output + 2 * BLOCK + 16))
     figures: dict[str, Any] = {}
     claimed: list[dict[str, Any]] = []
     status = 1

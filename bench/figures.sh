@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
+#
+#   on one GPU       wide narrow long profile startup startup_widths width_good width_poor width_mixed rope
+#   on two, "0,1"    tp2 dpa2
+#
+# GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
+# environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing; LOGS;
+# SECONDS_EACH, after which a part ends with what it has; SKIP, a directory: files named as results are left out.
+set -u
+cd "$(dirname "$0")/.."
+gpus=$1; shift
+pair=${PAIR:-/tmp/qwen3-8b-random} logs=${LOGS:-/tmp/figures} limit=${SECONDS_EACH:-1200} python=${PYTHON:-python3}
+mkdir -p "$logs"
+case " $* " in
+  *" tp2 "* | *" dpa2 "*) ;;
+  *) export CUDA_VISIBLE_DEVICES=$gpus ;;
+esac
+if [ ! -e "$pair/target" ]; then
+  "$python" -m bench.random_pair "$pair" --shape qwen3-8b --config-only
+fi
+draft="--speculative-draft-load-format auto"
+models=(--target "$pair/target" --draft "$pair/draft" "--dflash-flags=$draft")
+plain_prefill=("--flags=--load-format dummy --cuda-graph-backend-prefill=disabled")
+
+part() { # NAME MODULE ARGUMENTS...
+  local name=$1 module=$2
+  shift 2
+  [ -e "${SKIP:-/nonexistent}/$name" ] && return
+  echo "[$(date +%T)] $name"
+  timeout -s TERM "$limit" "$python" -m "bench.$module" "$@" --out "bench/results/$name.json" \
+    >"$logs/$name.log" 2>&1
+  echo "[$(date +%T)] $name ended with $?"
+}
+
+step() { # NAME MODULE ARGUMENTS...
+  part "$1" "$2" "${models[@]}" "${plain_prefill[@]}" --logs "$logs/$1" "${@:3}"
+}
+
+width() { # ACCEPTANCE ARGUMENTS...
+  part "width_$1" widths "${models[@]}" "--flags=--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024" \
+    --input 128 --output 512 --mem-fraction 0.9 --acceptance "$1" --logs "$logs/width_$1" "${@:2}"
+}
+
+parallel() { # LAYOUT PREFILL_GRAPHS ARGUMENTS...
+  part "parallel_$1" parallel --layouts "$1" --gpus "$gpus" --logs "$logs/$1" \
+    --flags="--enforce-disable-flashinfer-allreduce-fusion $2" "${@:3}"
+}
+
+for name in "$@"; do
+  case $name in
+    wide) step step_wide serve --kinds ours built_in --concurrency 32 1 --sampling greedy sampled \
+      --bounds greedy:1=0.95 greedy:32=0.93 sampled:32=0.90 ;;
+    narrow) step step_narrow serve --kinds ours built_in --concurrency 64 128 --bound 0.75 --accept-length 3.2 \
+      --max-tokens 120000 "--dflash-flags=$draft --speculative-num-draft-tokens 4" ;;
+    long) step step_long serve --kinds ours built_in --concurrency 1 8 --input 16000 --output 256 \
+      --max-tokens 140000 --bound 1.0 ;;
+    profile) step step_profile step_profile --concurrency 1 32 --rounds 1 --token-map-size 32768 ;;
+    startup) step step_startup startup ;;
+    startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup --sampling greedy ;;
+    rope) part draft_rope draft_rope ;;
+    width_good) width good --moving 1 128 ;;
+    width_poor) width poor --concurrency 64 256 --fixed 4 2 ;;
+    width_mixed) width mixed --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
+    tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 16 1 64 ;;
+    dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 ;;
+    *) echo "$name: no such part" >&2; exit 2 ;;
+  esac
+done
