@@ -57,6 +57,7 @@ def engine_arguments(target: Path, draft: Path | None, **overrides: Any) -> dict
         skip_tokenizer_init=True,
         mem_fraction_static=0.5,
         max_total_tokens=20000,
+        max_mamba_cache_size=512,  # without it recurrent states take half of the memory, and seconds to be zeroed
         sleep_on_idle=True,
     )
     if draft is not None:
