@@ -14,7 +14,7 @@ from tests.soak import checks, requests, run
 from tests.soak.driver import Outcome
 from tests.soak.requests import Request
 
-REQUESTS, CONCURRENCY, SEED = 2000, 24, 1
+REQUESTS, CONCURRENCY, SEED = 1000, 24, 1
 TIE = 1e-4  # of two logprobs; float32 rounds them by a third of that
 # Checks of SGLang's own, after every step: all slots accounted for, none freed twice, none free that is in use.
 CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
