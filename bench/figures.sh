@@ -16,12 +16,8 @@ case " $* " in
   *" tp2 "* | *" dpa2 "*) ;;
   *) export CUDA_VISIBLE_DEVICES=$gpus ;;
 esac
-if [ ! -e "$pair/target" ]; then
-  "$python" -m bench.random_pair "$pair" --shape qwen3-8b --config-only
-fi
 draft="--speculative-draft-load-format auto"
 models=(--target "$pair/target" --draft "$pair/draft" "--dflash-flags=$draft")
-plain_prefill=("--flags=--load-format dummy --cuda-graph-backend-prefill=disabled")
 
 part() { # NAME MODULE ARGUMENTS...
   local name=$1 module=$2
@@ -33,13 +29,18 @@ part() { # NAME MODULE ARGUMENTS...
   echo "[$(date +%T)] $name ended with $?"
 }
 
+with_pair() { # NAME MODULE ARGUMENTS...
+  [ -e "$pair/target" ] || "$python" -m bench.random_pair "$pair" --shape qwen3-8b --config-only
+  part "$1" "$2" "${models[@]}" --logs "$logs/$1" "${@:3}"
+}
+
 step() { # NAME MODULE ARGUMENTS...
-  part "$1" "$2" "${models[@]}" "${plain_prefill[@]}" --logs "$logs/$1" "${@:3}"
+  with_pair "$1" "$2" "--flags=--load-format dummy --cuda-graph-backend-prefill=disabled" "${@:3}"
 }
 
 width() { # ACCEPTANCE ARGUMENTS...
-  part "width_$1" widths "${models[@]}" "--flags=--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024" \
-    --input 128 --output 512 --mem-fraction 0.9 --acceptance "$1" --logs "$logs/width_$1" "${@:2}"
+  with_pair "width_$1" widths "--flags=--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024" \
+    --input 128 --output 512 --mem-fraction 0.9 --acceptance "$1" "${@:2}"
 }
 
 parallel() { # LAYOUT PREFILL_GRAPHS ARGUMENTS...

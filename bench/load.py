@@ -32,7 +32,21 @@ class Load:
     def prompts(self) -> list[list[int]]:
         """One for each request, every time the same."""
         rng = random.Random(0)
-        return [[rng.choice(self.token_ids) for _ in range(self.input_tokens)] for _ in range(self.requests)]
+        return [self.prompt(rng) for _ in range(self.requests)]
+
+    def prompt(self, rng: random.Random) -> list[int]:
+        return [rng.choice(self.token_ids) for _ in range(self.input_tokens)]
+
+    def sampling(self, output_tokens: int, event_tokens: int) -> dict[str, Any]:
+        """Sampling parameters of an answer of so many tokens, told at the first and then after each so many."""
+        return dict(
+            max_new_tokens=output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            ignore_eos=True,
+            stream_interval=event_tokens,
+            custom_params=self.custom_params,
+        )
 
 
 @dataclass(frozen=True)
@@ -94,14 +108,7 @@ def _waves(server: Server, load: Load) -> list[list[Answer]]:
 
 
 def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answer]:
-    sampling = dict(
-        max_new_tokens=load.output_tokens,
-        temperature=load.temperature,
-        top_p=load.top_p,
-        ignore_eos=True,
-        stream_interval=load.output_tokens,  # the first token and the rest
-        custom_params=load.custom_params,
-    )
+    sampling = load.sampling(load.output_tokens, event_tokens=load.output_tokens)  # the first token and the rest
     todo, lock = iter(prompts), threading.Lock()
     answers: list[Answer] = []
 

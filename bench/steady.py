@@ -67,16 +67,8 @@ class Client:
             yield round(mean * (1 + SPREAD * (2 * draw() - 1)))
 
     def _answer(self, length: int) -> None:
-        load = self._load
-        prompt = [self._random.choice(load.token_ids) for _ in range(load.input_tokens)]
-        sampling = dict(
-            max_new_tokens=length,
-            temperature=load.temperature,
-            top_p=load.top_p,
-            ignore_eos=True,
-            stream_interval=EVENT_TOKENS,
-            custom_params=load.custom_params,
-        )
+        prompt = self._load.prompt(self._random)
+        sampling = self._load.sampling(length, EVENT_TOKENS)
         so_far = 0
         for event in self._server.stream(input_ids=prompt, sampling_params=sampling):
             meta = event["meta_info"]

@@ -69,6 +69,7 @@ class Workspace:
         self.stats_chunks = triton.cdiv(vocab_size, self.stats_chunk)
         self.lanes = dict(CHUNK=self.chunk, CHUNK_LANES=triton.next_power_of_2(self.chunks))
         self.stats_lanes = triton.next_power_of_2(self.stats_chunks)
+        self.block_lanes = triton.next_power_of_2(block_size + 1)
 
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -115,7 +116,6 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         )
     temperatures, top_ks, top_ps, min_ps = filters[:4]
     renormalised = filters.renormalised and filters.top_k and filters.top_p
-    lanes = triton.next_power_of_2(work.block_size + 1)
     proposed = (
         vocab, logits.stride(0), tokens.stride(0), candidates.stride(0), candidates.stride(1),
         probs.stride(0), probs.stride(1),
@@ -132,7 +132,7 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         logits, tokens, candidates, probs, work.rng, temperatures, top_ks, top_ps, min_ps,
         *work.chunk_stats, *work.rows, work.uniforms, work.stop, work.searches, work.searched, old[0],
         *proposed, work.stats_chunks, block, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width),
-        LANES=lanes, CHUNK_LANES=work.stats_lanes, FILTERED=filters.any,
+        LANES=work.block_lanes, CHUNK_LANES=work.stats_lanes, FILTERED=filters.any,
         RENORMALISED=renormalised,
     )  # fmt: skip
     passes = PASSES if filters.top_k or filters.top_p else int(filters.min_p)  # min-p alone needs no bisection
@@ -152,6 +152,6 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
     pick_kernel[(bs,)](
         logits, tokens, candidates, probs, temperatures, top_ks, min_ps, base, best, work.uniforms,
         *work.drawing, *work.left, work.rng, out,
-        *proposed, work.chunks, block, WIDTH=width, LANES=lanes, **work.lanes,
+        *proposed, work.chunks, block, WIDTH=width, LANES=work.block_lanes, **work.lanes,
         FILTERED=filters.any, num_warps=8,
     )  # fmt: skip

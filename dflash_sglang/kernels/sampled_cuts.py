@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dflash_sglang.kernels.sampled_rows import FIELDS
+from dflash_sglang.kernels.sampled_rows import BY_WIDTH, FIELDS
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def narrowed(
     return low_k, high_k, count, mass_k, rest_k, open_k, low_p, high_p, mass_p, rest_p, open_p
 
 
-@triton.jit(do_not_specialize=["block"])
+@triton.jit(do_not_specialize=BY_WIDTH)
 def cut_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     row_base_ptr, row_total_ptr, searches_ptr, searched_ptr,  # [rows], [rows], [bs], [bs, block]

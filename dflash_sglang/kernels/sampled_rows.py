@@ -13,7 +13,7 @@ FIELDS = tl.constexpr(16)  # floats of a row's brackets: 0..5 of top-k, 6..10 of
 BY_WIDTH = ["block", "token_stride", "candidate_stride", "candidate_step", "prob_stride", "prob_step"]
 
 
-@triton.jit(do_not_specialize=["block", "token_stride"])
+@triton.jit(do_not_specialize=BY_WIDTH)
 def chunk_stats_kernel(
     logits_ptr, tokens_ptr, temperatures_ptr,
     best_ptr, best_id_ptr, total_ptr, above_ptr, reached_ptr, count_ptr,  # [rows, chunks]
