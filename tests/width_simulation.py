@@ -140,6 +140,7 @@ GOOD = profile(0.866, 0.819)  # accept length 6.4 at 16, 5.1 at 8, 3.2 at 4
 POOR = profile(1 / 3, 1 / 3)  # 1.5
 EASY = profile(0.95, 0.93)
 HARD = profile(0.55, 0.55)
+QUIET = Machine(jitter=0.02, outliers=0.01)
 
 
 @dataclass
@@ -411,8 +412,7 @@ def serve(policy: Policy, machine: Machine, draft: Draft, **load: Any) -> Server
 def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int) -> Run:
     """1000 steps of a mix of easy and hard requests with equal token budgets, after 400 in which the batch becomes
     what it stays: easy requests leave it early, and another of the same mix takes the place of any that does."""
-    machine = Machine(jitter=0.02, outliers=0.01)
-    server = serve(policy, machine, Draft(EASY, HARD), hard=hard, seed=seed, clock=seed)
+    server = serve(policy, QUIET, Draft(EASY, HARD), hard=hard, seed=seed, clock=seed)
     server.run(concurrency, steps=400)
     return server.run(concurrency, steps=1000)
 

@@ -13,6 +13,7 @@ from tests.width_simulation import (
     GOOD,
     HARD,
     POOR,
+    QUIET,
     WIDTHS,
     Draft,
     Fixed,
@@ -91,7 +92,7 @@ def mixes() -> None:
     fixed_widths = (f"fixed {width}" for width in WIDTHS)
     kinds = ("ours", "ours / best", "worst seed"), ("per request", "per request / best", "worst seed")
     head("concurrency", "hard", *fixed_widths, *kinds[0], *kinds[1])
-    machine, seeds = Machine(jitter=0.02, outliers=0.01), range(6)
+    seeds = range(6)
     for concurrency, hard in STEADY:
         fixed = np.array(
             [[steady_mix(Fixed(width), concurrency, hard, seed).rate for seed in seeds] for width in WIDTHS]
@@ -99,7 +100,7 @@ def mixes() -> None:
         best = fixed[fixed.mean(axis=1).argmax()]
         cells = []
         for ragged in (False, True):
-            policies = (adaptive(machine, concurrency, seed=seed, ragged=ragged) for seed in seeds)
+            policies = (adaptive(QUIET, concurrency, seed=seed, ragged=ragged) for seed in seeds)
             runs = [steady_mix(policy, concurrency, hard, seed) for seed, policy in enumerate(policies)]
             ours = np.array([run.rate for run in runs])
             cells += [round(float(ours.mean())), f"{ours.mean() / best.mean():.3f}", f"{(ours / best).min():.3f}"]
@@ -191,12 +192,11 @@ def timed(call: Any, times: list[float]) -> Any:
 
 
 if __name__ == "__main__":
-    quiet = Machine(jitter=0.02, outliers=0.01)
-    throughput(Draft(GOOD), quiet)
-    throughput(Draft(POOR), quiet)
-    changing(quiet)
+    throughput(Draft(GOOD), QUIET)
+    throughput(Draft(POOR), QUIET)
+    changing(QUIET)
     mixes()
-    unmixed(quiet)
-    prefills(quiet)
+    unmixed(QUIET)
+    prefills(QUIET)
     margins()
     cost()
