@@ -1,6 +1,6 @@
 """Draws figures of `bench.widths`: throughput against concurrency, and the speed of one user against throughput.
 
-python -m bench.width_plot FILE PNG [--fixed 4 8 16]
+python -m bench.width_plot FILE... PNG [--fixed 4 8 16]
 
 Beside our policy, no speculation and the built-in worker it has the fixed widths that are asked for.
 """
@@ -39,26 +39,21 @@ def panels_of(
                 kind=kind,
                 concurrency=[at for at, _ in points],
                 tokens_per_second=[statistics.median(of["tokens_per_second"]) for _, of in points],
-                user_tokens_per_second=[statistics.median(user_rates(of)) for _, of in points],
+                user_tokens_per_second=[statistics.median(of["tokens_per_second"]) / at for at, of in points],
             )
     return {title: lines}
 
 
-def user_rates(measured: Mapping[str, Sequence[float]]) -> list[float]:
-    """Tokens per second of one request after its first token, by round."""
-    return [
-        1000 * length / step for length, step in zip(measured["accept_length"], measured["step_ms"], strict=True)
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="of different concurrencies")
     parser.add_argument("png", type=Path)
     parser.add_argument("--fixed", type=int, nargs="*", default=[4, 8, 16], help="widths")
     parser.add_argument("--title", default="Qwen3-8B shapes, one H200, accept length 6.4 at width 16")
     arguments = parser.parse_args()
-    figures = json.loads(arguments.file.read_text())["figures"]
+    figures: dict[str, Any] = {}
+    for file in arguments.files:
+        figures |= json.loads(file.read_text())["figures"]
     plot.draw(panels_of(figures, arguments.fixed, arguments.title), arguments.png)
 
 

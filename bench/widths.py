@@ -124,16 +124,17 @@ def measure(
     shared: str,
 ) -> dict[str, dict[str, list[Any]]]:
     """{name: {figure: [one value per round]}} of one load; by_gpu: the names of each GPU; custom_params: of some
-    of them, whose server is `shared`. Ours has `steps_by_width`, too: what the policy chose, ramps included."""
+    of them, whose server is `shared`. Of ours there is `by_width`, too: steps, those among them that were probes,
+    and their seconds, ramps included."""
     everyone = {**servers, **dict.fromkeys(custom_params, servers[shared])}
-    chosen: list[dict[str, int]] = []
+    of_widths: dict[str, list[Any]] = {}
 
     def measured(name: str, server: Server, load: Load) -> Outcome:
-        if name != OURS:
+        if not name.startswith(OURS):
             return watch(server, load, seconds)
-        before = told(server)["steps"]
+        before = told(server)
         outcome = watch(server, load, seconds)
-        chosen.append({width: steps - before[width] for width, steps in told(server)["steps"].items()})
+        of_widths.setdefault(name, []).append(since(before, told(server)))
         return outcome
 
     def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
@@ -146,7 +147,8 @@ def measure(
     with ThreadPoolExecutor(len(by_gpu)) as pool:
         for of_gpu in pool.map(turns, by_gpu):
             found |= of_gpu
-    found[OURS]["steps_by_width"] = chosen
+    for name, rounds_of in of_widths.items():
+        found[name]["by_width"] = rounds_of
     return found
 
 
@@ -154,6 +156,15 @@ def told(server: Server) -> dict[str, Any]:
     """What a server tells of its widths."""
     [state] = server.get("/server_info")["internal_states"]
     return state["dflash_width"]
+
+
+def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[float]]:
+    """{width: [steps, probes among them, seconds]} of the widths that steps had."""
+    grown = {
+        width: [round(now[figure][width] - before[figure][width], 4) for figure in ("steps", "probes", "seconds")]
+        for width in now["steps"]
+    }
+    return {width: of_width for width, of_width in grown.items() if of_width[0]}
 
 
 def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:

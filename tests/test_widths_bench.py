@@ -59,7 +59,11 @@ class Stub:
 
     def get(self, path: str) -> Any:
         self.steps += 3
-        widths = {"steps": {"1": 0, "4": self.steps, "16": 1}, "probes": {"1": 0, "4": 0, "16": 1}}
+        widths = {
+            "steps": {"1": 0, "4": self.steps, "16": 1},
+            "probes": {"1": 0, "4": 0, "16": 1},
+            "seconds": {"1": 0.0, "4": 0.5 * self.steps, "16": 0.1},
+        }
         return {"internal_states": [{"dflash_width": widths}]}
 
     def post(self, path: str, **body: Any) -> None:
@@ -81,7 +85,9 @@ def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server
     servers = {"ours": ours, "plain": plain}
     figures = widths.measure(servers, [names], load, 2, 0.1, widths.forced([4]), "ours")
     assert {name: len(figure["tokens_per_second"]) for name, figure in figures.items()} == dict.fromkeys(names, 2)
-    assert figures["ours"]["steps_by_width"] == [{"1": 0, "4": 3, "16": 0}] * 2  # as many between two looks
+    # As many between two looks.
+    assert figures["ours"]["by_width"] == figures["ours_4"]["by_width"] == [{"4": [3, 0, 1.5]}] * 2
+    assert "by_width" not in figures["plain"]
     # Slower by far than ours, and yet measured twice: only fixed widths are given up.
     assert plain.loads == [{None}] * 3
     # Warm; a round that ours begins and one that it ends, each after a load that is not measured.
@@ -183,12 +189,12 @@ def test_a_load_has_settled_after_the_last_look_with_many_steps_of_other_widths(
 
 
 def test_the_plot_has_medians_by_concurrency_of_who_was_measured_there():
-    def of(rate: float, length: float, step: float) -> dict[str, list[float]]:
-        return dict(tokens_per_second=[rate, rate * 3, rate / 9], accept_length=[length] * 3, step_ms=[step] * 3)
+    def of(rate: float) -> dict[str, list[float]]:
+        return dict(tokens_per_second=[rate, rate * 3, rate / 9])
 
     figures = {
-        "8": {"ours": of(900, 6, 10), "ours_4": of(700, 3, 6), "plain": of(300, 1, 5)},
-        "1": {"ours": of(100, 6, 8), "plain": of(50, 1, 4)},
+        "8": {"ours": of(900), "ours_4": of(700), "plain": of(300)},
+        "1": {"ours": of(100), "plain": of(50)},
     }
     panels = width_plot.panels_of(figures, [4, 8], "title")
     assert list(panels) == ["title"] and list(panels["title"]) == [
@@ -200,6 +206,6 @@ def test_the_plot_has_medians_by_concurrency_of_who_was_measured_there():
         kind="ours",
         concurrency=[1, 8],
         tokens_per_second=[100, 900],
-        user_tokens_per_second=[750.0, 600.0],
+        user_tokens_per_second=[100.0, 112.5],
     )
     assert panels["title"]["width 4 of this package"]["concurrency"] == [8]
