@@ -20,7 +20,7 @@ SPREAD = 0.5  # of the mean output length, to both sides
 EVENT_TOKENS = 32  # of an answer, from one look at it to the next
 RAMP = 0.7  # seconds between the last client's first token and the first look
 WARM_UP = 1.5  # seconds that are not measured
-CONTENDER = 0.85  # of the best server's tokens per second in the first round, to have another one
+CONTENDER = 0.93  # of the best server's tokens per second in the first round, to have another one
 JOIN_SECONDS = 60.0
 
 

@@ -2,7 +2,7 @@
 
 python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed] [--gpus 0 1]
                        [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--control 8] [--rounds 3]
-                       [--moving 1 128] [--per-request] [--seconds 3]
+                       [--moving 1 128] [--per-request] [--seconds 5]
 
 Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
 positions, gets the accept length that this is at its own width. Servers are spread over the GPUs, one of each GPU
@@ -15,8 +15,8 @@ is still asked for. `--control`: some of these widths have a server of their own
 width fixed, and a claim says that both serve as fast.
 
 The policy learns from all loads of its server, step times of widths among it that it would seldom try. Its choice
-is its own: before each of its measured loads it has one that is not measured. A fixed width that is far from the
-best in the first round has no other round.
+is its own: before each of its measured loads it has one that is not measured. Of the others but the built-in
+worker, those that are far from the best in the first round have no other round.
 
 `--moving`: the load goes from so many requests to so many and back, and a claim says after how many steps our
 worker keeps to a width. `--per-request`: ours verifies a number of tokens of each request; with one width per step
@@ -135,13 +135,14 @@ def measure(
         before = told(server)
         outcome = watch(server, load, seconds)
         of_widths.setdefault(name, []).append(since(before, told(server)))
+        print(load.concurrency, name, of_widths[name][-1], flush=True)
         return outcome
 
     def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
         of_gpu = {name: everyone[name] for name in names}
         loads = {name: dataclasses.replace(load, custom_params=custom_params.get(name)) for name in names}
         settled = [shared] if custom_params else []
-        return take_turns(of_gpu, loads, rounds, measured, settled, kept=list(servers))
+        return take_turns(of_gpu, loads, rounds, measured, settled, kept=[OURS, BUILT_IN])
 
     found: dict[str, dict[str, list[Any]]] = {}
     with ThreadPoolExecutor(len(by_gpu)) as pool:
@@ -260,7 +261,7 @@ def main() -> int:
     parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a load that are measured")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
     parser.add_argument("--per-request", action="store_true", help="a number of verified tokens per request")
     arguments = parse(parser)
     if not set(arguments.control) <= set(arguments.fixed):
@@ -269,8 +270,8 @@ def main() -> int:
     shared, asked = ONE_WIDTH if arguments.per_request else OURS, forced(arguments.fixed)
     by_gpu = names_by_gpu(candidates, shared, list(asked))
     most = max([*arguments.concurrency, *(arguments.moving or [])])
-    # More than steady loads need: on average a request has half of its output.
-    tokens = int(most * (arguments.input + 0.8 * arguments.output + 2 * BLOCK + 16))
+    # A little more than steady loads need, in which a request has 0.54 of its output on average.
+    tokens = int(most * (arguments.input + 0.65 * arguments.output + 2 * BLOCK + 16)) + 4 * arguments.output
     figures: dict[str, Any] = {}
     claimed: list[dict[str, Any]] = []
     status = 1

@@ -252,7 +252,8 @@ def _shares(worker: Any) -> None:
         if tokens is None or width == 0:
             return None
         lens = np.array([draws.randint(1, self._widths[width]) for _ in slots])
-        return Shares(lens, next(total for total in self._totals if total >= lens.sum()))
+        total = next(total for total in self._totals if total >= lens.sum())
+        return Shares.filling(lens, self._widths[width], total)
 
     RaggedSteps.share_out = some
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_sglang.scheduling.width import Group, StepTimes, WidthConfig, WidthPolicy
 from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.ragged_times import RaggedTimes
-from dflash_sglang.scheduling.width.shares import PLAINLY, RESTS, Claims, Rule, whole_blocks
+from dflash_sglang.scheduling.width.shares import PLAINLY, RESTS, Claims, Rule, Shares, whole_blocks
 from tests.width_simulation import QUIET, WIDTHS, Fixed, Machine, adaptive, steady_mix, tiers
 
 BLOCK = 8
@@ -76,6 +76,19 @@ def test_shares_use_up_what_there_is_within_the_width_and_what_requests_allow(da
     assert sum(lens) <= tokens
     if caps is None:
         assert sum(lens) == min(tokens, most.sum())
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_no_row_of_a_step_is_nobodys(data: Any) -> None:
+    lens = np.array(data.draw(st.lists(st.integers(1, BLOCK), min_size=1, max_size=20)))
+    width = data.draw(st.integers(int(lens.max()), BLOCK))
+    tokens = data.draw(st.integers(int(lens.sum()), len(lens) * BLOCK + 9))
+    shares = Shares.filling(lens, width, tokens)
+    assert (shares is None) == (tokens >= len(lens) * width)
+    if shares is not None:
+        assert shares.lens.sum() == tokens == shares.tokens
+        assert (shares.lens >= lens).all() and (shares.lens <= width).all()
 
 
 def test_an_easy_request_has_more_tokens_than_a_hard_one() -> None:
@@ -157,7 +170,7 @@ def test_a_mixed_batch_goes_better_than_at_any_single_width(concurrency: int, ha
     assert ours > 1.02 * best
 
 
-def test_shares_of_served_steps_fit_the_width_the_total_and_what_requests_allow() -> None:
+def test_shares_of_served_steps_fit_the_width_and_are_the_total() -> None:
     policy = adaptive(Machine(), 8, WidthConfig(widths=WIDTHS, probe_budget=0.05), ragged=True)
     slots, random = np.arange(6), np.random.default_rng(0)
     caps = [16, 1, 3, 16, 16, 2]
@@ -168,8 +181,8 @@ def test_shares_of_served_steps_fit_the_width_the_total_and_what_requests_allow(
         assert step % 10 or decision.shares is None
         lens = np.full(6, decision.width) if decision.shares is None else decision.shares.lens
         if decision.shares is not None:
-            assert (lens >= 1).all() and (lens <= np.minimum(caps, decision.width)).all()
-            assert lens.sum() <= decision.shares.tokens
+            assert (lens >= 1).all() and (lens <= decision.width).all()
+            assert lens.sum() == decision.shares.tokens
             seen.add(tuple(lens))
         accepted = (random.random((6, 15)) < 0.9).cumprod(axis=1).sum(axis=1)
         policy.verified(np.minimum(accepted, np.minimum(lens, caps) - 1), 0.007)

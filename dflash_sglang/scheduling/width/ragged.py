@@ -108,8 +108,8 @@ class RaggedSteps:
             self._rule = rule
         if tokens is None or rule == whole_blocks(width):
             return None
-        return Shares(self._claims.lens(slots, rule), tokens)
+        return Shares.filling(self._claims.lens(slots, rule), self._widths[width], tokens)
 
     def least(self, requests: int) -> Shares:
-        """One token of each of so many requests."""
+        """One token of each of so many requests, to be rehearsed: the other rows of the graph are nobody's."""
         return Shares(np.ones(requests, np.int64), self._totals[bisect.bisect_left(self._totals, requests)])

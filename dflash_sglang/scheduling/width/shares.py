@@ -28,7 +28,22 @@ class Shares(NamedTuple):
     """How many tokens a step verifies of each request."""
 
     lens: np.ndarray  # [n], from 1 to the width
-    tokens: int  # of all, at least the sum of these
+    tokens: int  # of all: the sum of these, but for a rehearsal's
+
+    @classmethod
+    def filling(cls, lens: np.ndarray, width: int, tokens: int) -> Shares | None:
+        """`lens` [n] of a sum of at most `tokens`, and as many more, up to the width of each, as are missing of
+        these. None where so many are whole blocks.
+
+        Rows that a graph has beyond those of its requests are nobody's, and yet SGLang has them attended to, as
+        the last request's where no padding is: after its own rows it would read keys and values that were never
+        written, NaN among them.
+        """
+        room = width - lens
+        missing = tokens - int(lens.sum())
+        if missing >= room.sum():
+            return None
+        return cls(lens + np.clip(missing - (room.cumsum() - room), 0, room), tokens)
 
 
 class Rule(NamedTuple):
