@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
-#   on one GPU       wide narrow long profile startup startup_widths width_good width_poor width_mixed rope
+#   on one GPU       wide narrow long profile startup startup_widths rope
+#                    width_good width_good_many width_good_256 width_good_long width_poor width_mixed
 #   on two, "0,1"    tp2 dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -40,7 +41,7 @@ step() { # NAME MODULE ARGUMENTS...
 
 width() { # ACCEPTANCE ARGUMENTS...
   with_pair "width_$1" widths "--flags=--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024" \
-    --input 128 --output 512 --mem-fraction 0.9 --acceptance "$1" "${@:2}"
+    --input 128 --mem-fraction 0.9 --acceptance "${1%%_*}" "${@:2}"
 }
 
 parallel() { # LAYOUT PREFILL_GRAPHS ARGUMENTS...
@@ -60,8 +61,11 @@ for name in "$@"; do
     startup) step step_startup startup ;;
     startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup --sampling greedy ;;
     rope) part draft_rope draft_rope ;;
-    width_good) width good --moving 1 128 ;;
-    width_poor) width poor --concurrency 64 256 --fixed 4 2 ;;
+    width_good) width good --concurrency 1 8 32 --moving 1 128 ;;
+    width_good_many) width good_many --concurrency 64 128 ;;
+    width_good_256) width good_256 --concurrency 256 --output 384 ;; # three servers fit
+    width_good_long) width good_long --kinds ours built_in --concurrency 64 128 --output 1536 --fixed 8 4 ;;
+    width_poor) width poor --concurrency 64 256 --output 384 --fixed 4 2 ;;
     width_mixed) width mixed --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 16 1 64 ;;
     dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 ;;

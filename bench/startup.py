@@ -30,6 +30,7 @@ from dflash_sglang.demo.signals import signals_as_exit
 
 SETTLED = slice(4, 10)  # requests 5 to 10
 POLL_SECONDS = 0.05
+PAUSE = 1.0  # seconds before the first request: once it is ready, SGLang counts the objects of each process, 0.07 s
 # /health answers as soon as the server is up, and asks it for no token, which would be a request before the first.
 HEALTH_ALONE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
@@ -50,6 +51,7 @@ def start(kind: str, samplings: list[str], arguments: argparse.Namespace, scratc
     with server:
         wait_for(kind, server)
         seconds = time.perf_counter() - began
+        time.sleep(PAUSE)
         for name in samplings:
             load = Load(
                 1,

@@ -82,7 +82,14 @@ class Client:
 def watch(server: Server, load: Load, seconds: float) -> Outcome:
     """Tokens and steps of `seconds`, of `load.concurrency` clients; `load.requests` and `waves` do not count.
 
-    Raises RuntimeError where a client failed, or got nothing in this time."""
+    Raises RuntimeError where a client failed, or no answer ended in this time."""
+    looks, start = occupy(server, load, seconds)
+    return outcome(looks, load.concurrency, start, start + seconds)
+
+
+def occupy(server: Server, load: Load, seconds: float) -> tuple[list[Look], float]:
+    """What the clients saw, and when so many seconds began with all of them there. Raises RuntimeError where one
+    failed."""
     server.post("/flush_cache?timeout=60")
     ended = threading.Event()
     clients = [Client(server, load, number, ended) for number in range(load.concurrency)]
@@ -94,7 +101,6 @@ def watch(server: Server, load: Load, seconds: float) -> Outcome:
         time.sleep(RAMP)
         start = time.perf_counter()
         time.sleep(seconds)
-        end = time.perf_counter()
     finally:
         ended.set()
         server.post("/abort_request", rid="", abort_all=True)
@@ -103,7 +109,7 @@ def watch(server: Server, load: Load, seconds: float) -> Outcome:
     failed = [client.failed for client in clients if client.failed is not None]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(clients)} clients failed on {server.url}: {failed[0]!r}")
-    return outcome([look for client in clients for look in client.looks], load.concurrency, start, end)
+    return [look for client in clients for look in client.looks], start
 
 
 def outcome(looks: Collection[Look], concurrency: int, start: float, end: float) -> Outcome:
@@ -133,12 +139,12 @@ def take_turns(
     `kept`. Each server is warmed up; those that are `settled`, by their own load, before each of their rounds."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
     for server, name in {server: name for name, server in servers.items()}.items():
-        watch(server, loads[name], WARM_UP)
+        occupy(server, loads[name], WARM_UP)
     names = list(servers)
     for turn in range(rounds):
         for name in rotated(names, turn):
             if name in settled:
-                watch(servers[name], loads[name], WARM_UP)
+                occupy(servers[name], loads[name], WARM_UP)
             outcomes[name].append(measured(name, servers[name], loads[name]))
             print(loads[name].concurrency, name, outcomes[name][-1], flush=True)
         if not turn:

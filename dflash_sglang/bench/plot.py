@@ -60,8 +60,9 @@ def draw(panels: Panels, path: Path) -> None:
         concurrency = sorted({at for line in lines.values() for at in line["concurrency"]})
         left.set_xscale("log", base=2)
         left.set_xticks(concurrency, [str(at) for at in concurrency])
-        left.set(title=title, xlabel="requests at a time", ylabel="output tokens/s")
-        right.set(title=title, xlabel="output tokens/s", ylabel="tokens/s per user")
+        left.set_title(title, loc="left")
+        left.set(xlabel="requests at a time", ylabel="output tokens/s")
+        right.set(xlabel="output tokens/s", ylabel="tokens/s per user")
         for axis in (left, right):
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
