@@ -30,7 +30,8 @@ from dflash_sglang.demo.signals import signals_as_exit
 
 SETTLED = slice(4, 10)  # requests 5 to 10
 POLL_SECONDS = 0.05
-PAUSE = 1.0  # seconds before the first request: once it is ready, SGLang counts the objects of each process, 0.07 s
+# Before the first request: once it is ready, SGLang counts the objects of each of its processes, 0.07 s.
+PAUSE = 1.0
 # /health answers as soon as the server is up, and asks it for no token, which would be a request before the first.
 HEALTH_ALONE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
