@@ -30,7 +30,7 @@ def block_of(bs: int) -> Any:
     )
 
 
-def packed(tokens: int, captured: int | None) -> Any:
+def packed(captured: int | None) -> Any:
     from dflash_sglang.drafting.parts import RowPacker
     from dflash_sglang.scheduling.width.shares import Shares
 
@@ -50,8 +50,8 @@ def packed(tokens: int, captured: int | None) -> Any:
     for buffer in packer._buffers:
         buffer.fill_(-7)
     whole = block_of(3)
-    block = packer.pack(batch, whole, proposals, Shares(np.array(LENS), tokens))
-    assert asked == [(tokens, 3)]
+    block = packer.pack(batch, whole, proposals, Shares(np.array(LENS)))
+    assert asked == [(7, 3)]
     assert block.size == WIDTH and block.ids is whole.ids and whole.part is None
     return block
 
@@ -60,7 +60,7 @@ ROWS = [0, 1, 4, 8, 9, 10, 11]
 
 
 def test_without_a_graph_a_step_has_the_rows_that_are_verified_and_no_other() -> None:
-    block = packed(tokens=8, captured=None)
+    block = packed(captured=None)
     assert block.rows.ids.tolist() == [1000 + row for row in ROWS]
     assert block.rows.positions.tolist() == [200 + row for row in ROWS]
     assert block.rows.slots.tolist() == [300 + row for row in ROWS]
@@ -74,14 +74,14 @@ def test_without_a_graph_a_step_has_the_rows_that_are_verified_and_no_other() ->
     assert block.loc_plan["read_extent"] == WIDTH and block.loc_plan["seq_lens_cpu"] == "lengths"
 
 
-def test_what_a_graph_has_more_is_nobodys() -> None:
-    block = packed(tokens=10, captured=5)
+def test_requests_that_a_graph_has_more_have_no_rows() -> None:
+    block = packed(captured=5)
     for rows, offset in zip(block.rows, (1000, 200, 300), strict=True):
-        assert rows.tolist() == [offset + row for row in ROWS] + [0, 0, 0]
+        assert rows.tolist() == [offset + row for row in ROWS]
     layout = block.part.layout
     assert layout.verify_lens.tolist() == [*LENS, 0, 0] and layout.bs == 5
     assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7, 7, 7]
-    assert layout.graph_num_tokens == 10 and layout.cap == BLOCK
+    assert layout.graph_num_tokens == 7 and layout.cap == BLOCK
     assert block.part.ragged.lens.tolist() == list(LENS)
 
 

@@ -43,31 +43,30 @@ class RowPacker:
         self._runner, self._block_size, self._slots = target_runner, block_size, slots
         table = target_runner.req_to_token_pool.req_to_token
         self._device = table.device
-        # A graph has up to a third more rows than are verified.
-        rows = 2 * table.shape[0] * block_size
+        rows = table.shape[0] * block_size
         self._buffers = Rows(*(torch.empty(rows, dtype=torch.int64, device=self._device) for _ in range(3)))
 
     def pack(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, shares: Shares) -> Block:
         """The block with these rows alone. tokens [bs, block]: last token + proposals."""
         lens, bs = shares.lens.tolist(), block.batch_size
         total = sum(lens)
-        slots = self._slots(shares.tokens, bs)
-        rows_total, padded = (total, bs) if slots is None else (shares.tokens, slots)
+        slots = self._slots(total, bs)
+        padded = bs if slots is None else slots
         second = -(-(padded + 1) // ALIGNED) * ALIGNED
         starts = [0, *np.cumsum(shares.lens).tolist(), *[total] * (second - bs - 1)]
         host = [*starts, *lens, *[0] * (padded - bs)]
         device = async_h2d(host, dtype=torch.int32, device=self._device)
         starts_device, lens_device = device[: padded + 1], device[second:]
-        rows = Rows(*(buffer[:rows_total] for buffer in self._buffers))
+        rows = Rows(*(buffer[:total] for buffer in self._buffers))
         packing.pack_rows(
             packing.Rows(tokens, block.positions, block.slots),
-            starts_device[: bs + 1],
+            starts_device[:bs],
             lens_device[:bs],
             packing.Rows(*rows),
         )
         layout = RaggedVerifyLayout(
             verify_lens=lens_device,
-            graph_num_tokens=rows_total,
+            graph_num_tokens=total,
             extend_start_loc=starts_device[:-1],
             qo_indptr_device=starts_device,
             # A padded layout is staged as it is: SGLang asks for a cap then, and for no host copy.

@@ -154,10 +154,10 @@ def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, grou
 
     def rehearse(
         cells: list[tuple[int, int, int]],
-        shares: Callable[[int], Shares | None],
+        shares: Callable[[int, int], Shares | None],
         record: Callable[[int, int, int, float], None],
     ) -> int:
-        """shares: of so many requests."""
+        """shares: of so many requests in blocks of this width."""
         begin, measured = time.perf_counter(), 0
         for requests, width, context in cells:
             elapsed = np.array([time.perf_counter() - begin])
@@ -166,16 +166,17 @@ def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, grou
             if requests > cells[0][0] and elapsed[0] > MOST_SECONDS:
                 continue
             each = min(max(context // requests, 1), rehearsal.longest(width))
-            for seconds in rehearsal.seconds(requests, each, RUNS, width, shares(requests)):
+            for seconds in rehearsal.seconds(requests, each, RUNS, width, shares(requests, width)):
                 record(requests, width, requests * each, seconds)
             measured += 1
         return measured
 
-    measured = rehearse(cells, lambda requests: None, policy.step_times.record)
+    measured = rehearse(cells, lambda *block: None, policy.step_times.record)
     policy.start()
     if policy.ragged is not None:
-        drafted = [cell for cell in cells if cell[1] > PLAIN and not cell[2]]
-        rehearse(drafted, policy.ragged.least, policy.ragged.times.record)
+        least = policy.ragged.least
+        parts = [cell for cell in cells if cell[1] > PLAIN and not cell[2] and least(*cell[:2]) is not None]
+        rehearse(parts, least, policy.ragged.times.record)
         policy.ragged.start()
     if get_parallel().tp_rank == 0:
         logger.info(

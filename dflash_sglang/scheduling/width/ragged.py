@@ -110,6 +110,8 @@ class RaggedSteps:
             return None
         return Shares.filling(self._claims.lens(slots, rule), self._widths[width], tokens)
 
-    def least(self, requests: int) -> Shares:
-        """One token of each of so many requests, to be rehearsed: the other rows of the graph are nobody's."""
-        return Shares(np.ones(requests, np.int64), self._totals[bisect.bisect_left(self._totals, requests)])
+    def least(self, requests: int, width: int) -> Shares | None:
+        """As few tokens of so many requests as a step verifies; None where those are whole blocks of this
+        width."""
+        tokens = self._totals[bisect.bisect_left(self._totals, requests)]
+        return Shares.filling(np.ones(requests, np.int64), width, tokens)

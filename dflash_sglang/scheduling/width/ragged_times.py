@@ -1,6 +1,6 @@
 """How long a step takes that drafts blocks of one width and verifies fewer tokens of some requests.
 
-Such a step is at least as long as one that drafts the same and verifies one token of each request. What more
+Such a step is at least as long as one that drafts the same and verifies as few tokens as can be. What more
 tokens add depends on how many there are in all; steps whose blocks have one width (`step_times`) say how much.
 """
 
@@ -12,14 +12,14 @@ import numpy as np
 
 from dflash_sglang.scheduling.width.step_times import StepTimes, filled
 
-LEAST = 0.1  # of a step of whole blocks, that one takes which verifies one token of each
+LEAST = 0.1  # of a step of whole blocks, that one takes which verifies as few tokens as can be
 
 
 class RaggedTimes:
     """Seconds of a step by captured batch size, draft width and verified tokens.
 
-    `record` takes what start-up measures: steps that draft at a width and verify one token of each request. It
-    keeps their part of the step whose blocks all have that width: corrections of the one correct the other.
+    `record` takes what start-up measures: steps that draft at a width and verify about one token of each request.
+    It keeps their part of the step whose blocks all have that width: corrections of the one correct the other.
     """
 
     def __init__(self, step_times: StepTimes):
@@ -30,8 +30,8 @@ class RaggedTimes:
         self._part = np.ones((len(step_times.buckets), len(self._widths)))
 
     def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
-        """A step of `batch` requests that drafted at `width` and verified one token of each. To be called once the
-        step times are fitted."""
+        """A step of `batch` requests that drafted at `width` and verified as few tokens as can be. To be called
+        once the step times are fitted."""
         bucket, index = self._times.bucket(batch), self._times.widths.index(width)
         part = seconds / self._times.seconds(bucket, context_tokens)[index]
         self._samples.setdefault((bucket, index), []).append(part)

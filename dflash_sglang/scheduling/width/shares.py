@@ -28,22 +28,26 @@ class Shares(NamedTuple):
     """How many tokens a step verifies of each request."""
 
     lens: np.ndarray  # [n], from 1 to the width
-    tokens: int  # of all: the sum of these, but for a rehearsal's
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests: as many as the step's graph has rows, where it has one.
+
+        Rows beyond those of the requests would be nobody's, and yet SGLang has them attended to, as the last
+        request's where no padding is: after its own rows it would read keys and values that were never written,
+        NaN among them.
+        """
+        return int(self.lens.sum())
 
     @classmethod
     def filling(cls, lens: np.ndarray, width: int, tokens: int) -> Shares | None:
-        """`lens` [n] of a sum of at most `tokens`, and as many more, up to the width of each, as are missing of
-        these. None where so many are whole blocks.
-
-        Rows that a graph has beyond those of its requests are nobody's, and yet SGLang has them attended to, as
-        the last request's where no padding is: after its own rows it would read keys and values that were never
-        written, NaN among them.
-        """
+        """Of `tokens` together: `lens` [n], whose sum is at most that, and what is missing, up to the width of
+        each request. None where so many are whole blocks."""
         room = width - lens
         missing = tokens - int(lens.sum())
         if missing >= room.sum():
             return None
-        return cls(lens + np.clip(missing - (room.cumsum() - room), 0, room), tokens)
+        return cls(lens + np.clip(missing - (room.cumsum() - room), 0, room))
 
 
 class Rule(NamedTuple):
