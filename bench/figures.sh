@@ -2,7 +2,8 @@
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
 #   on one GPU       wide narrow long profile startup startup_widths rope
-#                    width_good width_good_many width_good_256 width_good_long width_poor width_mixed
+#                    width_good width_good_many width_good_256 width_good_long width_good_shares
+#                    width_poor width_mixed
 #   on two, "0,1"    tp2 dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -65,6 +66,7 @@ for name in "$@"; do
     width_good_many) width good_many --concurrency 64 128 ;;
     width_good_256) width good_256 --concurrency 256 --output 384 ;; # three servers fit
     width_good_long) width good_long --kinds ours built_in --concurrency 64 128 --output 1536 --fixed 8 4 ;;
+    width_good_shares) width good_shares --per-request --kinds ours --concurrency 8 64 128 --fixed 16 8 4 ;;
     width_poor) width poor --concurrency 64 256 --output 384 --fixed 4 2 ;;
     width_mixed) width mixed --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 16 1 64 ;;
