@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
-    from dflash_sglang.scheduling.width.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +157,7 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             self.draft_parallel_layout,
             drawn=self.draws_proposals,
+            confident=self._config.width.per_request,
             window=DraftWindow.imposed(
                 token_to_kv_pool_allocator.page_size,
                 req_to_token_pool.req_to_token,
@@ -191,7 +191,7 @@ class DFlashWorker(BaseSpecWorker):
         config = start_widths.servable(self._config.width, runner, block)
         lanes = Widths(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
         group = width_group(runner.server_args.nnodes)
-        parts = start_widths.in_parts(config, runner, group)
+        parts = start_widths.in_parts(config, runner, group, self._proposer.confident)
         config = start_widths.add_widths(config, lanes, block, start_widths.free_memory(runner), parts)
         self._packer = RowPacker(runner, block, lanes.captured_requests)
         kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
@@ -212,11 +212,11 @@ class DFlashWorker(BaseSpecWorker):
         )
         self.width = self._widths.choices[-1]
 
-    def _rehearsed_step(self, batch: ScheduleBatch, width: int, shares: Shares | None) -> None:
+    def _rehearsed_step(self, batch: ScheduleBatch, width: int, tokens: int | None) -> None:
         self._acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
         self.width = width
-        self._lanes.use(width, in_parts=shares is not None)
-        self._step(batch, None, None, shares)
+        self._lanes.use(width, in_parts=tokens is not None)
+        self._step(batch, None, None, tokens)
 
     def _rehearsed_prefill(self, batch: ScheduleBatch) -> None:
         self._lanes.use_widest()
@@ -295,18 +295,22 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         decision = self._widths.next(batch, uniform=self._verifier.needs_whole_blocks(batch))
         self.width = decision.width
-        result = self._step(batch, on_publish, grammar_barrier, decision.shares)
-        self._widths.returned()
+        result = self._step(batch, on_publish, grammar_barrier, decision.tokens)
+        self._widths.returned(result)
         return result
 
     def _step(
-        self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, shares: Shares | None = None
-    ) -> GenerationBatchResult:
-        """A decode step in blocks of `self.width`, of which the target verifies these shares, or all."""
+        self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, tokens: int | None = None
+    ) -> StepResult:
+        """A decode step in blocks of `self.width`, of which the target verifies so many tokens, or all."""
         block = self._blocks.build(batch, self._acceptor.next_turn(), self.width)
         proposals = self._proposer.propose(batch, block)
-        if shares is not None:
-            block = self._packer.pack(batch, block, proposals.tokens, shares)
+        logprobs = self._proposer.logprobs
+        if logprobs is not None:
+            logprobs = self._acceptor.worth(logprobs, block.requests)
+        if tokens is not None:
+            assert logprobs is not None, "start_widths.in_parts"
+            block = self._packer.pack(batch, block, proposals.tokens, logprobs, tokens)
         verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
         accepted = verified.accepted
         if on_publish is not None:
@@ -326,6 +330,9 @@ class DFlashWorker(BaseSpecWorker):
             routed_experts_output=verified.forward.routed_experts_output,
             indexer_topk_output=verified.forward.indexer_topk_output,
             packed=accepted.packed,
+            # The next step writes to the same buffers while these are copied.
+            logprobs=None if logprobs is None else logprobs.clone(),
+            verified_lens=None if block.part is None else block.part.ragged.lens.clone(),
         )
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:

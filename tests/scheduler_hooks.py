@@ -10,7 +10,7 @@ features   every write of context KV leaves its positions and features in a file
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
 widths     every decode step's blocks have a width of its own, where the policy is on
-shares     every request has as many verified tokens as is drawn, where a step's are shared out
+shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl
@@ -31,7 +31,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
@@ -243,19 +242,27 @@ def _widths(worker: Any) -> None:
 
 
 def _shares(worker: Any) -> None:
-    from dflash_sglang.scheduling.width.ragged import RaggedSteps
-    from dflash_sglang.scheduling.width.shares import Shares
+    from dflash_sglang.drafting.head import HeadProposals
+    from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps
 
-    draws = random.Random(1)
+    draws, generator = random.Random(1), torch.Generator().manual_seed(2)
+    offers = RaggedSteps.offers
 
-    def some(self: Any, slots: Any, width: int, tokens: int | None, probe: bool) -> Shares | None:
-        if tokens is None or width == 0:
-            return None
-        lens = np.array([draws.randint(1, self._widths[width]) for _ in slots])
-        total = next(total for total in self._totals if total >= lens.sum())
-        return Shares.filling(lens, self._widths[width], total)
+    def some(self: Any, slots: Any, bucket: int, seconds: Any, uniform: bool, interruptions: Any) -> Offers:
+        offered = offers(self, slots, bucket, seconds, uniform, interruptions)
+        if uniform:
+            return offered
+        requests, tokens = len(slots), []
+        for width in self._widths:
+            parts = [total for total in self._totals if requests <= total < requests * width]
+            tokens.append(draws.choice([*parts, None]) if parts else None)
+        return offered._replace(tokens=tokens)
 
-    RaggedSteps.share_out = some
+    def of_no_draft(self: Any, bs: int, steps: int) -> torch.Tensor:
+        drawn = -torch.rand((bs, steps), generator=generator)
+        return drawn.to(self._logprobs.device) if self._confident else None
+
+    RaggedSteps.offers, HeadProposals.logprobs = some, of_no_draft
 
 
 def _sentinels(worker: Any) -> None:

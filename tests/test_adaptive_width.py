@@ -22,7 +22,7 @@ class Policy:
 
     def __init__(self, widths: list[int]) -> None:
         self.widths, self.told, self.uniform = widths, [], []
-        self.prefills = 0
+        self.prefills, self.of_draft = 0, []
         self.acceptance = SimpleNamespace(block=BLOCK)
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
@@ -35,11 +35,11 @@ class Policy:
     def choose(self, slots: np.ndarray, context: int, uniform: bool) -> Any:
         self.told.append(("choose", slots.tolist(), context))
         self.uniform.append(uniform)
-        shares = None if uniform else "shares"
-        return SimpleNamespace(width=self.widths.pop(0), probe=False, shares=shares)
+        return SimpleNamespace(width=self.widths.pop(0), probe=False, tokens=None if uniform else 48)
 
-    def verified(self, accepted: list[int], seconds: float | None = None) -> None:
+    def verified(self, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
         self.told.append(("verified", accepted, seconds))
+        self.of_draft.append([None if of is None else of.tolist() for of in of_draft])
 
 
 class Widths(list):
@@ -110,8 +110,20 @@ def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets
     widths, policy, _ = adaptive([8, 8, 4])
     decisions = [widths.next(decoding(1), uniform=uniform) for uniform in (False, True, False)]
     assert policy.uniform == [False, True, False]
-    assert [decision.shares for decision in decisions] == ["shares", None, "shares"]
+    assert [decision.tokens for decision in decisions] == [48, None, 48]
     assert widths.used.in_parts == [True, False, True]
+
+
+def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_step() -> None:
+    widths, policy, _ = adaptive([8, 8, 4, 4])
+    of_draft = [([[-0.5, -1.0]], [2]), ([[-0.25, 0.0]], None), (None, None)]
+    for logprobs, lens in of_draft:
+        widths.next(decoding(1))
+        told = [None if of is None else torch.tensor(of) for of in (logprobs, lens)]
+        widths.returned(SimpleNamespace(logprobs=told[0], verified_lens=told[1]))
+    for _ in of_draft:
+        widths.verified([1])
+    assert policy.of_draft == [list(of) for of in of_draft]
 
 
 def test_where_the_host_runs_the_forward_a_step_ends_when_it_returns() -> None:
@@ -119,7 +131,7 @@ def test_where_the_host_runs_the_forward_a_step_ends_when_it_returns() -> None:
     for now in (101.0, 103.0, 107.0):  # the result of a step is read after the next one has run
         widths.next(decoding(1))
         clock.now = now
-        widths.returned()
+        widths.returned(SimpleNamespace(logprobs=None, verified_lens=None))
         if now > 101.0:
             widths.verified([2])
     widths.verified([2])
@@ -286,7 +298,7 @@ def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_non
 
 
 @pytest.mark.parametrize(
-    "what", ["attention", "loads", "positions", "experts", "overlap", None, "memory", "not asked"]
+    "what", ["attention", "loads", "selector", "positions", "experts", "overlap", None, "memory", "not asked"]
 )
 def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str | None
@@ -308,7 +320,7 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     )
     group = Group(gather_loads=(lambda row: row) if what == "loads" else None)
     config, added = WidthConfig(per_request=what != "not asked"), []
-    parts = start_widths.in_parts(config, runner, group)
+    parts = start_widths.in_parts(config, runner, group, confident=what != "selector")
     assert parts == (what in (None, "memory"))
     widths = SimpleNamespace(
         add_while_free=lambda *_: {1: 1.5}, served=[1, BLOCK], add_parts=lambda: added.append("parts")

@@ -94,6 +94,30 @@ class Together:
         )
 
 
+@settings(max_examples=20, deadline=None)
+@given(ranks=st.integers(1, 4), vocabulary=st.integers(4, 40))
+def test_the_chance_of_a_sharded_heads_token_is_that_among_the_whole_vocabulary(ranks, vocabulary):
+    from dflash_sglang.models.heads import TargetHead
+
+    rows = -(-vocabulary // ranks)  # the last shards may be short or empty
+    weight, hidden, together = torch.randn(vocabulary, 8), torch.randn(3, 8), Together(ranks)
+
+    def of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start, end = min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)
+        head = nn.Linear(8, rows, bias=False)
+        head.weight.data = torch.cat((weight[start:end], torch.full((rows - end + start, 8), 100.0)))  # padding
+        head.tp_group = together.of(rank)
+        head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=end - start)
+        return TargetHead(head).chances(hidden)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(of_rank, range(ranks)))
+    expected, ids = (hidden @ weight.T).log_softmax(dim=-1).max(dim=-1)
+    for got, logprobs in found:
+        assert got.tolist() == ids.tolist()
+        torch.testing.assert_close(logprobs, expected)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any),

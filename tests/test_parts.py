@@ -32,7 +32,6 @@ def block_of(bs: int) -> Any:
 
 def packed(captured: int | None) -> Any:
     from dflash_sglang.drafting.parts import RowPacker
-    from dflash_sglang.scheduling.width.shares import Shares
 
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(6, 10, dtype=torch.int32)),
@@ -50,7 +49,8 @@ def packed(captured: int | None) -> Any:
     for buffer in packer._buffers:
         buffer.fill_(-7)
     whole = block_of(3)
-    block = packer.pack(batch, whole, proposals, Shares(np.array(LENS)))
+    logprobs = torch.tensor([[-0.1, -9.0, -9.0], [-8.0, -0.1, 0.0], [-0.1, -0.1, -0.1]])
+    block = packer.pack(batch, whole, proposals, logprobs, sum(LENS))
     assert asked == [(7, 3)]
     assert block.size == WIDTH and block.ids is whole.ids and whole.part is None
     return block
@@ -100,3 +100,40 @@ def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_whole_blocks(what: 
     )
     batch = SimpleNamespace(sampling_info=info, has_grammar=what == "grammar", return_logprob=what == "logprobs")
     assert Verifier.needs_whole_blocks(object.__new__(Verifier), batch) is (what is not None)
+
+
+def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:
+    from torch import nn
+
+    from dflash_sglang.config import VocabularySpec
+    from dflash_sglang.config.vocabulary import DRAWN_FROM
+    from dflash_sglang.drafting.head import HeadProposals
+    from dflash_sglang.models.own_head import DraftHead
+
+    torch.manual_seed(0)
+    linear, ids = nn.Linear(8, DRAWN_FROM, bias=False), torch.arange(DRAWN_FROM) * 3
+    spec = VocabularySpec(None, None, None, 1.0, 2.0, 3.0)
+    head = DraftHead(linear, spec, ids)
+    hidden, tokens = torch.randn(2, 4, 8), torch.zeros((2, 5), dtype=torch.int64)
+    expected = (3.0 * torch.tanh(linear(hidden) * 2.0 / 3.0)).log_softmax(dim=-1).max(dim=-1)
+    for drawn in (False, True):  # of drawn ones, among the candidates, which all tokens are here
+        proposals = HeadProposals(head, 4, 4, drawn, "cpu", confident=True)
+        with torch.no_grad():
+            proposals.write(hidden, tokens)
+        assert tokens[:, 1:].tolist() == ids[expected.indices].tolist()
+        torch.testing.assert_close(proposals.logprobs(2, 4), expected.values)
+    assert HeadProposals(head, 4, 4, False, "cpu").logprobs(2, 4) is None
+
+
+def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requests_limit() -> None:
+    from dflash_sglang.verify.acceptance import Acceptor
+
+    profiles = [[0.9, 0.8, 0.5], [0.25, 0.25, 0.25]]
+    acceptor, said = Acceptor(6, 4, "cpu", profiles), torch.full((3, 2), -7.0)
+    requests = torch.tensor([2, 3, 4])
+    chances = acceptor.worth(said, requests).exp()
+    torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.25, 0.25], [0.9, 0.8]]), atol=1e-4, rtol=0)
+    acceptor.limit(np.array([4, 3]), np.array([2, 1]))
+    chances = acceptor.worth(said, requests).exp()
+    torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]]), atol=1e-4, rtol=0)
+    assert Acceptor(6, 4, "cpu").worth(said, requests) is said

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
+from dflash_sglang.kernels.share_rows import share_rows
 from dflash_sglang.scheduling.width import Group, WidthConfig, WidthPolicy, startup_cells
 
 BLOCK = 16
@@ -36,7 +38,7 @@ class Policy(Protocol):
     ) -> None: ...
     def prefill(self) -> None: ...
     def choose(self, slots: np.ndarray, context_tokens: int) -> Any: ...
-    def verified(self, accepted: np.ndarray, seconds: float | None = None) -> None: ...
+    def verified(self, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None) -> None: ...
 
 
 @dataclass
@@ -105,21 +107,35 @@ def _drafted(tokens: int) -> float:
 
 
 class Draft:
-    """Conditional acceptance of every position by kind of request, cut at the width or given per width."""
+    """Conditional acceptance of every position by kind of request, cut at the width or given per width.
 
-    def __init__(self, *kinds: Sequence[float] | dict[int, Sequence[float]], widths: Sequence[int] = WIDTHS):
+    It says of each proposal what its chance is. That is the same for all of a kind at a position, or, with
+    `spread`, drawn from a beta distribution of that mean whose parameters add up to it.
+    """
+
+    def __init__(
+        self,
+        *kinds: Sequence[float] | dict[int, Sequence[float]],
+        widths: Sequence[int] = WIDTHS,
+        spread: float | None = None,
+    ):
         self.widths = list(widths)
         self.kinds = len(kinds)
+        self.spread = spread
+        self._mean = [
+            [np.array((kind[width] if isinstance(kind, dict) else kind)[: width - 1]) for width in self.widths]
+            for kind in kinds
+        ]
         self._reach: list[list[np.ndarray]] = []  # [kind][width][k]: chance that more than k are accepted
         for kind in kinds:
             profiles = [kind[width] if isinstance(kind, dict) else kind for width in self.widths]
             self._reach.append([np.cumprod(p[: w - 1]) for p, w in zip(profiles, self.widths, strict=True)])
         self.expected = np.array([[reach.sum() for reach in of_kind] for of_kind in self._reach])  # [kind, width]
 
-    def committed(self, kinds: np.ndarray, width: int, lens: np.ndarray) -> float:
-        """Tokens that a step commits in expectation, `lens` [n] verified of each request, of these kinds [n]."""
-        sums = [np.concatenate([[0.0], of_kind[width].cumsum()]) for of_kind in self._reach]
-        return len(kinds) + float(sum(sums[kind][lens[kinds == kind] - 1].sum() for kind in range(self.kinds)))
+    def chances(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:
+        """[n, proposals] of those of requests of these kinds [n] at `widths[width]`."""
+        mean = np.array([of_kind[width] for of_kind in self._mean])[kinds]
+        return mean if self.spread is None else random.beta(self.spread * mean, self.spread * (1 - mean))
 
     def accepted(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:
         """[n] accepted proposals, drawn, of requests of these kinds [n] at `widths[width]`."""
@@ -194,7 +210,7 @@ class Fixed:
     def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
         return self
 
-    def verified(self, accepted: np.ndarray, seconds: float | None = None) -> None: ...
+    def verified(self, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None) -> None: ...
 
 
 class Oracle(Fixed):
@@ -276,7 +292,7 @@ class Rank:
         self._kind, self._left, self._context = (np.zeros(slots, np.int64) for _ in range(3))
         self._cap = np.full(slots, BLOCK, np.int64)
         self._running = np.zeros(0, np.int64)
-        self._late: list[tuple[np.ndarray, float | None]] = []
+        self._late: list[tuple[np.ndarray, float | None, np.ndarray | None, np.ndarray | None]] = []
         self._fresh = True
 
     @property
@@ -327,19 +343,33 @@ class Rank:
     def choose(self) -> Any:
         return self.policy.choose(self._running, self.context_tokens)
 
-    def committed_of(self, width: int, lens: np.ndarray) -> float:
-        """Tokens that a step commits in expectation, of `lens` [n] verified ones of each request."""
-        return self.draft.committed(self._kind[self._running], width, lens)
+    def draft_chances(self, width: int) -> np.ndarray | None:
+        """[n, proposals] that the draft says, where anybody asks: none beyond what requests allow."""
+        if self.draft.spread is None and getattr(self.policy, "ragged", None) is None:
+            return None
+        chances = self.draft.chances(self._kind[self._running], width, self.random)
+        return np.where(np.arange(chances.shape[1]) < self._cap[self._running][:, None] - 1, chances, 0.0)
 
-    def finish(self, width: int, seconds: float | None, lens: np.ndarray | None = None) -> None:
+    def finish(
+        self,
+        width: int,
+        seconds: float | None,
+        chances: np.ndarray | None = None,
+        lens: np.ndarray | None = None,
+    ) -> None:
         """The step is over: its results reach the policy `delay` steps after it was chosen. seconds: what its time
-        would be read as, if it can be."""
+        would be read as, if it can be; chances [n, proposals], if the draft says any; lens [n]: verified."""
         slots = self._running
-        accepted = self.draft.accepted(self._kind[slots], width, self.random)
+        if self.draft.spread is None:
+            accepted = self.draft.accepted(self._kind[slots], width, self.random)
+        else:
+            assert chances is not None
+            accepted = (self.random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
         accepted = np.minimum(accepted, self._cap[slots] - 1)
         if lens is not None:
             accepted = np.minimum(accepted, lens - 1)
-        self._late.append((accepted, seconds if self.clock.random() < self.timed else None))
+        said = None if chances is None else np.log(chances.clip(1e-9))
+        self._late.append((accepted, seconds if self.clock.random() < self.timed else None, said, lens))
         if len(self._late) >= self.delay:
             self.policy.verified(*self._late.pop(0))
         self._left[slots] -= accepted + 1
@@ -384,15 +414,18 @@ class Server:
             assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
             decision = decisions[0]
             width = widths.index(decision.width)
-            shares, taken, gained = getattr(decision, "shares", None), times[width], committed[width]
-            lens = None if shares is None else shares.lens
-            if shares is not None:
-                (rank,) = self.ranks
-                taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, shares.tokens)
-                gained = rank.committed_of(width, lens)
-            for rank in self.ranks:
+            tokens, taken, gained = getattr(decision, "tokens", None), times[width], committed[width]
+            chances = [rank.draft_chances(width) for rank in self.ranks]
+            lens = None
+            if tokens is not None:
+                (rank,), (of_rank,) = self.ranks, chances
+                taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, tokens)
+                lens = shared(of_rank, tokens)
+                reach = of_rank.cumprod(axis=1)
+                gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
+            for rank, of_rank in zip(self.ranks, chances, strict=True):
                 read = self.machine.read(taken, rank.clock)
-                rank.finish(width, None if interrupted else read, lens)
+                rank.finish(width, None if interrupted else read, of_rank, lens)
             if not decision.probe:
                 self._held = width
             run.lost += max(times[width] - long_run[width] / rates[self._held], 0.0)
@@ -404,15 +437,22 @@ class Server:
         return run
 
 
+def shared(chances: np.ndarray, tokens: int) -> np.ndarray:
+    """[n] tokens of each request, the likeliest of the batch (`kernels.share_rows`). chances: [n, proposals]"""
+    lens, starts = torch.zeros(len(chances), dtype=torch.int32), torch.zeros(len(chances) + 1, dtype=torch.int32)
+    share_rows(torch.from_numpy(np.log(chances.clip(1e-9))), tokens, lens, starts)
+    return lens.numpy().astype(np.int64)
+
+
 def serve(policy: Policy, machine: Machine, draft: Draft, **load: Any) -> Server:
     """A server of one rank."""
     return Server(machine, Rank(policy, draft, **load))
 
 
-def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int) -> Run:
+def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int, spread: float | None = None) -> Run:
     """1000 steps of a mix of easy and hard requests with equal token budgets, after 400 in which the batch becomes
     what it stays: easy requests leave it early, and another of the same mix takes the place of any that does."""
-    server = serve(policy, QUIET, Draft(EASY, HARD), hard=hard, seed=seed, clock=seed)
+    server = serve(policy, QUIET, Draft(EASY, HARD, spread=spread), hard=hard, seed=seed, clock=seed)
     server.run(concurrency, steps=400)
     return server.run(concurrency, steps=1000)
 

@@ -32,6 +32,7 @@ STEADY = ((32, 0.5), (64, 0.2), (64, 0.5), (128, 0.2))
 MOVING = (1, 8, 64, 256, 32, 128, 8, 1)
 SEEDS = range(3)
 ANSWERS = (128, 512)
+SPREAD = 1.0
 
 
 def row(*cells: Any) -> None:
@@ -105,6 +106,31 @@ def mixes() -> None:
             ours = np.array([run.rate for run in runs])
             cells += [round(float(ours.mean())), f"{ours.mean() / best.mean():.3f}", f"{(ours / best).min():.3f}"]
         row(concurrency, f"{hard:.0%}", *fixed.mean(axis=1).round().astype(int), *cells)
+
+
+def told_apart() -> None:
+    """Where the draft says more of a proposal than its kind and position do."""
+    head("concurrency", "hard", "best fixed", "one width", "per request", "per request / best")
+    seeds = range(6)
+    for concurrency, hard in STEADY:
+
+        def rate(make: Any, concurrency: int = concurrency, hard: float = hard) -> float:
+            return float(np.mean([steady_mix(make(seed), concurrency, hard, seed, SPREAD).rate for seed in seeds]))
+
+        def ours(seed: int, ragged: bool = False, concurrency: int = concurrency) -> Any:
+            return adaptive(QUIET, concurrency, seed=seed, ragged=ragged)
+
+        fixed = {width: rate(lambda _, width=width: Fixed(width)) for width in WIDTHS}
+        best = max(fixed, key=fixed.__getitem__)
+        one, each = rate(ours), rate(lambda seed: ours(seed, ragged=True))
+        row(
+            concurrency,
+            f"{hard:.0%}",
+            f"{best}: {fixed[best]:.0f}",
+            round(one),
+            round(each),
+            f"{each / fixed[best]:.3f}",
+        )
 
 
 def unmixed(machine: Machine) -> None:
@@ -196,6 +222,7 @@ if __name__ == "__main__":
     throughput(Draft(POOR), QUIET)
     changing(QUIET)
     mixes()
+    told_apart()
     unmixed(QUIET)
     prefills(QUIET)
     margins()

@@ -19,9 +19,13 @@ class HeadProposals:
 
     ranks_may_part = False  # the head hands every rank of its group the same tokens
 
-    def __init__(self, head: TargetHead, max_requests: int, steps: int, drawn: bool, device: str):
-        """steps: proposals of the widest blocks; drawn: whether `draw` will be asked for."""
-        self._head, self._drawn = head, drawn
+    def __init__(
+        self, head: TargetHead, max_requests: int, steps: int, drawn: bool, device: str, confident: bool = False
+    ):
+        """steps: proposals of the widest blocks; drawn, confident: whether `draw`, `logprobs` will be
+        asked for."""
+        self._head, self._drawn, self._confident = head, drawn, confident
+        self._logprobs = torch.zeros(max_requests * steps if confident else 0, dtype=torch.float32, device=device)
         shape = (max_requests * steps if drawn else 0, DRAWN_FROM)
         self._candidates = torch.zeros(shape, dtype=torch.int64, device=device)
         self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -33,11 +37,17 @@ class HeadProposals:
         """
         bs, steps, _ = rows.shape
         if not self._drawn:
-            tokens[:, 1:] = self._head.greedy(rows.flatten(0, 1)).view(bs, steps)
+            if self._confident:
+                ids, self._logprobs[: bs * steps] = self._head.chances(rows.flatten(0, 1))
+            else:
+                ids = self._head.greedy(rows.flatten(0, 1))
+            tokens[:, 1:] = ids.view(bs, steps)
             return
         candidates, logits = self._head.likeliest(rows.flatten(0, 1), DRAWN_FROM)
         self._candidates[: bs * steps] = candidates
         self._logits[: bs * steps] = logits
+        if self._confident:
+            self._logprobs[: bs * steps] = logits.log_softmax(dim=-1)[:, 0]
         tokens[:, 1:] = candidates[:, 0].view(bs, steps)
 
     def write_nothing(self, rows: Tensor) -> None:
@@ -46,6 +56,11 @@ class HeadProposals:
             self._head.likeliest(rows, DRAWN_FROM)
         else:
             self._head.greedy(rows)
+
+    def logprobs(self, bs: int, steps: int) -> Tensor | None:
+        """[bs, steps] of the likeliest tokens that `write` read last; None where they are not asked for. Of drawn
+        candidates among themselves."""
+        return self._logprobs[: bs * steps].view(bs, steps) if self._confident else None
 
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
         """Draws the blocks that `write` read last; greedy requests keep their likeliest tokens.

@@ -1,27 +1,23 @@
-"""Blocks that are verified in part: of each request as many of its first rows as the step gives it."""
+"""Blocks that are verified in part: of each request as many of its first rows as its proposals are worth."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from dflash_sglang.compat import RaggedVerifyLayout, async_h2d
+from dflash_sglang.compat import RaggedVerifyLayout
 from dflash_sglang.drafting.block import Block, Rows
 from dflash_sglang.kernels import pack_rows as packing
 from dflash_sglang.kernels.accept import Ragged
+from dflash_sglang.kernels.share_rows import share_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.scheduling.width.shares import Shares
-
-ALIGNED = 4  # int32 in 16 bytes: at other addresses Triton compiles another kernel
 
 
 @dataclass
@@ -43,43 +39,41 @@ class RowPacker:
         self._runner, self._block_size, self._slots = target_runner, block_size, slots
         table = target_runner.req_to_token_pool.req_to_token
         self._device = table.device
-        rows = table.shape[0] * block_size
+        rows, requests = table.shape[0] * block_size, table.shape[0] + 1
+        self._lens, self._starts = (
+            torch.zeros(requests, dtype=torch.int32, device=self._device) for _ in range(2)
+        )
         self._buffers = Rows(*(torch.empty(rows, dtype=torch.int64, device=self._device) for _ in range(3)))
 
-    def pack(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, shares: Shares) -> Block:
-        """The block with these rows alone. tokens [bs, block]: last token + proposals."""
-        lens, bs = shares.lens.tolist(), block.batch_size
-        total = sum(lens)
-        slots = self._slots(total, bs)
+    def pack(
+        self, batch: ScheduleBatch, block: Block, ids: torch.Tensor, logprobs: torch.Tensor, rows: int
+    ) -> Block:
+        """The block with so many rows alone, those of the likeliest proposals. ids [bs, block]: last token +
+        proposals; logprobs [bs, block - 1] of these."""
+        bs, slots = block.batch_size, self._slots(rows, block.batch_size)
         padded = bs if slots is None else slots
-        second = -(-(padded + 1) // ALIGNED) * ALIGNED
-        starts = [0, *np.cumsum(shares.lens).tolist(), *[total] * (second - bs - 1)]
-        host = [*starts, *lens, *[0] * (padded - bs)]
-        device = async_h2d(host, dtype=torch.int32, device=self._device)
-        starts_device, lens_device = device[: padded + 1], device[second:]
-        rows = Rows(*(buffer[:total] for buffer in self._buffers))
+        lens, starts = self._lens[:padded], self._starts[: padded + 1]
+        share_rows(logprobs, rows, lens, starts)
+        packed = Rows(*(buffer[:rows] for buffer in self._buffers))
         packing.pack_rows(
-            packing.Rows(tokens, block.positions, block.slots),
-            starts_device[:bs],
-            lens_device[:bs],
-            packing.Rows(*rows),
+            packing.Rows(ids, block.positions, block.slots), starts[:bs], lens[:bs], packing.Rows(*packed)
         )
         layout = RaggedVerifyLayout(
-            verify_lens=lens_device,
-            graph_num_tokens=total,
-            extend_start_loc=starts_device[:-1],
-            qo_indptr_device=starts_device,
+            verify_lens=lens,
+            graph_num_tokens=rows,
+            extend_start_loc=starts[:-1],
+            qo_indptr_device=starts,
             # A padded layout is staged as it is: SGLang asks for a cap then, and for no host copy.
-            verify_lens_cpu=lens if slots is None else None,
-            total_verify_tokens=total if slots is None else None,
+            verify_lens_cpu=lens.tolist() if slots is None else None,
+            total_verify_tokens=rows if slots is None else None,
             cap=None if slots is None else self._block_size,
         )
         loc_plan = self._runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=block.prefix_lens,
             seq_lens_cpu=block.loc_plan.seq_lens_cpu,
-            write_virtual=rows.slots,
+            write_virtual=packed.slots,
             read_extent=block.size,
         )
-        ragged = Ragged(starts_device, lens_device[:bs], self._block_size)
-        return replace(block, rows=rows, loc_plan=loc_plan, part=VerifiedPart(layout, ragged))
+        ragged = Ragged(starts, lens[:bs], self._block_size)
+        return replace(block, rows=packed, loc_plan=loc_plan, part=VerifiedPart(layout, ragged))

@@ -47,8 +47,10 @@ class Proposer:
         parallel_layout: Any,
         drawn: bool,
         window: DraftWindow | None = None,
+        confident: bool = False,
     ):
-        """block_size: of the widest blocks."""
+        """block_size: of the widest blocks; confident: whether `logprobs` are asked for, which not every draft
+        gives."""
         self._runner = runner
         self._model = model
         self._layout = parallel_layout
@@ -58,8 +60,10 @@ class Proposer:
         self._drawn = drawn
         self._source: HeadProposals | SelectorProposals
         shape = (max_requests, block_size - 1)
+        self.logprobs: torch.Tensor | None = None  # [bs, block - 1] float32 of the latest proposals, if not drawn
+        self.confident = confident and model.candidate_selector is None and model.head.all_rows is None
         if model.candidate_selector is None:
-            self._source = HeadProposals(model.head, *shape, drawn, runner.device)
+            self._source = HeadProposals(model.head, *shape, drawn, runner.device, self.confident)
         else:
             self._source = SelectorProposals(model.candidate_selector, model.head, *shape, drawn)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
@@ -73,6 +77,7 @@ class Proposer:
         """One draft forward. Drawn proposals are for sampled requests without seeds: a seed's output must not
         depend on what was proposed."""
         bs, width = block.ids.shape
+        self.logprobs = None
         if width == 1:
             return Proposals.certain(block.ids)
         if width != self._width:
@@ -90,6 +95,7 @@ class Proposer:
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
             if self._source.ranks_may_part:
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
+            self.logprobs = self._source.logprobs(bs, width - 1)
             return self._certain(tokens)
         proposals = self._source.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)

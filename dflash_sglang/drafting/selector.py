@@ -48,6 +48,9 @@ class SelectorProposals:
         """The collectives of `write` on no rows [0, hidden]."""
         self._head.likeliest(rows, self._selector.spec.selector_top_k)
 
+    def logprobs(self, bs: int, steps: int) -> None:
+        """A walk has a score, and no probability of each proposal."""
+
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
         """Draws the walks of the blocks that `write` read last; greedy requests keep their likeliest walk.
 

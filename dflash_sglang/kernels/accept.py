@@ -41,6 +41,12 @@ class Forced(NamedTuple):
     alike: bool  # one coin for all requests of a step, not one each
     token_id: int | None  # what is committed, None: the accepted proposals and the target's token
 
+    def logprobs(self) -> Tensor:
+        """[profiles, block - 1] float32: that a proposal is accepted once those before it are."""
+        survival = (self.survival.double() / (1 << COIN_BITS)).clamp(min=1e-9)
+        before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=1)
+        return (survival / before).log().float()
+
 
 class Ragged(NamedTuple):
     """Of each request its first rows alone were verified: `tokens` and `target_ids` are [rows], request after

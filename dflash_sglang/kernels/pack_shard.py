@@ -36,6 +36,23 @@ def best_ids(logits: torch.Tensor, first_id: int = 0) -> torch.Tensor:
     return merge_shards(_pack_parts(logits, first_id) if on_gpu else pack_shard_torch(logits, first_id)[None])
 
 
+def best_chances(logits: torch.Tensor, first_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `best_ids`, and with the ids the logprobs [N] float32 of those tokens."""
+    return merge_chances(*pack_chances(logits, first_id))
+
+
+def pack_chances(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits as of `pack_shard` -> packed [parts, N] int64 of parts of the shard, and the logarithms of their sums
+    of exponentials [parts, N] float32. All ranks of equal shards have as many parts."""
+    return (pack_chances_triton if logits.is_cuda and logits.numel() else pack_chances_torch)(logits, first_id)
+
+
+def merge_chances(packed: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all parts of all shards, [parts, N] each -> ids and logprobs of `best_chances`."""
+    on_gpu = packed.is_cuda and packed.numel()
+    return (merge_chances_triton if on_gpu else merge_chances_torch)(packed, sums)
+
+
 def pack_shard_torch(logits: torch.Tensor, first_id: int) -> torch.Tensor:
     """The definition of `pack_shard` in torch operations."""
     if logits.shape[1] == 0:
@@ -60,27 +77,71 @@ def merge_shards_torch(packed: torch.Tensor) -> torch.Tensor:
 
 def merge_shards_triton(packed: torch.Tensor) -> torch.Tensor:
     """`merge_shards` as one Triton launch."""
-    shards, rows = packed.shape
-    ids = torch.empty(rows, dtype=torch.int64, device=packed.device)
-    _merge_kernel[(triton.cdiv(rows, _MERGED_ROWS),)](
-        packed, ids, shards, rows, SHARDS=triton.next_power_of_2(shards), ROWS=_MERGED_ROWS, num_warps=1
-    )
+    ids = torch.empty_like(packed[0])
+    _launch_merge(packed, ids)
     return ids
 
 
-def _pack_parts(logits: torch.Tensor, first_id: int) -> torch.Tensor:
-    """[parts, N] int64: each part of a row packed as a shard of its own."""
+def pack_chances_torch(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition of `pack_chances` in torch operations: one part."""
+    values = logits.float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    return pack_shard_torch(logits, first_id)[None], values.logsumexp(dim=-1)[None]
+
+
+def pack_chances_triton(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`pack_chances` as one Triton launch."""
+    packed = _pack_parts(logits, first_id, sums := _of_parts(logits, torch.float32))
+    return packed, sums
+
+
+def merge_chances_torch(packed: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition of `merge_chances` in torch operations."""
+    best = packed.amax(dim=0)
+    order = (best >> 32).to(torch.int32)
+    value = (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    logprob = value - sums.logsumexp(dim=0)
+    return LOW_BITS - (best & LOW_BITS), torch.where(value == float("inf"), 0.0, logprob)
+
+
+def merge_chances_triton(packed: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_chances` as one Triton launch."""
+    ids, logprobs = torch.empty_like(packed[0]), torch.empty_like(sums[0])
+    _launch_merge(packed, ids, sums, logprobs)
+    return ids, logprobs
+
+
+def _of_parts(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[parts, N], not filled."""
     rows, width = logits.shape
-    parts = triton.cdiv(width, _TILE * _TILES)
-    packed = torch.empty((parts, rows), dtype=torch.int64, device=logits.device)
+    return torch.empty((triton.cdiv(width, _TILE * _TILES), rows), dtype=dtype, device=logits.device)
+
+
+def _pack_parts(logits: torch.Tensor, first_id: int, sums: torch.Tensor | None = None) -> torch.Tensor:
+    """[parts, N] int64: each part of a row packed as a shard of its own. sums, if given, is written."""
+    packed = _of_parts(logits, torch.int64)
+    parts, rows = packed.shape
     _pack_kernel[(rows, parts)](
-        logits, packed, logits.stride(0), width, first_id, TILE=_TILE, TILES=_TILES, num_warps=_WARPS
-    )
+        logits, packed, packed if sums is None else sums, logits.stride(0), logits.shape[1], first_id,
+        TILE=_TILE, TILES=_TILES, SUMS=sums is not None, num_warps=_WARPS,
+    )  # fmt: skip
     return packed
 
 
+def _launch_merge(
+    packed: torch.Tensor, ids: torch.Tensor, sums: torch.Tensor | None = None, logprobs: torch.Tensor | None = None
+) -> None:
+    shards, rows = packed.shape
+    _merge_kernel[(triton.cdiv(rows, _MERGED_ROWS),)](
+        packed, ids, packed if sums is None else sums, ids if logprobs is None else logprobs, shards, rows,
+        SHARDS=triton.next_power_of_2(shards), ROWS=_MERGED_ROWS, SUMS=sums is not None, num_warps=1,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["first_id"])
-def _pack_kernel(logits_ptr, packed_ptr, row_stride, width, first_id, TILE: tl.constexpr, TILES: tl.constexpr):
+def _pack_kernel(
+    logits_ptr, packed_ptr, sums_ptr, row_stride, width, first_id,
+    TILE: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     start = part * TILE * TILES
@@ -96,14 +157,30 @@ def _pack_kernel(logits_ptr, packed_ptr, row_stride, width, first_id, TILE: tl.c
     bits = (best + 0.0).to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     packed = (order << 32) | (0xFFFFFFFF - (best_id.to(tl.int64) + first_id))
-    tl.store(packed_ptr + part.to(tl.int64) * tl.num_programs(0) + row, packed)
+    at = part.to(tl.int64) * tl.num_programs(0) + row
+    tl.store(packed_ptr + at, packed)
+    if SUMS:
+        finite = tl.minimum(tl.maximum(best, -3.0e38), 3.0e38)
+        total = tl.sum(tl.sum(tl.exp(logit - finite), axis=0), axis=0)
+        tl.store(sums_ptr + at, finite + tl.log(total))
 
 
 @triton.jit(do_not_specialize=["shards", "rows"])
-def _merge_kernel(packed_ptr, ids_ptr, shards, rows, SHARDS: tl.constexpr, ROWS: tl.constexpr):
+def _merge_kernel(
+    packed_ptr, ids_ptr, sums_ptr, logprobs_ptr, shards, rows,
+    SHARDS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     shard = tl.arange(0, SHARDS)[:, None]
     inside = (shard < shards) & (row < rows)[None, :]
     at = shard.to(tl.int64) * rows + row[None, :]
     packed = tl.load(packed_ptr + at, mask=inside, other=-9223372036854775808)
-    tl.store(ids_ptr + row, 0xFFFFFFFF - (tl.max(packed, axis=0) & 0xFFFFFFFF), mask=row < rows)
+    best = tl.max(packed, axis=0)
+    tl.store(ids_ptr + row, 0xFFFFFFFF - (best & 0xFFFFFFFF), mask=row < rows)
+    if SUMS:
+        order = (best >> 32).to(tl.int32)
+        value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        sums = tl.load(sums_ptr + at, mask=inside, other=float("-inf"))
+        most = tl.maximum(tl.max(sums, axis=0), -3.0e38)
+        total = most + tl.log(tl.sum(tl.exp(sums - most[None, :]), axis=0))
+        tl.store(logprobs_ptr + row, tl.where(value == float("inf"), 0.0, value - total), mask=row < rows)

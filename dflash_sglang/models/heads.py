@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dflash_sglang.collectives import RowGather
 from dflash_sglang.compat import should_apply_lm_head_quant_method, unwrap_lora_layer
 from dflash_sglang.kernels.largest import largest
-from dflash_sglang.kernels.pack_shard import best_ids, merge_shards, pack_shard
+from dflash_sglang.kernels.pack_shard import best_ids, merge_chances, merge_shards, pack_chances, pack_shard
 
 _NESTED = ("language_model", "model", "text_model", "thinker", "llm")
 _DENSE = (torch.float16, torch.bfloat16, torch.float32)
@@ -134,10 +134,27 @@ class TargetHead:
         """logits [N, rows] of this rank's tokens -> ids [N] int64 as of `greedy`, with its collective."""
         if self.group is None:
             return best_ids(logits, self.first_id)
-        packed = pack_shard(logits, self.first_id)
-        gathered = packed.new_empty(self.group.world_size * packed.shape[0])
-        self.group.all_gather_into_tensor(gathered, packed)
-        return merge_shards(gathered.view(self.group.world_size, -1))
+        return merge_shards(self._of_all_ranks(pack_shard(logits, self.first_id)))
+
+    @torch.no_grad()
+    def chances(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [N, hidden] -> ids [N] int64 as of `greedy`, and their logprobs [N] float32 over the whole
+        vocabulary. Of a head whose ranks have the same batch; collective and capturable as `greedy`."""
+        packed, sums = pack_chances(self._shaped(self.logits(hidden)), self.first_id)
+        if self.group is not None:
+            packed, sums = (self._of_all_ranks(of) for of in (packed.amax(dim=0), sums.logsumexp(dim=0)))
+        return merge_chances(packed, sums)
+
+    def _of_all_ranks(self, of_rank: Tensor) -> Tensor:
+        """[N] -> [ranks, N]"""
+        assert self.group is not None
+        gathered = of_rank.new_empty(self.group.world_size * len(of_rank))
+        self.group.all_gather_into_tensor(gathered, of_rank.contiguous())
+        return gathered.view(self.group.world_size, -1)
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """What a probability is the softmax of."""
+        return logits
 
     @torch.no_grad()
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,12 @@ class DraftHead(TargetHead):
         return self._as_target_ids(super().greedy(hidden))
 
     @torch.no_grad()
+    def chances(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's ids [N] int64 of the largest logits, and the logprobs [N] float32 of the shaped ones."""
+        rows, logprobs = super().chances(hidden)
+        return self._as_target_ids(rows), logprobs
+
+    @torch.no_grad()
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The target's ids [N, count] int64 and shaped logits [N, count] float32 of the largest logits."""
         rows, logits = super().likeliest(hidden, count)

@@ -17,6 +17,7 @@ from dflash_sglang.scheduling.request_width import width_bounds
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from dflash_sglang.scheduling.step_result import StepResult
     from dflash_sglang.scheduling.width import Decision, WidthPolicy
     from dflash_sglang.widths import Widths
 
@@ -32,6 +33,7 @@ class _Step:
     requests: int
     follows: bool  # on a step with requests, nothing in between
     ended: float | None = None
+    result: StepResult | None = None
 
 
 class AdaptiveWidth:
@@ -83,13 +85,14 @@ class AdaptiveWidth:
         self._steps.append(_Step(requests, self._after_step))
         self._after_step = requests > 0
         self._pass_over_empty_steps()
-        self._widths.use(decision.width, in_parts=decision.shares is not None)
+        self._widths.use(decision.width, in_parts=decision.tokens is not None)
         if self._log is not None and not decision.probe:
             self._log.note(self._policy, decision.width, requests)
         return decision
 
-    def returned(self) -> None:
+    def returned(self, result: StepResult) -> None:
         """The step that `next` was asked for last has been launched."""
+        self._steps[-1].result = result
         if self._on_host:
             self._steps[-1].ended = self._clock()
 
@@ -97,7 +100,9 @@ class AdaptiveWidth:
         """The oldest step with requests came back: accepted [n] proposals."""
         step = self._steps.popleft()
         end = self._clock() if step.ended is None else step.ended
-        self._policy.verified(accepted, end - self._last_end if step.follows else None)
+        told = step.result and (step.result.logprobs, step.result.verified_lens)
+        logprobs, lens = (None if of is None else of.numpy() for of in told or (None, None))
+        self._policy.verified(accepted, end - self._last_end if step.follows else None, logprobs, lens)
         self._last_end = end
         self._pass_over_empty_steps()
 

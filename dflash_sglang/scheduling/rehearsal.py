@@ -28,7 +28,6 @@ from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservati
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from dflash_sglang.scheduling.width.shares import Shares
 
 _SPREAD = 7919  # a prime: tokens that differ from request to request, so that experts share the work
 
@@ -48,11 +47,11 @@ class Rehearsal:
         self,
         runner: ModelRunner,
         reservation: SlotReservation,
-        decode: Callable[[ScheduleBatch, int, Shares | None], object],
+        decode: Callable[[ScheduleBatch, int, int | None], object],
         prefill: Callable[[ScheduleBatch], object],
     ) -> None:
-        """prefill, decode: one step of a batch; the latter in blocks of a width, of which these shares are
-        verified, or all."""
+        """prefill, decode: one step of a batch; the latter in blocks of a width, of which so many tokens are
+        verified together, or all."""
         self._runner, self._reservation = runner, reservation
         self._decode, self._prefill = decode, prefill
         self._table = runner.req_to_token_pool.req_to_token
@@ -78,14 +77,14 @@ class Rehearsal:
             self._decode(self._decoding(1, context, sampling), width, None)
 
     def seconds(
-        self, requests: int, context: int, runs: int, width: int, shares: Shares | None = None
+        self, requests: int, context: int, runs: int, width: int, tokens: int | None = None
     ) -> list[float]:
         """Of `runs` greedy steps of so many requests with `context` tokens each; one more before them is not
         timed."""
         with torch.no_grad(), self._contexts(requests, context):
             batch, marks = self._decoding(requests, context, GREEDY), []
             for _ in range(runs + 1):
-                self._decode(copy(batch), width, shares)
+                self._decode(copy(batch), width, tokens)
                 marks.append(self._mark())
             return self._between(marks)
 

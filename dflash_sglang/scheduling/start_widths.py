@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.scheduling.rehearsal import Rehearsal
-    from dflash_sglang.scheduling.width.shares import Shares
     from dflash_sglang.widths import Widths
 
 logger = logging.getLogger(__name__)
@@ -109,21 +108,24 @@ def free_memory(runner: ModelRunner) -> Callable[[], float]:
     )
 
 
-def in_parts(config: WidthConfig, runner: ModelRunner, group: Group) -> bool:
-    """Whether the tokens of a step are shared out among its requests. The log says why not, where it was asked."""
+def in_parts(config: WidthConfig, runner: ModelRunner, group: Group, confident: bool) -> bool:
+    """Whether the tokens of a step are shared out among its requests; confident: whether the draft gives
+    probabilities. The log says why not, where it was asked."""
     if not config.per_request:
         return False
-    reason = _only_whole_blocks(runner, group)
+    reason = _only_whole_blocks(runner, group, confident)
     if reason is not None and get_parallel().tp_rank == 0:
         logger.warning("dflash_sglang verify width: one for all requests of a step, not per_request: %s", reason)
     return reason is None
 
 
-def _only_whole_blocks(runner: ModelRunner, group: Group) -> str | None:
+def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> str | None:
     if not runner.attn_backend.supports_ragged_verify_graph:
         return f"{type(runner.attn_backend).__name__} verifies as many rows of each request"
     if group.gather_loads is not None:
         return "ranks hold requests of their own, or are on several nodes"
+    if not confident:
+        return "the draft's selector gives walks, and no probability of each proposal"
     if runner.model_config.model_is_mrope:
         return "SGLang gives the target's positions of three axes to blocks of one width"
     if runner.server_args.enable_return_routed_experts or runner.server_args.enable_return_indexer_topk:
@@ -154,10 +156,10 @@ def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, grou
 
     def rehearse(
         cells: list[tuple[int, int, int]],
-        shares: Callable[[int, int], Shares | None],
+        tokens: Callable[[int, int], int | None],
         record: Callable[[int, int, int, float], None],
     ) -> int:
-        """shares: of so many requests in blocks of this width."""
+        """tokens: verified together of so many requests in blocks of this width, or all."""
         begin, measured = time.perf_counter(), 0
         for requests, width, context in cells:
             elapsed = np.array([time.perf_counter() - begin])
@@ -166,7 +168,7 @@ def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, grou
             if requests > cells[0][0] and elapsed[0] > MOST_SECONDS:
                 continue
             each = min(max(context // requests, 1), rehearsal.longest(width))
-            for seconds in rehearsal.seconds(requests, each, RUNS, width, shares(requests, width)):
+            for seconds in rehearsal.seconds(requests, each, RUNS, width, tokens(requests, width)):
                 record(requests, width, requests * each, seconds)
             measured += 1
         return measured

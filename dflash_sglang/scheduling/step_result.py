@@ -19,10 +19,16 @@ class StepResult(GenerationBatchResult):
         next_token_ids: torch.Tensor
 
     packed: torch.Tensor | None = None  # [n] int64, see `Accepted`
+    logprobs: torch.Tensor | None = None  # [bs, steps] float32 of the proposals, where the width policy asks
+    verified_lens: torch.Tensor | None = None  # [bs] int32, None: whole blocks
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         assert self.packed is not None
         packed = async_d2h(self.packed)
+        if self.logprobs is not None:
+            self.logprobs = async_d2h(self.logprobs)
+        if self.verified_lens is not None:
+            self.verified_lens = async_d2h(self.verified_lens)
         self.accept_lens = packed.view(torch.int32)[: len(self.accept_lens)]
         self.next_token_ids = packed[len(packed) - len(self.next_token_ids) :]
         super().copy_to_cpu(return_logprob, return_hidden_states)  # what is on the host stays as it is

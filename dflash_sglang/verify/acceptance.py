@@ -48,6 +48,7 @@ class Acceptor:
         """max_requests: rows of req_to_token; block_size: of the widest blocks that are verified."""
         self.block_size = block_size
         self._forced = forced_acceptance(block_size, simulated_acceptance, device)
+        self._forced_logprobs = None if self._forced is None else self._forced.logprobs()
 
         def buffer(width: int) -> torch.Tensor:
             return torch.zeros((_PLACES + 1, width), dtype=torch.int64, device=device)
@@ -118,6 +119,17 @@ class Acceptor:
                 [requests.tolist(), most.tolist()], dtype=torch.int64, device=self._most.device
             )
             self._most[rows] = values.int()
+
+    def worth(self, logprobs: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+        """logprobs [bs, steps] of the proposals of requests [bs], rows of req_to_token: as they will be accepted
+        where that is forced, and none beyond what a request's step may commit."""
+        steps = logprobs.shape[1]
+        if self._forced_logprobs is not None:
+            logprobs = self._forced_logprobs[requests % len(self._forced_logprobs), :steps]
+        if self._most_on_host.min() < self.block_size:
+            lane = torch.arange(steps, device=logprobs.device)
+            logprobs = logprobs.masked_fill(lane >= self._most[requests][:, None] - 1, float("-inf"))
+        return logprobs
 
     def outcome(self, bs: int, width: int) -> Accepted:
         """What this turn's `accept` commits of bs blocks of this width; valid for three turns more."""

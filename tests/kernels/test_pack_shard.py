@@ -70,3 +70,40 @@ def test_no_rows_and_rows_without_tokens_have_a_form(device):
     empty = torch.empty((0, 7), device=device)
     assert kernels.best_ids(empty).tolist() == kernels.pack_shard(empty, 0).tolist() == []
     assert kernels.pack_shard(empty.new_empty((2, 0)), 0).tolist() == [torch.iinfo(torch.int64).min] * 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    width=st.sampled_from([1, 7, 2049, 16_385, 40_000]),
+    masked=st.sampled_from([0.0, 0.4, 0.9]),
+    scale=st.sampled_from([0.1, 3.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    shards=st.sampled_from([1, 2, 3]),
+)
+def test_the_best_token_has_its_logprob_over_all_shards(
+    triton_runs, device, seed, width, masked, scale, dtype, shards
+):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(3, width, generator=generator) * scale).to(dtype)
+    logits[torch.rand(3, width, generator=generator) < masked] = -INF
+    logits[:, 0] = 0.0
+    logits = logits.to(device)
+    expected = logits.float().log_softmax(dim=-1)
+    bounds = [width * shard // shards for shard in range(shards + 1)]
+    parts = [(logits[:, start:end], start) for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
+    for pack, merge in (
+        (kernels.pack_chances_torch, kernels.merge_chances_torch),
+        (kernels.pack_chances_triton, kernels.merge_chances_triton),
+    ):
+        packed, sums = (torch.cat(of) for of in zip(*(pack(*part) for part in parts), strict=True))
+        ids, logprobs = merge(packed, sums)
+        assert torch.equal(ids, kernels.best_ids(logits))
+        torch.testing.assert_close(logprobs, expected.gather(1, ids[:, None])[:, 0], atol=2e-5, rtol=1e-5)
+
+
+def test_an_infinite_logit_is_certain_and_a_row_of_nan_too(twin, device):
+    logits = torch.tensor([[0.0, INF, 0.0], [float("nan")] * 3], device=device)
+    packed, sums = getattr(kernels, f"pack_chances_{twin}")(logits, 0)
+    ids, logprobs = getattr(kernels, f"merge_chances_{twin}")(packed, sums)
+    assert ids.tolist() == [1, 0] and logprobs.tolist() == [0.0, 0.0]

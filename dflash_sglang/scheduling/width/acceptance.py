@@ -136,6 +136,12 @@ class Acceptance:
             total += committed[held] / committed @ self._histogram(slots[caps == cap])
         return total.tolist()
 
+    def committed(self, cap: int) -> np.ndarray:
+        """[widths, nodes] tokens of a step of requests that allow blocks of `cap` tokens."""
+        if cap == self.block:
+            return self._committed
+        return self.survival[: cap - 1].sum(axis=0) + 1.0
+
     def levels(self, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Requests [nodes] at each node among these slots [n], for each of the widest blocks that they allow."""
         for cap, among in self.caps(slots):

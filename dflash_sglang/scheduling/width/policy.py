@@ -15,7 +15,6 @@ from dflash_sglang.scheduling.width.group import Group
 from dflash_sglang.scheduling.width.interruptions import Interruptions
 from dflash_sglang.scheduling.width.metrics import WidthMetrics
 from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps
-from dflash_sglang.scheduling.width.shares import Shares
 from dflash_sglang.scheduling.width.step_times import StepTimes, StepTimesError
 
 MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap scheduling has at most two
@@ -25,14 +24,14 @@ MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap schedulin
 class Decision:
     """Width of one step. `probe`: tried for this step alone; `reason` as in `choice.Choice`.
 
-    `shares`: how many tokens of each request are verified, none where it is `width`; of all, one of the totals.
+    `tokens`: how many are verified of all requests together, one of the totals; None: `width` of each.
     """
 
     step: int
     width: int
     probe: bool
     reason: str
-    shares: Shares | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class _InFlight:
     bucket: int
     context_tokens: float
     expected_seconds: float
-    lens: np.ndarray | None = None
     part: float = 1.0  # of the time in which the width of every request would be verified
 
 
@@ -86,8 +84,8 @@ class WidthPolicy:
         `max_requests`, which run at once on this rank; requests are named by slots in [0, `slots`), by default
         [0, `max_requests`].
 
-        `totals`, ascending: how many tokens a step may verify together. With them each request has as many as its
-        proposals are worth (`shares`), up to the width, at which all are drafted; without, the width of each."""
+        `totals`, ascending: how many tokens a step may verify together. With them each request has as many as
+        the draft's probabilities say, up to the width, at which all are drafted; without, the width of each."""
         if buckets[-1] < max_requests:
             raise StepTimesError(
                 f"buckets end at {buckets[-1]}: expected at least max_requests={max_requests}. Add the batch "
@@ -112,7 +110,9 @@ class WidthPolicy:
         self._group = group or Group()
         self.ragged: RaggedSteps | None = None
         if totals is not None:
-            self.ragged = RaggedSteps(self.step_times, self.acceptance, totals, max_requests, self._group)
+            self.ragged = RaggedSteps(
+                self.step_times, self.acceptance, totals, max_requests, self._group, config.prior_acceptance
+            )
         self._step = 0
         self._in_flight: deque[_InFlight] = deque()
         self._chosen: dict[int, _InFlight] = {}
@@ -146,7 +146,7 @@ class WidthPolicy:
             )
         slots = np.array(slots, np.intp)
         bucket, context, expected_seconds, part = 0, 0.0, 0.0, 1.0
-        shares = None
+        tokens = None
         if self.config.fixed is not None:
             choice = Choice(0, 0, "hold" if self._step else "start")
         else:
@@ -163,26 +163,33 @@ class WidthPolicy:
             choice = self._choose(load, bucket, seconds[-1], offers)
             expected_seconds = offers.seconds[choice.width]
             part = expected_seconds / seconds[choice.width]
-            if self.ragged is not None and len(slots):
-                total = None if offers.tokens is None else offers.tokens[choice.width]
-                shares = self.ragged.share_out(slots, choice.width, total, choice.probe)
-        lens = None if shares is None else shares.lens
+            if offers.tokens is not None and offers.parts is not None and self.ragged is not None:
+                tokens = offers.tokens[choice.width]
+                if not choice.probe:
+                    self.ragged.hold(choice.width, offers.parts[choice.width])
         step, self._step = self._step, self._step + 1
-        chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, lens, part)
+        chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, part)
         self._in_flight.append(chosen)
         if self._group.share_times is not None:
             self._chosen[step] = chosen
         self.metrics.steps[choice.width] += 1
         whole = len(slots) * self.widths[choice.width]
-        self.metrics.tokens[choice.width] += whole if lens is None else int(lens.sum())
+        self.metrics.tokens[choice.width] += whole if tokens is None else tokens
         self.metrics.probes[choice.width] += choice.probe
         if choice.reason not in ("hold", "probe"):
             self.metrics.changes += choice.reason != "start"
             self.metrics.last_change = choice.reason
-        return Decision(step, self.widths[choice.width], choice.probe, choice.reason, shares)
+        return Decision(step, self.widths[choice.width], choice.probe, choice.reason, tokens)
 
-    def verified(self, accepted: Sequence[int] | np.ndarray, seconds: float | None = None) -> None:
-        """The oldest step that is in flight came back: `accepted` [n] proposals, and how long it took.
+    def verified(
+        self,
+        accepted: Sequence[int] | np.ndarray,
+        seconds: float | None = None,
+        logprobs: np.ndarray | None = None,
+        lens: np.ndarray | None = None,
+    ) -> None:
+        """The oldest step that is in flight came back: `accepted` [n] proposals, and how long it took. logprobs
+        [n, steps], of what was drafted, where the draft gives them; lens [n]: verified tokens, or all.
 
         `seconds`: from the end of the step before to the end of this one, so that the host's share counts; None
         where something else ran in between (a prefill). Raises ValueError if [n] is not that step's.
@@ -198,7 +205,9 @@ class WidthPolicy:
         self.metrics.seconds[done.width] += done.expected_seconds if seconds is None else seconds
         if self.config.fixed is not None:
             return
-        self.acceptance.observe(done.step, done.slots, done.width, np.asarray(accepted, np.int64), done.lens)
+        self.acceptance.observe(done.step, done.slots, done.width, np.asarray(accepted, np.int64), lens)
+        if self.ragged is not None and logprobs is not None:
+            self.ragged.confidence.observe(logprobs, np.asarray(accepted, np.int64), lens)
         if self._group.share_times is not None:
             if seconds is not None:
                 self._unshared.append((done.step, seconds))

@@ -1,4 +1,4 @@
-"""Steps that verify another number of tokens of every request: what they promise, and whose tokens they are."""
+"""Steps that verify another number of tokens of every request: how many together, and what they promise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dflash_sglang.scheduling.width.acceptance import Acceptance
+from dflash_sglang.scheduling.width.confidence import Confidence
 from dflash_sglang.scheduling.width.group import Group
 from dflash_sglang.scheduling.width.ragged_times import RaggedTimes
-from dflash_sglang.scheduling.width.shares import PLAINLY, Claims, Shares, whole_blocks
 from dflash_sglang.scheduling.width.step_times import StepTimes
 
-FLATTERED = 1.015  # steps needed beyond the estimate: shares follow what is chance in the requests' estimates, too
+TABULATE_EVERY = 4  # observed steps
 
 
 class Offers(NamedTuple):
@@ -23,14 +23,19 @@ class Offers(NamedTuple):
     steps_needed: list[float]  # of one request, to commit what a step as they are held commits of all
     seconds: list[float]  # of a step
     whole: float  # steps needed of whole blocks
-    tokens: list[int] | None = None  # verified together; None: the width of each request
+    tokens: list[int | None] | None = None  # verified together; None: the width of each request
+    parts: list[float] | None = None  # of the proposals that come true, those that are verified
 
 
 class RaggedSteps:
-    """The step with the least time for the tokens that arrive, at each width, and its shares.
+    """The step with the least time for the tokens that arrive, at each width. Whose tokens it verifies the draft's
+    probabilities say (`kernels.share_rows`).
 
-    At start-up: `times.record`, then `start`. It remembers how requests were served last, since that is why the
-    batch is what it is.
+    How many proposals of whole blocks come true is what `Acceptance` knows of each request; which part of them is
+    among so many rows, what `Confidence` knows of the batch. It remembers how requests were served last, since
+    that is why the batch is what it is.
+
+    At start-up: `times.record`, then `start`.
     """
 
     def __init__(
@@ -40,9 +45,11 @@ class RaggedSteps:
         totals: Sequence[int],
         max_requests: int,
         group: Group,
+        prior_acceptance: float,
     ):
-        """totals, ascending: how many tokens a step may verify together. Raises ValueError if they do not reach
-        `max_requests` whole blocks, or if the ranks of the group hold requests of their own."""
+        """totals, ascending: how many tokens a step may verify together; prior_acceptance: of a proposal, before
+        anything is known. Raises ValueError if they do not reach `max_requests` whole blocks, or if the ranks of
+        the group hold requests of their own."""
         if group.gather_loads is not None:
             raise ValueError(
                 "totals: expected none where ranks hold requests of their own: every rank verifies the same "
@@ -55,11 +62,14 @@ class RaggedSteps:
                 f"max_requests={max_requests} whole blocks. Add what is missing."
             )
         self.times = RaggedTimes(step_times)
+        self.confidence = Confidence(acceptance.widths, prior_acceptance)
+        self._acceptance = acceptance
         self._widths = acceptance.widths
         self._totals = list(totals)
-        self._claims = Claims(acceptance)
         self._group = group
-        self._rule = PLAINLY
+        self._held = 0, 1.0
+        self._of_requests: dict[int, tuple[list[int], list[np.ndarray]]] = {}
+        self._tabulated = 0
 
     def start(self) -> None:
         """Builds the table of what was recorded, rank 0's for every rank."""
@@ -78,40 +88,57 @@ class RaggedSteps:
         """For these requests [n]. seconds [widths]: of steps that verify the width of every request, and `uniform`
         that no others can be had; `interruptions`: seconds [...] that are to be added to those of steps that
         commit so many tokens [...], to compare them. They are not in what is offered."""
-        needed, demand = self._claims.demand(slots, self._rule)
-        whole = needed[:, -1].tolist()
-        if uniform:
-            return Offers(whole, seconds, whole[-1])
-        first = bisect.bisect_left(self._totals, len(slots))
-        last = bisect.bisect_left(self._totals, len(slots) * self._widths[-1])
-        totals = self._totals[first : last + 1]
-        steps = np.array([np.interp(totals, *of_width) for of_width in zip(demand[1:], needed[1:], strict=True)])
-        steps[steps > needed[1:, -1:]] *= FLATTERED
-        taken = self.times.seconds(bucket, seconds, totals)[1:]
-        added = interruptions(len(slots) * whole[0] / steps)
-        best = ((taken + added) * steps).argmin(axis=1).tolist()
-        return Offers(
-            [whole[0], *(float(of_width[at]) for of_width, at in zip(steps, best, strict=True))],
-            [seconds[0], *(float(of_width[at]) for of_width, at in zip(taken, best, strict=True))],
-            whole[-1],
-            [len(slots), *(totals[at] for at in best)],
-        )
+        n, levels = len(slots), self._levels(slots)
+        totals, choices = self._choices(n)
+        needed = [_steps(levels, index, np.ones(1))[0] for index in range(len(self._widths))]
+        whole, taken, parts = needed[-1], list(seconds), [1.0] * len(needed)
+        tokens: list[int | None] = [None] * len(needed)
+        if not uniform:
+            table = self.times.seconds(bucket, seconds, totals)
+            for index, verified in enumerate(choices, 1):
+                fewer = len(verified) - 1
+                steps = _steps(levels, index, verified)
+                step = np.append(table[index, :fewer], seconds[index])
+                best = int(((step + interruptions(n * needed[0] / steps)) * steps).argmin())
+                needed[index], taken[index], parts[index] = float(steps[best]), float(step[best]), verified[best]
+                tokens[index] = totals[best] if best < fewer else None
+        return Offers(needed, taken, whole, tokens, parts)
 
-    def share_out(self, slots: np.ndarray, width: int, tokens: int | None, probe: bool) -> Shares | None:
-        """At `width` (an index), `tokens` together. None where it is the width of each: of whole blocks (no
-        `tokens`) and of plain decoding."""
-        if tokens is None or width == PLAINLY.width:
-            rule = whole_blocks(width)
-        else:
-            rule = self._claims.rule(slots, width, tokens)
-        if not probe:
-            self._rule = rule
-        if tokens is None or rule == whole_blocks(width):
-            return None
-        return Shares.filling(self._claims.lens(slots, rule), self._widths[width], tokens)
+    def _choices(self, n: int) -> tuple[list[int], list[np.ndarray]]:
+        """Of n requests: the totals that are less than whole blocks of the widest, and for each width but the
+        first the parts of what comes true among those that are less than its own, and among these."""
+        if self.confidence.observed >= self._tabulated + TABULATE_EVERY:
+            self._tabulated = self.confidence.observed
+            self._of_requests.clear()
+        if n not in self._of_requests:
+            totals = [total for total in self._totals if n <= total < n * self._widths[-1]]
+            rows = [[*totals[: bisect.bisect_left(totals, n * w)], n * w] for w in self._widths[1:]]
+            parts = [self.confidence.part(index, np.array(of) / n) for index, of in enumerate(rows, 1)]
+            self._of_requests[n] = totals, parts
+        return self._of_requests[n]
 
-    def least(self, requests: int, width: int) -> Shares | None:
-        """As few tokens of so many requests as a step verifies; None where those are whole blocks of this
+    def hold(self, width: int, part: float) -> None:
+        """How requests are served from now on: at `width` (an index), with this part of what comes true."""
+        self._held = width, part
+
+    def _levels(self, slots: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of requests [n] by the widest blocks that they allow: what a step commits, [widths, nodes], and what
+        steps as they are held commit of those at each node together [nodes]."""
+        width, part = self._held
+        found = []
+        for cap, requests in self._acceptance.levels(slots):
+            committed = self._acceptance.committed(cap)
+            found.append((committed, requests * (1.0 + (committed[width] - 1.0) * part)))
+        return found
+
+    def least(self, requests: int, width: int) -> int | None:
+        """As few tokens as a step of so many requests verifies; None where those are whole blocks of this
         width."""
         tokens = self._totals[bisect.bisect_left(self._totals, requests)]
-        return Shares.filling(np.ones(requests, np.int64), width, tokens)
+        return tokens if tokens < requests * width else None
+
+
+def _steps(levels: list[tuple[np.ndarray, np.ndarray]], width: int, parts: np.ndarray) -> np.ndarray:
+    """Steps of one request that commit what steps as they are held commit, at `width` (an index) with these parts
+    [n] of what comes true verified: [n]."""
+    return sum((1.0 / (1.0 + (committed[width] - 1.0) * parts[:, None])) @ held for committed, held in levels)
