@@ -126,10 +126,8 @@ class Draft:
             [np.array((kind[width] if isinstance(kind, dict) else kind)[: width - 1]) for width in self.widths]
             for kind in kinds
         ]
-        self._reach: list[list[np.ndarray]] = []  # [kind][width][k]: chance that more than k are accepted
-        for kind in kinds:
-            profiles = [kind[width] if isinstance(kind, dict) else kind for width in self.widths]
-            self._reach.append([np.cumprod(p[: w - 1]) for p, w in zip(profiles, self.widths, strict=True)])
+        # [kind][width][k]: chance that more than k are accepted
+        self._reach = [[mean.cumprod() for mean in of_kind] for of_kind in self._mean]
         self.expected = np.array([[reach.sum() for reach in of_kind] for of_kind in self._reach])  # [kind, width]
 
     def chances(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:

@@ -36,11 +36,6 @@ def best_ids(logits: torch.Tensor, first_id: int = 0) -> torch.Tensor:
     return merge_shards(_pack_parts(logits, first_id) if on_gpu else pack_shard_torch(logits, first_id)[None])
 
 
-def best_chances(logits: torch.Tensor, first_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `best_ids`, and with the ids the logprobs [N] float32 of those tokens."""
-    return merge_chances(*pack_chances(logits, first_id))
-
-
 def pack_chances(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """logits as of `pack_shard` -> packed [parts, N] int64 of parts of the shard, and the logarithms of their sums
     of exponentials [parts, N] float32. All ranks of equal shards have as many parts."""
@@ -48,7 +43,8 @@ def pack_chances(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, tor
 
 
 def merge_chances(packed: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all parts of all shards, [parts, N] each -> ids and logprobs of `best_chances`."""
+    """Of all parts of all shards, [parts, N] each -> ids [N] int64 as of `best_ids`, and the logprobs [N] float32
+    of those tokens."""
     on_gpu = packed.is_cuda and packed.numel()
     return (merge_chances_triton if on_gpu else merge_chances_torch)(packed, sums)
 
@@ -90,8 +86,8 @@ def pack_chances_torch(logits: torch.Tensor, first_id: int) -> tuple[torch.Tenso
 
 def pack_chances_triton(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`pack_chances` as one Triton launch."""
-    packed = _pack_parts(logits, first_id, sums := _of_parts(logits, torch.float32))
-    return packed, sums
+    sums = _of_parts(logits, torch.float32)
+    return _pack_parts(logits, first_id, sums), sums
 
 
 def merge_chances_torch(packed: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -132,7 +132,7 @@ class Acceptance:
     def _steps_needed_capped(self, slots: np.ndarray, caps: np.ndarray, held: int) -> list[float]:
         total = np.zeros(len(self.widths))
         for cap in np.unique(caps).tolist():
-            committed = self.survival[: cap - 1].sum(axis=0, initial=1.0)
+            committed = self.committed(cap)
             total += committed[held] / committed @ self._histogram(slots[caps == cap])
         return total.tolist()
 
@@ -140,7 +140,7 @@ class Acceptance:
         """[widths, nodes] tokens of a step of requests that allow blocks of `cap` tokens."""
         if cap == self.block:
             return self._committed
-        return self.survival[: cap - 1].sum(axis=0) + 1.0
+        return self.survival[: cap - 1].sum(axis=0, initial=1.0)
 
     def levels(self, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Requests [nodes] at each node among these slots [n], for each of the widest blocks that they allow."""

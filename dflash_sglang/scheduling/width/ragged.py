@@ -89,11 +89,11 @@ class RaggedSteps:
         that no others can be had; `interruptions`: seconds [...] that are to be added to those of steps that
         commit so many tokens [...], to compare them. They are not in what is offered."""
         n, levels = len(slots), self._levels(slots)
-        totals, choices = self._choices(n)
         needed = [_steps(levels, index, np.ones(1))[0] for index in range(len(self._widths))]
         whole, taken, parts = needed[-1], list(seconds), [1.0] * len(needed)
         tokens: list[int | None] = [None] * len(needed)
         if not uniform:
+            totals, choices = self._choices(n)
             table = self.times.seconds(bucket, seconds, totals)
             for index, verified in enumerate(choices, 1):
                 fewer = len(verified) - 1
