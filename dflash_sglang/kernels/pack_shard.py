@@ -57,8 +57,7 @@ def pack_shard_torch(logits: torch.Tensor, first_id: int) -> torch.Tensor:
         logits.float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf")).max(dim=-1)
     )
     bits = (value + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats sort backwards
-    return (order.to(torch.int64) << 32) | (LOW_BITS - (index + first_id))
+    return (sortable.fn(bits).to(torch.int64) << 32) | (LOW_BITS - (index + first_id))
 
 
 def pack_shard_triton(logits: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -94,7 +93,7 @@ def merge_chances_torch(packed: torch.Tensor, sums: torch.Tensor) -> tuple[torch
     """The definition of `merge_chances` in torch operations."""
     best = packed.amax(dim=0)
     order = (best >> 32).to(torch.int32)
-    value = (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    value = sortable.fn(order).view(torch.float32)
     logprob = value - sums.logsumexp(dim=0)
     return LOW_BITS - (best & LOW_BITS), torch.where(value == float("inf"), 0.0, logprob)
 
@@ -133,6 +132,13 @@ def _launch_merge(
     )  # fmt: skip
 
 
+@triton.jit
+def sortable(bits):
+    """The bits of float32 values -> int32 in the order of the values, and back: as integers, negative values sort
+    backwards."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @triton.jit(do_not_specialize=["first_id"])
 def _pack_kernel(
     logits_ptr, packed_ptr, sums_ptr, row_stride, width, first_id,
@@ -151,8 +157,7 @@ def _pack_kernel(
     of_lane = tl.min(tl.where(logit == best, tile, TILES), axis=0)
     best_id = tl.min(tl.where(of_lane < TILES, start + of_lane * TILE + lane, width), axis=0)
     bits = (best + 0.0).to(tl.int32, bitcast=True)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    packed = (order << 32) | (0xFFFFFFFF - (best_id.to(tl.int64) + first_id))
+    packed = (sortable(bits).to(tl.int64) << 32) | (0xFFFFFFFF - (best_id.to(tl.int64) + first_id))
     at = part.to(tl.int64) * tl.num_programs(0) + row
     tl.store(packed_ptr + at, packed)
     if SUMS:
@@ -175,7 +180,7 @@ def _merge_kernel(
     tl.store(ids_ptr + row, 0xFFFFFFFF - (best & 0xFFFFFFFF), mask=row < rows)
     if SUMS:
         order = (best >> 32).to(tl.int32)
-        value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        value = sortable(order).to(tl.float32, bitcast=True)
         sums = tl.load(sums_ptr + at, mask=inside, other=float("-inf"))
         most = tl.maximum(tl.max(sums, axis=0), -3.0e38)
         total = most + tl.log(tl.sum(tl.exp(sums - most[None, :]), axis=0))

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_sglang.kernels.pack_shard import sortable
+
 # One compilation serves batches up to this size, and blocks up to this width: others, those of powers of two.
 _REQUESTS, _LANES = 128, 16
 _KEY_BITS = 32
@@ -60,7 +62,7 @@ def _share_rows_kernel(
     survival = tl.cumsum(tl.load(logprobs_ptr + at, mask=there, other=0.0), axis=1)
     # Integers in the order of the floats, none of them negative: 0 for what is not there.
     bits = (survival + 0.0).to(tl.int32, bitcast=True)
-    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648 + 1
+    key = sortable(bits).to(tl.int64) + 2147483648 + 1
     key = tl.where(there, key, 0)
     wanted = rows - bs
     # The largest key that at least `wanted` proposals reach, bit by bit.
