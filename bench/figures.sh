@@ -2,7 +2,7 @@
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
 #   on one GPU       wide narrow long profile startup startup_widths rope
-#                    width_good width_good_many width_good_256 width_good_long width_good_shares
+#                    width_good_1 width_good width_good_many width_good_256 width_good_long width_good_shares
 #                    width_poor width_mixed
 #   on two, "0,1"    tp2 dpa2
 #
@@ -62,7 +62,8 @@ for name in "$@"; do
     startup) step step_startup startup ;;
     startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup --sampling greedy ;;
     rope) part draft_rope draft_rope ;;
-    width_good) width good --concurrency 1 8 32 --moving 1 128 ;;
+    width_good) width good --concurrency 8 32 ;;
+    width_good_1) width good_1 --concurrency 1 --moving 1 128 ;;
     width_good_many) width good_many --concurrency 64 128 ;;
     width_good_256) width good_256 --concurrency 256 --output 384 ;; # three servers fit
     width_good_long) width good_long --kinds ours built_in --concurrency 64 128 --output 1536 --fixed 8 4 ;;
