@@ -27,6 +27,7 @@ class Load:
     top_p: float = 1.0
     token_ids: range = range(1000, 100_000)
     waves: bool = False  # the next requests come when all have ended, not one for each that has
+    pause: float = 0.0  # seconds before each wave
     custom_params: Mapping[str, Any] | None = None
 
     def prompts(self) -> list[list[int]]:
@@ -102,9 +103,12 @@ def ask(server: Server, load: Load) -> list[Answer]:
 
 
 def _waves(server: Server, load: Load) -> list[list[Answer]]:
-    prompts = load.prompts()
+    prompts, answers = load.prompts(), []
     size = load.concurrency if load.waves else len(prompts)
-    return [_ask(server, load, prompts[i : i + size]) for i in range(0, len(prompts), size)]
+    for first in range(0, len(prompts), size):
+        time.sleep(load.pause)
+        answers.append(_ask(server, load, prompts[first : first + size]))
+    return answers
 
 
 def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answer]:

@@ -30,7 +30,8 @@ from dflash_sglang.demo.signals import signals_as_exit
 
 SETTLED = slice(4, 10)  # requests 5 to 10
 POLL_SECONDS = 0.05
-# Before the first request: once it is ready, SGLang counts the objects of each of its processes, 0.07 s.
+# Before each request. Once it is ready, SGLang counts the objects of each of its processes, 0.07 s; and the GPU's
+# clocks fall while it has nothing to do.
 PAUSE = 1.0
 # /health answers as soon as the server is up, and asks it for no token, which would be a request before the first.
 HEALTH_ALONE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
@@ -52,7 +53,6 @@ def start(kind: str, samplings: list[str], arguments: argparse.Namespace, scratc
     with server:
         wait_for(kind, server)
         seconds = time.perf_counter() - began
-        time.sleep(PAUSE)
         for name in samplings:
             load = Load(
                 1,
@@ -60,6 +60,8 @@ def start(kind: str, samplings: list[str], arguments: argparse.Namespace, scratc
                 arguments.input,
                 arguments.output,
                 token_ids=range(*arguments.token_ids),
+                waves=True,
+                pause=PAUSE,
                 **SAMPLING[name],
             )
             answers = ask(server, load)

@@ -7,6 +7,7 @@ their middle. What is measured has neither a beginning nor an end of the load in
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -91,25 +92,33 @@ def occupy(server: Server, load: Load, seconds: float) -> tuple[list[Look], floa
     """What the clients saw, and when so many seconds began with all of them there. Raises RuntimeError where one
     failed."""
     server.post("/flush_cache?timeout=60")
-    ended = threading.Event()
-    clients = [Client(server, load, number, ended) for number in range(load.concurrency)]
-    for client in clients:
-        client.thread.start()
-    try:
-        for client in clients:
-            client.started.wait()
+    with clients(server, load) as asking:
         time.sleep(RAMP)
         start = time.perf_counter()
         time.sleep(seconds)
+    return [look for client in asking for look in client.looks], start
+
+
+@contextlib.contextmanager
+def clients(server: Server, load: Load) -> Iterator[list[Client]]:
+    """`load.concurrency` of them; `with` begins when each has its first token. Its end aborts whatever the server
+    does: clients of others go on with their next requests. Raises RuntimeError where one failed."""
+    ended = threading.Event()
+    asking = [Client(server, load, number, ended) for number in range(load.concurrency)]
+    for client in asking:
+        client.thread.start()
+    try:
+        for client in asking:
+            client.started.wait()
+        yield asking
     finally:
         ended.set()
         server.post("/abort_request", rid="", abort_all=True)
-        for client in clients:
+        for client in asking:
             client.thread.join(JOIN_SECONDS)
-    failed = [client.failed for client in clients if client.failed is not None]
+    failed = [client.failed for client in asking if client.failed is not None]
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(clients)} clients failed on {server.url}: {failed[0]!r}")
-    return [look for client in clients for look in client.looks], start
+        raise RuntimeError(f"{len(failed)} of {len(asking)} clients failed on {server.url}: {failed[0]!r}")
 
 
 def outcome(looks: Collection[Look], concurrency: int, start: float, end: float) -> Outcome:

@@ -18,8 +18,8 @@ The policy learns from all loads of its server, step times of widths among it th
 is its own: before each of its measured loads it has one that is not measured. Of the others but the built-in
 worker, those that are far from the best in the first round have no other round.
 
-`--moving`: the load goes from so many requests to so many and back, and a claim says after how many steps our
-worker keeps to a width. `--per-request`: ours verifies a number of tokens of each request; with one width per step
+`--moving`: the load goes from so many requests to so many and back, and claims say after how many steps our worker
+keeps to a width. `--per-request`: ours verifies a number of tokens of each request; with one width per step
 (`ours_one_width`) it is one of the others, and its server has the loads of `--fixed`.
 """
 
@@ -39,9 +39,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench import report
-from bench.load import Load, Outcome, ask
+from bench.load import Load, Outcome
 from bench.servers import Candidate, add_options, parse, together
-from bench.steady import take_turns, watch
+from bench.steady import clients, take_turns, watch
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
@@ -59,7 +59,7 @@ OVER_BUILT_IN = {"64": 1.5, "128": 1.6}  # with good acceptance
 CONTROL = 0.97  # of the server with the width fixed
 ONE_WIDTH, ALONE = f"{OURS}_one_width", f"{OURS}_alone"
 SETTLED = 30  # steps
-KEPT = 0.8  # of the steps between two looks, probes left out: estimates of two widths may be close
+KEPT = 0.8  # of them, probes left out: estimates of two widths may be close
 LOOK_SECONDS = 0.05
 
 
@@ -219,13 +219,20 @@ class Looks:
             self.taken.append((time.perf_counter(), held))
 
 
-def moving(server: Server, few: int, many: int, load: Load) -> dict[str, Any]:
-    """{phase: {width, settled_after}} of a load of `few`, then `many`, then `few` requests at a time."""
-    marks = [time.perf_counter()]
-    with Looks(server) as looks:
-        for concurrency, requests in ((few, 8 * few), (many, 2 * many), (few, 8 * few)):
-            ask(server, dataclasses.replace(load, concurrency=concurrency, requests=requests))
+def moving(server: Server, few: int, many: int, load: Load, seconds: float) -> dict[str, Any]:
+    """{phase: what `settling` gives} of so many seconds each with `few` clients, `many`, `few` again. The others
+    come at once, so that their prefills are among the first steps, and are aborted at once."""
+    server.post("/flush_cache?timeout=60")
+    usual, others = (dataclasses.replace(load, concurrency=clients) for clients in (few, many - few))
+    with Looks(server) as looks, clients(server, usual):
+        marks = [time.perf_counter()]
+        time.sleep(seconds)
+        marks.append(time.perf_counter())
+        with clients(server, others):
+            time.sleep(seconds)
             marks.append(time.perf_counter())
+        time.sleep(seconds)
+        marks.append(time.perf_counter())
     return {
         name: settling([look for look in looks.taken if start <= look[0] <= end])
         for name, (start, end) in zip(
@@ -235,20 +242,31 @@ def moving(server: Server, few: int, many: int, load: Load) -> dict[str, Any]:
 
 
 def settling(looks: Sequence[Look]) -> dict[str, Any]:
-    """The width that most steps of the second half have, and the steps until almost all have it."""
+    """The width that most steps of the second half have; the steps before the first `SETTLED` in a row, or a few
+    more, of which `KEPT` have it; its share of those after."""
     between = [
         {width: after[width] - before[width] for width in after}
         for (_, before), (_, after) in itertools.pairwise(looks)
     ]
-    between = [steps for steps in between if sum(steps.values())]
     late = between[len(between) // 2 :]
     kept = max(late[0], key=lambda width: sum(steps[width] for steps in late))
-    settled_after = total = 0
-    for steps in between:
-        total += sum(steps.values())
-        if steps[kept] < KEPT * sum(steps.values()):
-            settled_after = total
-    return {"width": int(kept), "settled_after": settled_after, "steps": total}
+    steps = [0, *itertools.accumulate(sum(of_width.values()) for of_width in between)]
+    with_it = [0, *itertools.accumulate(of_width[kept] for of_width in between)]
+
+    def share(first: int, last: int) -> float:
+        return (with_it[last] - with_it[first]) / max(1, steps[last] - steps[first])
+
+    for first in range(len(steps)):
+        last = next((last for last in range(first, len(steps)) if steps[last] - steps[first] >= SETTLED), None)
+        if last is None or share(first, last) >= KEPT:
+            break
+    begin, end = (len(steps) - 1 if last is None else first), len(steps) - 1
+    return {
+        "width": int(kept),
+        "settled_after": steps[begin],
+        "kept": round(share(begin, end), 4),
+        "steps": steps[end],
+    }
 
 
 def main() -> int:
@@ -290,7 +308,7 @@ def main() -> int:
             claimed = claims(arguments.acceptance, figures)
             status = keep()
         if arguments.moving:
-            phases = moving(servers[OURS], *arguments.moving, load)
+            phases = moving(servers[OURS], *arguments.moving, load, arguments.seconds)
             for phase in list(phases)[1:]:
                 what = f"load {phase} requests at a time: steps until a width is kept"
                 claimed.append(report.at_most(what, phases[phase]["settled_after"], SETTLED))

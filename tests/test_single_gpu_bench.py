@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 import bench.servers
 from bench import serve, startup, step_profile
-from bench.load import Answer, Load, Outcome, by_figure, decode_seconds, run
+from bench.load import Answer, Load, Outcome, ask, by_figure, decode_seconds, run
 from dflash_sglang.bench import profile, trace
 from dflash_sglang.bench.kinds import BUILT_IN, OURS
 from dflash_sglang.pair import pair_directories
@@ -95,6 +96,8 @@ def test_a_step_is_timed_from_when_all_of_a_wave_have_their_first_token():
     assert (len(stub.arrived), outcome.accept_length, stub.flushed) == (8, 6.2, "/flush_cache?timeout=60")
     assert {tuple(ids) for ids in stub.arrived[:4]} == {tuple(ids) for ids in load.prompts()[:4]}
     assert 10 <= outcome.step_ms < 20
+    answers = ask(Stub(4), dataclasses.replace(load, pause=0.2))
+    assert min(answer.asked for answer in answers[4:]) >= 0.2 + max(answer.last for answer in answers[:4])
     wave = [Answer(asked=0.0, first=1.0, last=5.0, tokens=31, verify_steps=5), Answer(0.0, 3.0, 6.0, 31, 5)]
     assert (decode_seconds(wave, wave=True), decode_seconds(wave, wave=False)) == (5.0, 7.0)
 

@@ -170,23 +170,66 @@ def test_ours_is_held_against_the_best_of_the_others_and_against_the_built_in_wo
     assert (mixed["bound"], mixed["ok"]) == (">= 1.0", False)
 
 
-def test_a_load_has_settled_after_the_last_look_with_many_steps_of_other_widths():
-    def looks(*steps: tuple[int, int]) -> list[widths.Look]:
-        """Steps at widths 16 and 4 between each look and the next."""
-        so_far = {"16": 100, "4": 7}
-        taken = [(0.0, dict(so_far))]
-        for sixteen, four in steps:
-            so_far["16"] += sixteen
-            so_far["4"] += four
-            taken.append((0.0, dict(so_far)))
-        return taken
+def looks(*steps: tuple[int, int]) -> list[widths.Look]:
+    """Steps at widths 16 and 4 between each look and the next."""
+    so_far = {"16": 100, "4": 7}
+    taken = [(0.0, dict(so_far))]
+    for sixteen, four in steps:
+        so_far["16"] += sixteen
+        so_far["4"] += four
+        taken.append((0.0, dict(so_far)))
+    return taken
 
-    moved = looks((5, 0), (0, 0), (3, 2), (0, 5), (1, 4), (0, 5), (0, 5), (1, 9))
-    assert widths.settling(moved) == {"width": 4, "settled_after": 10, "steps": 40}
-    stayed = looks((5, 0), (4, 1), (5, 0), (5, 0))
-    assert widths.settling(stayed) == {"width": 16, "settled_after": 0, "steps": 20}
-    swings = looks((5, 0), (0, 5), (5, 0), (0, 5), (5, 0))
-    assert widths.settling(swings) == {"width": 16, "settled_after": 20, "steps": 25}
+
+def test_a_load_has_settled_where_it_keeps_to_the_width_of_its_second_half():
+    moved = looks((5, 0), (0, 0), (6, 6), (0, 12), (6, 12), (0, 12), (0, 12), (3, 20))
+    assert widths.settling(moved) == {"width": 4, "settled_after": 17, "kept": round(68 / 77, 4), "steps": 94}
+    stayed = looks((20, 0), (9, 1), (20, 0), (20, 0))
+    assert widths.settling(stayed) == {"width": 16, "settled_after": 0, "kept": round(69 / 70, 4), "steps": 70}
+    swings = looks((20, 0), (0, 20), (20, 0), (0, 20), (20, 0))
+    assert widths.settling(swings) == {"width": 16, "settled_after": 100, "kept": 0.0, "steps": 100}
+
+
+def test_a_moving_load_is_of_few_clients_then_of_many_then_of_few(monkeypatch):
+    monkeypatch.setattr(widths, "LOOK_SECONDS", 0.005)
+    server = Moved()
+    phases = widths.moving(server, 1, 5, Load(9, 9, 4, 8), 0.3)
+    widths_of = {phase: figures["width"] for phase, figures in phases.items()}
+    assert widths_of == {"of 1": 16, "to 5": 4, "back to 1": 16}
+    assert all(figures["settled_after"] <= 40 and figures["kept"] > 0.8 for figures in phases.values()), phases
+    assert server.most == 5 and server.aborted == 2
+
+
+class Moved(Stub):
+    """Steps at width 4 while there are several requests, else at 16."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.now, self.most, self.aborted = 0, 0, 0
+        self.of_width = {"4": 0, "16": 0}
+        self.lock = threading.Lock()
+
+    def get(self, path: str) -> Any:
+        with self.lock:
+            self.of_width["4" if self.now > 1 else "16"] += 4
+            steps = dict(self.of_width)
+        none = dict.fromkeys(steps, 0)
+        return {"internal_states": [{"dflash_width": {"steps": steps, "probes": none}}]}
+
+    def post(self, path: str, **body: Any) -> None:
+        self.aborted += path == "/abort_request"
+
+    def stream(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        yield {"meta_info": {"completion_tokens": 1, "finish_reason": None}}
+        aborted, begin = self.aborted, time.perf_counter()
+        while aborted == self.aborted and time.perf_counter() - begin < 5:
+            time.sleep(0.001)
+        with self.lock:
+            self.now -= 1
+        yield {"meta_info": {"completion_tokens": 2, "finish_reason": {}}}
 
 
 def test_the_plot_has_medians_by_concurrency_of_who_was_measured_there():
