@@ -186,6 +186,9 @@ def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
             best = max(rate, key=rate.__getitem__)
             what = f"{where} those of the best other server, {best}, medians of rounds"
             out.append(report.at_least(what, round(ours / rate[best], 4), BEST[acceptance]))
+            if acceptance == "poor" and best != PLAIN and PLAIN in rate:
+                what = f"{where} those without speculation, medians of rounds"
+                out.append(report.at_least(what, round(ours / rate[PLAIN], 4), BEST[acceptance]))
         if built_in is not None:
             bound = OVER_BUILT_IN.get(concurrency, 0.97) if acceptance == "good" else 0.97
             what = f"{where} the built-in worker's, medians of rounds"

@@ -166,6 +166,9 @@ def test_ours_is_held_against_the_best_of_the_others_and_against_the_built_in_wo
     assert "best other server, ours_alone_8" in best["what"] and best["value"] == 1.5
     [poor] = widths.claims("poor", {"64": rates(ours=60, plain=61)})
     assert (poor["value"], poor["bound"], poor["ok"]) == (0.9836, ">= 0.97", True)
+    best, plain = widths.claims("poor", {"64": rates(ours=60, plain=61, ours_2=62)})
+    assert "best other server, ours_2" in best["what"] and not best["ok"]
+    assert "without speculation" in plain["what"] and (plain["value"], plain["ok"]) == (0.9836, True)
     [mixed] = widths.claims("mixed", {"64": rates(ours=60, ours_4=61)})
     assert (mixed["bound"], mixed["ok"]) == (">= 1.0", False)
 
