@@ -6,6 +6,7 @@ import bisect
 import gc
 import math
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.flash3 import spare_launches
@@ -42,7 +43,8 @@ class Lane(NamedTuple):
             spare_launches(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
-                kind = _by_tokens(type(graphs)) if by_tokens else type(graphs)
+                kind = _warmed_up_once(type(graphs))
+                kind = _by_tokens(kind) if by_tokens else kind
                 graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
                 leave_in_place(graphs)
         return cls(attention, graphs)
@@ -58,6 +60,25 @@ def _by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunne
         ragged_verify_mode = property(lambda self: True, lambda self, mode: None)
 
     return ByTokens
+
+
+def _warmed_up_once(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
+    """SGLang runs a forward twice before it captures it: kernels are loaded, and what is done once in a process is
+    done. The latter is done where other widths were captured, and a forward without its graph takes about as long
+    as capturing it."""
+
+    class WarmedUpOnce(graphs):
+        def capture(self) -> None:
+            whole = self.backend.capture_one
+
+            def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
+                runs = chain([lambda: None], repeat(forward))
+                whole(key, lambda: next(runs)(), **more)
+
+            self.backend.capture_one = capture_one
+            super().capture()
+
+    return WarmedUpOnce
 
 
 class Widths:
@@ -118,9 +139,16 @@ class Widths:
         for width in by_use(widths, self._widest):
             before = free()
             if width == PLAIN or before - max(took.values(), default=0.0) >= reserve:
-                self.add([width], sparse(captured_sizes(self._target)))
+                self.add([width], self._sizes(width))
                 took[width] = before - free()
         return took
+
+    def _sizes(self, width: int) -> list[int]:
+        """Batch sizes that another width is captured at: of those that have as many rows as a whole block, for
+        fewer rows take as long. Plain decoding at more."""
+        sizes = sparse(captured_sizes(self._target))
+        rows = 1 if width == PLAIN else self._widest
+        return [size for size in sizes if size * width >= rows or size == sizes[-1]]
 
     def add_parts(self) -> None:
         """Builds what verifies blocks in part."""

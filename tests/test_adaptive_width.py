@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,6 +245,21 @@ def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> 
     assert list(added(1.0, 2)) == [1]  # plain decoding is always there
 
 
+def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dflash_sglang import widths
+
+    built = object.__new__(widths.Widths)
+    built._widest, built._target = 16, None
+    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
+    assert built._sizes(1) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 14]
+    assert built._sizes(2) == [8, 10, 12, 14] and built._sizes(4) == [4, 5, 6, 8, 10, 12, 14]
+    assert built._sizes(6) == [3, 4, 5, 6, 8, 10, 12, 14] and built._sizes(12)[:2] == [2, 3]
+    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2])
+    assert built._sizes(2) == [2] and built._sizes(8) == [2]
+
+
 def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_sglang import widths
 
@@ -264,13 +280,30 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: py
 
         def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
             meanwhile.append((list(decode.bs), attn_backend, speculative_num_draft_tokens))
+            self.backend = SimpleNamespace(capture_one=capture_one)
+            self.capture()
 
+        def capture(self) -> None:
+            for size in (2, 1):
+                self.backend.capture_one(size, functools.partial(forward, size), post_warmup_hook=None)
+
+    def forward(size: int) -> int:
+        ran.append(size)
+        return size
+
+    def capture_one(key: int, forward: Any, post_warmup_hook: None) -> None:
+        captured.append((key, [forward() for _ in ("warm-up", "warm-up", "capture")]))
+
+    ran, captured = [], []
     monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
     runner = Runner()
     runner.decode_cuda_graph_runner = object.__new__(Graphs)
     spec = SimpleNamespace(override=lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(widths, "get_spec", lambda: spec)
     widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
+    assert captured == [(2, [None, 2, 2]), (1, [None, 1, 1])] and ran == [2, 2, 1, 1], (
+        "one warm-up, then the capture"
+    )
     assert meanwhile == [([1, 2, 8], "its own", 4)] and decode.bs is usual
 
 
