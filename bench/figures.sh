@@ -2,8 +2,8 @@
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
 #   on one GPU       wide narrow long profile startup startup_widths rope
-#                    width_good_1 width_good width_good_many width_good_256 width_good_long width_good_shares
-#                    width_poor width_mixed
+#                    width_good_1 width_good width_good_many width_good_256 width_good_long
+#                    width_good_admission width_good_shares width_poor width_mixed
 #   on two, "0,1"    tp2 dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -40,9 +40,9 @@ step() { # NAME MODULE ARGUMENTS...
   with_pair "$1" "$2" "--flags=--load-format dummy --cuda-graph-backend-prefill=disabled" "${@:3}"
 }
 
+serving="--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024"
 width() { # ACCEPTANCE ARGUMENTS...
-  with_pair "width_$1" widths "--flags=--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024" \
-    --input 128 --mem-fraction 0.9 --acceptance "${1%%_*}" "${@:2}"
+  with_pair "width_$1" widths "--flags=$serving" --input 128 --mem-fraction 0.9 --acceptance "${1%%_*}" "${@:2}"
 }
 
 parallel() { # LAYOUT PREFILL_GRAPHS ARGUMENTS...
@@ -67,6 +67,11 @@ for name in "$@"; do
     width_good_many) width good_many --concurrency 64 128 ;;
     width_good_256) width good_256 --concurrency 256 --output 384 ;; # three servers fit
     width_good_long) width good_long --kinds ours built_in --concurrency 64 128 --output 1536 --fixed 8 4 ;;
+    # As SGLang serves DFLASH by itself: so many requests at most, admitted when four of them have ended.
+    width_good_admission) for most in 64 128; do
+      width "good_admission_$most" --kinds ours built_in --concurrency $most --fixed 8 4 \
+        "--flags=$serving --min-free-slots-delay 4"
+    done ;;
     width_good_shares) width good_shares --per-request --kinds ours --concurrency 8 64 128 --fixed 16 8 4 ;;
     width_poor) width poor --concurrency 64 256 --output 384 --fixed 4 2 ;;
     width_mixed) width mixed --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;

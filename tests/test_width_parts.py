@@ -104,6 +104,19 @@ def test_a_machine_slower_than_at_start_up_changes_no_ratio_that_was_not_seen() 
     assert elsewhere[1] / elsewhere[0] == pytest.approx(4, rel=0.05)
 
 
+def test_a_burst_of_slow_steps_at_one_width_changes_no_ratio() -> None:
+    times = fitted({(8, width): 0.01 * width for width in (1, 4, 16)}, (8,))
+    for _ in range(50):
+        times.observe(0, 1, 0, 0.04)
+    for _ in range(40):
+        times.observe(0, 1, 0, 0.12)
+    slow = times.seconds(0, 0)
+    assert slow == pytest.approx([0.03, 0.12, 0.48], rel=0.1)
+    for _ in range(5):
+        times.observe(0, 1, 0, 0.04)
+    assert times.seconds(0, 0) == pytest.approx([0.01, 0.04, 0.16], rel=0.05)
+
+
 def test_step_times_refuse_what_has_no_place_in_the_table() -> None:
     times = StepTimes((1, 8), (1, 4))
     with pytest.raises(StepTimesError, match="batch=9: expected at most 8, the largest captured batch size"):

@@ -21,6 +21,7 @@ from tests.width_simulation import (
     PREFILLS,
     QUIET,
     WIDTHS,
+    BusyMachine,
     Draft,
     Fixed,
     Machine,
@@ -161,6 +162,15 @@ def test_noise_and_pauses_in_step_times_do_not_make_it_flap(concurrency: int) ->
     run = server.run(concurrency, steps=800)
     assert run.changes <= 30
     assert np.mean(run.worth) >= 0.97
+
+
+@pytest.mark.parametrize(("profile", "concurrency"), [("good", 8), ("poor", 32)])
+def test_what_slows_all_steps_for_a_while_is_held_against_no_width(profile: str, concurrency: int) -> None:
+    fixed = max(steady(profile, concurrency, width).rate for width in WIDTHS)
+    machine = BusyMachine(jitter=0.03, outliers=0.01)
+    for seed in range(4):
+        server = serve(adaptive(machine, concurrency, seed=seed), machine, DRAFTS[profile], seed=seed)
+        assert server.run(concurrency, steps=2000).rate >= 0.97 * fixed
 
 
 def test_one_width_that_is_best_by_far_is_never_left() -> None:

@@ -100,9 +100,9 @@ class AdaptiveWidth:
         """The oldest step with requests came back: accepted [n] proposals."""
         step = self._steps.popleft()
         end = self._clock() if step.ended is None else step.ended
-        told = step.result and (step.result.logprobs, step.result.verified_lens)
-        logprobs, lens = (None if of is None else of.numpy() for of in told or (None, None))
-        self._policy.verified(accepted, end - self._last_end if step.follows else None, logprobs, lens)
+        seconds = end - self._last_end if step.follows else None
+        drafted = () if step.result is None else (step.result.logprobs, step.result.verified_lens)
+        self._policy.verified(accepted, seconds, *(None if of is None else of.numpy() for of in drafted))
         self._last_end = end
         self._pass_over_empty_steps()
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import bisect
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 MEASURED_WEIGHT, FILLED_WEIGHT = 1.5, 0.5  # observations that a cell measured at start-up, or not, is worth
 SLOWEST_GAIN = 1 / 16  # of a cell that was observed often
-SHARES = (0.3, 0.3, 0.4)  # of an error that go to the whole table, to its width and to its cell
+SHARES = (0.3, 0.4)  # of an error that go to its width and to its cell
+PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
 FIRST_SPREAD, SPREADS = 0.1, 3.0  # usual relative error; how many of it an error counts at most,
 LEAST_LIMIT, FRESH_LIMIT = 0.05, 1.0  # but at least these, the second times the gain
 
@@ -26,11 +29,13 @@ class StepTimes:
     linearly, which keeps what is monotone monotone, beyond the largest measured one along its last slope (there a
     step is bound by its tokens), and widths that were not measured from their neighbours.
 
-    `observe` corrects the table by factors: one of the whole table, one per width and one per cell. The error of
-    an observation goes to all three, so that a machine that is slower than at start-up changes no ratio between
-    widths that were not tried yet, and a width that is slower than measured is so at batch sizes that were not
-    seen yet. An error counts at most `SPREADS` times the usual one, and more in a cell that was seldom observed:
-    steps with a pause in them hardly move it, and a cell that start-up measured wrong is right after a few probes.
+    `observe` corrects the table by factors: one of the whole table, one per width and one per cell. That of the
+    whole table is the machine's pace, the median of the latest steps, so that one that is slower than at start-up,
+    for long or for a few steps, changes no ratio between a width that is in use and those that are not. What an
+    observation differs by from the steps before it goes to its width and its cell: a width that is slower than
+    measured is so at batch sizes that were not seen yet. An error counts at most `SPREADS` times the usual one,
+    and more in a cell that was seldom observed: steps with a pause in them hardly move it, and a cell that
+    start-up measured wrong is right after a few probes.
     """
 
     def __init__(self, buckets: Sequence[int], widths: Sequence[int]):
@@ -40,7 +45,8 @@ class StepTimes:
             raise StepTimesError(f"buckets={self.buckets}: expected ascending batch sizes, at least one.")
         self._samples: dict[tuple[int, int], dict[float, list[float]]] = {}  # by cell and context
         self._spread = FIRST_SPREAD
-        self._scale = 1.0
+        self._pace = 1.0
+        self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
         self._by_width = [1.0] * len(self.widths)
         self._by_cell = [[1.0] * len(self.widths) for _ in self.buckets]
         self._weight = [[FILLED_WEIGHT] * len(self.widths) for _ in self.buckets]
@@ -104,9 +110,9 @@ class StepTimes:
 
     def seconds(self, bucket: int, context_tokens: float) -> list[float]:
         """Expected seconds of a step of every width."""
-        scale = self._scale
+        pace = self._pace
         return [
-            (base + slope * context_tokens) * by_width * by_cell * scale
+            (base + slope * context_tokens) * by_width * by_cell * pace
             for base, slope, by_width, by_cell in zip(
                 self._base[bucket], self._slope, self._by_width, self._by_cell[bucket], strict=True
             )
@@ -117,24 +123,25 @@ class StepTimes:
         return (
             (self._base[bucket][width] + self._slope[width] * context_tokens)
             * (self._by_width[width] * self._by_cell[bucket][width])
-            * self._scale
+            * self._pace
         )
 
     def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> None:
         """A step that was served, its width given as an index."""
         if not seconds > 0:
             return
-        expected = self.of_width(bucket, width, context_tokens)
+        ratio = seconds / self.of_width(bucket, width, context_tokens)
         self._weight[bucket][width] += 1.0
         gain = max(1.0 / self._weight[bucket][width], SLOWEST_GAIN)
         limit = max(SPREADS * self._spread, LEAST_LIMIT, gain * FRESH_LIMIT)
-        error = min(max(seconds / expected - 1.0, -limit), limit)
+        error = min(max(ratio - 1.0, -limit), limit)
         self._spread += (min(abs(error), SPREADS * self._spread) - self._spread) / 32
-        correction = error * gain
-        whole, of_width, of_cell = SHARES
-        self._scale *= 1.0 + whole * correction
-        self._by_width[width] *= 1.0 + of_width * correction
-        self._by_cell[bucket][width] *= 1.0 + of_cell * correction
+        of_width, of_cell = SHARES
+        self._by_width[width] *= 1.0 + of_width * gain * error
+        self._by_cell[bucket][width] *= 1.0 + of_cell * gain * error
+        self._latest.append(ratio * self._pace)
+        if len(self._latest) == PACE_STEPS:
+            self._pace = statistics.median(self._latest)
 
 
 def startup_cells(
