@@ -230,8 +230,10 @@ def _proposals(worker: Any) -> None:
 
 
 def _widths(worker: Any) -> None:
+    from dflash_sglang.scheduling import start_widths
     from dflash_sglang.scheduling.width.choice import Choice, Chooser
 
+    start_widths.RUNS, start_widths.MOST_SECONDS = 1, 1.0  # nothing follows from the times
     draws = random.Random(0)  # the same on all ranks
 
     def at_some_width(self: Any, bucket: int, limit: int, *expected: Any) -> Choice:
