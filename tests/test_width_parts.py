@@ -117,6 +117,17 @@ def test_a_burst_of_slow_steps_at_one_width_changes_no_ratio() -> None:
     assert times.seconds(0, 0) == pytest.approx([0.01, 0.04, 0.16], rel=0.05)
 
 
+def test_what_is_known_of_a_width_grows_old_so_that_a_few_probes_correct_it() -> None:
+    times = fitted({(8, width): 0.01 * width for width in (1, 4)}, (8,), (1, 4))
+    for step in range(600):  # width 4 takes a quarter longer for a while, and is then seen every 50 steps
+        times.observe(0, 0, 0, 0.01)
+        if step < 200 or not step % 50:
+            times.observe(0, 1, 0, 0.05 if step < 200 else 0.04)
+        if step == 199:
+            assert times.seconds(0, 0) == pytest.approx([0.01, 0.05], rel=0.02)
+    assert times.seconds(0, 0) == pytest.approx([0.01, 0.04], rel=0.04)
+
+
 def test_step_times_refuse_what_has_no_place_in_the_table() -> None:
     times = StepTimes((1, 8), (1, 4))
     with pytest.raises(StepTimesError, match="batch=9: expected at most 8, the largest captured batch size"):

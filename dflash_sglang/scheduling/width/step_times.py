@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MEASURED_WEIGHT, FILLED_WEIGHT = 1.5, 0.5  # observations that a cell measured at start-up, or not, is worth
-SLOWEST_GAIN = 1 / 16  # of a cell that was observed often
+MEASURED, FILLED = 2 / 3, 2.0  # variance of a cell, over that of an observation: measured at start-up, or not
+DRIFT = 1 / 240  # that it grows by with each step, up to that of a cell that nobody measured
 SHARES = (0.3, 0.4)  # of an error that go to its width and to its cell
 PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
 FIRST_SPREAD, SPREADS = 0.1, 3.0  # usual relative error; how many of it an error counts at most,
@@ -34,8 +34,8 @@ class StepTimes:
     for long or for a few steps, changes no ratio between a width that is in use and those that are not. What an
     observation differs by from the steps before it goes to its width and its cell: a width that is slower than
     measured is so at batch sizes that were not seen yet. An error counts at most `SPREADS` times the usual one,
-    and more in a cell that was seldom observed: steps with a pause in them hardly move it, and a cell that
-    start-up measured wrong is right after a few probes.
+    and more in a cell that was seldom observed: steps with a pause in them hardly move it. What a cell is known
+    by grows old, so that one that start-up or a slow spell left wrong is right after a few probes.
     """
 
     def __init__(self, buckets: Sequence[int], widths: Sequence[int]):
@@ -49,7 +49,9 @@ class StepTimes:
         self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
         self._by_width = [1.0] * len(self.widths)
         self._by_cell = [[1.0] * len(self.widths) for _ in self.buckets]
-        self._weight = [[FILLED_WEIGHT] * len(self.widths) for _ in self.buckets]
+        self._variance = [[FILLED] * len(self.widths) for _ in self.buckets]
+        self._observed = 0  # steps
+        self._last_observed = [[0] * len(self.widths) for _ in self.buckets]
         self._base: list[list[float]] = []
         self._slope = [0.0] * len(self.widths)
 
@@ -91,19 +93,19 @@ class StepTimes:
         for (bucket, width), line in medians.items():
             rest = [max(seconds - self._slope[width] * context, 0.1 * seconds) for context, seconds in line]
             base[bucket, width] = sum(rest) / len(rest)
-            self._weight[bucket][width] = MEASURED_WEIGHT
+            self._variance[bucket][width] = MEASURED
         self._base = filled(base, np.array(self.buckets, float), np.array(self.widths, float)).tolist()
 
     def table(self) -> np.ndarray:
         """The fitted table as one row [2 * buckets * widths + widths], for a group to share."""
-        return np.concatenate([np.ravel(self._base), np.ravel(self._weight), self._slope])
+        return np.concatenate([np.ravel(self._base), np.ravel(self._variance), self._slope])
 
     def load(self, row: np.ndarray) -> None:
         """Takes another rank's `table()`."""
         cells = len(self.buckets) * len(self.widths)
         shape = (len(self.buckets), len(self.widths))
         self._base = row[:cells].reshape(shape).tolist()
-        self._weight = row[cells : 2 * cells].reshape(shape).tolist()
+        self._variance = row[cells : 2 * cells].reshape(shape).tolist()
         self._slope = row[2 * cells :].tolist()
 
     # ---- Serving -----------------------------------------------------------------------------------------
@@ -131,8 +133,11 @@ class StepTimes:
         if not seconds > 0:
             return
         ratio = seconds / self.of_width(bucket, width, context_tokens)
-        self._weight[bucket][width] += 1.0
-        gain = max(1.0 / self._weight[bucket][width], SLOWEST_GAIN)
+        self._observed += 1
+        age = self._observed - self._last_observed[bucket][width]
+        variance = min(self._variance[bucket][width] + DRIFT * age, FILLED)
+        gain = variance / (variance + 1.0)  # Kalman's, and the variance afterwards
+        self._variance[bucket][width], self._last_observed[bucket][width] = gain, self._observed
         limit = max(SPREADS * self._spread, LEAST_LIMIT, gain * FRESH_LIMIT)
         error = min(max(ratio - 1.0, -limit), limit)
         self._spread += (min(abs(error), SPREADS * self._spread) - self._spread) / 32
