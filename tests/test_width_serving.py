@@ -96,8 +96,8 @@ def test_start_up_measures_every_width_and_leaves_no_trace(ours):
     server, records = ours
     ran, table = json.loads((records / "rehearsed").read_text())  # there once nothing was found changed
     shape = len(BUCKETS), len(WIDTHS)
-    base, weights = np.array(table)[: 2 * len(BUCKETS) * len(WIDTHS)].reshape(2, *shape)
-    measured = weights > 1
+    base, variances = np.array(table)[: 2 * len(BUCKETS) * len(WIDTHS)].reshape(2, *shape)
+    measured = variances < 1
     assert measured[0].all() and len(ran["seconds"]) >= measured.sum()
     assert (base > 0).all() and base[-1, -1] > base[0, -1]
     assert f"dflash_sglang verify widths: {WIDTHS}" in server.log_text()
