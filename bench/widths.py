@@ -226,7 +226,7 @@ def moving(server: Server, few: int, many: int, load: Load, seconds: float) -> d
     """{phase: what `settling` gives} of so many seconds each with `few` clients, `many`, `few` again. The others
     come at once, so that their prefills are among the first steps, and are aborted at once."""
     server.post("/flush_cache?timeout=60")
-    usual, others = (dataclasses.replace(load, concurrency=clients) for clients in (few, many - few))
+    usual, others = (dataclasses.replace(load, concurrency=number) for number in (few, many - few))
     with Looks(server) as looks, clients(server, usual):
         marks = [time.perf_counter()]
         time.sleep(seconds)

@@ -76,7 +76,10 @@ def _warmed_up_once(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraph
                 whole(key, lambda: next(runs)(), **more)
 
             self.backend.capture_one = capture_one
-            super().capture()
+            try:
+                super().capture()
+            finally:
+                del self.backend.capture_one
 
     return WarmedUpOnce
 

@@ -245,7 +245,7 @@ def _widths(worker: Any) -> None:
 
 def _shares(worker: Any) -> None:
     from dflash_sglang.drafting.head import HeadProposals
-    from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps
+    from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps, Share
 
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
     offers = RaggedSteps.offers
@@ -254,11 +254,11 @@ def _shares(worker: Any) -> None:
         offered = offers(self, slots, bucket, seconds, uniform, interruptions)
         if uniform:
             return offered
-        requests, tokens = len(slots), []
+        requests, shares = len(slots), []
         for width in self._widths:
-            parts = [total for total in self._totals if requests <= total < requests * width]
-            tokens.append(draws.choice([*parts, None]) if parts else None)
-        return offered._replace(tokens=tokens)
+            fewer = [total for total in self._totals if requests <= total < requests * width]
+            shares.append(Share(draws.choice([*fewer, None]) if fewer else None, 1.0))
+        return offered._replace(shares=shares)
 
     def of_no_draft(self: Any, bs: int, steps: int) -> torch.Tensor:
         drawn = -torch.rand((bs, steps), generator=generator)

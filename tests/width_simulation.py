@@ -97,8 +97,8 @@ class Machine:
 class BusyMachine(Machine):
     """Its clock reads up to four times the truth for 10 to 60 steps, once in some hundreds: others use it too."""
 
-    _factor: float = 1.0
-    _left: int = 0
+    _factor: float = field(default=1.0, init=False)
+    _left: int = field(default=0, init=False)
 
     def read(self, seconds: float, random: np.random.Generator) -> float:
         self._left -= 1

@@ -53,9 +53,7 @@ def pack_shard_torch(logits: torch.Tensor, first_id: int) -> torch.Tensor:
     """The definition of `pack_shard` in torch operations."""
     if logits.shape[1] == 0:
         return torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)
-    value, index = (
-        logits.float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf")).max(dim=-1)
-    )
+    value, index = _numbers(logits).max(dim=-1)
     bits = (value + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
     return (sortable.fn(bits).to(torch.int64) << 32) | (LOW_BITS - (index + first_id))
 
@@ -79,8 +77,7 @@ def merge_shards_triton(packed: torch.Tensor) -> torch.Tensor:
 
 def pack_chances_torch(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition of `pack_chances` in torch operations: one part."""
-    values = logits.float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
-    return pack_shard_torch(logits, first_id)[None], values.logsumexp(dim=-1)[None]
+    return pack_shard_torch(logits, first_id)[None], _numbers(logits).logsumexp(dim=-1)[None]
 
 
 def pack_chances_triton(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,6 +100,11 @@ def merge_chances_triton(packed: torch.Tensor, sums: torch.Tensor) -> tuple[torc
     ids, logprobs = torch.empty_like(packed[0]), torch.empty_like(sums[0])
     _launch_merge(packed, ids, sums, logprobs)
     return ids, logprobs
+
+
+def _numbers(logits: torch.Tensor) -> torch.Tensor:
+    """float32, infinity for NaN."""
+    return logits.float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
 
 
 def _of_parts(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

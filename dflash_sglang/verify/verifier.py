@@ -69,8 +69,8 @@ class Verifier:
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._by_kernels = get_exec().kernel.sampling_backend == "flashinfer"
         max_requests = self._runner.req_to_token_pool.req_to_token.shape[0]
-        self._penalties = Penalties(self._runner.model_config.vocab_size, self._runner.device)
         vocab_size = self._runner.model_config.vocab_size
+        self._penalties = Penalties(vocab_size, self._runner.device)
         self._sampler = RejectionSampler(max_requests, block_size, vocab_size, self._runner.device)
         self._processors = CustomProcessors(max_requests, block_size, self._runner.device)
         self._recurrent: RecurrentStates | None = None

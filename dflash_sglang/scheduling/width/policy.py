@@ -163,10 +163,10 @@ class WidthPolicy:
             choice = self._choose(load, bucket, seconds[-1], offers)
             expected_seconds = offers.seconds[choice.width]
             part = expected_seconds / seconds[choice.width]
-            if offers.tokens is not None and offers.parts is not None and self.ragged is not None:
-                tokens = offers.tokens[choice.width]
+            if self.ragged is not None and offers.shares is not None:
+                tokens, verified = offers.shares[choice.width]
                 if not choice.probe:
-                    self.ragged.hold(choice.width, offers.parts[choice.width])
+                    self.ragged.hold(choice.width, verified)
         step, self._step = self._step, self._step + 1
         chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, part)
         self._in_flight.append(chosen)

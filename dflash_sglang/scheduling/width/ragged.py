@@ -17,14 +17,20 @@ from dflash_sglang.scheduling.width.step_times import StepTimes
 TABULATE_EVERY = 4  # observed steps
 
 
+class Share(NamedTuple):
+    """Of the rows of whole blocks, those that a step verifies."""
+
+    tokens: int | None  # verified together; None: the width of each request
+    part: float  # of the proposals that come true, those that are verified
+
+
 class Offers(NamedTuple):
     """The best step of every width."""
 
     steps_needed: list[float]  # of one request, to commit what a step as they are held commits of all
     seconds: list[float]  # of a step
     whole: float  # steps needed of whole blocks
-    tokens: list[int | None] | None = None  # verified together; None: the width of each request
-    parts: list[float] | None = None  # of the proposals that come true, those that are verified
+    shares: list[Share] | None = None
 
 
 class RaggedSteps:
@@ -90,8 +96,7 @@ class RaggedSteps:
         commit so many tokens [...], to compare them. They are not in what is offered."""
         n, levels = len(slots), self._levels(slots)
         needed = [_steps(levels, index, np.ones(1))[0] for index in range(len(self._widths))]
-        whole, taken, parts = needed[-1], list(seconds), [1.0] * len(needed)
-        tokens: list[int | None] = [None] * len(needed)
+        whole, taken, shares = needed[-1], list(seconds), [Share(None, 1.0)] * len(needed)
         if not uniform:
             totals, choices = self._choices(n)
             table = self.times.seconds(bucket, seconds, totals)
@@ -100,9 +105,9 @@ class RaggedSteps:
                 steps = _steps(levels, index, verified)
                 step = np.append(table[index, :fewer], seconds[index])
                 best = int(((step + interruptions(n * needed[0] / steps)) * steps).argmin())
-                needed[index], taken[index], parts[index] = float(steps[best]), float(step[best]), verified[best]
-                tokens[index] = totals[best] if best < fewer else None
-        return Offers(needed, taken, whole, tokens, parts)
+                needed[index], taken[index] = float(steps[best]), float(step[best])
+                shares[index] = Share(totals[best] if best < fewer else None, verified[best])
+        return Offers(needed, taken, whole, shares)
 
     def _choices(self, n: int) -> tuple[list[int], list[np.ndarray]]:
         """Of n requests: the totals that are less than whole blocks of the widest, and for each width but the
