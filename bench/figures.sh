@@ -3,7 +3,7 @@
 #
 #   on one GPU       wide narrow long profile startup startup_widths rope
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
-#                    width_good_admission width_good_shares width_poor width_mixed
+#                    width_good_admission width_good_shares width_poor width_poor_built_in width_mixed
 #   on two, "0,1"    tp2 dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -65,7 +65,7 @@ for name in "$@"; do
     width_good) width good --concurrency 8 32 ;;
     width_good_1) width good_1 --concurrency 1 --moving 1 128 ;;
     width_good_many) width good_many --concurrency 64 128 ;;
-    width_good_256) width good_256 --concurrency 256 --output 384 ;; # three servers fit
+    width_good_256) width good_256 --concurrency 256 --output 256 ;; # three servers fit
     width_good_long) width good_long --kinds ours built_in --concurrency 64 128 --output 1536 --fixed 8 4 ;;
     # As SGLang serves DFLASH by itself: so many requests at most, admitted when four of them have ended.
     width_good_admission) for most in 64 128; do
@@ -73,7 +73,8 @@ for name in "$@"; do
         "--flags=$serving --min-free-slots-delay 4"
     done ;;
     width_good_shares) width good_shares --per-request --kinds ours --concurrency 8 64 128 --fixed 16 8 4 ;;
-    width_poor) width poor --concurrency 64 256 --output 384 --fixed 4 2 ;;
+    width_poor) width poor --kinds ours plain --concurrency 256 64 --output 384 --fixed 4 2 ;;
+    width_poor_built_in) width poor_built_in --kinds ours built_in --concurrency 64 256 --output 256 --fixed ;;
     width_mixed) width mixed --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 16 1 64 ;;
     dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 ;;

@@ -291,8 +291,9 @@ def main() -> int:
     shared, asked = ONE_WIDTH if arguments.per_request else OURS, forced(arguments.fixed)
     by_gpu = names_by_gpu(candidates, shared, list(asked))
     most = max([*arguments.concurrency, *(arguments.moving or [])])
-    # A little more than steady loads need, in which a request has 0.54 of its output on average.
-    tokens = int(most * (arguments.input + 0.65 * arguments.output + 2 * BLOCK + 16)) + 4 * arguments.output
+    # Of a request in a steady load 0.54 of its output is there on average, and as much is still to come, for which
+    # SGLang keeps room.
+    tokens = int(most * (arguments.input + 1.15 * arguments.output + 2 * BLOCK + 16)) + 4 * arguments.output
     figures: dict[str, Any] = {}
     claimed: list[dict[str, Any]] = []
     status = 1

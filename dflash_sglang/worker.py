@@ -39,6 +39,7 @@ from dflash_sglang.scheduling import first_requests, start_widths, stops
 from dflash_sglang.scheduling.adaptive import AdaptiveWidth
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.scheduling.rehearsal import Rehearsal
+from dflash_sglang.scheduling.step_clock import StepClock
 from dflash_sglang.scheduling.step_result import StepResult
 from dflash_sglang.scheduling.width_ranks import width_group
 from dflash_sglang.token_map import read_token_map
@@ -207,7 +208,7 @@ class DFlashWorker(BaseSpecWorker):
             policy,
             lanes,
             self._acceptor.limit,
-            on_host=torch.device(self.device).type == "cpu",
+            StepClock(self.device),
             speaks=get_parallel().tp_rank == 0,
         )
         self.width = self._widths.choices[-1]

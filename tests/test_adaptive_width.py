@@ -57,18 +57,29 @@ class Widths(list):
         self.append("widest")
 
 
-def adaptive(widths: list[int], on_host: bool = False, limits: list[Any] | None = None) -> tuple[Any, Policy, Any]:
-    """With a clock that the test sets as `clock.now`."""
+class Clock:
+    """Of a device: `ends` says when what is launched next will end."""
+
+    ends = 100.0
+
+    def mark(self) -> float:
+        return self.ends
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, Policy, Clock]:
     from dflash_sglang.scheduling.adaptive import AdaptiveWidth
 
-    policy, clock, used = Policy(widths), SimpleNamespace(now=100.0), Widths()
+    policy, clock, used = Policy(widths), Clock(), Widths()
     limits = [] if limits is None else limits
 
     def limit(slots: np.ndarray, most: np.ndarray) -> None:
         limits.append((slots.tolist(), most.tolist()))
 
-    made = AdaptiveWidth(policy, used, limit, on_host, clock=lambda: clock.now)
-    made.clock, made.used = clock, used
+    made = AdaptiveWidth(policy, used, limit, clock)
+    made.used = used
     return made, policy, clock
 
 
@@ -93,18 +104,27 @@ def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
     return SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, decoding_reqs=reqs[len(asked) :] or None)
 
 
-def test_a_step_takes_from_the_result_before_to_its_own_unless_something_ran_between() -> None:
+def launch(widths: Any, batch: Any) -> None:
+    widths.next(batch)
+    widths.returned(SimpleNamespace(logprobs=None, verified_lens=None))
+
+
+def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_unless_something_ran_between() -> None:
     widths, policy, clock = adaptive([16, 8, 8, 4, 4])
-    widths.next(decoding(1, 2))
-    widths.next(decoding(1, 2))  # launched before the first one's result is there
-    for now, after in ((101.0, widths.next), (103.0, widths.prefill), (104.5, widths.next)):
-        clock.now = now
-        widths.verified([3, 0])
-        after(prefilled({}) if after == widths.prefill else decoding(1, 2))
-    clock.now = 110.0
-    widths.verified([1, 1])
-    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, None]
-    assert widths.used == [16, 8, 8, "widest", 4]
+    for ends in (101.0, 103.0, 104.5):
+        clock.ends = ends
+        launch(widths, decoding(1, 2))
+    widths.verified([3, 0])
+    widths.prefill(prefilled({}))  # the host is busy with it when the steps before end
+    clock.ends = 110.0
+    for _ in range(2):
+        launch(widths, decoding(1, 2))
+        widths.verified([1, 1])
+        clock.ends += 2.0
+    for _ in range(2):
+        widths.verified([0, 0])
+    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, None, 2.0]
+    assert widths.used == [16, 8, 8, "widest", 4, 4]
 
 
 def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets_it() -> None:
@@ -125,18 +145,6 @@ def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_
     for _ in of_draft:
         widths.verified([1])
     assert policy.of_draft == [list(of) for of in of_draft]
-
-
-def test_where_the_host_runs_the_forward_a_step_ends_when_it_returns() -> None:
-    widths, policy, clock = adaptive([16, 16, 16], on_host=True)
-    for now in (101.0, 103.0, 107.0):  # the result of a step is read after the next one has run
-        widths.next(decoding(1))
-        clock.now = now
-        widths.returned(SimpleNamespace(logprobs=None, verified_lens=None))
-        if now > 101.0:
-            widths.verified([2])
-    widths.verified([2])
-    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 4.0]
 
 
 def test_a_step_of_other_ranks_has_no_result_and_keeps_its_turn() -> None:
@@ -178,11 +186,16 @@ def test_a_rank_without_requests_counts_the_prefills_of_others() -> None:
     assert policy.prefills == 1
 
 
-def test_changes_are_logged_once_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_are_logged_once_in_ten_seconds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_sglang.scheduling import adaptive as module
+
     caplog.set_level("INFO")
-    widths, policy, clock = adaptive([16, 8, 4, 2])
+    widths, policy, _ = adaptive([16, 8, 4, 2])
     for now, changes in ((0.0, 0), (1.0, 1), (5.0, 2), (11.5, 3)):
-        clock.now, policy.metrics.changes = now, changes
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda now=now: now))
+        policy.metrics.changes = changes
         widths.next(decoding(1))
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(";")[0] for line in lines] == [

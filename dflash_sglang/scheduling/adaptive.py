@@ -17,6 +17,7 @@ from dflash_sglang.scheduling.request_width import width_bounds
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from dflash_sglang.scheduling.step_clock import StepClock
     from dflash_sglang.scheduling.step_result import StepResult
     from dflash_sglang.scheduling.width import Decision, WidthPolicy
     from dflash_sglang.widths import Widths
@@ -32,15 +33,15 @@ class _Step:
 
     requests: int
     follows: bool  # on a step with requests, nothing in between
-    ended: float | None = None
     result: StepResult | None = None
+    end: Any = None  # `StepClock.mark`
 
 
 class AdaptiveWidth:
     """Asks the policy before each decode step and tells it of the results, which overlap scheduling has later.
 
-    A step takes as long as it is from the result before to its own; where the host runs the forward itself, on a
-    CPU, from one return to the next. Unknown is the time of a step that follows anything else.
+    A step takes as long as it is from the end of the step before to its own. Unknown is the time of a step that
+    follows anything else.
     """
 
     def __init__(
@@ -48,18 +49,16 @@ class AdaptiveWidth:
         policy: WidthPolicy,
         widths: Widths,
         limit: Callable[[np.ndarray, np.ndarray], None],
-        on_host: bool,
+        clock: StepClock,
         speaks: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """limit: of the tokens that a step commits of requests, `Acceptor.limit`; on_host: whether a step has
-        ended when it returns; speaks: whether this rank logs."""
-        self._policy, self._widths, self._limit = policy, widths, limit
-        self._on_host, self._clock = on_host, clock
+        """limit: of the tokens that a step commits of requests, `Acceptor.limit`; speaks: whether this rank
+        logs."""
+        self._policy, self._widths, self._limit, self._clock = policy, widths, limit, clock
         self._steps: deque[_Step] = deque()
         self._after_step = False
-        self._last_end = 0.0
-        self._log = _ChangeLog(clock) if speaks else None
+        self._last_end: Any = None
+        self._log = _ChangeLog() if speaks else None
 
     @property
     def choices(self) -> Sequence[int]:
@@ -92,18 +91,15 @@ class AdaptiveWidth:
 
     def returned(self, result: StepResult) -> None:
         """The step that `next` was asked for last has been launched."""
-        self._steps[-1].result = result
-        if self._on_host:
-            self._steps[-1].ended = self._clock()
+        self._steps[-1].result, self._steps[-1].end = result, self._clock.mark()
 
     def verified(self, accepted: Sequence[int]) -> None:
         """The oldest step with requests came back: accepted [n] proposals."""
         step = self._steps.popleft()
-        end = self._clock() if step.ended is None else step.ended
-        seconds = end - self._last_end if step.follows else None
+        seconds = self._clock.seconds(self._last_end, step.end) if step.follows else None
         drafted = () if step.result is None else (step.result.logprobs, step.result.verified_lens)
         self._policy.verified(accepted, seconds, *(None if of is None else of.numpy() for of in drafted))
-        self._last_end = end
+        self._last_end = step.end
         self._pass_over_empty_steps()
 
     def _pass_over_empty_steps(self) -> None:
@@ -130,14 +126,13 @@ def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarr
 class _ChangeLog:
     """One line when the width has changed, not more often than every `LOG_SECONDS`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._changes = 0
         self._last = -LOG_SECONDS
 
     def note(self, policy: WidthPolicy, width: int, requests: int) -> None:
         metrics = policy.metrics
-        if metrics.changes == self._changes or (now := self._clock()) - self._last < LOG_SECONDS:
+        if metrics.changes == self._changes or (now := time.perf_counter()) - self._last < LOG_SECONDS:
             return
         logger.info(
             "dflash_sglang verify width: %d at %d requests (%s; %d changes since the last line); estimated gain "

@@ -3,7 +3,6 @@ and say how long a step takes."""
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dflash_sglang.compat import (
     require_mlp_tp_gather,
 )
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
+from dflash_sglang.scheduling.step_clock import StepClock
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -56,6 +56,7 @@ class Rehearsal:
         self._decode, self._prefill = decode, prefill
         self._table = runner.req_to_token_pool.req_to_token
         self._device = runner.device
+        self._clock = StepClock(runner.device)
 
     def longest(self, width: int) -> int:
         """Tokens of context that leave room for a block."""
@@ -85,21 +86,8 @@ class Rehearsal:
             batch, marks = self._decoding(requests, context, GREEDY), []
             for _ in range(runs + 1):
                 self._decode(copy(batch), width, tokens)
-                marks.append(self._mark())
-            return self._between(marks)
-
-    def _mark(self) -> float | torch.cuda.Event:
-        if torch.device(self._device).type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, marks: list) -> list[float]:
-        if torch.device(self._device).type != "cuda":
-            return [end - start for start, end in pairwise(marks)]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in pairwise(marks)]
+                marks.append(self._clock.mark())
+            return [self._clock.seconds(start, end) for start, end in pairwise(marks)]
 
     @contextmanager
     def _contexts(self, requests: int, context: int) -> Iterator[None]:
