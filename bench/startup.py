@@ -69,6 +69,7 @@ def start(kind: str, samplings: list[str], arguments: argparse.Namespace, scratc
     return {
         "ready_s": round(seconds, 2),
         "latency_ms": [round(latency, 2) for latency in latencies],
+        "first_token_ms": [round(1000 * (answer.first - answer.asked), 2) for answer in answers],
         "first_over_settled": round(latencies[0] / statistics.median(latencies[SETTLED]), 4),
         "verify_steps": [answer.verify_steps for answer in answers],
     }
