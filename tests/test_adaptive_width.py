@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,19 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_unless_something
         widths.verified([0, 0])
     assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, None, 2.0]
     assert widths.used == [16, 8, 8, "widest", 4, 4]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device: str) -> None:
+    from dflash_sglang.scheduling.step_clock import StepClock
+
+    clock = StepClock(device)
+    start = clock.mark()
+    torch.cuda._sleep(40_000_000) if device == "cuda" else time.sleep(0.02)  # at 2 GHz as long
+    end = clock.mark()
+    time.sleep(0.3)
+    assert 0.01 < clock.seconds(start, end) < 0.2
+    assert 0.2 < clock.seconds(end, clock.mark()) < 2.0
 
 
 def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets_it() -> None:
