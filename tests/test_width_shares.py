@@ -10,7 +10,20 @@ import pytest
 from dflash_sglang.scheduling.width import Group, StepTimes, WidthConfig, WidthPolicy
 from dflash_sglang.scheduling.width.acceptance import Acceptance
 from dflash_sglang.scheduling.width.ragged_times import RaggedTimes
-from tests.width_simulation import QUIET, WIDTHS, Fixed, Machine, adaptive, shared, steady_mix, tiers
+from tests.width_simulation import (
+    EASY,
+    HARD,
+    QUIET,
+    WIDTHS,
+    Draft,
+    Fixed,
+    Machine,
+    adaptive,
+    serve,
+    shared,
+    steady_mix,
+    tiers,
+)
 
 # ---- Estimates ---------------------------------------------------------------------------------------------
 
@@ -125,6 +138,40 @@ def test_steps_verified_in_part_take_what_they_had_to() -> None:
     assert parts > 5
     after = policy.step_times.seconds(policy.step_times.bucket(64), 64 * 512)
     assert after == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize("hard", [0.2, 0.5])
+def test_steps_in_part_that_take_longer_than_start_up_says_are_given_up(hard: float) -> None:
+    machine, rates = Machine(jitter=0.02, outliers=0.01, parts=1.2), []
+    for ragged in (True, False):
+        server = serve(adaptive(machine, 64, ragged=ragged), machine, Draft(EASY, HARD), hard=hard)
+        server.run(64, steps=400)
+        rates.append(server.run(64, steps=1000).rate)
+    assert rates[0] > 0.97 * rates[1]
+
+
+def test_a_factor_of_steps_in_part_comes_from_steps_of_the_other_kind_beside_them() -> None:
+    times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
+    whole = np.array([0.01, 0.02, 0.04])
+    before = times.seconds(0, whole, [20])
+    for in_part, error, factor in [
+        (False, 0.3, 1.0),
+        (True, 0.04, 1.02),
+        (True, 0.3, 1.02),  # no comparison: it goes to the width
+        (False, -0.04, 1.02 * 1.02),
+        (True, 5.0, 1.02 * 1.02 * 1.05),  # a pause
+    ]:
+        times.compare(in_part, error)
+        assert times.seconds(0, whole, [20]) == pytest.approx(factor * before)
+    for _ in range(5000):
+        times.compare(False, 0.0)
+    assert times.seconds(0, whole, [20]) == pytest.approx(before, rel=1e-3)
+
+
+def test_whole_blocks_are_verified_for_comparison_at_a_bounded_cost() -> None:
+    times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
+    compared = [times.compares(0.02, 0.03) for _ in range(4000)]
+    assert sum(compared) * (0.03 - 0.02) == pytest.approx(0.0025 * 4000 * 0.02, rel=0.1)
 
 
 def test_as_few_tokens_as_can_be_are_rehearsed_where_they_are_no_whole_blocks() -> None:

@@ -45,7 +45,8 @@ class Policy(Protocol):
 class Machine:
     """True step times, and what a clock reads of them: `jitter` (relative), outliers of `outlier` times.
 
-    `distort[bucket, width]` multiplies the truth that start-up measured. A prefill takes `launch` seconds, and a
+    `distort[bucket, width]` multiplies the truth that start-up measured, `parts` that of steps that verify blocks
+    in part and more than as few tokens as can be, which start-up measures. A prefill takes `launch` seconds, and a
     pass over the weights (`weights` seconds) or `prompt_token` seconds for each of its tokens, whichever is more;
     by default nothing, and the policy is not told of it.
     """
@@ -56,6 +57,7 @@ class Machine:
     outliers: float = 0.0
     outlier: float = 5.0
     distort: np.ndarray | None = None
+    parts: float = 1.0
     launch: float = 0.0
     weights: float = 0.0
     prompt_token: float = 0.0
@@ -85,7 +87,8 @@ class Machine:
         size = self.buckets[int(np.searchsorted(self.buckets, batch))]
         full = size * self.widths[width]
         saved = PLAIN_SHARE * (_drafted(full) - _drafted(min(tokens, full))) / 1e3
-        return float(self.seconds(batch, context_tokens)[width]) - saved
+        whole = float(self.seconds(batch, context_tokens)[width])
+        return (whole - saved) * (self.parts if tokens > batch else 1.0)
 
     def read(self, seconds: float, random: np.random.Generator) -> float:
         if self.jitter:

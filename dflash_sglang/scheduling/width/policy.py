@@ -42,7 +42,8 @@ class _InFlight:
     bucket: int
     context_tokens: float
     expected_seconds: float
-    part: float = 1.0  # of the time in which the width of every request would be verified
+    in_part: bool  # blocks are verified
+    part: float  # of the time in which the width of every request would be verified
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,11 @@ class WidthPolicy:
                 tokens, verified = offers.shares[choice.width]
                 if not choice.probe:
                     self.ragged.hold(choice.width, verified)
+                    whole = seconds[choice.width]
+                    if tokens is not None and self.ragged.times.compares(expected_seconds, whole):
+                        tokens, expected_seconds, part = None, whole, 1.0
         step, self._step = self._step, self._step + 1
-        chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, part)
+        chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, tokens is not None, part)
         self._in_flight.append(chosen)
         if self._group.share_times is not None:
             self._chosen[step] = chosen
@@ -215,7 +219,9 @@ class WidthPolicy:
             self._observe(done, seconds)
 
     def _observe(self, done: _InFlight, seconds: float) -> None:
-        self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds / done.part)
+        error = self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds / done.part)
+        if self.ragged is not None:
+            self.ragged.times.compare(done.in_part, error)
 
     def _load(self, slots: np.ndarray, context_tokens: float) -> _Load:
         """Of the whole group, one step late if its exchange is."""

@@ -13,6 +13,12 @@ import numpy as np
 from dflash_sglang.scheduling.width.step_times import StepTimes, filled
 
 LEAST = 0.1  # of a step of whole blocks, that one takes which verifies as few tokens as can be
+COMPARED, MOST_COMPARED = (
+    0.5,
+    0.1,
+)  # of an error, at most so large, between a step of one kind and one of the other
+FORGET = 512  # steps of whole blocks after which what was compared weighs 1/e
+COMPARISONS = 0.0025  # of the time, what steps in between may take longer
 
 
 class RaggedTimes:
@@ -20,6 +26,9 @@ class RaggedTimes:
 
     `record` takes what start-up measures: steps that draft at a width and verify about one token of each request.
     It keeps their part of the step whose blocks all have that width: corrections of the one correct the other.
+
+    A factor of all such steps corrects the table. It follows the errors of steps of one kind that come after one
+    of the other (`compare`); while blocks are verified in part, some steps are to verify them whole (`compares`).
     """
 
     def __init__(self, step_times: StepTimes):
@@ -28,6 +37,9 @@ class RaggedTimes:
         self._widths = np.array(step_times.widths)
         self._samples: dict[tuple[int, int], list[float]] = {}
         self._part = np.ones((len(step_times.buckets), len(self._widths)))
+        self._factor = 1.0
+        self._in_part = False  # the observed step before
+        self._earned = 0.0  # seconds for comparisons
 
     def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
         """A step of `batch` requests that drafted at `width` and verified as few tokens as can be. To be called
@@ -61,4 +73,21 @@ class RaggedTimes:
         least = uniform * self._part[bucket]
         added = np.maximum.accumulate(uniform - least)
         each = np.array(tokens) / self._times.buckets[bucket]
-        return least[:, None] + np.interp(each, self._widths, added)
+        return self._factor * (least[:, None] + np.interp(each, self._widths, added))
+
+    def compares(self, seconds: float, whole: float) -> bool:
+        """Whether a step that would verify blocks in part in `seconds` verifies them whole, in `whole`."""
+        self._earned += COMPARISONS * seconds
+        if self._earned < whole - seconds:
+            return False
+        self._earned = 0.0
+        return True
+
+    def compare(self, in_part: bool, error: float) -> None:
+        """A step was observed, and took 1 + error of what was expected."""
+        if in_part != self._in_part:
+            move = COMPARED * min(max(error, -MOST_COMPARED), MOST_COMPARED)
+            self._factor *= 1.0 + move if in_part else 1.0 - move
+        elif not in_part:
+            self._factor += (1.0 - self._factor) / FORGET
+        self._in_part = in_part

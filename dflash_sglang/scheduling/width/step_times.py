@@ -128,10 +128,11 @@ class StepTimes:
             * self._pace
         )
 
-    def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> None:
-        """A step that was served, its width given as an index."""
+    def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> float:
+        """A step that was served, its width given as an index. What it took beyond what was expected, as part of
+        that, as far as it counts."""
         if not seconds > 0:
-            return
+            return 0.0
         ratio = seconds / self.of_width(bucket, width, context_tokens)
         self._observed += 1
         age = self._observed - self._last_observed[bucket][width]
@@ -147,6 +148,7 @@ class StepTimes:
         self._latest.append(ratio * self._pace)
         if len(self._latest) == PACE_STEPS:
             self._pace = statistics.median(self._latest)
+        return error
 
 
 def startup_cells(
