@@ -168,10 +168,11 @@ def test_a_factor_of_steps_in_part_comes_from_steps_of_the_other_kind_beside_the
     assert times.seconds(0, whole, [20]) == pytest.approx(before, rel=1e-3)
 
 
-def test_whole_blocks_are_verified_for_comparison_at_a_bounded_cost() -> None:
+@pytest.mark.parametrize(("whole", "steps"), [(0.03, 200), (0.021, 64), (0.02, 64)])
+def test_whole_blocks_are_verified_for_comparison_at_a_bounded_cost(whole: float, steps: int) -> None:
     times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
-    compared = [times.compares(0.02, 0.03) for _ in range(4000)]
-    assert sum(compared) * (0.03 - 0.02) == pytest.approx(0.0025 * 4000 * 0.02, rel=0.1)
+    compared = [index for index in range(1, 1001) if times.compares(0.02, whole)]
+    assert compared == pytest.approx(range(steps, 1001, steps), abs=5)
 
 
 def test_as_few_tokens_as_can_be_are_rehearsed_where_they_are_no_whole_blocks() -> None:

@@ -18,7 +18,7 @@ COMPARED, MOST_COMPARED = (
     0.1,
 )  # of an error, at most so large, between a step of one kind and one of the other
 FORGET = 512  # steps of whole blocks after which what was compared weighs 1/e
-COMPARISONS = 0.0025  # of the time, what steps in between may take longer
+COMPARISONS, APART = 0.0025, 64  # of the time, what steps in between may take longer; steps from one to the next
 
 
 class RaggedTimes:
@@ -39,7 +39,7 @@ class RaggedTimes:
         self._part = np.ones((len(step_times.buckets), len(self._widths)))
         self._factor = 1.0
         self._in_part = False  # the observed step before
-        self._earned = 0.0  # seconds for comparisons
+        self._since = 0  # steps in part since the last one in between
 
     def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
         """A step of `batch` requests that drafted at `width` and verified as few tokens as can be. To be called
@@ -77,10 +77,10 @@ class RaggedTimes:
 
     def compares(self, seconds: float, whole: float) -> bool:
         """Whether a step that would verify blocks in part in `seconds` verifies them whole, in `whole`."""
-        self._earned += COMPARISONS * seconds
-        if self._earned < whole - seconds:
+        self._since += 1
+        if self._since < APART or whole - seconds > COMPARISONS * seconds * self._since:
             return False
-        self._earned = 0.0
+        self._since = 0
         return True
 
     def compare(self, in_part: bool, error: float) -> None:
