@@ -53,7 +53,7 @@ def test_the_launcher_names_who_died_before_it_ends_the_others(children, caplog)
     faults.stop_subprocess_watchdog(stops.append, watchdog)
     assert stops == [watchdog] and not caplog.records
     os.kill(children[1].pid, signal.SIGKILL)
-    time.sleep(0.1)
+    children[1].join()
     faults.stop_subprocess_watchdog(stops.append, watchdog)
     assert [record.message for record in caplog.records] == [
         f"scheduler_1 (pid {children[1].pid}) was ended by SIGKILL."
