@@ -25,7 +25,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+from sglang.srt.mem_cache.allocation import alloc_for_spec_decode, assign_req_to_token_pool_func
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MambaPool
 from sglang.srt.model_executor.forward_batch_info import (
@@ -110,6 +110,7 @@ __all__ = [
     "alloc_for_spec_decode",
     "apply_custom_logit_processor",
     "apply_fp8_linear",
+    "assign_req_to_token_pool_func",
     "async_d2h",
     "async_h2d",
     "build_draft_tp_worker",

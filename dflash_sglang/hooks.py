@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,15 @@ from dflash_sglang.probe import check_symbols, check_version
 from dflash_sglang.scheduling.request_width import validate_request
 
 logger = logging.getLogger(__name__)
+
+
+def hook_around(hooks: Mapping[str, Callable[..., Any]]) -> None:
+    """Registers hooks AROUND functions of SGLang's. Raises where one does not exist: SGLang only logs that."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in hooks.items():
+        pkgutil.resolve_name(target)
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def handle_speculative_decoding(original: Callable[..., None], server_args: Any) -> None:
@@ -30,6 +39,7 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
         from dflash_sglang.compat_args import our_dp_attention
         from dflash_sglang.fp8_drafts import quantise_where_shorter
 
+        _hook_tokenizer()
         quantise_where_shorter(server_args)
         with our_dp_attention():
             original(server_args)
@@ -84,20 +94,39 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
 
 
 @functools.cache
+def _hook_tokenizer() -> None:
+    """The hook of the process that answers requests; others do without the module that it is on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hook_around({"sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__": start_tokenizer_manager})
+    HookRegistry.apply_hooks()
+
+
+def start_tokenizer_manager(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """AROUND TokenizerManager.__init__: runs while the schedulers start.
+
+    Starlette streams through anyio, whose first task imports what it needs of asyncio: 15 to 60 ms, which would be
+    the first stream's.
+    """
+    from anyio.from_thread import start_blocking_portal
+
+    with start_blocking_portal():
+        pass
+    original(*args, **kwargs)
+
+
+@functools.cache
 def _hook_scheduler() -> None:
     """The hooks of a scheduler that runs our worker; other processes do without the modules that they are on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
     state = "sglang.srt.managers.scheduler_components.internal_state"
-    hooks = {
+    hook_around({
         f"{state}.SchedulerInternalStateController.get_internal_state": get_internal_state,
         "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
         "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
         "sglang.srt.managers.overlap_utils.resolve_forward_inputs": resolve_forward_inputs,
-    }
-    for target, hook in hooks.items():
-        pkgutil.resolve_name(target)  # SGLang would only log a target that does not exist
-        HookRegistry.register(target, hook, HookType.AROUND)
+    })  # fmt: skip
     HookRegistry.apply_hooks()
     # SGLANG_IS_IN_CI has SGLang void what it has gathered from the relay; a decode step reads it once more.
     pkgutil.resolve_name("sglang.srt.managers.overlap_utils")._DEBUG_ASSERT = False

@@ -1,6 +1,8 @@
 """Entry point of SGLang's plugin group: registers the hooks. Imports nothing that could fail by itself."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 
 def activate() -> None:
@@ -21,14 +23,10 @@ def activate() -> None:
 
 
 def _register() -> None:
-    import pkgutil
-
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from dflash_sglang.faults import create_watchdog, start_subprocess_watchdog, stop_subprocess_watchdog
-    from dflash_sglang.hooks import create_worker, handle_speculative_decoding, parse_config
+    from dflash_sglang.hooks import create_worker, handle_speculative_decoding, hook_around, parse_config
 
-    hooks = {
+    hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker": create_worker,
         "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding": handle_speculative_decoding,
         "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse": parse_config,
@@ -36,7 +34,4 @@ def _register() -> None:
         "sglang.srt.utils.watchdog.SubprocessWatchdog.stop": stop_subprocess_watchdog,
         "sglang.srt.utils.watchdog.Watchdog.create": create_watchdog,
     }
-    for target, hook in hooks.items():
-        # SGLang would only log a target that does not exist.
-        pkgutil.resolve_name(target)
-        HookRegistry.register(target, hook, HookType.AROUND)
+    hook_around(hooks)

@@ -6,7 +6,7 @@ import bisect
 import gc
 import math
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain, repeat
+from itertools import chain, repeat, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.flash3 import spare_launches
@@ -15,11 +15,13 @@ from dflash_sglang.config.width import PLAIN
 from dflash_sglang.graph_inputs import leave_in_place, load_inputs_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.models.draft import DFlashDraftModel
+
+TILE = 64  # rows: with fewer of them, GEMMs take as long
 
 
 class Lane(NamedTuple):
@@ -33,9 +35,17 @@ class Lane(NamedTuple):
         return cls(runner.attn_backend, runner.decode_cuda_graph_runner)
 
     @classmethod
-    def built(cls, runner: ModelRunner, width: int, sizes: Sequence[int], by_tokens: bool = False) -> Lane:
+    def built(
+        cls,
+        runner: ModelRunner,
+        width: int,
+        sizes: Sequence[int],
+        by_tokens: bool = False,
+        known: Container[int] = (),
+    ) -> Lane:
         """Backends and graphs beside the present ones, captured at these batch sizes if those are; `by_tokens`:
-        for as many tokens as these have, whoever's they are and at most `width` of each request."""
+        for as many tokens as these have, whoever's they are and at most `width` of each request. known: numbers of
+        rows that the runner has captured before."""
         shared = runner.init_new_workspace
         with get_spec().override(speculative_num_draft_tokens=width), _captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
@@ -43,7 +53,7 @@ class Lane(NamedTuple):
             spare_launches(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
-                kind = _warmed_up_once(type(graphs))
+                kind = _warmed_up(type(graphs), lambda size: size * (1 if by_tokens else width) in known)
                 kind = _by_tokens(kind) if by_tokens else kind
                 graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
                 leave_in_place(graphs)
@@ -62,17 +72,21 @@ def _by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunne
     return ByTokens
 
 
-def _warmed_up_once(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
+def _warmed_up(graphs: type[DecodeCudaGraphRunner], known: Callable[[int], bool]) -> type[DecodeCudaGraphRunner]:
     """SGLang runs a forward twice before it captures it: kernels are loaded, and what is done once in a process is
-    done. The latter is done where other widths were captured, and a forward without its graph takes about as long
-    as capturing it."""
+    done. The latter was done for the widest blocks, and a forward without its graph takes about as long as its
+    capture. So it runs once, and not at all where the kernels are there: those of the width itself after its first
+    capture, those of as many rows for `known` sizes."""
 
-    class WarmedUpOnce(graphs):
+    class WarmedUp(graphs):
         def capture(self) -> None:
             whole = self.backend.capture_one
+            captured: list[Any] = []
 
             def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
-                runs = chain([lambda: None], repeat(forward))
+                left_out = 2 if captured and known(key.size) and not self.enable_torch_compile else 1
+                captured.append(key)
+                runs = chain(repeat(lambda: None, left_out), repeat(forward))
                 whole(key, lambda: next(runs)(), **more)
 
             self.backend.capture_one = capture_one
@@ -81,7 +95,7 @@ def _warmed_up_once(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraph
             finally:
                 del self.backend.capture_one
 
-    return WarmedUpOnce
+    return WarmedUp
 
 
 class Widths:
@@ -101,6 +115,7 @@ class Widths:
         """Once graphs of the widest blocks, `block_size`, exist. draft_scope: in which the draft is captured."""
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
         self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
+        self._known = {size * block_size for size in captured_sizes(target)}  # rows that both have captured
         for lane in self._lanes[block_size]:
             leave_in_place(lane.graphs)
         self._used = self._widest = block_size
@@ -119,18 +134,20 @@ class Widths:
         for width in widths:
             if width not in self._lanes:
                 self._lanes[width] = self._built(width, sizes)
+                if width != PLAIN:
+                    self._known |= {size * width for size in sizes}
                 gc.collect()
         self._model.serve_blocks_of(self._used)
 
     def _built(self, width: int, sizes: Sequence[int]) -> tuple[Lane, Lane]:
         """The target's and the draft's."""
-        target = Lane.built(self._target, width, sizes)
+        target = Lane.built(self._target, width, sizes, known=self._known)
         load_inputs_once(target.graphs)
-        if width == 1:
+        if width == PLAIN:
             return target, Lane.present(self._draft)
         self._model.serve_blocks_of(width)
         with self._draft_scope():
-            return target, Lane.built(self._draft, width, sizes)
+            return target, Lane.built(self._draft, width, sizes, known=self._known)
 
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
         """Adds one width after the other, the most useful first, as long as the next one should leave `reserve` of
@@ -148,14 +165,21 @@ class Widths:
 
     def _sizes(self, width: int) -> list[int]:
         """Batch sizes that another width is captured at: of those that have as many rows as a whole block, for
-        fewer rows take as long. Plain decoding at more."""
+        fewer rows take as long; and within a tile of rows one of those between two powers of two, for the same
+        reason. Plain decoding at more."""
         sizes = sparse(captured_sizes(self._target))
         rows = 1 if width == PLAIN else self._widest
-        return [size for size in sizes if size * width >= rows or size == sizes[-1]]
+        sizes = [size for size in sizes if size * width >= rows or size == sizes[-1]]
+        return [
+            size
+            for size, larger in zip_longest(sizes, sizes[1:])
+            if larger is None or larger * width > TILE or _octave(size) != _octave(larger)
+        ]
 
     def add_parts(self) -> None:
         """Builds what verifies blocks in part."""
-        self._parts = Lane.built(self._target, self._widest, sparse(captured_sizes(self._target)), by_tokens=True)
+        sizes = sparse(captured_sizes(self._target))
+        self._parts = Lane.built(self._target, self._widest, sizes, by_tokens=True, known=self._known)
         load_inputs_once(self._parts.graphs)
 
     def captured_requests(self, tokens: int, requests: int) -> int | None:
@@ -205,6 +229,11 @@ def sparse(sizes: Sequence[int]) -> list[int]:
     """Of ascending batch sizes those that are 1, 3 or 5 times a power of two, and the largest: half as long to
     capture as SGLang's, and a step is padded by a third at most."""
     return [size for size in sizes if size // (size & -size) in (1, 3, 5) or size == sizes[-1]]
+
+
+def _octave(size: int) -> int:
+    """The same for all sizes from after a power of two to the next."""
+    return (size - 1).bit_length()
 
 
 @contextmanager

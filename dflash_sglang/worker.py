@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +101,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_worker = bundle.draft_worker
         self._draft_runner: ModelRunner = bundle.draft_model_runner
         self._draft_model = bundle.draft_model
+        self._captures = ExitStack()
         self.block_size = int(get_spec().speculative_num_draft_tokens)
         self.width = self.block_size  # of the latest decode step's blocks
 
@@ -178,9 +179,10 @@ class DFlashWorker(BaseSpecWorker):
         for backend in self.spec_v2_attn_backends:
             spare_launches(backend)
         self._verifier.bind_attention_backends()
+        self._captures.enter_context(heap_left_alone())  # the target's come next
 
     def init_cuda_graphs(self) -> None:
-        with heap_left_alone():
+        with self._captures:
             with self._draft_scope():
                 self._draft_worker.init_cuda_graphs()
             self._start_widths()

@@ -13,7 +13,9 @@ widths     every decode step's blocks have a width of its own, where the policy 
 shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
-firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl
+firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
+           what the HTTP server imports for a stream, to streams.jsonl; which kernels Triton compiles or loads
+           meanwhile, to kernels.jsonl
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -21,18 +23,20 @@ seeds      requests sample with their seeds, as under --enable-deterministic-inf
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_modules: set[str] = set()  # of the HTTP server, at the latest answer
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
 
@@ -91,6 +95,12 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.init_memory_pools", before_memory_pools, HookType.BEFORE
     )
+    if "firsts" in chosen:
+        HookRegistry.register(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+            _tell_imports,
+            HookType.AROUND,
+        )
     if "host_lengths" in chosen:
         HookRegistry.register(
             "sglang.srt.managers.scheduler.Scheduler.init_model_worker", _void_what_is_gathered, HookType.BEFORE
@@ -344,8 +354,10 @@ def _rehearsals(worker: Any) -> None:
         return tensors
 
     def watched(self: Any) -> None:
+        assert not gc.isenabled() and gc.get_freeze_count(), "garbage was collected while the target was captured"
         before.extend(tensor.clone() for tensor in state(self))
         init_cuda_graphs(self)
+        assert gc.isenabled() and not gc.get_freeze_count()
 
     def compared(self: Any) -> Any:
         random_state, coins = torch.get_rng_state(), random.Random(0).getstate()
@@ -379,9 +391,17 @@ def _firsts(worker: Any) -> None:
         modules = {name for name in sys.modules if name.startswith("dflash_sglang")}
         return [modules, set(_own_buffers(self))]
 
+    def loaded(*args: Any) -> None:
+        with (Path(os.environ[RECORDS_ENV]) / "kernels.jsonl").open("a") as file:
+            file.write(json.dumps(str(args[2])) + "\n")
+
     def prewarmed(self: Any) -> Any:
         result = prewarm_sampling(self)
         there[:] = now(self)
+        if torch.cuda.is_available():
+            from triton import knobs
+
+            knobs.runtime.kernel_load_start_hook.add(loaded)
         return result
 
     def watched(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -393,6 +413,20 @@ def _firsts(worker: Any) -> None:
         return result
 
     worker.prewarm_sampling, worker.forward_batch_generation = prewarmed, watched
+
+
+def _tell_imports(original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """AROUND TokenizerManager.generate_request: the body of a stream asks for it."""
+
+    async def answers() -> AsyncIterator[Any]:
+        if request.stream:
+            with (Path(os.environ[RECORDS_ENV]) / "streams.jsonl").open("a") as file:
+                file.write(json.dumps(sorted(set(sys.modules) - _modules)) + "\n")
+        async for answer in original(manager, request, *args, **kwargs):
+            _modules.update(sys.modules)
+            yield answer
+
+    return answers()
 
 
 def _own_buffers(owner: Any) -> Iterator[tuple[str, int]]:

@@ -280,9 +280,11 @@ def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
     built = object.__new__(widths.Widths)
     built._widest, built._target = 16, None
     monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
-    assert built._sizes(1) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 14]
-    assert built._sizes(2) == [8, 10, 12, 14] and built._sizes(4) == [4, 5, 6, 8, 10, 12, 14]
-    assert built._sizes(6) == [3, 4, 5, 6, 8, 10, 12, 14] and built._sizes(12)[:2] == [2, 3]
+    assert built._sizes(1) == [1, 2, 4, 8, 14], "one batch of an octave within 64 rows"
+    assert built._sizes(2) == [8, 14] and built._sizes(4) == [4, 8, 14]
+    assert built._sizes(6) == [4, 8, 10, 12, 14] and built._sizes(12) == [2, 4, 5, 6, 8, 10, 12, 14]
+    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [3, 6, 12, 24, 48])
+    assert built._sizes(1) == [3, 6, 12, 24, 48] and built._sizes(2) == [12, 24, 48]
     monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2])
     assert built._sizes(2) == [2] and built._sizes(8) == [2]
 
@@ -303,7 +305,7 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: py
             return "its own"
 
     class Graphs:
-        capture_bs = usual
+        capture_bs, enable_torch_compile = usual, False
 
         def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
             meanwhile.append((list(decode.bs), attn_backend, speculative_num_draft_tokens))
@@ -311,15 +313,16 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: py
             self.capture()
 
         def capture(self) -> None:
-            for size in (2, 1):
-                self.backend.capture_one(size, functools.partial(forward, size), post_warmup_hook=None)
+            for size in (7, 2, 1):
+                key = SimpleNamespace(size=size)
+                self.backend.capture_one(key, functools.partial(forward, size), post_warmup_hook=None)
 
     def forward(size: int) -> int:
         ran.append(size)
         return size
 
-    def capture_one(key: int, forward: Any, post_warmup_hook: None) -> None:
-        captured.append((key, [forward() for _ in ("warm-up", "warm-up", "capture")]))
+    def capture_one(key: Any, forward: Any, post_warmup_hook: None) -> None:
+        captured.append((key.size, [forward() for _ in ("warm-up", "warm-up", "capture")]))
 
     ran, captured = [], []
     monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
@@ -327,11 +330,20 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: py
     runner.decode_cuda_graph_runner = object.__new__(Graphs)
     spec = SimpleNamespace(override=lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(widths, "get_spec", lambda: spec)
-    widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
-    assert captured == [(2, [None, 2, 2]), (1, [None, 1, 1])] and ran == [2, 2, 1, 1], (
-        "one warm-up, then the capture"
+    sizes = widths.sparse(widths.captured_sizes(runner))
+    widths.Lane.built(runner, 4, sizes, known={28, 8})
+    assert captured == [(7, [None, 7, 7]), (2, [None, None, 2]), (1, [None, 1, 1])], (
+        "one warm-up, then the capture; none of rows that are known after the first"
     )
-    assert meanwhile == [([1, 2, 8], "its own", 4)] and decode.bs is usual
+    assert ran == [7, 7, 2, 1, 1]
+    captured.clear()
+    widths.Lane.built(runner, 4, sizes, by_tokens=True, known={2})
+    assert captured == [(7, [None, 7, 7]), (2, [None, None, 2]), (1, [None, 1, 1])], "sizes are tokens"
+    captured.clear()
+    Graphs.enable_torch_compile = True
+    widths.Lane.built(runner, 4, sizes, known={28, 8, 4})
+    assert all(runs == [None, size, size] for size, runs in captured), "what is compiled is compiled before"
+    assert meanwhile == 3 * [([1, 2, 8], "its own", 4)] and decode.bs is usual
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(

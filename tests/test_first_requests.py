@@ -72,7 +72,11 @@ def rehearsed(records: Path) -> dict[str, Any]:
 
 def firsts(records: Path) -> list[tuple[str, list[str], list[Any]]]:
     """(forward mode, modules imported since start-up, buffers made since) of each forward."""
-    return [tuple(json.loads(line)) for line in (records / "firsts.jsonl").read_text().splitlines()]
+    return [tuple(line) for line in lines(records / "firsts.jsonl")]
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def generate(server: Server, sampling: dict[str, Any], tokens: int = 60) -> list[int]:
@@ -99,6 +103,14 @@ def test_first_requests_import_nothing_of_this_package_and_make_no_buffer(served
     seen = firsts(records)
     assert {"EXTEND", "DECODE"} <= {mode for mode, *_ in seen}
     assert all(modules == [] == buffers for _, modules, buffers in seen), seen
+
+
+@pytest.mark.slow
+def test_the_first_stream_imports_nothing(served):
+    _, server, records = served
+    generate(server, REQUESTS[0])
+    assert len(list(server.stream(input_ids=[5, 6, 7], sampling_params=REQUESTS[0]))) > 1
+    assert lines(records / "streams.jsonl") == [[]]
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
     left: list[weakref.ref[Garbage]] = []
     kept = [[] for _ in range(1000)]
 
-    def built(runner: Any, width: int, sizes: list[int]) -> widths.Lane:
+    def built(runner: Any, width: int, sizes: list[int], known: set[int]) -> widths.Lane:
         left.append(weakref.ref(Garbage()))
         seen.append((width, gc.get_freeze_count() > len(kept), gc.isenabled(), graph.enable_cudagraph_gc))
         return widths.Lane(None, None)

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.compat import DFlashDraftInputV2, alloc_for_spec_decode, is_pin_memory_available
+from dflash_sglang.compat import (
+    DFlashDraftInputV2,
+    alloc_for_spec_decode,
+    assign_req_to_token_pool_func,
+    is_pin_memory_available,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+_ALIGNED = 4  # lengths in 16 bytes: Triton compiles a kernel anew for pointers between them
 _RING = 4  # batches whose pinned lengths may still be in flight; overlap scheduling keeps at most two
 
 
@@ -38,7 +44,7 @@ class SlotReservation:
         self.page_size = page_size
         self.row_limit = row_width // page_size * page_size
         # One buffer: what writes it and what reads it follow each other on the scheduler's stream.
-        on_device = torch.empty(2 * max_requests, dtype=torch.int32, device=device)
+        on_device = torch.empty(2 * _aligned(max_requests), dtype=torch.int32, device=device)
         self._ring = [_Lengths(on_device, is_pin_memory_available(device)) for _ in range(_RING)]
         self._turn = 0
 
@@ -67,6 +73,19 @@ class SlotReservation:
         )
         return Reserved(torch.from_numpy(committed_array), sum(committed), lengths.host_reserved, reserved_sum)
 
+    def rehearse(self, req_to_token: torch.Tensor) -> None:
+        """SGLang's kernel that writes slots to their rows, in each form that batches launch; it writes none."""
+        most, device = req_to_token.shape[0], req_to_token.device
+        rows = torch.zeros(most, dtype=torch.int64, device=device)
+        lengths = torch.zeros(most, dtype=torch.int32, device=device)
+        slots = torch.zeros(2, dtype=torch.int64, device=device)
+        for power in range((most - 1).bit_length() + 1):
+            bs = min(1 << power, most)
+            for first in (0, 1):  # a pool without pages gives slots from anywhere
+                assign_req_to_token_pool_func(
+                    rows[:bs], req_to_token, lengths[:bs], lengths[:bs], slots[first:], bs
+                )
+
     def _bound(self, committed: np.ndarray, lengths: LengthViews) -> None:
         """`lengths.reserved`: two blocks past committed [bs] in whole pages, within the row; never fewer than are
         allocated."""
@@ -84,10 +103,10 @@ class LengthViews(NamedTuple):
 
     allocated: np.ndarray
     reserved: np.ndarray
-    host: torch.Tensor  # [2 * bs]
+    host: torch.Tensor  # both, the reserved ones at an aligned place
     host_allocated: torch.Tensor
     host_reserved: torch.Tensor
-    device: torch.Tensor  # [2 * bs]
+    device: torch.Tensor
     device_allocated: torch.Tensor
     device_reserved: torch.Tensor
 
@@ -96,7 +115,7 @@ class _Lengths:
     """Pinned lengths of one batch in flight; the views of a batch size are kept until another one comes."""
 
     def __init__(self, device: torch.Tensor, pinned: bool) -> None:
-        """device [2 * max_requests] int32: where they are copied to."""
+        """device [2 * max_requests, aligned] int32: where they are copied to."""
         self._device = device
         self._host = torch.empty(device.shape, dtype=device.dtype, pin_memory=pinned)
         self._views = self._of(0)
@@ -107,9 +126,16 @@ class _Lengths:
         return self._views
 
     def _of(self, bs: int) -> LengthViews:
-        host, device = self._host[: 2 * bs], self._device[: 2 * bs]
+        second = _aligned(bs)
+        host, device = self._host[: second + bs], self._device[: second + bs]
         values = host.numpy()
-        return LengthViews(values[:bs], values[bs:], host, host[:bs], host[bs:], device, device[:bs], device[bs:])
+        return LengthViews(
+            values[:bs], values[second:], host, host[:bs], host[second:], device, device[:bs], device[second:]
+        )
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
 
 
 @dataclass

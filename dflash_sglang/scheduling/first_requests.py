@@ -50,6 +50,7 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -
     with torch.random.fork_rng([runner.gpu_id] if on_gpu else []):
         if on_gpu:
             torch.cuda.synchronize()  # what start-up launched before was on another stream
+            rehearsal.reserve()
         for tokens in prompts(PROMPTS_ON_GPU if on_gpu else (SHORT,), most):
             rehearsal.prefill(tokens, GREEDY)
         for sampling in samplings[1:]:

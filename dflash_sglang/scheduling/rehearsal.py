@@ -67,6 +67,10 @@ class Rehearsal:
         """Whether every request is sampled by a seed, as under --enable-deterministic-inference."""
         return self._batch(1, 1, GREEDY).sampling_info.sampling_seed is not None
 
+    def reserve(self) -> None:
+        """The reservation of batches of all sizes; nothing is reserved."""
+        self._reservation.rehearse(self._table)
+
     def prefill(self, tokens: int, sampling: Mapping[str, Any]) -> None:
         """A whole prompt of one request, all of it written to slot 0 and read from there."""
         with torch.no_grad():
