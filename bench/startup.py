@@ -65,9 +65,11 @@ def start(kind: str, samplings: list[str], arguments: argparse.Namespace, scratc
                 **SAMPLING[name],
             )
             answers = ask(server, load)
+        (scheduler, *_) = server.get("/server_info")["internal_states"]
     latencies = [1000 * answer.seconds for answer in answers]
     return {
         "ready_s": round(seconds, 2),
+        "scheduler_s": round(scheduler["startup_time"]["scheduler_e2e"], 2),  # of these, without imports
         "latency_ms": [round(latency, 2) for latency in latencies],
         "first_token_ms": [round(1000 * (answer.first - answer.asked), 2) for answer in answers],
         "first_over_settled": round(latencies[0] / statistics.median(latencies[SETTLED]), 4),

@@ -72,21 +72,34 @@ def _by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunne
     return ByTokens
 
 
-def _warmed_up(graphs: type[DecodeCudaGraphRunner], known: Callable[[int], bool]) -> type[DecodeCudaGraphRunner]:
-    """SGLang runs a forward twice before it captures it: kernels are loaded, and what is done once in a process is
-    done. The latter was done for the widest blocks, and a forward without its graph takes about as long as its
-    capture. So it runs once, and not at all where the kernels are there: those of the width itself after its first
-    capture, those of as many rows for `known` sizes."""
+def warm_up_once(runner: ModelRunner) -> None:
+    """The graphs that SGLang is to make for this runner, see `_warmed_up`."""
+    usual = runner._decode_cuda_graph_runner_cls
+    runner._decode_cuda_graph_runner_cls = lambda: _warmed_up(usual())
 
-    class WarmedUp(graphs):
+
+def _warmed_up(
+    graphs: type[DecodeCudaGraphRunner], known: Callable[[int], bool] | None = None
+) -> type[DecodeCudaGraphRunner]:
+    """SGLang runs a forward twice before it captures it: kernels are loaded, and what is done once in a process is
+    done. A forward without its graph takes about as long as its capture, so it runs twice only before a runner's
+    first capture, and not at all where its kernels are there: another width's own after its first capture, and
+    those of as many rows for `known` sizes. known: None for the first graphs of a runner."""
+    base: Any = getattr(graphs, "of_sglang", graphs)
+
+    class WarmedUp(base):
+        of_sglang = base
+
         def capture(self) -> None:
             whole = self.backend.capture_one
             captured: list[Any] = []
 
             def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
-                left_out = 2 if captured and known(key.size) and not self.enable_torch_compile else 1
+                spared = 0 if known is None else 1
+                if captured and not self.enable_torch_compile and (known is None or known(key.size)):
+                    spared += 1
                 captured.append(key)
-                runs = chain(repeat(lambda: None, left_out), repeat(forward))
+                runs = chain(repeat(lambda: None, spared), repeat(forward))
                 whole(key, lambda: next(runs)(), **more)
 
             self.backend.capture_one = capture_one

@@ -47,7 +47,7 @@ from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.widths import Widths, heap_left_alone
+from dflash_sglang.widths import Widths, heap_left_alone, warm_up_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,6 +179,8 @@ class DFlashWorker(BaseSpecWorker):
         for backend in self.spec_v2_attn_backends:
             spare_launches(backend)
         self._verifier.bind_attention_backends()
+        for runner in (self.target_worker.model_runner, self._draft_runner):
+            warm_up_once(runner)
         self._captures.enter_context(heap_left_alone())  # the target's come next
 
     def init_cuda_graphs(self) -> None:

@@ -340,10 +340,19 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(monkeypatch: py
     widths.Lane.built(runner, 4, sizes, by_tokens=True, known={2})
     assert captured == [(7, [None, 7, 7]), (2, [None, None, 2]), (1, [None, 1, 1])], "sizes are tokens"
     captured.clear()
+    runner._decode_cuda_graph_runner_cls = lambda: Graphs
+    widths.warm_up_once(runner)
+    runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "its own", 4)
+    assert captured == [(7, [7, 7, 7]), (2, [None, 2, 2]), (1, [None, 1, 1])], "a runner's first, twice"
+    captured.clear()
+    widths.Lane.built(runner, 4, sizes, known={28, 8})
+    assert captured == [(7, [None, 7, 7]), (2, [None, None, 2]), (1, [None, 1, 1])], "not spared twice over"
+    captured.clear()
     Graphs.enable_torch_compile = True
     widths.Lane.built(runner, 4, sizes, known={28, 8, 4})
     assert all(runs == [None, size, size] for size, runs in captured), "what is compiled is compiled before"
-    assert meanwhile == 3 * [([1, 2, 8], "its own", 4)] and decode.bs is usual
+    own = ([1, 2, 8], "its own", 4)
+    assert meanwhile == [own, own, (usual, "its own", 4), own, own] and decode.bs is usual
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(

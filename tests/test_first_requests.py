@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from dflash_sglang.pair import pair_directories
 from dflash_sglang.scheduling.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT, prompts
 from tests import scheduler_hooks
 from tests.engines import greedy_params, serve
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.zoo.member import pair
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
@@ -111,6 +113,25 @@ def test_the_first_stream_imports_nothing(served):
     generate(server, REQUESTS[0])
     assert len(list(server.stream(input_ids=[5, 6, 7], sampling_params=REQUESTS[0]))) > 1
     assert lines(records / "streams.jsonl") == [[]]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("width", ["block", {"widths": [1, 4, 16]}], ids=["block", "widths"])
+def test_requests_launch_no_kernel_of_triton_that_start_up_has_not(tmp_path, width):
+    """Start-up ends with SGLang's warm-up request, as it does by default."""
+    records = tmp_path / "records"
+    records.mkdir()
+    environment = {**watching(tmp_path / "hooks", records, width=width), **DEVICE_ENVIRONMENT}
+    environment[scheduler_hooks.HOOKS_ENV] = "firsts"
+    graphs = dict(cuda_graph_max_bs_decode=8, max_running_requests=8, min_free_slots_delay=1)
+    with serve(TARGET, DRAFT, environment=environment, **graphs, **ON_DEVICE) as server:
+        launched = lines(records / "kernels.jsonl")
+        assert launched, "the warm-up request is the first to be scheduled"
+        for requests, length, sampling in itertools.product((1, 2, 3, 8), (1, 40, 300), REQUESTS):
+            prompts = [[5 + i] * (length + i) for i in range(requests)]
+            server.generate(input_ids=prompts, sampling_params={**sampling, "max_new_tokens": 33 + requests})
+        assert lines(records / "kernels.jsonl")[len(launched) :] == [], "first launched by a request"
 
 
 @pytest.mark.slow
