@@ -60,7 +60,7 @@ for name in "$@"; do
       --max-tokens 140000 --bound 1.0 ;;
     profile) step step_profile step_profile --concurrency 1 32 --rounds 1 --token-map-size 32768 ;;
     startup) step step_startup startup ;;
-    startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup --sampling greedy ;;
+    startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup ;;
     rope) part draft_rope draft_rope ;;
     width_good) width good --concurrency 8 32 ;;
     width_good_1) width good_1 --concurrency 1 --moving 1 128 ;;
