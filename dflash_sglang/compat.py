@@ -25,7 +25,11 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.mem_cache.allocation import alloc_for_spec_decode, assign_req_to_token_pool_func
+from sglang.srt.mem_cache.allocation import (
+    alloc_for_spec_decode,
+    assign_req_to_token_pool_func,
+    write_cache_indices,
+)
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MambaPool
 from sglang.srt.model_executor.forward_batch_info import (
@@ -144,4 +148,5 @@ __all__ = [
     "resolve_draft_parallel_layout",
     "should_apply_lm_head_quant_method",
     "unwrap_lora_layer",
+    "write_cache_indices",
 ]

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.compat import (
-    DFlashDraftInputV2,
-    alloc_for_spec_decode,
-    assign_req_to_token_pool_func,
-    is_pin_memory_available,
-)
+from dflash_sglang.compat import DFlashDraftInputV2, alloc_for_spec_decode, is_pin_memory_available
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -72,19 +67,6 @@ class SlotReservation:
             batch=batch,
         )
         return Reserved(torch.from_numpy(committed_array), sum(committed), lengths.host_reserved, reserved_sum)
-
-    def rehearse(self, req_to_token: torch.Tensor) -> None:
-        """SGLang's kernel that writes slots to their rows, in each form that batches launch; it writes none."""
-        most, device = req_to_token.shape[0], req_to_token.device
-        rows = torch.zeros(most, dtype=torch.int64, device=device)
-        lengths = torch.zeros(most, dtype=torch.int32, device=device)
-        slots = torch.zeros(2, dtype=torch.int64, device=device)
-        for power in range((most - 1).bit_length() + 1):
-            bs = min(1 << power, most)
-            for first in (0, 1):  # a pool without pages gives slots from anywhere
-                assign_req_to_token_pool_func(
-                    rows[:bs], req_to_token, lengths[:bs], lengths[:bs], slots[first:], bs
-                )
 
     def _bound(self, committed: np.ndarray, lengths: LengthViews) -> None:
         """`lengths.reserved`: two blocks past committed [bs] in whole pages, within the row; never fewer than are

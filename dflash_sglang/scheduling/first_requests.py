@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of rehearsed prompts. GEMMs differ by powers of two; Triton compiles a kernel anew for an argument that is
-# one, and for one that 16 does not divide. Longer prompts have the kernels of the longest here.
-PROMPTS_ON_GPU = (1, 16, 37, 64, 128, 256, 512, 1000, 2048)
+# Tokens of rehearsed prompts. Triton compiles a kernel anew for an argument that is one, and for one that 16 does
+# not divide; GEMMs differ by powers of two. Longer prompts have the kernels of the longest here.
+FORMS = (1, 16, 37)
+PROMPTS_ON_GPU = (*FORMS, 64, 128, 256, 512, 1000, 2048)
 SHORT = 16  # what is rehearsed where nothing is compiled, and where the number of rows makes no difference
 SAMPLINGS: tuple[Mapping[str, Any], ...] = (  # each has launches of its own
     GREEDY,
@@ -50,9 +51,11 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -
     with torch.random.fork_rng([runner.gpu_id] if on_gpu else []):
         if on_gpu:
             torch.cuda.synchronize()  # what start-up launched before was on another stream
-            rehearsal.reserve()
+        rehearsal.reserve()
         for tokens in prompts(PROMPTS_ON_GPU if on_gpu else (SHORT,), most):
             rehearsal.prefill(tokens, GREEDY)
+            if on_gpu and tokens in FORMS:
+                rehearsal.prefill(tokens, GREEDY, offset=1)
         for sampling in samplings[1:]:
             rehearsal.prefill(short, sampling)
         # A step commits recurrent states, for which only a real request has slots.

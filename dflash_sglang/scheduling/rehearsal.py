@@ -18,9 +18,11 @@ from dflash_sglang.compat import (
     SamplingBatchInfo,
     SamplingParams,
     ScheduleBatch,
+    assign_req_to_token_pool_func,
     get_parallel,
     require_mlp_sync,
     require_mlp_tp_gather,
+    write_cache_indices,
 )
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.scheduling.step_clock import StepClock
@@ -68,13 +70,22 @@ class Rehearsal:
         return self._batch(1, 1, GREEDY).sampling_info.sampling_seed is not None
 
     def reserve(self) -> None:
-        """The reservation of batches of all sizes; nothing is reserved."""
-        self._reservation.rehearse(self._table)
+        """What writes the slots of a prompt, and of blocks in batches of every size, to rows; it writes none."""
+        most = self._table.shape[0]
+        rows = torch.zeros(most, dtype=torch.int64, device=self._device)
+        prompt = [rows[:1], rows[:1].cpu()]  # a row or a length, as SGLang has each on the device and the host
+        allocated = torch.zeros(most, dtype=torch.int32, device=self._device)
+        for offset in (0, 1):
+            slots = self._slots(1, offset)
+            write_cache_indices(slots, *prompt, *prompt, *prompt, *prompt, [slots], self._runner.req_to_token_pool)
+            for power in range((most - 1).bit_length() + 1):
+                bs = min(1 << power, most)
+                assign_req_to_token_pool_func(rows[:bs], self._table, allocated[:bs], allocated[:bs], slots, bs)
 
-    def prefill(self, tokens: int, sampling: Mapping[str, Any]) -> None:
-        """A whole prompt of one request, all of it written to slot 0 and read from there."""
+    def prefill(self, tokens: int, sampling: Mapping[str, Any], offset: int = 0) -> None:
+        """A whole prompt of one request, all of it written to slot 0 and read from there; offset: see `_slots`."""
         with torch.no_grad():
-            self._prefill(self._prompt(tokens, sampling))
+            self._prefill(self._prompt(tokens, sampling, offset))
 
     def step(self, context: int, sampling: Mapping[str, Any], width: int) -> None:
         """A decode step of one request with `context` tokens."""
@@ -107,7 +118,12 @@ class Rehearsal:
         finally:
             rows.zero_()
 
-    def _prompt(self, tokens: int, sampling: Mapping[str, Any]) -> ScheduleBatch:
+    def _slots(self, tokens: int, offset: int) -> torch.Tensor:
+        """[tokens] int64: slot 0. A pool without pages gives slots as a view from anywhere in the free ones, and
+        Triton compiles a kernel anew for odd offsets."""
+        return torch.zeros(offset + tokens, dtype=torch.int64, device=self._device)[offset:]
+
+    def _prompt(self, tokens: int, sampling: Mapping[str, Any], offset: int) -> ScheduleBatch:
         batch = self._batch(1, tokens, sampling)
         (request,) = batch.reqs
         request.full_untruncated_fill_ids, request.extend_end = request.origin_input_ids, tokens
@@ -115,7 +131,7 @@ class Rehearsal:
         batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens = [0], [tokens], tokens
         batch.extend_logprob_start_lens = [tokens]
         batch.input_ids = self._ids(tokens)
-        batch.out_cache_loc = torch.zeros(tokens, dtype=torch.int64, device=self._device)
+        batch.out_cache_loc = self._slots(tokens, offset)
         self._tell_ranks(batch, tokens)
         return batch
 
