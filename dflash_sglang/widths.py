@@ -5,17 +5,18 @@ from __future__ import annotations
 import bisect
 import gc
 import math
-from contextlib import AbstractContextManager, contextmanager
-from itertools import chain, repeat, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.flash3 import spare_launches
-from dflash_sglang.compat import DecodeCudaGraphRunner, get_exec, get_spec
+from dflash_sglang.compat import DecodeCudaGraphRunner, get_spec
 from dflash_sglang.config.width import PLAIN
+from dflash_sglang.graph_captures import by_tokens, captured_at, warmed_up
 from dflash_sglang.graph_inputs import leave_in_place, load_inputs_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -40,75 +41,28 @@ class Lane(NamedTuple):
         runner: ModelRunner,
         width: int,
         sizes: Sequence[int],
-        by_tokens: bool = False,
+        in_parts: bool = False,
         known: Container[int] = (),
     ) -> Lane:
-        """Backends and graphs beside the present ones, captured at these batch sizes if those are; `by_tokens`:
+        """Backends and graphs beside the present ones, captured at these batch sizes if those are; `in_parts`:
         for as many tokens as these have, whoever's they are and at most `width` of each request. known: numbers of
         rows that the runner has captured before."""
         shared = runner.init_new_workspace
-        with get_spec().override(speculative_num_draft_tokens=width), _captured_at(sizes):
+        with get_spec().override(speculative_num_draft_tokens=width), captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
             runner.init_new_workspace = shared
             spare_launches(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
-                kind = _warmed_up(type(graphs), lambda size: size * (1 if by_tokens else width) in known)
-                kind = _by_tokens(kind) if by_tokens else kind
+                rows = 1 if in_parts else width
+                kind = warmed_up(type(graphs), lambda size: size * rows in known)
+                kind = by_tokens(kind) if in_parts else kind
                 graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
                 leave_in_place(graphs)
         return cls(attention, graphs)
 
     def take(self, runner: ModelRunner) -> None:
         runner.attn_backend, runner.decode_cuda_graph_runner = self
-
-
-def _by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
-    """SGLang's graphs of a ragged verify, which it makes for algorithms that ask for them by the environment."""
-
-    class ByTokens(graphs):
-        ragged_verify_mode = property(lambda self: True, lambda self, mode: None)
-
-    return ByTokens
-
-
-def warm_up_once(runner: ModelRunner) -> None:
-    """The graphs that SGLang is to make for this runner, see `_warmed_up`."""
-    usual = runner._decode_cuda_graph_runner_cls
-    runner._decode_cuda_graph_runner_cls = lambda: _warmed_up(usual())
-
-
-def _warmed_up(
-    graphs: type[DecodeCudaGraphRunner], known: Callable[[int], bool] | None = None
-) -> type[DecodeCudaGraphRunner]:
-    """SGLang runs a forward twice before it captures it: kernels are loaded, and what is done once in a process is
-    done. A forward without its graph takes about as long as its capture, so it runs twice only before a runner's
-    first capture, and not at all where its kernels are there: another width's own after its first capture, and
-    those of as many rows for `known` sizes. known: None for the first graphs of a runner."""
-    base: Any = getattr(graphs, "of_sglang", graphs)
-
-    class WarmedUp(base):
-        of_sglang = base
-
-        def capture(self) -> None:
-            whole = self.backend.capture_one
-            captured: list[Any] = []
-
-            def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
-                spared = 0 if known is None else 1
-                if captured and not self.enable_torch_compile and (known is None or known(key.size)):
-                    spared += 1
-                captured.append(key)
-                runs = chain(repeat(lambda: None, spared), repeat(forward))
-                whole(key, lambda: next(runs)(), **more)
-
-            self.backend.capture_one = capture_one
-            try:
-                super().capture()
-            finally:
-                del self.backend.capture_one
-
-    return WarmedUp
 
 
 class Widths:
@@ -192,7 +146,7 @@ class Widths:
     def add_parts(self) -> None:
         """Builds what verifies blocks in part."""
         sizes = sparse(captured_sizes(self._target))
-        self._parts = Lane.built(self._target, self._widest, sizes, by_tokens=True, known=self._known)
+        self._parts = Lane.built(self._target, self._widest, sizes, in_parts=True, known=self._known)
         load_inputs_once(self._parts.graphs)
 
     def captured_requests(self, tokens: int, requests: int) -> int | None:
@@ -247,35 +201,6 @@ def sparse(sizes: Sequence[int]) -> list[int]:
 def _octave(size: int) -> int:
     """The same for all sizes from after a power of two to the next."""
     return (size - 1).bit_length()
-
-
-@contextmanager
-def _captured_at(sizes: Sequence[int]) -> Iterator[None]:
-    """SGLang's graphs that are made meanwhile are for these batch sizes, if it makes any."""
-    config = get_exec().graph.cuda_graph_config.decode
-    usual = config.bs
-    if sizes:
-        config.bs = list(sizes)
-    try:
-        yield
-    finally:
-        config.bs = usual
-
-
-@contextmanager
-def heap_left_alone() -> Iterator[None]:
-    """SGLang collects garbage before and after the captures of a runner, each time among all objects of the
-    process, a million: half a second. Meanwhile among new ones alone, and by nobody else."""
-    by_itself = gc.isenabled()
-    gc.freeze()
-    gc.disable()
-    try:
-        with get_exec().graph.override(enable_cudagraph_gc=True):  # else SGLang unfreezes after a capture
-            yield
-    finally:
-        gc.unfreeze()
-        if by_itself:
-            gc.enable()
 
 
 def by_use(widths: Iterable[int], served: int) -> list[int]:

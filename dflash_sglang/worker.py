@@ -32,6 +32,7 @@ from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.parts import RowPacker
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
+from dflash_sglang.graph_captures import heap_left_alone, warm_up_once
 from dflash_sglang.models import updates
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.observability import memory_line, startup_line
@@ -47,7 +48,7 @@ from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.widths import Widths, heap_left_alone, warm_up_once
+from dflash_sglang.widths import Widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable

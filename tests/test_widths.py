@@ -1,4 +1,4 @@
-"""Widths beside the block's: what building them does to the process."""
+"""Widths beside the block's: which are built, at which batch sizes, and what that does to the process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 
 class Graph(SimpleNamespace):
@@ -29,7 +31,7 @@ class Garbage:
 
 
 def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_but_their_own(monkeypatch):
-    from dflash_sglang import widths
+    from dflash_sglang import graph_captures, widths
 
     graph = Graph(enable_cudagraph_gc=False)
     seen: list[tuple[int, bool, bool, bool]] = []
@@ -42,13 +44,158 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
         return widths.Lane(None, None)
 
     monkeypatch.setattr(widths.Lane, "built", built)
-    monkeypatch.setattr(widths, "get_exec", lambda: SimpleNamespace(graph=graph))
+    monkeypatch.setattr(graph_captures, "get_exec", lambda: SimpleNamespace(graph=graph))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
     served = widths.Widths(runner, runner, SimpleNamespace(serve_blocks_of=lambda width: None), 8, nullcontext)
     gc.unfreeze()
-    with widths.heap_left_alone():
+    with graph_captures.heap_left_alone():
         served.add([1, 4], [1, 2])
         assert [reference() for reference in left] == [None] * 3
     assert seen == [(width, True, False, True) for width in (1, 4, 4)]
     assert served.served == [1, 4, 8]
     assert gc.get_freeze_count() == 0 and gc.isenabled() and not graph.enable_cudagraph_gc
+
+
+def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:
+    from dflash_sglang.widths import Widths as Built
+    from dflash_sglang.widths import by_use, sparse
+
+    captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)]
+    assert sparse(captured) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64]
+    assert sparse([4, 8, 12, 28, 44, 52]) == [4, 8, 12, 52] and sparse([]) == []
+    assert by_use((1, 2, 4, 6, 8, 12, 16), 16) == [1, 4, 8, 2, 12, 6]
+    assert by_use((3, 16), 16) == [1, 3]
+
+    def added(free: float, reserve: float, price: float = 1.0) -> dict[int, float]:
+        built, left = object.__new__(Built), [free]
+        built._widest = 16
+        built._target = SimpleNamespace(decode_cuda_graph_runner=None)
+
+        def add(widths: Any, sizes: Any) -> None:
+            assert sizes == [], "nothing is captured"
+            left[0] -= price * len(list(widths))
+
+        built.add = add
+        return built.add_while_free((1, 2, 4, 8, 16), lambda: left[0], reserve)
+
+    assert added(100, 2) == {1: 1.0, 4: 1.0, 8: 1.0, 2: 1.0}
+    assert list(added(5.5, 2)) == [1, 4, 8]  # 2.5 are free, and the next one should take 1
+    assert list(added(1.0, 2)) == [1]  # plain decoding is always there
+
+
+def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dflash_sglang import widths
+
+    built = object.__new__(widths.Widths)
+    built._widest, built._target = 16, None
+    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
+    assert built._sizes(1) == [1, 2, 4, 8, 14], "one batch of an octave within 64 rows"
+    assert built._sizes(2) == [8, 14] and built._sizes(4) == [4, 8, 14]
+    assert built._sizes(6) == [4, 8, 10, 12, 14] and built._sizes(12) == [2, 4, 5, 6, 8, 10, 12, 14]
+    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [3, 6, 12, 24, 48])
+    assert built._sizes(1) == [3, 6, 12, 24, 48] and built._sizes(2) == [12, 24, 48]
+    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2])
+    assert built._sizes(2) == [2] and built._sizes(8) == [2]
+
+
+class Runner:
+    """SGLang's model runner, as far as graphs are concerned, whose block has captured 1, 2, 7 and 8 requests."""
+
+    attn_backend, init_new_workspace = "block's", False
+    decode_cuda_graph_runner: Any
+
+    def _get_attention_backend(self, init_new_workspace: bool) -> str:
+        return "its own"
+
+    def _decode_cuda_graph_runner_cls(self) -> type:
+        return Graphs
+
+
+class Graphs:
+    """SGLang's graphs, which capture 7, 2 and 1 requests, or tokens, and record what each capture ran."""
+
+    capture_bs, enable_torch_compile = [1, 2, 7, 8], False
+    captured: list[tuple[int, list[int | None]]]
+    settings: SimpleNamespace  # of decode graphs
+
+    def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
+        self.made = (list(self.settings.bs), attn_backend, speculative_num_draft_tokens)
+        self.captured = []
+        self.backend = SimpleNamespace(capture_one=self.capture_one)
+        self.capture()
+
+    def capture(self) -> None:
+        for size in (7, 2, 1):
+            self.backend.capture_one(SimpleNamespace(size=size), lambda size=size: size, post_warmup_hook=None)
+
+    def capture_one(self, key: Any, forward: Any, post_warmup_hook: None) -> None:
+        self.captured.append((key.size, [forward() for _ in ("warm-up", "warm-up", "capture")]))
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    from dflash_sglang import graph_captures, widths
+
+    Graphs.settings = SimpleNamespace(bs=Graphs.capture_bs)
+    graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=Graphs.settings)))
+    spec = SimpleNamespace(override=lambda **_: nullcontext())
+    monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
+    monkeypatch.setattr(widths, "get_spec", lambda: spec)
+    monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
+    runner = Runner()
+    runner.decode_cuda_graph_runner = object.__new__(Graphs)
+    return runner
+
+
+def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(runner: Runner) -> None:
+    from dflash_sglang import widths
+
+    lane = widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
+    assert lane.attention == "its own" and lane.graphs.made == ([1, 2, 8], "its own", 4)
+    assert Graphs.settings.bs is Graphs.capture_bs and not runner.init_new_workspace
+
+
+def test_a_forward_is_warmed_up_as_often_as_something_in_it_may_be_new(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_sglang import graph_captures, widths
+
+    def built(known: set[int], in_parts: bool = False) -> list[tuple[int, list[int | None]]]:
+        return widths.Lane.built(runner, 4, [1, 2, 7], in_parts, known).graphs.captured
+
+    once = [(size, [None, size, size]) for size in (7, 2, 1)]
+    spared = [once[0], (2, [None, None, 2]), once[2]]
+    assert built(set()) == once
+    assert built({28, 8}) == spared, "of 28 and 8 rows; but the first may compile what is the width's own"
+    assert built({7, 2}, in_parts=True) == spared, "sizes are rows"
+    graph_captures.warm_up_once(runner)
+    runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "block's", 16)
+    assert runner.decode_cuda_graph_runner.captured == [(7, [7, 7, 7]), *once[1:]], "twice in a new process"
+    assert built({28, 8}) == spared, "of graphs that were themselves warmed up once"
+    monkeypatch.setattr(Graphs, "enable_torch_compile", True)
+    assert built({28, 8, 4}) == once, "what a batch size compiles comes before its capture"
+
+
+def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dflash_sglang import widths
+
+    class InParts:
+        capture_num_tokens = (16, 32, 96)
+
+        def _ragged_capture_slots(self, tokens: int) -> int:
+            return min(tokens, 6)
+
+    monkeypatch.setattr(widths, "DecodeCudaGraphRunner", InParts)
+    built = object.__new__(widths.Widths)
+    built._widest, built._parts = 16, widths.Lane(None, InParts())
+    assert built.totals(6) == [16, 32, 96] and built.totals(2) == [16, 32]
+    assert built.totals(20) == [16, 32, 96, 128, 160, 192, 256, 320]
+    assert built.captured_requests(32, 6) == 6 and built.captured_requests(32, 7) is None
+    assert built.captured_requests(128, 6) is None
+    built._parts = widths.Lane(None, None)
+    assert built.totals(3) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
+    assert built.captured_requests(16, 1) is None

@@ -1,0 +1,97 @@
+"""How SGLang's graph runners capture: at which sizes, after how many warm-ups, and what happens meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
+
+from dflash_sglang.compat import get_exec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.compat import DecodeCudaGraphRunner
+
+
+@contextmanager
+def captured_at(sizes: Sequence[int]) -> Iterator[None]:
+    """SGLang's graphs that are made meanwhile are for these batch sizes, if it makes any."""
+    config = get_exec().graph.cuda_graph_config.decode
+    usual = config.bs
+    if sizes:
+        config.bs = list(sizes)
+    try:
+        yield
+    finally:
+        config.bs = usual
+
+
+@contextmanager
+def heap_left_alone() -> Iterator[None]:
+    """SGLang collects garbage before and after the captures of a runner, each time among all objects of the
+    process, a million: half a second. Meanwhile among new ones alone, and by nobody else."""
+    by_itself = gc.isenabled()
+    gc.freeze()
+    gc.disable()
+    try:
+        with get_exec().graph.override(enable_cudagraph_gc=True):  # else SGLang unfreezes after a capture
+            yield
+    finally:
+        gc.unfreeze()
+        if by_itself:
+            gc.enable()
+
+
+def warm_up_once(runner: ModelRunner) -> None:
+    """Before SGLang makes this runner's graphs, see `warmed_up`."""
+    usual = runner._decode_cuda_graph_runner_cls
+    runner._decode_cuda_graph_runner_cls = lambda: warmed_up(usual())
+
+
+def warmed_up(
+    graphs: type[DecodeCudaGraphRunner], known: Callable[[int], bool] | None = None
+) -> type[DecodeCudaGraphRunner]:
+    """Graphs that warm up less. SGLang runs a forward twice before it captures it, each time for as long as the
+    capture takes: what is done once in a process is done, and kernels are loaded. What is left: two runs before the
+    first capture of a runner, one before its others and before the first of another width, none before those of
+    another width where as many rows were captured before.
+
+    known: whether as many rows as a graph of this size has were captured; None for a runner's first graphs.
+    """
+    base: Any = getattr(graphs, "of_sglang", graphs)
+
+    class WarmedUp(base):
+        of_sglang = base
+
+        def capture(self) -> None:
+            whole = self.backend.capture_one
+            captured: list[Any] = []
+
+            def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
+                spared = 0 if known is None else 1
+                if captured and not self.enable_torch_compile and (known is None or known(key.size)):
+                    spared += 1
+                captured.append(key)
+                runs = chain(repeat(lambda: None, spared), repeat(forward))  # called twice, then captured
+                whole(key, lambda: next(runs)(), **more)
+
+            self.backend.capture_one = capture_one
+            try:
+                super().capture()
+            finally:
+                del self.backend.capture_one
+
+    return WarmedUp
+
+
+def by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
+    """SGLang's graphs of a ragged verify, which it makes for algorithms that ask for them by the environment."""
+
+    class ByTokens(graphs):
+        ragged_verify_mode = property(lambda self: True, lambda self, mode: None)
+
+    return ByTokens
