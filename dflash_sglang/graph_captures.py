@@ -56,9 +56,10 @@ def warmed_up(
     graphs: type[DecodeCudaGraphRunner], known: Callable[[int], bool] | None = None
 ) -> type[DecodeCudaGraphRunner]:
     """Graphs that warm up less. SGLang runs a forward twice before it captures it, each time for as long as the
-    capture takes: what is done once in a process is done, and kernels are loaded. What is left: two runs before the
-    first capture of a runner, one before its others and before the first of another width, none before those of
-    another width where as many rows were captured before.
+    capture takes: what is done once in a process is done, and kernels are loaded. Left are
+
+    - two runs before the first capture of a runner, one before its others,
+    - one before the first of another width, none before those of as many rows as were captured before.
 
     known: whether as many rows as a graph of this size has were captured; None for a runner's first graphs.
     """
