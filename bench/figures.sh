@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
-#   on one GPU       wide narrow long profile startup startup_widths rope
+#   on one GPU       wide narrow long profile startup_widths rope
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission width_good_shares width_poor width_poor_built_in width_mixed
 #   on two, "0,1"    tp2 dpa2
@@ -59,7 +59,6 @@ for name in "$@"; do
     long) step step_long serve --kinds ours built_in --concurrency 1 8 --input 16000 --output 256 \
       --max-tokens 140000 --bound 1.0 ;;
     profile) step step_profile step_profile --concurrency 1 32 --rounds 1 --token-map-size 32768 ;;
-    startup) step step_startup startup ;;
     startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup ;;
     rope) part draft_rope draft_rope ;;
     width_good) width good --concurrency 8 32 ;;
