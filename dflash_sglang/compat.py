@@ -40,6 +40,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec, mamba_track_grid
@@ -75,6 +76,7 @@ from sglang.srt.utils.common import (
 )
 
 __all__ = [
+    "FullCudaGraphBackend",
     "SIMULATE_ACC_LEN",
     "SIMULATE_ACC_METHOD",
     "SIMULATE_ACC_TOKEN_MODE",

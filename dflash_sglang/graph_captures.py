@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
-from dflash_sglang.compat import get_exec
+from dflash_sglang.compat import FullCudaGraphBackend, get_exec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +61,8 @@ def warmed_up(
     - two runs before the first capture of a runner, one before its others,
     - one before the first of another width, none before those of as many rows as were captured before.
 
+    Where pieces of a forward are captured, SGLang's backend needs what a warm-up returns, and all are left.
+
     known: whether as many rows as a graph of this size has were captured; None for a runner's first graphs.
     """
     base: Any = getattr(graphs, "of_sglang", graphs)
@@ -69,6 +71,9 @@ def warmed_up(
         of_sglang = base
 
         def capture(self) -> None:
+            if not isinstance(self.backend, FullCudaGraphBackend):
+                super().capture()
+                return
             whole = self.backend.capture_one
             captured: list[Any] = []
 

@@ -120,10 +120,13 @@ class Graphs:
     captured: list[tuple[int, list[int | None]]]
     settings: SimpleNamespace  # of decode graphs
 
+    class Backend(SimpleNamespace):
+        """Of whole forwards."""
+
     def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
         self.made = (list(self.settings.bs), attn_backend, speculative_num_draft_tokens)
         self.captured = []
-        self.backend = SimpleNamespace(capture_one=self.capture_one)
+        self.backend = self.Backend(capture_one=self.capture_one)
         self.capture()
 
     def capture(self) -> None:
@@ -142,6 +145,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=Graphs.settings)))
     spec = SimpleNamespace(override=lambda **_: nullcontext())
     monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
+    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", Graphs.Backend)
     monkeypatch.setattr(widths, "get_spec", lambda: spec)
     monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
     runner = Runner()
@@ -176,6 +180,8 @@ def test_a_forward_is_warmed_up_as_often_as_something_in_it_may_be_new(
     assert built({28, 8}) == spared, "of graphs that were themselves warmed up once"
     monkeypatch.setattr(Graphs, "enable_torch_compile", True)
     assert built({28, 8, 4}) == once, "what a batch size compiles comes before its capture"
+    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", widths.Lane)
+    assert built({28, 8}) == [(size, [size] * 3) for size in (7, 2, 1)], "of pieces of a forward, as SGLang does"
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
