@@ -28,11 +28,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 NEW_TOKENS = 160
 TIE, TIES = 0.3, 0.05  # difference of logprobs; share of the tokens
 FLAGS: dict[str, Any] = dict(max_running_requests=MANY, cuda_graph_max_bs_decode=MANY, **ON_DEVICE)
-WIDTHS: dict[str, tuple[str, str]] = {  # settings, hooks
-    "chosen": ('{"width": {"probe_budget": 0.1}}', ""),
-    "random": ('{"width": {}}', "widths"),
-    "chosen per request": ('{"width": {"per_request": true, "probe_budget": 0.1}}', ""),
-    "random per request": ('{"width": {"per_request": true}}', "widths,shares"),
+WIDTHS: dict[str, tuple[str, str, str]] = {  # settings, hooks, attention
+    "chosen": ('{"width": {"probe_budget": 0.1}}', "", "fa3"),
+    "random": ('{"width": {}}', "widths", "fa3"),
+    "random with triton": ('{"width": {}}', "widths", "triton"),
+    "random with flashinfer": ('{"width": {}}', "widths", "flashinfer"),
+    "chosen per request": ('{"width": {"per_request": true, "probe_budget": 0.1}}', "", "fa3"),
+    "random per request": ('{"width": {"per_request": true}}', "widths,shares", "fa3"),
 }
 
 
@@ -44,12 +46,13 @@ def plain() -> Iterator[Server]:
 
 @pytest.fixture(scope="module", params=WIDTHS, ids=list(WIDTHS))
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings, hooks = WIDTHS[request.param]
+    settings, hooks, attention = WIDTHS[request.param]
     environment = {**DEVICE_ENVIRONMENT, REQUIRE_ENV: "1", CONFIG_ENV: settings}
     if hooks:
         directory: Path = tmp_path_factory.mktemp("hooks")
         environment |= {"PYTHONPATH": scheduler_hooks.install(directory), scheduler_hooks.HOOKS_ENV: hooks}
-    with serve(TARGET, DRAFT, environment=environment, decode_log_interval=1, **FLAGS) as server:
+    flags = dict(attention_backend=attention, decode_log_interval=1, **FLAGS)
+    with serve(TARGET, DRAFT, environment=environment, **flags) as server:
         yield server
         print(told(server), server.log_tail(40), sep="\n")  # shown with a failure
 
