@@ -76,7 +76,6 @@ from sglang.srt.utils.common import (
 )
 
 __all__ = [
-    "FullCudaGraphBackend",
     "SIMULATE_ACC_LEN",
     "SIMULATE_ACC_METHOD",
     "SIMULATE_ACC_TOKEN_MODE",
@@ -90,6 +89,7 @@ __all__ = [
     "DraftTPExecution",
     "ForwardBatch",
     "ForwardMode",
+    "FullCudaGraphBackend",
     "FutureRelayBuffers",
     "GenerationBatchResult",
     "GrammarMask",

@@ -8,6 +8,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from dflash_sglang.compat import FullCudaGraphBackend, get_exec
+from dflash_sglang.config.width import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,44 +47,36 @@ def heap_left_alone() -> Iterator[None]:
             gc.enable()
 
 
-def warm_up_once(runner: ModelRunner) -> None:
-    """Before SGLang makes this runner's graphs, see `warmed_up`."""
-    usual = runner._decode_cuda_graph_runner_cls
-    runner._decode_cuda_graph_runner_cls = lambda: warmed_up(usual())
-
-
-def warmed_up(
-    graphs: type[DecodeCudaGraphRunner], known: Callable[[int], bool] | None = None
-) -> type[DecodeCudaGraphRunner]:
-    """Graphs that warm up less. SGLang runs a forward twice before it captures it, each time for as long as the
-    capture takes: what is done once in a process is done, and kernels are loaded. Left are
-
-    - two runs before the first capture of a runner, one before its others,
-    - one before the first of another width, none before those of as many rows as were captured before.
+def warm_up_less(runner: ModelRunner) -> None:
+    """From now on this runner's graphs run less often what they are to capture. SGLang runs a forward twice before
+    it captures it, each time for as long as the capture takes: what is done once in a process is done, and kernels
+    are loaded. What is left: two runs before the first capture of the runner; one before the first of its later
+    graphs, and where as many rows of drafted blocks were not captured before; else none.
 
     Where pieces of a forward are captured, SGLang's backend needs what a warm-up returns, and all are left.
-
-    known: whether as many rows as a graph of this size has were captured; None for a runner's first graphs.
     """
-    base: Any = getattr(graphs, "of_sglang", graphs)
+    graphs: Any = runner._decode_cuda_graph_runner_cls()
+    known: set[int] = set()  # rows that were captured
 
-    class WarmedUp(base):
-        of_sglang = base
-
+    class WarmedUpLess(graphs):
         def capture(self) -> None:
             if not isinstance(self.backend, FullCudaGraphBackend):
                 super().capture()
                 return
             whole = self.backend.capture_one
-            captured: list[Any] = []
+            new, first = not known, True
 
             def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
-                spared = 0 if known is None else 1
-                if captured and not self.enable_torch_compile and (known is None or known(key.size)):
+                nonlocal first
+                rows = key.size if self.ragged_verify_mode else key.size * self.captured_req_width
+                spared = 0 if new else 1
+                if not first and not self.enable_torch_compile and (new or rows in known):
                     spared += 1
-                captured.append(key)
                 runs = chain(repeat(lambda: None, spared), repeat(forward))  # called twice, then captured
                 whole(key, lambda: next(runs)(), **more)
+                first = False
+                if self.captured_req_width > PLAIN:
+                    known.add(rows)
 
             self.backend.capture_one = capture_one
             try:
@@ -91,7 +84,7 @@ def warmed_up(
             finally:
                 del self.backend.capture_one
 
-    return WarmedUp
+    runner._decode_cuda_graph_runner_cls = lambda: WarmedUpLess
 
 
 def by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_spec
 from dflash_sglang.config.width import PLAIN
-from dflash_sglang.graph_captures import by_tokens, captured_at, warmed_up
+from dflash_sglang.graph_captures import by_tokens, captured_at
 from dflash_sglang.graph_inputs import leave_in_place, load_inputs_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -36,17 +36,9 @@ class Lane(NamedTuple):
         return cls(runner.attn_backend, runner.decode_cuda_graph_runner)
 
     @classmethod
-    def built(
-        cls,
-        runner: ModelRunner,
-        width: int,
-        sizes: Sequence[int],
-        in_parts: bool = False,
-        known: Container[int] = (),
-    ) -> Lane:
+    def built(cls, runner: ModelRunner, width: int, sizes: Sequence[int], in_parts: bool = False) -> Lane:
         """Backends and graphs beside the present ones, captured at these batch sizes if those are; `in_parts`:
-        for as many tokens as these have, whoever's they are and at most `width` of each request. known: numbers of
-        rows that the runner has captured before."""
+        for as many tokens as these have, whoever's they are and at most `width` of each request."""
         shared = runner.init_new_workspace
         with get_spec().override(speculative_num_draft_tokens=width), captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
@@ -54,9 +46,7 @@ class Lane(NamedTuple):
             spare_launches(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
-                rows = 1 if in_parts else width
-                kind = warmed_up(type(graphs), lambda size: size * rows in known)
-                kind = by_tokens(kind) if in_parts else kind
+                kind = by_tokens(type(graphs)) if in_parts else type(graphs)
                 graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
                 leave_in_place(graphs)
         return cls(attention, graphs)
@@ -82,7 +72,6 @@ class Widths:
         """Once graphs of the widest blocks, `block_size`, exist. draft_scope: in which the draft is captured."""
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
         self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
-        self._known = {size * block_size for size in captured_sizes(target)}  # rows that both have captured
         for lane in self._lanes[block_size]:
             leave_in_place(lane.graphs)
         self._used = self._widest = block_size
@@ -101,20 +90,18 @@ class Widths:
         for width in widths:
             if width not in self._lanes:
                 self._lanes[width] = self._built(width, sizes)
-                if width != PLAIN:
-                    self._known |= {size * width for size in sizes}
                 gc.collect()
         self._model.serve_blocks_of(self._used)
 
     def _built(self, width: int, sizes: Sequence[int]) -> tuple[Lane, Lane]:
         """The target's and the draft's."""
-        target = Lane.built(self._target, width, sizes, known=self._known)
+        target = Lane.built(self._target, width, sizes)
         load_inputs_once(target.graphs)
         if width == PLAIN:
             return target, Lane.present(self._draft)
         self._model.serve_blocks_of(width)
         with self._draft_scope():
-            return target, Lane.built(self._draft, width, sizes, known=self._known)
+            return target, Lane.built(self._draft, width, sizes)
 
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
         """Adds one width after the other, the most useful first, as long as the next one should leave `reserve` of
@@ -146,7 +133,7 @@ class Widths:
     def add_parts(self) -> None:
         """Builds what verifies blocks in part."""
         sizes = sparse(captured_sizes(self._target))
-        self._parts = Lane.built(self._target, self._widest, sizes, in_parts=True, known=self._known)
+        self._parts = Lane.built(self._target, self._widest, sizes, in_parts=True)
         load_inputs_once(self._parts.graphs)
 
     def captured_requests(self, tokens: int, requests: int) -> int | None:

@@ -32,7 +32,7 @@ from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.parts import RowPacker
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
-from dflash_sglang.graph_captures import heap_left_alone, warm_up_once
+from dflash_sglang.graph_captures import heap_left_alone, warm_up_less
 from dflash_sglang.models import updates
 from dflash_sglang.models.context_kv import ContextKV
 from dflash_sglang.observability import memory_line, startup_line
@@ -181,7 +181,7 @@ class DFlashWorker(BaseSpecWorker):
             spare_launches(backend)
         self._verifier.bind_attention_backends()
         for runner in (self.target_worker.model_runner, self._draft_runner):
-            warm_up_once(runner)
+            warm_up_less(runner)
         self._captures.enter_context(heap_left_alone())  # the target's come next
 
     def init_cuda_graphs(self) -> None:

@@ -112,7 +112,8 @@ class Backend:
         yield
 
     def capture_one(self, key: Any, forward: Callable[[], Any], **kwargs: Any) -> None:
-        forward()
+        for _ in ("warm-up", "warm-up"):
+            forward()
         with Recording() as recording:
             out = forward()
         self._graphs[key] = recording, out
@@ -162,9 +163,12 @@ def activate() -> None:
 def _install() -> None:
     from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as setup
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
     from sglang.srt.platforms.interface import PlatformCapabilities
+
+    from dflash_sglang import graph_captures
 
     class Runner(module.DecodeCudaGraphRunner):
         def __init__(self, model_runner: Any, *, attn_backend: Any = None, **kwargs: Any) -> None:
@@ -187,9 +191,8 @@ def _install() -> None:
 
     def capture(*, model_runner: Any) -> setup.GraphCapture:
         phase = "draft_decode" if model_runner.is_draft_worker else "target_verify"
-        return setup.GraphCapture(
-            runner=Runner(model_runner), memory_phase=phase, memory_usage_gb=0.0, capture_time=0.0
-        )
+        runner = model_runner._decode_cuda_graph_runner_cls()(model_runner)
+        return setup.GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0.0, capture_time=0.0)
 
     replaced: dict[str, Any] = dict(
         graph_capture=no_stream,
@@ -202,6 +205,8 @@ def _install() -> None:
         assert hasattr(module, name), name
         setattr(module, name, value)
     setup.capture_decode_graph = capture
+    ModelRunner._decode_cuda_graph_runner_cls = lambda runner: Runner
+    graph_captures.FullCudaGraphBackend = Backend
     dp_attention.memcpy = functools.partial(_as_node, dp_attention.memcpy)  # on a GPU a kernel that reads lengths
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     type(setup.current_platform).capabilities = PlatformCapabilities(graph_capture=True)

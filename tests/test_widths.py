@@ -38,7 +38,7 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
     left: list[weakref.ref[Garbage]] = []
     kept = [[] for _ in range(1000)]
 
-    def built(runner: Any, width: int, sizes: list[int], known: set[int]) -> widths.Lane:
+    def built(runner: Any, width: int, sizes: list[int]) -> widths.Lane:
         left.append(weakref.ref(Garbage()))
         seen.append((width, gc.get_freeze_count() > len(kept), gc.isenabled(), graph.enable_cudagraph_gc))
         return widths.Lane(None, None)
@@ -116,7 +116,7 @@ class Runner:
 class Graphs:
     """SGLang's graphs, which capture 7, 2 and 1 requests, or tokens, and record what each capture ran."""
 
-    capture_bs, enable_torch_compile = [1, 2, 7, 8], False
+    capture_bs, enable_torch_compile, ragged_verify_mode = [1, 2, 7, 8], False, False
     captured: list[tuple[int, list[int | None]]]
     settings: SimpleNamespace  # of decode graphs
 
@@ -125,7 +125,7 @@ class Graphs:
 
     def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
         self.made = (list(self.settings.bs), attn_backend, speculative_num_draft_tokens)
-        self.captured = []
+        self.captured, self.captured_req_width = [], speculative_num_draft_tokens
         self.backend = self.Backend(capture_one=self.capture_one)
         self.capture()
 
@@ -166,22 +166,29 @@ def test_a_forward_is_warmed_up_as_often_as_something_in_it_may_be_new(
 ) -> None:
     from dflash_sglang import graph_captures, widths
 
-    def built(known: set[int], in_parts: bool = False) -> list[tuple[int, list[int | None]]]:
-        return widths.Lane.built(runner, 4, [1, 2, 7], in_parts, known).graphs.captured
+    def first(block: int) -> list[tuple[int, list[int | None]]]:
+        runner.__dict__.clear()  # as in a new process
+        graph_captures.warm_up_less(runner)
+        runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "block's", block)
+        return runner.decode_cuda_graph_runner.captured
+
+    def built(width: int, in_parts: bool = False) -> list[tuple[int, list[int | None]]]:
+        return widths.Lane.built(runner, width, [1, 2, 7], in_parts).graphs.captured
 
     once = [(size, [None, size, size]) for size in (7, 2, 1)]
     spared = [once[0], (2, [None, None, 2]), once[2]]
-    assert built(set()) == once
-    assert built({28, 8}) == spared, "of 28 and 8 rows; but the first may compile what is the width's own"
-    assert built({7, 2}, in_parts=True) == spared, "sizes are rows"
-    graph_captures.warm_up_once(runner)
-    runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "block's", 16)
-    assert runner.decode_cuda_graph_runner.captured == [(7, [7, 7, 7]), *once[1:]], "twice in a new process"
-    assert built({28, 8}) == spared, "of graphs that were themselves warmed up once"
+    assert first(16) == [(7, [7, 7, 7]), *once[1:]], "twice in a new process"
+    assert built(4) == once, "of 28, 8 and 4 rows, where there were 112, 32 and 16"
+    first(8)
+    assert built(1) == once and built(4) == spared, "8 rows were drafted, 1 and 2 were not"
+    assert built(4) == [once[0], (2, [None, None, 2]), (1, [None, None, 1])], "the first may compile"
+    first(2)
+    assert built(4, in_parts=True) == spared, "sizes are rows"
+    first(8)
     monkeypatch.setattr(Graphs, "enable_torch_compile", True)
-    assert built({28, 8, 4}) == once, "what a batch size compiles comes before its capture"
+    assert built(4) == once, "what a batch size compiles comes before its capture"
     monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", widths.Lane)
-    assert built({28, 8}) == [(size, [size] * 3) for size in (7, 2, 1)], "of pieces of a forward, as SGLang does"
+    assert built(4) == [(size, [size] * 3) for size in (7, 2, 1)], "of pieces of a forward, as SGLang does"
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(

@@ -13,10 +13,8 @@ import numpy as np
 from dflash_sglang.scheduling.width.step_times import StepTimes, filled
 
 LEAST = 0.1  # of a step of whole blocks, that one takes which verifies as few tokens as can be
-COMPARED, MOST_COMPARED = (
-    0.5,
-    0.1,
-)  # of an error, at most so large, between a step of one kind and one of the other
+COMPARED = 0.5  # of the error of a step of one kind after one of the other, what the factor follows
+MOST_COMPARED = 0.1  # the largest such error that counts
 FORGET = 512  # steps of whole blocks after which what was compared weighs 1/e
 COMPARISONS, APART = 0.0025, 64  # of the time, what steps in between may take longer; steps from one to the next
 
