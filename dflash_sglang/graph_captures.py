@@ -8,7 +8,6 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from dflash_sglang.compat import FullCudaGraphBackend, get_exec
-from dflash_sglang.config.width import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,35 +47,29 @@ def heap_left_alone() -> Iterator[None]:
 
 
 def warm_up_less(runner: ModelRunner) -> None:
-    """From now on this runner's graphs run less often what they are to capture. SGLang runs a forward twice before
-    it captures it, each time for as long as the capture takes: what is done once in a process is done, and kernels
-    are loaded. What is left: two runs before the first capture of the runner; one before the first of its later
-    graphs, and where as many rows of drafted blocks were not captured before; else none.
+    """From now on this runner's graphs run once what they are to capture, save the first, which runs twice. SGLang
+    runs every forward twice before it captures it, each time for as long as the capture takes. None would be too
+    few: a form of a Triton kernel is loaded when it is first launched, which CUDA forbids in a capture, and other
+    batch sizes of as many rows may launch other forms.
 
-    Where pieces of a forward are captured, SGLang's backend needs what a warm-up returns, and all are left.
+    SGLang's two are left where it captures pieces of a forward, for it keeps what the second returns, and where it
+    compiles a forward for its batch size.
     """
     graphs: Any = runner._decode_cuda_graph_runner_cls()
-    known: set[int] = set()  # rows that were captured
+    warm = False
 
     class WarmedUpLess(graphs):
         def capture(self) -> None:
-            if not isinstance(self.backend, FullCudaGraphBackend):
+            if self.enable_torch_compile or not isinstance(self.backend, FullCudaGraphBackend):
                 super().capture()
                 return
             whole = self.backend.capture_one
-            new, first = not known, True
 
             def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
-                nonlocal first
-                rows = key.size if self.ragged_verify_mode else key.size * self.captured_req_width
-                spared = 0 if new else 1
-                if not first and not self.enable_torch_compile and (new or rows in known):
-                    spared += 1
-                runs = chain(repeat(lambda: None, spared), repeat(forward))  # called twice, then captured
+                nonlocal warm
+                runs = chain([lambda: None] if warm else [], repeat(forward))  # called twice, then captured
                 whole(key, lambda: next(runs)(), **more)
-                first = False
-                if self.captured_req_width > PLAIN:
-                    known.add(rows)
+                warm = True
 
             self.backend.capture_one = capture_one
             try:

@@ -116,7 +116,7 @@ class Runner:
 class Graphs:
     """SGLang's graphs, which capture 7, 2 and 1 requests, or tokens, and record what each capture ran."""
 
-    capture_bs, enable_torch_compile, ragged_verify_mode = [1, 2, 7, 8], False, False
+    capture_bs, enable_torch_compile = [1, 2, 7, 8], False
     captured: list[tuple[int, list[int | None]]]
     settings: SimpleNamespace  # of decode graphs
 
@@ -125,7 +125,7 @@ class Graphs:
 
     def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
         self.made = (list(self.settings.bs), attn_backend, speculative_num_draft_tokens)
-        self.captured, self.captured_req_width = [], speculative_num_draft_tokens
+        self.captured = []
         self.backend = self.Backend(capture_one=self.capture_one)
         self.capture()
 
@@ -161,34 +161,25 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(runner: Runner)
     assert Graphs.settings.bs is Graphs.capture_bs and not runner.init_new_workspace
 
 
-def test_a_forward_is_warmed_up_as_often_as_something_in_it_may_be_new(
+def test_a_forward_runs_once_before_its_capture_and_twice_before_a_runners_first(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dflash_sglang import graph_captures, widths
 
-    def first(block: int) -> list[tuple[int, list[int | None]]]:
-        runner.__dict__.clear()  # as in a new process
-        graph_captures.warm_up_less(runner)
-        runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "block's", block)
-        return runner.decode_cuda_graph_runner.captured
-
     def built(width: int, in_parts: bool = False) -> list[tuple[int, list[int | None]]]:
         return widths.Lane.built(runner, width, [1, 2, 7], in_parts).graphs.captured
 
+    twice = [(size, [size, size, size]) for size in (7, 2, 1)]
     once = [(size, [None, size, size]) for size in (7, 2, 1)]
-    spared = [once[0], (2, [None, None, 2]), once[2]]
-    assert first(16) == [(7, [7, 7, 7]), *once[1:]], "twice in a new process"
-    assert built(4) == once, "of 28, 8 and 4 rows, where there were 112, 32 and 16"
-    first(8)
-    assert built(1) == once and built(4) == spared, "8 rows were drafted, 1 and 2 were not"
-    assert built(4) == [once[0], (2, [None, None, 2]), (1, [None, None, 1])], "the first may compile"
-    first(2)
-    assert built(4, in_parts=True) == spared, "sizes are rows"
-    first(8)
-    monkeypatch.setattr(Graphs, "enable_torch_compile", True)
-    assert built(4) == once, "what a batch size compiles comes before its capture"
+    graph_captures.warm_up_less(runner)
+    runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "block's", 16)
+    assert runner.decode_cuda_graph_runner.captured == [twice[0], *once[1:]]
+    assert built(4) == built(1) == built(16, in_parts=True) == once
+    with monkeypatch.context() as compiled:
+        compiled.setattr(Graphs, "enable_torch_compile", True)
+        assert built(4) == twice
     monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", widths.Lane)
-    assert built(4) == [(size, [size] * 3) for size in (7, 2, 1)], "of pieces of a forward, as SGLang does"
+    assert built(4) == twice, "pieces of a forward"
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
