@@ -90,7 +90,9 @@ def _body(target_model: torch.nn.Module) -> Any:
 
 
 def _last_layer(body: Any) -> int:
-    return len(body.layers) - 1
+    """A looped body numbers its layers through all loops."""
+    loops = getattr(getattr(body, "config", None), "num_loops", 1)
+    return len(body.layers) * loops - 1
 
 
 def _without_residual(body: Any) -> bool:
@@ -136,7 +138,7 @@ class _OrderedFeatures:
         self._observed[i] = hidden + residual
 
     def _arrange(self, output: Any) -> Any:
-        hidden, captured = output if isinstance(output, tuple) else (output, [])
+        hidden, others, captured = self._parts(output)
         if isinstance(captured, torch.Tensor):
             captured = captured.chunk(len(self.model_ids), dim=-1)
         if len(captured) != len(self.model_ids):
@@ -147,7 +149,15 @@ class _OrderedFeatures:
         by_layer = self._observed | dict(zip(self.model_ids, captured, strict=True))
         if self._last is not None and self._last not in by_layer:
             by_layer[self._last] = self._unobserved_last(hidden)
-        return hidden, [by_layer[i] for i in self._ids]
+        return hidden, *others, [by_layer[i] for i in self._ids]
+
+    def _parts(self, output: Any) -> tuple[Any, list[Any], Any]:
+        """(hidden states, what else the body returns, its captures): bodies that captured nothing return none, and
+        MiMo-V2's returns the hidden states before its norm, too."""
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        captures = bool(others) and (bool(self.model_ids) or isinstance(others[-1], list))
+        captured = others.pop() if captures else None
+        return hidden, others, [] if captured is None else captured
 
     def _unobserved_last(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.shape[0] == 0:

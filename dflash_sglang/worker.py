@@ -44,6 +44,7 @@ from dflash_sglang.scheduling.step_clock import StepClock
 from dflash_sglang.scheduling.step_result import StepResult
 from dflash_sglang.scheduling.width_ranks import width_group
 from dflash_sglang.token_map import read_token_map
+from dflash_sglang.validation import TargetFacts
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
 from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
@@ -81,7 +82,8 @@ class DFlashWorker(BaseSpecWorker):
         )
         self.draft_spec = DraftSpec.from_config(config)
         stops.install()
-        self.feature_layer_ids = self.draft_spec.feature_layer_ids(target_runner.model_config.num_hidden_layers)
+        target = TargetFacts.from_config(target_runner.model_config.hf_text_config)
+        self.feature_layer_ids = self.draft_spec.feature_layer_ids(target.num_layers)
         ensure_capture(target_model, self.feature_layer_ids)
         self.draft_parallel_layout = resolve_draft_parallel_layout(
             model_draft_parallel_spec(

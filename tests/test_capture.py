@@ -48,6 +48,39 @@ class Body(torch.nn.Module):
         return (hidden, captured) if captured else hidden
 
 
+class MiMoV2(Body):
+    """Returns the hidden states before its norm, or None, between the others, as SGLang's MiMo-V2 does."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, input_embeds: Any = None) -> Any:
+        output = super().forward(input_ids, positions, input_embeds)
+        hidden, *captured = output if isinstance(output, tuple) else (output,)
+        return hidden, "before the norm", *captured
+
+
+class LoopedBody(Body):
+    """Runs its layers twice and numbers them through both, as SGLang's Nanbeige does."""
+
+    config = SimpleNamespace(num_loops=2)
+
+    def __init__(self) -> None:
+        super().__init__(packed=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, input_embeds: Any = None) -> Any:
+        x, residual = torch.zeros(len(input_ids), HIDDEN), torch.ones(len(input_ids), HIDDEN)
+        captured = []
+        for i in range(4):
+            if i == 2:
+                x, _ = self.norm(x, residual.clone())
+                residual = torch.zeros_like(x)
+            if i in self.layers_to_capture:
+                captured.append(residual + x)
+            residual = residual + x
+            x = torch.full_like(x, 10.0**i)
+        hidden, _ = self.norm(x, residual)
+        return (hidden, captured) if captured else hidden
+
+
 class Target(torch.nn.Module):
     def __init__(self, packed: bool = False) -> None:
         super().__init__()
@@ -125,6 +158,30 @@ def test_the_residual_is_part_of_the_features_of_a_body_that_captures_without(id
         hidden, features = target.run()
         assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
         assert hidden[0].tolist() == [2 * AFTER[-1]] * HIDDEN
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ids", [[0, 2, 3], [0, 2, 4], [4], [3, 0, 2], [4, 0, 2]], ids=str)
+def test_what_else_a_body_returns_stays_in_its_place(ids: list[int], packed: bool) -> None:
+    target = DFlashTarget()
+    target.language_model.model = MiMoV2(packed)
+    ensure_capture(target, ids)
+    target.set_dflash_layers_to_capture(ids)
+    hidden, before_norm, features = target.run()
+    features = list(features.chunk(len(ids), -1)) if isinstance(features, torch.Tensor) else features
+    assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
+    assert hidden[0].tolist() == [2 * AFTER[-1]] * HIDDEN and before_norm == "before the norm"
+
+
+@pytest.mark.parametrize("ids", [[0, 1], [1, 3], [3], [3, 1, 2]], ids=str)
+def test_the_last_layer_of_a_looped_body_is_that_of_its_last_loop(ids: list[int]) -> None:
+    target = DFlashTarget()
+    target.language_model.model = LoopedBody()
+    ensure_capture(target, ids)
+    target.set_dflash_layers_to_capture(ids)
+    _, features = target.run()
+    after = [2.0, 24.0, 124.0, 1124.0]  # the first loop ends with a norm, which doubles 12
+    assert [feature[1].tolist() for feature in features] == [[after[i]] * HIDDEN for i in ids]
 
 
 @pytest.mark.parametrize("ids", [[0, 2], [4, 0]], ids=str)
