@@ -26,20 +26,22 @@ def config_directory(path: str, revision: str | None) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
+    if Path(path).exists():
+        raise OSError(f"{path} is a file.")
     from transformers.utils import cached_file
 
     return Path(cached_file(path, "config.json", revision=revision)).parent
 
 
-def weights_directory(path: str, revision: str | None) -> Path:
+def weights_directory(path: str, revision: str | None, download_dir: str | None) -> Path:
     """The local directory of a checkpoint's *.safetensors files: `path` itself, or a hub repository's
-    snapshot, downloaded if it is not on this machine yet."""
+    snapshot, downloaded to `download_dir` (--download-dir, None for the hub's cache) if it is not there yet."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
     patterns = ["config.json", "*.safetensors", "mask_embedding.pt"]
-    return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    return Path(snapshot_download(path, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
 
 
 def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any], Path]:

@@ -71,14 +71,18 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
 
     ``config``: the raw config.json.
     """
-    names = config.get("architectures") or []
+    names = config.get("architectures")
+    if not isinstance(names, list):
+        names = []  # which DraftSpec refuses, as it does a malformed dflash_config
     for name in names:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
     plain = SPECULATORS_ARCHITECTURES if is_speculators(config) else (PLAIN_ARCHITECTURE,)
     if names and not is_dflash2(config) and not set(plain) & set(names):
         return Foreign("draft config architectures", names[0], "neither a plain DFlash draft nor a DFlash2 draft")
-    nested = config.get("dflash_config") or {}
+    nested = config.get("dflash_config")
+    if not isinstance(nested, Mapping):
+        nested = {}
     for row in _ROWS:
         if row.part_of_dflash2 and is_dflash2(config):
             continue

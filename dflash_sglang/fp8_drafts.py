@@ -38,7 +38,7 @@ def quantise_where_shorter(server_args: Any) -> None:
         return  # the latter alone: the target's --quantization
     path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
     spec = DraftSpec.from_config(draft_config(path, revision)[0])
-    tensors = tensor_facts(weights_directory(path, revision))
+    tensors = tensor_facts(weights_directory(path, revision, cfg.download_dir))
     ranks = parallel_facts(cfg).draft_tp_size
     reason = obstacle(spec, tensors, ranks, cfg.dtype, torch.cuda.get_device_capability())
     if reason is not None:

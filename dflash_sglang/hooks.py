@@ -34,7 +34,7 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
     It runs before SGLang reads the draft's config, so that the errors of a bad one are ours, and a dense draft may
     be asked for in fp8.
     """
-    if (server_args.speculative_algorithm or "").upper() == "DFLASH" and _served_by_built_in(server_args) is None:
+    if _asks_for_dflash(server_args) and _served_by_built_in(server_args) is None:
         # Imported here: it exists in the one version of SGLang that was checked.
         from dflash_sglang.compat_args import our_dp_attention
         from dflash_sglang.fp8_drafts import quantise_where_shorter
@@ -79,7 +79,7 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
     """
     from transformers import AutoConfig, PretrainedConfig
 
-    if "gguf_file" in kwargs:
+    if kwargs.keys() & {"gguf_file", "_configuration_file"}:  # it is elsewhere
         return original(parser, model, *args, **kwargs)
     if Path(model, "config.json").is_file():
         raw = read_config(model)
@@ -160,6 +160,14 @@ def resolve_forward_inputs(original: Callable[..., None], batch: Any, future_map
     """AROUND resolve_forward_inputs: a decode step finds the last tokens in the relay by itself."""
     if not batch.forward_mode.is_decode():
         original(batch, future_map)
+
+
+def _asks_for_dflash(server_args: Any) -> bool:
+    """Not with --enable-return-aux-hidden-states, which takes the name for a way to capture and runs no worker."""
+    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+        return False
+    check_version()
+    return not server_args.enable_return_aux_hidden_states
 
 
 def _served_by_built_in(server_args: Any) -> Foreign | None:

@@ -111,7 +111,7 @@ def _from_file(path: Path) -> MaskEmbedding:
     entries = saved if isinstance(saved, dict) else {"embedding": saved}
     row = entries.get("embedding", entries.get(MASK_EMBEDDING))
     if not isinstance(row, Tensor):
-        raise _unreadable(f"{type(saved).__name__} with {sorted(entries)}")
+        raise _unreadable(f"{type(saved).__name__} with {sorted(map(str, entries))}")
     if entries.get("per_position"):
         raise _unreadable("one row per position of the block")
     token_id = entries.get("mask_token_id")

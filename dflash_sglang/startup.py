@@ -49,11 +49,9 @@ def check_startup(server_args: Any) -> Foreign | None:
     """None when this package's worker can run the launch, else why the built-in worker does.
 
     Works on server arguments before and after SGLang resolved the speculative ones. Raises StartupError
-    listing every problem, OSError where the draft's config.json cannot be found, and PluginConfigError.
+    listing every problem, and PluginConfigError.
     """
     cfg = resolving_view(server_args)
-    if cfg.speculative_algorithm is None:
-        return None  # --enable-return-aux-hidden-states reads DFLASH as a way to capture, and runs no worker
     other = _check(cfg, server_args)
     if other is not None and cfg.speculative_draft_model_path is not None:
         _refuse_what_no_worker_reads(cfg, other)
@@ -65,9 +63,9 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving, parallel = _serving_facts(cfg), parallel_facts(cfg)
     problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving), *kv_problems(serving)]
-    if serving.draft_path is None:
+    if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
-    config, _ = draft_config(serving.draft_path, cfg.speculative_draft_model_revision)
+    config = _draft_config(cfg, problems)
     target_config = model_config_of(server_args)
     other = (
         foreign(config)
@@ -76,13 +74,12 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     )
     if other is not None:
         return other
-    problems += quantisation_problems(
-        config, cfg.speculative_draft_model_quantization, cfg.quantization, cfg.device
-    )
-    directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision)
-    tensors = tensor_facts(directory)
+    inherited = not cfg._speculative_draft_quantization_explicitly_set
+    problems += quantisation_problems(config, cfg.speculative_draft_model_quantization, cfg.device, inherited)
     try:
         spec = DraftSpec.from_config(config)
+        directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
+        tensors = tensor_facts(directory)
         own = own_modules(directory, tensors)
     except DraftConfigError as error:
         raise StartupError([*problems, config_problem(error)]) from error
@@ -99,10 +96,21 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     return None
 
 
+def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
+    """The draft's raw config.json. Raises StartupError with these problems where it cannot be read."""
+    path = cfg.speculative_draft_model_path
+    try:
+        config, _ = draft_config(path, cfg.speculative_draft_model_revision)
+    except (OSError, ValueError) as error:
+        what = "a DFlash draft's directory, or its repository on the hub, with a config.json"
+        fix = f"Correct it: {error}"
+        raise StartupError([*problems, Problem("--speculative-draft-model-path", path, what, fix)]) from error
+    return config
+
+
 def _refuse_what_no_worker_reads(cfg: Any, other: Foreign) -> None:
     """The built-in worker cannot read a config.json of the speculators format, which has no model type."""
-    config, _ = draft_config(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
-    if is_speculators(config):
+    if is_speculators(_draft_config(cfg, [])):
         expected = f"a launch of dflash_sglang, which alone reads the speculators format (not so: {other.reason})"
         fix = "Change it, or serve the draft in z-lab's format."
         raise StartupError([Problem(other.field, other.value, expected, fix)])
@@ -135,9 +143,13 @@ def _our_device(device: str) -> bool:
 
 
 def _serving_facts(cfg: Any) -> ServingFacts:
+    block, flag = cfg.speculative_dflash_block_size, "--speculative-dflash-block-size"
+    if block is None:
+        block, flag = cfg.speculative_num_draft_tokens, "--speculative-num-draft-tokens"
     return ServingFacts(
         draft_path=cfg.speculative_draft_model_path,
-        block_size=cfg.speculative_dflash_block_size or cfg.speculative_num_draft_tokens,
+        block_size=block,
+        block_flag=flag,
         draft_attention_backend=cfg.speculative_draft_attention_backend,
         supported_backends=("torch_native",) if cfg.device == "cpu" else GPU_DRAFT_BACKENDS,
         kv_pool_flag=next((flag for field, flag in _KV_POOL_FLAGS.items() if getattr(cfg, field)), None),

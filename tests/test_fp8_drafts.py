@@ -69,7 +69,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     declared: dict[str, Any] = {}
     monkeypatch.setattr(fp8_drafts, "resolving_view", lambda args: args)
     monkeypatch.setattr(fp8_drafts, "draft_config", lambda path, revision: (draft_config(**LARGE), path))
-    monkeypatch.setattr(fp8_drafts, "weights_directory", lambda path, revision: path)
+    monkeypatch.setattr(fp8_drafts, "weights_directory", lambda path, revision, download_dir: path)
     monkeypatch.setattr(fp8_drafts, "tensor_facts", lambda directory: matrices())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(fp8_drafts, "declare_resolution", lambda args, source, **fields: declared.update(fields))
@@ -80,6 +80,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
             dtype="auto",
             speculative_draft_model_path="draft",
             speculative_draft_model_revision="main",
+            download_dir=None,
             speculative_draft_model_quantization=None,
             _speculative_draft_quantization_explicitly_set=False,
             tp_size=1,

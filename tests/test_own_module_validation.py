@@ -193,7 +193,9 @@ def test_a_hub_repositorys_modules_are_read_from_its_snapshot(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    directory = weights_directory("acme/draft", None)
+    directory = weights_directory("acme/draft", None, None)
     assert directory == repository / "snapshots" / commit
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "other"))
+    assert weights_directory("acme/draft", None, str(tmp_path)) == directory
     mask = own_modules(directory, tensor_facts(directory)).mask_embedding
     assert mask is not None and mask.row.shape == (64,)

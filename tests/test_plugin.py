@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -100,7 +101,9 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         speculative_draft_attention_backend=None,
         speculative_draft_kv_cache_dtype=None,
         speculative_draft_model_quantization=None,
-        quantization=None,
+        _speculative_draft_quantization_explicitly_set=False,
+        enable_return_aux_hidden_states=False,
+        download_dir=None,
         kv_cache_dtype="auto",
         attention_backend=None,
         prefill_attention_backend=None,
@@ -215,6 +218,25 @@ def test_a_launch_outside_of_our_worker_gets_the_built_in_one_and_a_warning(
     assert named in caplog.text and "DFlashWorkerV2" in caplog.text
 
 
+def test_a_capture_that_is_named_after_dflash_runs_no_worker(pair: SimpleNamespace) -> None:
+    seen: list[Any] = []
+    capture = arguments(
+        pair.plain,
+        device="cuda",
+        speculative_draft_model_path=None,
+        enable_return_aux_hidden_states=True,
+    )
+    hooks.handle_speculative_decoding(seen.append, capture)
+    assert seen == [capture]
+
+
+def test_a_config_that_sglang_is_told_to_read_elsewhere_is_left_to_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\x80 encrypted")
+    given = {"_configuration_file": "plain.json", "trust_remote_code": False}
+    parsed = hooks.parse_config(lambda parser, model, **more: (model, more), None, tmp_path, **given)
+    assert parsed == (tmp_path, given)
+
+
 def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:
     seen = []
     assert hooks.create_worker(built_in, Algorithm(dflash=False), SimpleNamespace()) is BuiltInWorker
@@ -242,6 +264,13 @@ def test_a_draft_that_does_not_fit_ends_start_up_in_both_processes(pair: SimpleN
             hooks.create_worker(built_in, Algorithm(), arguments(pair.misfit))
         else:
             hooks.handle_speculative_decoding(lambda args: None, arguments(pair.misfit))
+
+
+def test_a_malformed_nested_config_is_named(pair: SimpleNamespace) -> None:
+    path = pair.plain / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dflash_config": [1]}))
+    with pytest.raises(StartupError, match=r"draft config dflash_config=\[1\]: expected an object"):
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
 
 
 def test_dflash_on_another_sglang_version_is_an_error_that_names_both(

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from dflash_sglang.validation import quantisation_problems
+from dflash_sglang.validation.quantisation import FLAG
 from training.quantise import SCHEMES
 
 CT = SCHEMES["ct-w4a16"].config
 
 
 def problems(
-    quantisation: Any, flag: str | None = None, target: str | None = None, device: str = "cuda"
+    quantisation: Any, asked: str | None = None, device: str = "cuda", inherited: bool = False
 ) -> list[str]:
     config = {} if quantisation is None else {"quantization_config": quantisation}
-    return [str(problem) for problem in quantisation_problems(config, flag, target, device)]
+    return [str(problem) for problem in quantisation_problems(config, asked, device, inherited)]
 
 
 def group(changed: dict[str, Any], **weights: Any) -> dict[str, Any]:
@@ -32,8 +33,12 @@ def test_every_scheme_of_the_quantisation_script_is_served_on_a_gpu(scheme: str)
 
 
 def test_a_dense_draft_may_be_quantised_while_loading() -> None:
-    assert problems(None) == problems(None, "fp8") == problems(None, "unquant", "awq") == []
-    assert problems(None, None, "fp8") == []
+    assert problems(None) == problems(None, "fp8") == problems(None, "fp8", inherited=True) == []
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "modelopt"}, {}, {"quant_method": "modelopt_fp8"}], ids=str)
+def test_modelopts_fp8_is_known_by_the_names_that_it_is_published_under(config: dict[str, str]) -> None:
+    assert problems({**config, "quant_algo": "FP8"}) == []
 
 
 FIELD = "draft config quantization_config"
@@ -98,13 +103,15 @@ def test_a_quantisation_that_cannot_be_served_is_refused(quantisation: Any, expe
 def test_quantised_weights_need_a_gpu() -> None:
     (problem,) = problems(SCHEMES["awq"].config, device="cpu")
     assert f"{FIELD}='awq'" in problem and "need a CUDA GPU" in problem
-    (problem,) = problems(None, flag="fp8", device="cpu")
-    assert "--speculative-draft-model-quantization='fp8'" in problem
+    (problem,) = problems(None, "fp8", device="cpu")
+    assert problem.startswith(f"{FLAG}='fp8'") and f"Set {FLAG} unquant" in problem
 
 
-def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft() -> None:
-    (problem,) = problems(None, flag="awq")
-    assert problem.startswith("--speculative-draft-model-quantization='awq'") and "unquant" in problem
-    (problem,) = problems(None, target="compressed-tensors")
-    assert problem.startswith("--quantization='compressed-tensors'")
-    assert "Set --speculative-draft-model-quantization unquant" in problem
+@pytest.mark.parametrize("method", ["awq", "modelopt_fp8", "quark"])
+@pytest.mark.parametrize(("inherited", "field"), [(False, FLAG), (True, "--quantization")])
+def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft(
+    method: str, inherited: bool, field: str
+) -> None:
+    (problem,) = problems(None, method, inherited=inherited)
+    assert problem.startswith(f"{field}={method!r}: expected a quantised draft checkpoint")
+    assert f"Set {FLAG} unquant, or fp8" in problem

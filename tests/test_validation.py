@@ -93,6 +93,11 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
     "trained block of 1": ({"block_size": 1}, "draft config block_size", 1),
     "a width beyond the block": ({"serving": {"block_size": 4, "widest": 5}}, "DFLASH_SGLANG_CONFIG width", 5),
     "served block of 1": ({"serving": {"block_size": 1}}, "--speculative-dflash-block-size", 1),
+    "served block of 1 by the other flag": (
+        {"serving": {"block_size": 1, "block_flag": "--speculative-num-draft-tokens"}},
+        "--speculative-num-draft-tokens",
+        1,
+    ),
     "served block above the trained one": (
         {"serving": {"block_size": 9}},
         "--speculative-dflash-block-size",
@@ -113,6 +118,11 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
         {"serving": {"draft_attention_backend": "trtllm_mha"}},
         "--speculative-draft-attention-backend",
         "trtllm_mha",
+    ),
+    "sinks and the target's attention backend": (
+        {"serving": {"draft_reader": "flashinfer"}, "dflash_config": {"attention_sink_bias": True}},
+        "--attention-backend",
+        "flashinfer",
     ),
     "no default layer ids": (
         {
@@ -153,6 +163,8 @@ def test_a_server_that_cannot_run_any_draft_is_one_problem(
     assert (problem.field, problem.value) == (field, value)
 
 
+# What the built-in worker serves.
+ELSEWHERE = {"disaggregation_mode", "decrypted_draft_config_file", "speculative_use_block_verification"}
 LAUNCH_ROWS = {
     "pp_size": (
         2,
@@ -175,7 +187,23 @@ LAUNCH_ROWS = {
     "elastic_ep_backend": ("mooncake", "--elastic-ep-backend='mooncake': expected unset with DFLASH: ranks that"),
     "dwdp_size": (2, "--dwdp-size=2: expected 1: SGLang has no speculative decoding with it. Remove --dwdp-size"),
     COORDINATION: (True, f"{COORDINATION}=True: expected unset with DFLASH: data-parallel ranks prefill together"),
+    "decrypted_draft_config_file": (
+        "plain.json",
+        "--decrypted-draft-config-file='plain.json': expected unset with DFLASH, which reads",
+    ),
     "return_hidden_states_mode": ("last", "--enable-return-hidden-states='last': expected unset with DFLASH:"),
+    "speculative_accept_threshold_single": (
+        0.5,
+        "--speculative-accept-threshold-single=0.5: expected 1.0 with DFLASH, whose output is exactly",
+    ),
+    "speculative_accept_threshold_acc": (
+        0.5,
+        "--speculative-accept-threshold-acc=0.5: expected 1.0 with DFLASH, whose output is exactly",
+    ),
+    "speculative_use_block_verification": (
+        True,
+        "--speculative-use-block-verification=True: expected unset with DFLASH, which accepts token by token",
+    ),
     "enable_watermark": (True, "--enable-watermark=True: expected unset with DFLASH, which does not watermark."),
     "enable_linear_replayssm": (True, "--enable-linear-replayssm=True: expected unset with DFLASH, whose verify"),
     "enable_linear_replayssm_spec": (
@@ -195,8 +223,8 @@ def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(
     (problem,) = launch_problems({**ORDINARY, field: value})
     assert str(problem).startswith(says)
     offers_the_built_in_worker = "SGLANG_PLUGINS=none: SGLang's built-in worker serves it" in problem.fix
-    assert offers_the_built_in_worker == (field == "disaggregation_mode")
-    assert problem.fix.startswith(f"Remove {problem.field}")
+    assert offers_the_built_in_worker == (field in ELSEWHERE)
+    assert problem.fix.startswith((f"Remove {problem.field}", "Serve the draft with a config.json"))
 
 
 @pytest.mark.parametrize("served", [2, 5, 8])
@@ -270,7 +298,52 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         ["--speculative-dflash-block-size", "9"],
         ["--speculative-dflash-block-size=9", "8"],
     ),
-    "draft tokens": ({}, ["--speculative-num-draft-tokens", "1"], ["--speculative-dflash-block-size=1"]),
+    "draft tokens": ({}, ["--speculative-num-draft-tokens", "1"], ["--speculative-num-draft-tokens=1"]),
+    "draft tokens beyond the block": (
+        {},
+        ["--speculative-num-draft-tokens", "9"],
+        ["--speculative-num-draft-tokens=9", "Set --speculative-num-draft-tokens 8, or remove it."],
+    ),
+    "a block of none": (
+        {},
+        ["--speculative-dflash-block-size", "0"],
+        ["--speculative-dflash-block-size=0", "between 2 and 8"],
+    ),
+    "the target's quantisation": (
+        {},
+        ["--quantization", "awq"],
+        ["--quantization='awq'", "Set --speculative-draft-model-quantization unquant"],
+    ),
+    "thresholds": (
+        {},
+        ["--speculative-accept-threshold-acc", "0.5"],
+        ["--speculative-accept-threshold-acc=0.5", "exactly the target's"],
+    ),
+    "an encrypted config": (
+        {},
+        ["--decrypted-draft-config-file", "plain.json"],
+        ["--decrypted-draft-config-file='plain.json'", "SGLANG_PLUGINS=none"],
+    ),
+    "a malformed quantisation": (
+        {"quantization_config": "fp8"},
+        [],
+        ["quantization_config='fp8': expected an object with a quant_method"],
+    ),
+    "a string of architectures": (
+        {"architectures": "DFlashDraftModel"},
+        [],
+        ["architectures='DFlashDraftModel': expected a list"],
+    ),
+    "a draft that is not there": (
+        None,
+        ["--speculative-draft-model-path", "/nowhere/draft"],
+        ["--speculative-draft-model-path='/nowhere/draft': expected a DFlash draft's directory"],
+    ),
+    "a draft that is a file": (
+        None,
+        ["--speculative-draft-model-path", __file__],
+        [f"--speculative-draft-model-path='{__file__}'", "is a file."],
+    ),
     "heads": ({"num_attention_heads": 3}, ["--tp-size", "2"], ["num_attention_heads=3", "size of 2"]),
     "backend": (
         {},

@@ -124,7 +124,7 @@ def _width(value: Any) -> WidthConfig:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PluginConfigError(
             f"{CONFIG_ENV}={path!r} is neither inline JSON (in braces) nor a readable file: {error}."
         ) from error

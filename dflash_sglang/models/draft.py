@@ -13,7 +13,13 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
-from dflash_sglang.compat import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput, WeightsMapper
+from dflash_sglang.compat import (
+    DraftParallelSpec,
+    DraftTPExecution,
+    LogitsProcessorOutput,
+    WeightsMapper,
+    get_model,
+)
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.config.plugin_config import DraftHeadForm
 from dflash_sglang.models.block_embedding import BlockEmbedding
@@ -83,7 +89,7 @@ class DFlashDraftModel(nn.Module):
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        directory = weights_directory(path, revision)
+        directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None

@@ -60,17 +60,18 @@ class ParallelFacts:
 class ServingFacts:
     """The operator's side.
 
-    ``block_size``: --speculative-dflash-block-size or --speculative-num-draft-tokens, None for the trained
-    one. ``draft_attention_backend``: --speculative-draft-attention-backend, None to follow the target's.
-    ``supported_backends``: those that run the draft on this platform. ``kv_pool_flag``: a flag that changes
-    the layout of KV pools, or None. ``kv_dtype``: --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool,
-    None to follow it. ``draft_reader``: the attention backend that will read it, None where SGLang chooses.
-    ``draft_window``, ``draft_sinks``: --speculative-draft-window-size and --speculative-draft-sink-size, None
-    where unset. ``widest``: the widest block that DFLASH_SGLANG_CONFIG asks for by number.
+    ``block_size``: what ``block_flag`` asks for, None for the trained block. ``draft_attention_backend``:
+    --speculative-draft-attention-backend, None to follow the target's. ``supported_backends``: those that run the
+    draft on this platform. ``kv_pool_flag``: a flag that changes the layout of KV pools, or None. ``kv_dtype``:
+    --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool, None to follow it. ``draft_reader``: the
+    attention backend that will read it, None where SGLang chooses. ``draft_window``, ``draft_sinks``:
+    --speculative-draft-window-size and --speculative-draft-sink-size, None where unset. ``widest``: the widest
+    block that DFLASH_SGLANG_CONFIG asks for by number.
     """
 
     draft_path: str | None
     block_size: int | None = None
+    block_flag: str = "--speculative-dflash-block-size"
     draft_attention_backend: str | None = None
     supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS
     kv_pool_flag: str | None = None

@@ -65,21 +65,19 @@ def config_problem(error: DraftConfigError) -> Problem:
 
 
 def _block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
-    served = spec.block_size if serving.block_size is None else serving.block_size
-    field = "draft config block_size" if serving.block_size is None else "--speculative-dflash-block-size"
-    if served < 2:
+    trained, flag = spec.block_size, serving.block_flag
+    served = trained if serving.block_size is None else serving.block_size
+    least = "at least 2: the last committed token and one proposal"
+    if trained < 2:
+        yield Problem("draft config block_size", trained, least, "Correct it, or serve another draft.")
+    elif served < 2:
+        yield Problem(flag, served, least, f"Set {flag} between 2 and {trained}, or remove it.")
+    elif served > trained:
         yield Problem(
-            field,
+            flag,
             served,
-            "at least 2: the last committed token and one proposal",
-            f"Set --speculative-dflash-block-size between 2 and {max(spec.block_size, 2)}.",
-        )
-    elif served > spec.block_size:
-        yield Problem(
-            field,
-            served,
-            f"at most the trained block of {spec.block_size}; beyond it proposals are noise",
-            f"Set --speculative-dflash-block-size {spec.block_size}, or remove it.",
+            f"at most the trained block of {trained}; beyond it proposals are noise",
+            f"Set {flag} {trained}, or remove it.",
         )
     elif serving.widest > served:
         yield Problem(
@@ -162,6 +160,15 @@ def _shape_problems(
 
 def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
     backend, field = serving.draft_attention_backend, "--speculative-draft-attention-backend"
+    reader = backend or serving.draft_reader
+    if spec.attention_sinks and reader in serving.supported_backends and reader not in SINK_BACKENDS:
+        with_sinks = [name for name in serving.supported_backends if name in SINK_BACKENDS]
+        yield Problem(
+            "--attention-backend" if backend is None else field,
+            reader,
+            "a backend for the draft's attention sinks (attention_sink_bias): " + ", ".join(with_sinks),
+            f"Set {field} to one of these.",
+        )
     if backend is None:
         return
     if backend not in serving.supported_backends:
@@ -181,14 +188,6 @@ def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Proble
                 "a backend for the draft's non-causal full_attention layers: " + ", ".join(others),
                 f"Set {field} to one of these, or remove it.",
             )
-    if spec.attention_sinks and backend in serving.supported_backends and backend not in SINK_BACKENDS:
-        with_sinks = [name for name in serving.supported_backends if name in SINK_BACKENDS]
-        yield Problem(
-            field,
-            backend,
-            "a backend for the draft's attention sinks (attention_sink_bias): " + ", ".join(with_sinks),
-            f"Set {field} to one of these.",
-        )
 
 
 def _layer_id_problems(spec: DraftSpec, ids: tuple[int, ...], target: TargetFacts) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ class Unserved:
 
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
 _REPLAYED = "unset with DFLASH, whose verify keeps the recurrent state of every row"
+_EXACT = "1.0 with DFLASH, whose output is exactly the target's"
 _BUILT_IN = "or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it with a draft in z-lab's format"
 
 UNSERVED = (
@@ -80,12 +81,28 @@ UNSERVED = (
         False,
         "unset with DFLASH: data-parallel ranks prefill together, or decode together",
     ),
+    Unserved(
+        "decrypted_draft_config_file",
+        "--decrypted-draft-config-file",
+        None,
+        "unset with DFLASH, which reads the config.json of the draft's checkpoint",
+        f"Serve the draft with a config.json that can be read, {_BUILT_IN}.",
+    ),
     # Features that would silently do something else under speculation.
     Unserved(
         "return_hidden_states_mode",
         "--enable-return-hidden-states",
         None,
         "unset with DFLASH: the hidden states of a verify go to the draft",
+    ),
+    Unserved("speculative_accept_threshold_single", "--speculative-accept-threshold-single", 1.0, _EXACT),
+    Unserved("speculative_accept_threshold_acc", "--speculative-accept-threshold-acc", 1.0, _EXACT),
+    Unserved(
+        "speculative_use_block_verification",
+        "--speculative-use-block-verification",
+        False,
+        "unset with DFLASH, which accepts token by token",
+        f"Remove --speculative-use-block-verification, {_BUILT_IN}.",
     ),
     Unserved("enable_watermark", "--enable-watermark", False, "unset with DFLASH, which does not watermark"),
     Unserved("enable_linear_replayssm", "--enable-linear-replayssm", False, _REPLAYED),

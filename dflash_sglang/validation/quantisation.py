@@ -15,33 +15,52 @@ _KNOWN = ("fp8", "compressed-tensors", "awq", "gptq")
 # Methods that SGLang's linear layers serve, and that context KV goes through layer by layer.
 _PASSED_ON = ("w8a8_int8", "w8a8_fp8", "blockwise_int8", "mxfp8", "modelopt_fp8", "quark", "auto-round")
 # Methods that cannot quantise dense weights while loading.
-_NEED_A_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "w8a8_int8")
+_NEED_A_CHECKPOINT = (
+    "auto-round",
+    "awq",
+    "awq_marlin",
+    "compressed-tensors",
+    "gptq",
+    "gptq_marlin",
+    "modelopt",
+    "modelopt_fp8",
+    "modelopt_mixed",
+    "modelslim",
+    "moe_wna16",
+    "petit_nvfp4",
+    "quark",
+    "w8a8_int8",
+)
+_DENSE_ON_CPU = "an unquantised draft on --device cpu: the kernels of quantised weights need a CUDA GPU"
 _GROUPS = (None, -1, 32, 64, 128)
 _DENSE_FIX = "Serve the draft in bf16, or quantise it as one of these (training/quantise.py writes them)."
 
 
 def quantisation_problems(
-    config: Mapping[str, Any], flag: str | None, target_flag: str | None, device: str
+    config: Mapping[str, Any], asked: str | None, device: str, inherited: bool = False
 ) -> Iterator[Problem]:
-    """What is wrong with a draft's quantisation.
+    """What is wrong with a draft's quantisation; a malformed quantization_config is for DraftSpec to refuse.
 
-    config: the raw config.json; flag: --speculative-draft-model-quantization; target_flag: --quantization, which
-    SGLang takes for the draft too where `flag` is absent; device: --device.
+    config: the raw config.json; asked: --speculative-draft-model-quantization as SGLang resolves it, None for
+    unquant; inherited: whether that is --quantization, which SGLang takes for the draft too; device: --device.
     """
     quantisation = config.get("quantization_config") or config.get("compression_config")
-    asked = target_flag if flag is None else flag
-    if device == "cpu" and (quantisation or flag not in (None, "unquant")):
-        yield Problem(
-            FIELD if quantisation else FLAG,
-            quantisation.get("quant_method") if quantisation else flag,
-            "an unquantised draft on --device cpu: the kernels of quantised weights need a CUDA GPU",
-            "Serve the draft in float32 or bfloat16, or on a GPU.",
-        )
-    elif quantisation:
-        yield from _config_problems(quantisation)
+    field = "--quantization" if inherited else FLAG
+    if isinstance(quantisation, Mapping):
+        if device == "cpu":
+            yield Problem(
+                FIELD,
+                quantisation.get("quant_method"),
+                _DENSE_ON_CPU,
+                "Serve the draft in float32 or bfloat16, or on a GPU.",
+            )
+        else:
+            yield from _config_problems(quantisation)
+    elif device == "cpu" and asked is not None:
+        yield Problem(field, asked, _DENSE_ON_CPU, f"Set {FLAG} unquant, or serve on a GPU.")
     elif _plain(asked) in _NEED_A_CHECKPOINT:
         yield Problem(
-            FLAG if flag is not None else "--quantization",
+            field,
             asked,
             "a quantised draft checkpoint for it, but the draft's config.json has no quantization_config",
             f"Set {FLAG} unquant, or fp8 to quantise the draft while loading.",
@@ -50,6 +69,8 @@ def quantisation_problems(
 
 def _config_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
     method = _plain(quantisation.get("quant_method"))
+    if method in ("", "modelopt") and quantisation.get("quant_algo") == "FP8":
+        method = "modelopt_fp8"  # as SGLang reads it
     if method == "compressed-tensors":
         yield from _compressed_tensors_problems(quantisation)
     elif method in ("awq", "gptq"):
