@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
-from dflash_sglang.compat import FullCudaGraphBackend, get_exec
+from dflash_sglang.compat import FullCudaGraphBackend, get_cuda_graph_batch_size_alignment, get_exec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,15 @@ def captured_at(sizes: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         config.bs = usual
+
+
+def shared_evenly(sizes: Sequence[int], runner: ModelRunner, width: int) -> list[int]:
+    """These batch sizes, each raised to the next of which ranks that share its rows have as many each: SGLang
+    captures no others."""
+    gathers = any(runner.decode_graph_gather_requirements())
+    ranks = get_cuda_graph_batch_size_alignment(gathered_buffer_required=gathers)
+    multiple = ranks // math.gcd(ranks, width)
+    return sorted({-(-size // multiple) * multiple for size in sizes})
 
 
 @contextmanager

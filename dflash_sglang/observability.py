@@ -62,7 +62,8 @@ def _head(worker: DFlashWorker) -> str:
 def memory_line(runner: Any, model: nn.Module, head_copy: HeadCopy | None) -> str:
     """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
 
-    Weights are those it does not borrow, KV its own pool, graphs what SGLang saw their capture take.
+    Weights are those it does not borrow, KV its own pool, graphs what SGLang saw those of whole
+    blocks take; what other widths took, target and draft, is in a line of their own.
     """
     # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
     tensors = [*model.parameters(), *model.buffers(), *(() if head_copy is None else head_copy.tensors)]
@@ -71,5 +72,6 @@ def memory_line(runner: Any, model: nn.Module, head_copy: HeadCopy | None) -> st
     kv = sum(pool.get_kv_size_bytes())
     return (
         f"dflash_sglang memory of this rank's draft: weights {sum(storages.values()) / GB:.3f} GB, "
-        f"KV {kv / GB:.3f} GB for {pool.size} tokens, graphs {sum(runner.graph_memory_usage.values()):.3f} GB"
+        f"KV {kv / GB:.3f} GB for {pool.size} tokens, "
+        f"graphs of whole blocks {sum(runner.graph_memory_usage.values()):.3f} GB"
     )

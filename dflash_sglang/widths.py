@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_spec
 from dflash_sglang.config.width import PLAIN
-from dflash_sglang.graph_captures import by_tokens, captured_at
+from dflash_sglang.graph_captures import by_tokens, captured_at, shared_evenly
 from dflash_sglang.graph_inputs import leave_in_place, load_inputs_once
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Lane(NamedTuple):
         """Backends and graphs beside the present ones, captured at these batch sizes if those are; `in_parts`:
         for as many tokens as these have, whoever's they are and at most `width` of each request."""
         shared = runner.init_new_workspace
+        sizes = shared_evenly(sizes, runner, width)
         with get_spec().override(speculative_num_draft_tokens=width), captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
             runner.init_new_workspace = shared

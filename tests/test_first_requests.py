@@ -6,9 +6,11 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server
@@ -44,6 +46,26 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 )
 def test_prompts_are_no_longer_than_a_server_takes_and_the_longest_comes_first(most, expected):
     assert prompts(PROMPTS_ON_GPU, most) == expected
+
+
+@pytest.mark.parametrize("backed", [True, False])
+def test_rehearsed_contexts_are_read_from_slots_that_have_memory(backed: bool) -> None:
+    """SGLANG_ENABLE_POST_CAPTURE_KV_SIZING gives memory to all others after start-up."""
+    from dflash_sglang.scheduling.rehearsal import Rehearsal
+
+    table = torch.zeros(4, 32, dtype=torch.int32)
+    runner: Any = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=SimpleNamespace(post_capture_active=not backed),
+        device="cpu",
+        max_total_num_tokens=40,
+    )
+    nothing: Any = None
+    rehearsal = Rehearsal(runner, SimpleNamespace(page_size=4), nothing, nothing)  # type: ignore[arg-type]
+    with rehearsal._contexts(2, 16):
+        slots = table[1:3, :16].flatten().tolist()
+        assert slots == (list(range(4, 36)) if backed else [0] * 32)
+    assert not table.any()
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))

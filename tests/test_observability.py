@@ -36,4 +36,4 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     attention = model.layers[0].self_attn
     per_token = 2 * len(model.layers) * attention.num_kv_heads * attention.head_dim * 4
     assert abs(kv - (SLOTS + 1) * per_token / GB) < 0.0006
-    assert line.endswith(f"GB for {SLOTS} tokens, graphs 0.750 GB")
+    assert line.endswith(f"GB for {SLOTS} tokens, graphs of whole blocks 0.750 GB")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang.scheduling.width import Group, OneStepLate, WidthConfig
+from dflash_sglang.scheduling.width.policy import MOST_IN_FLIGHT
 from tests.width_simulation import (
     BUCKETS,
     EASY,
@@ -275,6 +276,18 @@ def test_a_fixed_width_is_kept_and_costs_no_probe() -> None:
     run = serve(policy, QUIET, DRAFTS["poor"]).run(8, steps=60)
     assert set(run.widths) == {8} and not any(run.probes)
     assert policy.metrics.steps == [60]
+
+
+def test_a_rank_keeps_no_more_of_past_steps_however_many_there_were() -> None:
+    def kept(config: WidthConfig) -> int:
+        policy = adaptive(QUIET, 8, config, group=Group(share_times=lambda row: row))
+        for _ in range(500):
+            policy.choose(np.arange(8), 800)
+            policy.verified([1] * 8, 0.01)
+        return len(policy._chosen)
+
+    assert kept(WidthConfig(fixed="block")) == kept(WidthConfig(fixed=8)) == 0
+    assert 0 < kept(WidthConfig(exchange_every=16)) <= 16 + MOST_IN_FLIGHT
 
 
 def test_two_runs_of_the_same_requests_choose_the_same_widths() -> None:

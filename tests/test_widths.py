@@ -112,6 +112,9 @@ class Runner:
     def _decode_cuda_graph_runner_cls(self) -> type:
         return Graphs
 
+    def decode_graph_gather_requirements(self) -> tuple[bool, bool]:
+        return True, False
+
 
 class Graphs:
     """SGLang's graphs, which capture 7, 2 and 1 requests, or tokens, and record what each capture ran."""
@@ -146,6 +149,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     spec = SimpleNamespace(override=lambda **_: nullcontext())
     monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
     monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", Graphs.Backend)
+    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
     monkeypatch.setattr(widths, "get_spec", lambda: spec)
     monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
     runner = Runner()
@@ -159,6 +163,22 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(runner: Runner)
     lane = widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
     assert lane.attention == "its own" and lane.graphs.made == ([1, 2, 8], "its own", 4)
     assert Graphs.settings.bs is Graphs.capture_bs and not runner.init_new_workspace
+
+
+@pytest.mark.parametrize(
+    ("ranks", "width", "sizes"),
+    [(1, 1, [1, 2, 3, 10]), (2, 1, [2, 4, 10]), (8, 1, [8, 16]), (8, 6, [4, 12]), (8, 16, [1, 2, 3, 10])],
+)
+def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, ranks: int, width: int, sizes: list[int]
+) -> None:
+    from dflash_sglang import graph_captures, widths
+
+    def alignment(gathered_buffer_required: bool) -> int:
+        return ranks if gathered_buffer_required else 1
+
+    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", alignment)
+    assert widths.Lane.built(runner, width, [1, 2, 3, 10]).graphs.made == (sizes, "its own", width)
 
 
 def test_a_forward_runs_once_before_its_capture_and_twice_before_a_runners_first(

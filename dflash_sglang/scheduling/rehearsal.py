@@ -107,10 +107,13 @@ class Rehearsal:
     @contextmanager
     def _contexts(self, requests: int, context: int) -> Iterator[None]:
         """Rows name a slot for each token of their context, another one each as far as there are; columns after
-        it, where blocks are written, name slot 0."""
+        it, where blocks are written, name slot 0; and so does everything while no other slot has memory
+        (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING): contexts then seem to be read sooner than they are."""
         page = self._reservation.page_size
         slots = torch.arange(requests * context, device=self._device)
         slots = page + slots % (self._runner.max_total_num_tokens // page * page)
+        if self._runner.token_to_kv_pool.post_capture_active:
+            slots.zero_()
         rows = self._table[1 : requests + 1, :context]
         rows.copy_(slots.view(requests, context))
         try:

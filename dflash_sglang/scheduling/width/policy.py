@@ -174,7 +174,7 @@ class WidthPolicy:
         step, self._step = self._step, self._step + 1
         chosen = _InFlight(step, slots, choice.width, bucket, context, expected_seconds, tokens is not None, part)
         self._in_flight.append(chosen)
-        if self._group.share_times is not None:
+        if self.config.fixed is None and self._group.share_times is not None:
             self._chosen[step] = chosen
         self.metrics.steps[choice.width] += 1
         whole = len(slots) * self.widths[choice.width]
