@@ -15,6 +15,8 @@ from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
 from sglang.srt.layers.logits_processor import (
     LogitsProcessor,
     LogitsProcessorOutput,
+    SamplingMaskOutput,
+    SamplingMaskStatus,
     should_apply_lm_head_quant_method,
 )
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -53,7 +55,6 @@ from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, res
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_LEN,
@@ -66,6 +67,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_pp_context,
     draft_tp_context,
 )
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 from sglang.srt.utils.common import (
     async_d2h,
     async_h2d,
@@ -105,12 +107,13 @@ __all__ = [
     "RaggedVerifyLayout",
     "Req",
     "SamplingBatchInfo",
+    "SamplingMaskOutput",
+    "SamplingMaskStatus",
     "SamplingParams",
     "ScheduleBatch",
     "SpecTpSync",
     "SpecTpSyncSite",
     "SpeculativeAlgorithm",
-    "SpeculativeSamplingMaskCapture",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "WeightsMapper",
@@ -151,6 +154,7 @@ __all__ = [
     "require_mlp_sync",
     "require_mlp_tp_gather",
     "resolve_draft_parallel_layout",
+    "sanitize_nan_logits",
     "should_apply_lm_head_quant_method",
     "unwrap_lora_layer",
     "write_cache_indices",

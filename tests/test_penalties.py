@@ -157,3 +157,29 @@ def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
     assert counted(penalties, mixed)[1] == [0, 0, 0, 0, 0, 0, 2, 0, 0]
     assert mixed.sampling_info.acc_additive_penalties[1, 6] == pytest.approx(-2.0)
     assert mixed.sampling_info.acc_additive_penalties[0, 3] == pytest.approx(-1.0)
+
+
+def test_many_requests_are_penalised_a_few_at_a_time(monkeypatch):
+    """What is copied besides the logits does not grow with the batch."""
+    from dflash_sglang.verify import penalties as module
+
+    number, block, vocab = 3 * module.AT_ONCE + 1, 4, VOCAB
+    reqs = [request(dict(PENALISED, repetition_penalty=1.5), 2, [i % VOCAB, 3]) for i in range(number)]
+    slots = list(range(1, number + 1))
+    batch = batch_of(reqs, slots)
+    table = module.Penalties(vocab, "cpu")
+    table.begin(batch)
+    penalised = table.of(batch)
+    logits = torch.randn(number * block, vocab)
+    tokens = torch.randint(vocab, (number, block))
+    prefix_lens = torch.full((number,), 4)
+    rows = []
+    penalise = module._penalise
+    monkeypatch.setattr(module, "_penalise", lambda x, *rest: rows.append(len(x)) or penalise(x, *rest))
+    got = logits.clone()
+    table.apply(got, penalised, tokens, prefix_lens)
+    assert max(rows) == module.AT_ONCE and sum(rows) == 2 * number
+    for b, req in enumerate(reqs):
+        for k in range(block):
+            expected = reference(logits[b * block + k], req, [*req.output_ids, *tokens[b, 1 : k + 1].tolist()])
+            torch.testing.assert_close(got[b * block + k], expected)

@@ -99,6 +99,30 @@ def test_output_follows_the_targets_filtered_distribution_whatever_is_proposed(n
         assert 0 < int((committed[:, 1] != NOT_COMMITTED).sum()) < REQUESTS, "a second token comes in both ways"
 
 
+def test_sglangs_kernels_filter_what_the_filter_before_has_left() -> None:
+    """With a min-p among the requests: top-k, top-p and min-p one after the other, each of a distribution."""
+    from dflash_sglang.verify.filters import Filters, filtered_probs
+
+    generator, rows, vocab = torch.Generator().manual_seed(0), 200, 50
+
+    def uniform(least: float, most: float) -> Tensor:
+        return least + (most - least) * torch.rand(rows, generator=generator)
+
+    logits = 2 * torch.randn(rows, vocab, dtype=torch.float64, generator=generator)
+    temperatures, top_ps, min_ps = uniform(0.3, 1.3), uniform(0.05, 0.95), uniform(0.0, 0.2)
+    top_ks = torch.randint(2, 30, (rows,), generator=generator)
+    probs, ids = (logits / temperatures[:, None]).softmax(dim=-1).sort(dim=-1, descending=True)
+    for outside in (
+        lambda p: torch.arange(vocab) >= top_ks[:, None],
+        lambda p: p.cumsum(dim=-1) - p > top_ps[:, None],
+        lambda p: p < min_ps[:, None] * p[:, :1],
+    ):
+        probs = probs.masked_fill(outside(probs), 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    got = filtered_probs(logits, Filters(temperatures, top_ks, top_ps, min_ps, True, True, True, True))
+    torch.testing.assert_close(got, torch.zeros_like(probs).scatter(1, ids, probs), atol=1e-6, rtol=0)
+
+
 def markov_target() -> Tensor:
     """[VOCAB, VOCAB]: logits after each token."""
     return 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(8))

@@ -335,7 +335,7 @@ def test_logits_that_are_wider_than_the_model_are_gathered_in_full_precision(set
 
     with ThreadPoolExecutor(2) as pool:
         for whole in pool.map(of_rank, range(2)):
-            assert torch.equal(whole, logits)
+            assert torch.equal(whole, logits) and whole.is_contiguous()
 
 
 FIELDS = dict(
@@ -349,34 +349,37 @@ FIELDS = dict(
 
 
 @pytest.mark.parametrize(
-    "taken,info,batch,penalised,width",
+    "taken,info,batch,penalised,width,sanitizes",
     [
-        ("as they are", dict(is_all_greedy=True), {}, None, 2),
-        ("whole as given", {}, {}, None, 2),
-        ("whole", {}, {}, None, 1),
-        ("whole", dict(sampling_seed=1), {}, None, 2),
-        ("whole", {}, dict(return_logprob=True), None, 2),
-        ("whole", dict(is_all_greedy=True), dict(return_logprob=True), None, 2),
-        ("whole", dict(sampling_mask_batch_indices=1), {}, None, 2),
-        ("whole", dict(is_all_greedy=True, sampling_mask_batch_indices=1), {}, None, 2),
-        ("whole", {}, dict(has_grammar=True), None, 2),
-        ("whole", dict(is_all_greedy=True), dict(has_grammar=True), None, 2),
-        ("whole", {}, {}, "penalties", 2),
-        ("whole", dict(is_all_greedy=True, logit_bias=1), {}, None, 2),
-        ("whole", dict(has_custom_logit_processor=True), {}, None, 2),
+        ("as they are", dict(is_all_greedy=True), {}, None, 2, False),
+        ("whole as given", {}, {}, None, 2, False),
+        ("whole", {}, {}, None, 1, False),
+        ("whole", dict(sampling_seed=1), {}, None, 2, False),
+        ("whole", {}, dict(return_logprob=True), None, 2, False),
+        ("whole", dict(is_all_greedy=True), dict(return_logprob=True), None, 2, False),
+        ("whole", dict(sampling_mask_batch_indices=1), {}, None, 2, False),
+        ("whole", dict(is_all_greedy=True, sampling_mask_batch_indices=1), {}, None, 2, False),
+        ("whole", {}, dict(has_grammar=True), None, 2, False),
+        ("whole", dict(is_all_greedy=True), dict(has_grammar=True), None, 2, False),
+        ("whole", {}, {}, "penalties", 2, False),
+        ("whole", dict(is_all_greedy=True, logit_bias=1), {}, None, 2, False),
+        ("whole", dict(has_custom_logit_processor=True), {}, None, 2, False),
+        ("whole", dict(is_all_greedy=True), {}, None, 2, True),
     ],
 )
-def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, penalised, width, monkeypatch):
+def test_logits_are_widened_for_what_needs_float32_alone(
+    taken, info, batch, penalised, width, sanitizes, monkeypatch
+):
     """Whatever is adjusted, reported or drawn as in plain decoding; rejection sampling reads any dtype."""
     from dflash_sglang.verify import verifier
 
-    sglang = ("GrammarTree", "build_grammar_vocab_mask", "compute_spec_logprobs", "SpeculativeSamplingMaskCapture")
-    for name in (*sglang, "seeded_tokens"):
+    sglang = ("GrammarTree", "build_grammar_vocab_mask", "compute_spec_logprobs")
+    for name in (*sglang, "seeded_tokens", "sampling_mask_output"):
         monkeypatch.setattr(verifier, name, mock.MagicMock())
     under_test = object.__new__(verifier.Verifier)
     for name in ("tail", "acceptor", "runner", "tp_sync", "penalties", "sampler", "processors", "by_kernels"):
         setattr(under_test, f"_{name}", mock.MagicMock())
-    under_test._recurrent = None
+    under_test._recurrent, under_test._sanitizes = None, sanitizes
     under_test._penalties.of.return_value = penalised
     given, whole, whole_as_given = (mock.MagicMock() for _ in range(3))
     under_test._logits = mock.MagicMock()
@@ -391,8 +394,28 @@ def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, pen
     under_test.verify(asked, mock.MagicMock(part=None, size=width), mock.MagicMock(), None)
     expected = {"as they are": given, "whole as given": whole_as_given, "whole": whole}[taken]
     assert output.next_token_logits is expected
-    masks = verifier.SpeculativeSamplingMaskCapture.from_logits
-    assert masks.call_args.kwargs["next_token_logits"] is expected
+    assert verifier.sampling_mask_output.call_args.args[0] is expected
     sampled = under_test._sampler.target_tokens
     assert sampled.called is (not info.get("is_all_greedy") and "sampling_seed" not in info and width > 1)
     assert all(call.args[0] is expected for call in sampled.call_args_list)
+
+
+def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(monkeypatch):
+    """SGLANG_SANITIZE_NAN_LOGITS"""
+    from sglang.srt.environ import envs
+
+    from dflash_sglang.verify import verifier
+
+    under_test = object.__new__(verifier.Verifier)
+    under_test._penalties, under_test._sanitizes = mock.MagicMock(), True
+    bias = torch.tensor([[0.0, 0.0, 5.0]])
+    info = SimpleNamespace(
+        **{**FIELDS, "is_all_greedy": True}, sampling_mask=None, vocab_mask=None, linear_penalty=None
+    )
+    monkeypatch.setattr(verifier, "mask_and_bias", lambda logits, *_: logits.add_(bias))
+    batch = SimpleNamespace(sampling_info=info, has_grammar=False, return_logprob=False)
+    logits = torch.tensor([[float("nan"), 1.0, -3.0]])
+    with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
+        under_test._adjust(logits, batch, SimpleNamespace(size=1), None, None, None)
+    assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
+    assert under_test.needs_whole_blocks(batch)

@@ -11,7 +11,7 @@ import torch
 from dflash_sglang.compat import ProcessorEntry, apply_custom_logit_processor, async_h2d
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 REQUEST_KEY = "__req__"  # under which SGLang puts the request into custom_params
 
@@ -32,6 +32,19 @@ class CustomProcessors:
             self._last[batch.req_pool_indices, : token_ids.shape[1]] = token_ids.long()
             self._last[batch.req_pool_indices, -1] = torch.as_tensor(commit_lens, device=self._last.device).long()
 
+    def before_prefill(self, batch: ScheduleBatch) -> None:
+        """SGLang's sampler runs the processors of a prefill. In a mixed batch it samples for decoding requests,
+        too, whose outputs are those of the step in flight on the device: waits for it."""
+        info = batch.sampling_info
+        if not (batch.forward_mode.is_mixed() and info.has_custom_logit_processor):
+            return
+        decoding = set(map(id, batch.decoding_reqs or ()))
+        known = torch.cat([batch.seq_lens[:, None], self._last[batch.req_pool_indices]], dim=1).tolist()
+        info.custom_params = [
+            _at_row(params, _outputs(req, seq_len, last)) if id(req) in decoding else params
+            for req, params, (seq_len, *last) in zip(batch.reqs, info.custom_params, known, strict=True)
+        ]
+
     def apply(
         self,
         logits: torch.Tensor,  # [bs * block, vocab], changed in place
@@ -42,7 +55,7 @@ class CustomProcessors:
         """Waits for the proposals on the host: processors are host code."""
         info = batch.sampling_info
         block_size = tokens.shape[1]
-        num_outputs, last, proposals = (
+        seq_lens, last, proposals = (
             part.tolist()
             for part in torch.cat(
                 [prefix_lens[:, None] + 1, self._last[batch.req_pool_indices], tokens[:, 1:]], dim=1
@@ -52,9 +65,7 @@ class CustomProcessors:
         )
         params = []
         for i, req in enumerate(batch.reqs):
-            missing = num_outputs[i][0] - len(req.origin_input_ids) - len(req.output_ids)
-            committed = last[i][: last[i][-1]]
-            outputs = [*req.output_ids, *committed[len(committed) - missing :]]
+            outputs = _outputs(req, seq_lens[i][0], last[i])
             params += [_at_row(info.custom_params[i], outputs + proposals[i][:k]) for k in range(block_size)]
         entries = {}
         for key, entry in info.custom_logit_processor.items():
@@ -71,14 +82,22 @@ class CustomProcessors:
 
 
 class RequestAtRow:
-    """A request whose `output_ids` are those before one verified row."""
+    """A request whose outputs are those before one verified row. What a processor keeps in it is of that row."""
 
     def __init__(self, req: Any, output_ids: list[int]):
         self._req = req
-        self.output_ids = array("q", output_ids)
+        self.output_ids = self.output_ids_through_stop = array("q", output_ids)
+        self.seqlen = len(req.origin_input_ids) + len(output_ids)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._req, name)
+
+
+def _outputs(req: Req, seq_len: int, last: list[int]) -> list[int]:
+    """The output tokens of a request with `seq_len` tokens; last: what its last step gave, and how many of it."""
+    missing = seq_len - len(req.origin_input_ids) - len(req.output_ids)
+    committed = last[: last[-1]]
+    return [*req.output_ids, *committed[len(committed) - missing :]]
 
 
 def _at_row(params: dict[str, Any] | None, output_ids: list[int]) -> dict[str, Any] | None:

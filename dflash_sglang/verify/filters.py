@@ -36,7 +36,7 @@ class Filters(RowFilters):
         """Every row `times` times, for the rows of its block."""
         return self._replace(**{name: getattr(self, name).repeat_interleave(times) for name in self._fields[:4]})
 
-    def part(self, rows: slice) -> Filters:
+    def part(self, rows: slice | Tensor) -> Filters:
         return self._replace(**{name: getattr(self, name)[rows] for name in self._fields[:4]})
 
 

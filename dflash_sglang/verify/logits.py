@@ -78,7 +78,8 @@ class TargetLogits:
             gathered = self._processor._gather_attn_tp_logits(shard)
         else:
             gathered = self._processor._logits_gatherer(shard)
-        return gathered[:, : self._vocab_size].float()
+        # SGLang's grammar kernel takes the number of columns for the stride of rows.
+        return gathered[:, : self._vocab_size].float().contiguous()
 
     def _is_shard(self, logits: Tensor) -> bool:
         return logits.shape[1] < self._vocab_size

@@ -7,6 +7,7 @@ tokens of a step only after the next one was launched; they are not used here.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from dflash_sglang.compat import async_h2d
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+AT_ONCE = 8  # requests, whose rows are copied two times over: 150 MiB of a block of 16 and 150000 tokens
 
 
 class PenalisedRequests(NamedTuple):
@@ -29,6 +32,12 @@ class PenalisedRequests(NamedTuple):
     min_new_tokens: Tensor  # [n]
     prompt_lens: Tensor  # [n]
     never_first: Tensor | None  # [n, 1, vocab] bool, tokens that end the request; None: no min_new_tokens
+
+    def parts(self) -> Iterator[PenalisedRequests]:
+        """At most `AT_ONCE` of them each."""
+        for start in range(0, len(self.index), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            yield PenalisedRequests(*(None if field is None else field[part] for field in self))
 
 
 class Penalties:
@@ -122,18 +131,23 @@ class Penalties:
         prefix_lens: Tensor,  # [bs] committed tokens with KV
     ) -> None:
         """Penalise every row by the output tokens before it, the row's own input included."""
+        blocks = logits.view(*tokens.shape, -1)
+        for part in requests.parts():
+            self._apply(blocks, part, tokens, prefix_lens)
+
+    def _apply(self, blocks: Tensor, requests: PenalisedRequests, tokens: Tensor, prefix_lens: Tensor) -> None:
+        """blocks [bs, block, vocab]; the rest as in `apply`."""
         block_size = tokens.shape[1]
-        blocks = logits.view(-1, block_size, logits.shape[-1])
         rows = blocks[requests.index]  # [n, block, vocab]
         proposals = tokens[requests.index, 1:]  # [n, block - 1]
         ids = proposals[:, None].expand(-1, block_size, -1)
         raw = rows.gather(2, ids)
         counts = self._counts[requests.counts, None]
-        rows = _penalised(rows, counts, requests)
+        _penalise(rows, counts, requests)
         # Then again the few entries whose count grows within the block.
         counts = counts.expand(-1, block_size, -1).gather(2, ids) + _occurrences(proposals)
-        rows.scatter_(2, ids, _penalised(raw, counts, requests))
-        offsets = torch.arange(block_size, device=logits.device)
+        rows.scatter_(2, ids, _penalise(raw, counts, requests))
+        offsets = torch.arange(block_size, device=rows.device)
         num_outputs = (prefix_lens[requests.index] + 1 - requests.prompt_lens)[:, None] + offsets
         _forbid_end(rows, requests, num_outputs)
         blocks[requests.index] = rows
@@ -195,11 +209,12 @@ def _scaling(counts: Tensor, requests: PenalisedRequests) -> Tensor:
     return torch.where(counts > 0, requests.repetition, 1.0)
 
 
-def _penalised(logits: Tensor, counts: Tensor, requests: PenalisedRequests) -> Tensor:
-    """logits [n, rows, ids] and how often each id was put out before, broadcastable to it."""
-    logits = logits - _additive(counts, requests)
+def _penalise(logits: Tensor, counts: Tensor, requests: PenalisedRequests) -> Tensor:
+    """logits [n, rows, ids], changed in place, and how often each id was put out before, broadcastable to it."""
+    logits -= _additive(counts, requests)
     scaling = _scaling(counts, requests)
-    return torch.where(logits < 0, logits * scaling, logits / scaling)
+    negative, scaled = logits < 0, logits * scaling
+    return torch.where(negative, scaled, logits.div_(scaling), out=logits)
 
 
 def _occurrences(proposals: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from dflash_sglang.compat import (
     SamplingBatchInfo,
     SpecTpSync,
     SpecTpSyncSite,
-    SpeculativeSamplingMaskCapture,
     build_grammar_vocab_mask,
     compute_spec_logprobs,
+    envs,
     get_dp_tp_group,
     get_exec,
     get_parallel,
+    sanitize_nan_logits,
 )
 from dflash_sglang.graph_inputs import load_inputs_once
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
@@ -29,6 +30,7 @@ from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
 from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.rejection import RejectionSampler
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
+from dflash_sglang.verify.sampling_masks import sampling_mask_output
 from dflash_sglang.verify.tail import VerifyTail
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class Verifier:
         self._sampler = RejectionSampler(max_requests, block_size, vocab_size, self._runner.device)
         self._processors = CustomProcessors(max_requests, block_size, self._runner.device)
         self._recurrent: RecurrentStates | None = None
+        self._sanitizes = envs.SGLANG_SANITIZE_NAN_LOGITS.get()
 
     def bind_attention_backends(self) -> None:
         """Once the target's exist. Raises StartupError where the target's recurrent states cannot be committed."""
@@ -92,8 +95,9 @@ class Verifier:
         self._sampler.forget_steps()
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
-        """The target's own sampler draws the first tokens: give it the penalties."""
+        """The target's own sampler draws the first tokens: give it the penalties, and outputs to processors."""
         self._penalties.begin(batch)
+        self._processors.before_prefill(batch)
 
     def after_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
         """All ranks of a tensor-parallel group go on from rank 0's first tokens, [bs]."""
@@ -112,13 +116,13 @@ class Verifier:
         if block.part is not None:
             return self._verify_part(batch, block, block.part)
         tokens = proposals.tokens
-        sampling_info, draft_input = batch.sampling_info, batch.spec_info
+        sampling_info = batch.sampling_info
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
         forward = self._forward(batch, block, tokens)
         logits_output = forward.logits_output
         penalised = self._penalties.of(batch)
-        adjusted = penalised is not None or batch.has_grammar or _changes_logits(sampling_info)
+        adjusted = penalised is not None or batch.has_grammar or self._changes_logits(sampling_info)
         greedy = sampling_info.is_all_greedy and not adjusted
         reported = batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None
         if reported or not greedy:
@@ -143,17 +147,9 @@ class Verifier:
         if self._recurrent is not None:
             self._recurrent.commit(batch, accepted.commit_lens, block.size)
         self._note(batch, penalised, accepted.target_ids, accepted.commit_lens)
-        sampling_masks = SpeculativeSamplingMaskCapture.from_logits(
-            sampling_info,
-            next_token_logits=logits,
-            draft_input=draft_input,
-            draft_token_num=block.size,
-            bs=block.batch_size,
+        logits_output.sampling_mask_output = sampling_mask_output(
+            logits, sampling_info, accepted.target_ids, accepted.commit_lens, self._by_kernels
         )
-        if sampling_masks is not None:
-            logits_output.sampling_mask_output = sampling_masks.build_output(
-                out_tokens=accepted.target_ids, commit_lens=accepted.commit_lens
-            )
         if batch.return_logprob:
             compute_spec_logprobs(batch, logits_output, accepted.target_ids.view(-1), chain_stride=block.size)
         features = logits_output.hidden_states
@@ -171,7 +167,7 @@ class Verifier:
             or info.sampling_mask_batch_indices is not None
             or batch.has_grammar
             or batch.return_logprob
-            or _changes_logits(info)
+            or self._changes_logits(info)
         )
 
     def _verify_part(self, batch: ScheduleBatch, block: Block, part: VerifiedPart) -> Verified:
@@ -191,6 +187,9 @@ class Verifier:
         accepted = self._acceptor.outcome(block.batch_size, self._block_size)
         return Verified(accepted, None if written else features[: len(block.rows.ids)], forward)
 
+    def _changes_logits(self, info: SamplingBatchInfo) -> bool:
+        return self._sanitizes or info.logit_bias is not None or info.has_custom_logit_processor
+
     def _accept_greedy(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, forward: Any) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
         if not forward.can_run_cuda_graph:  # else the graph has accepted
@@ -208,6 +207,8 @@ class Verifier:
         grammar_mask: GrammarMask | None,
     ) -> None:
         """What requests ask of their logits, in the order of plain decoding."""
+        if self._sanitizes:
+            sanitize_nan_logits(logits, "verify")
         if penalised is not None:
             self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
         mask_and_bias(logits, batch.sampling_info, grammar_mask, block.size)
@@ -288,7 +289,3 @@ class Verifier:
 def _is_drawn_by_rows(info: SamplingBatchInfo, block: Block) -> bool:
     """Whether rows are drawn from as in plain decoding: a token follows from its seed, or nothing was proposed."""
     return info.sampling_seed is not None or block.size == 1
-
-
-def _changes_logits(info: SamplingBatchInfo) -> bool:
-    return info.logit_bias is not None or info.has_custom_logit_processor
