@@ -1,9 +1,17 @@
-# Sets everything up on a fresh machine (Python 3.11+, make, a C compiler, a package index) and runs it.
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# Sets everything up on a fresh machine (Python 3.11 or 3.12, glibc 2.34 or newer, make, a C compiler, a package
+# index) and runs it. The dependencies have no wheels for other versions of Python.
+PYTHON ?= python3.11 python3.12 python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 INSTALLED := $(VENV)/.dflash-sglang
+
+# Of several Pythons the first one that fits and has a module.
+fits = -c 'import sys, $(1); sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+first = $(firstword $(foreach python,$(2),$(shell $(python) $(call fits,$(1)) && echo $(python))))
+new_venv = $(or $(call first,ensurepip,$(PYTHON)),$(error No Python 3.11 or 3.12 that can make a virtual \
+	environment ($(PYTHON)): install one, its venv package included, or name it: make PYTHON=/path/to/python3.12)) \
+	-m venv --clear $(VENV)
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -30,9 +38,10 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 # The dependencies as wheels only, then the project itself, editable. Bytecode is compiled once, here: every server
-# is several processes that import SGLang, twice as fast with it.
+# is several processes that import SGLang, twice as fast with it. An environment that was left half made, or is of
+# another Python, is made again.
 $(INSTALLED): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(call first,pip,$(BIN)/python),,$(new_venv))
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --only-binary :all: --compile-bytecode --requirement pyproject.toml --extra test
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
-#   on one GPU       wide narrow long profile startup_widths rope
+#   on one GPU       wide wide_dense narrow long profile startup_widths rope
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
-#                    width_good_admission width_good_shares width_poor width_poor_built_in width_mixed
-#   on two, "0,1"    tp2 dpa2
+#                    width_good_admission_64 width_good_shares width_poor width_poor_built_in
+#                    width_mixed width_mixed_busy
+#                    pair proposals quantised long_context
+#   on two, "0,1"    tp2 tp2_again dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
 # environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing; LOGS;
@@ -15,7 +17,7 @@ gpus=$1; shift
 pair=${PAIR:-/tmp/qwen3-8b-random} logs=${LOGS:-/tmp/figures} limit=${SECONDS_EACH:-1200} python=${PYTHON:-python3}
 mkdir -p "$logs"
 case " $* " in
-  *" tp2 "* | *" dpa2 "*) ;;
+  *" tp2 "* | *" tp2_again "* | *" dpa2 "*) ;;
   *) export CUDA_VISIBLE_DEVICES=$gpus ;;
 esac
 draft="--speculative-draft-load-format auto"
@@ -45,8 +47,8 @@ width() { # ACCEPTANCE ARGUMENTS...
   with_pair "width_$1" widths "--flags=$serving" --input 128 --mem-fraction 0.9 --acceptance "${1%%_*}" "${@:2}"
 }
 
-parallel() { # LAYOUT PREFILL_GRAPHS ARGUMENTS...
-  part "parallel_$1" parallel --layouts "$1" --gpus "$gpus" --logs "$logs/$1" \
+parallel() { # NAME PREFILL_GRAPHS ARGUMENTS...
+  part "parallel_$1" parallel --layouts "${1%%_*}" --gpus "$gpus" --logs "$logs/$1" \
     --flags="--enforce-disable-flashinfer-allreduce-fusion $2" "${@:3}"
 }
 
@@ -54,29 +56,38 @@ for name in "$@"; do
   case $name in
     wide) step step_wide serve --kinds ours built_in --concurrency 32 1 --sampling greedy sampled \
       --bounds greedy:1=0.95 greedy:32=0.93 sampled:32=0.90 ;;
+    wide_dense) step step_wide_dense serve --kinds ours built_in --rounds 5 --concurrency 1 32 \
+      --variants "dense=--speculative-draft-model-quantization unquant" --sampling greedy sampled \
+      --bounds greedy:1=0.95 greedy:32=0.93 sampled:32=0.90 ;;
     narrow) step step_narrow serve --kinds ours built_in --concurrency 64 128 --bound 0.75 --accept-length 3.2 \
       --max-tokens 120000 "--dflash-flags=$draft --speculative-num-draft-tokens 4" ;;
     long) step step_long serve --kinds ours built_in --concurrency 1 8 --input 16000 --output 256 \
       --max-tokens 140000 --bound 1.0 ;;
     profile) step step_profile step_profile --concurrency 1 32 --rounds 1 --token-map-size 32768 ;;
-    startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup ;;
+    startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup \
+      --rounds 2 --sampling greedy ;;
     rope) part draft_rope draft_rope ;;
-    width_good) width good --concurrency 8 32 ;;
+    width_good) width good --concurrency 32 8 1 --moving 1 128 ;;
     width_good_1) width good_1 --concurrency 1 --moving 1 128 ;;
-    width_good_many) width good_many --concurrency 64 128 ;;
-    width_good_256) width good_256 --concurrency 256 --output 256 ;; # three servers fit
+    width_good_many) width good_many --concurrency 128 64 ;;
+    width_good_256) width good_256 --concurrency 256 --output 384 --rounds 2 ;;
     width_good_long) width good_long --kinds ours built_in --concurrency 64 128 --output 1536 --fixed 8 4 ;;
     # As SGLang serves DFLASH by itself: so many requests at most, admitted when four of them have ended.
-    width_good_admission) for most in 64 128; do
-      width "good_admission_$most" --kinds ours built_in --concurrency $most --fixed 8 4 \
-        "--flags=$serving --min-free-slots-delay 4"
-    done ;;
+    width_good_admission_64) width good_admission_64 --kinds ours built_in --concurrency 64 --fixed 8 4 \
+      "--flags=$serving --min-free-slots-delay 4" ;;
     width_good_shares) width good_shares --per-request --kinds ours --concurrency 8 64 128 --fixed 16 8 4 ;;
     width_poor) width poor --kinds ours plain --concurrency 256 64 --output 384 --fixed 4 2 ;;
-    width_poor_built_in) width poor_built_in --kinds ours built_in --concurrency 64 256 --output 256 --fixed ;;
-    width_mixed) width mixed --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
-    tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 16 1 64 ;;
-    dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 ;;
+    width_poor_built_in) width poor_built_in --concurrency 64 256 --output 384 --fixed 4 2 ;;
+    width_mixed) width mixed --per-request --kinds ours --concurrency 32 64 --fixed 16 8 6 4 ;;
+    width_mixed_busy) width mixed_busy --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
+    pair) part serve_pair pair ;;
+    proposals) part proposals proposals ;;
+    quantised) part wild_quantised quantised ;;
+    long_context) part wild_long_context long_context ;;
+    tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;
+    tp2_again) parallel tp2_again --cuda-graph-backend-prefill=disabled --concurrency 32 16 ;;
+    dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 \
+      --also 16:1021 --profile 16 ;;
     *) echo "$name: no such part" >&2; exit 2 ;;
   esac
 done

@@ -5,8 +5,8 @@ python -m bench.quantised_table FILE
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ def _number(measured: Mapping[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    print(HEAD, *rows(json.loads(Path(sys.argv[1]).read_text())), sep="\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, metavar="FILE")
+    print(HEAD, *rows(json.loads(parser.parse_args().report.read_text())), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dflash_sglang import __version__
-from dflash_sglang.bench import kinds, load, servers
+from dflash_sglang.bench import kinds, load, profile, servers
 from dflash_sglang.bench.load import LoadFailed, Outcome
 from dflash_sglang.cli import main
+from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed
-from tests.test_demo import SERVES, wait_until_ended
+from tests.test_demo import SERVES, fake_server, streaming, wait_until_ended
 
 OURS_LINE = f"[12:00:00] dflash_sglang {__version__} worker active: draft=x"
 BUILT_IN_LINE = "[12:00:00] Initialized DFLASH draft runner. attention_backend=fa3"
@@ -102,6 +105,18 @@ def test_a_server_that_dies_under_load_is_named_with_its_error(fake, monkeypatch
     assert first == "dflash-sglang bench: ours: 1 of 4 requests failed"
     assert second == "torch.OutOfMemoryError: CUDA out of memory"
     assert wait_until_ended(fake.pids) == []
+
+
+def test_a_server_that_dies_before_the_first_token_of_a_profile_ends_it_at_once_with_its_log(tmp_path):
+    server, progress = fake_server(tmp_path, streaming([], dies=True)), Progress(io.StringIO())
+    with server:
+        server.wait_ready(60)
+        begin = time.monotonic()
+        with pytest.raises(ServerFailed) as failed, server.reported("ours"):
+            profile.take_apart(server, "ours", [{"text": "x"}, {"text": "y"}], tmp_path / "traces", progress)
+        assert time.monotonic() - begin < profile.TIMEOUT / 4
+    lines = str(failed.value).splitlines()
+    assert lines[1] == lines[-1] == "RuntimeError: the reason" and lines[0].startswith("ours: ")
 
 
 def test_ctrl_c_ends_the_servers_and_says_so(fake, monkeypatch, tmp_path, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_sglang.bench import arguments, checkpoints, prompts, random_pair, run, servers
+from dflash_sglang.bench import arguments, checkpoints, prompts, random_pair, run, servers, versions
 from dflash_sglang.bench.settings import Cell, Served
 from dflash_sglang.cli import main
 from dflash_sglang.pair import pair_directories
@@ -77,13 +77,52 @@ def test_the_servers_differ_in_their_worker_and_width_alone(tmp_path):
     assert ours["DFLASH_SGLANG_CONFIG"] == '{"width": "block"}'
 
 
-@pytest.mark.parametrize("options, width", [([], None), (["--width", "16"], 16), (["--profile", "1"], 16)])
-def test_our_worker_chooses_widths_unless_one_is_asked_for_or_a_step_taken_apart(options, width):
-    settings = settings_of("--accept-length", "6.4", *options, gpu=True)
+@pytest.mark.parametrize("options, width", [
+    ([], None), (["--width", "16"], 16), (["--profile", "1"], 16), (["--accept-length", "6.4"], 16),
+])  # fmt: skip
+def test_our_worker_chooses_widths_unless_one_is_asked_for_a_step_taken_apart_or_acceptance_forced(options, width):
+    settings = settings_of(*options, gpu=True)
     plain, ours = (settings.served[i] for i in (0, -1))
     assert (plain.kind, ours) == ("plain", Served("ours", width))
     assert ("DFLASH_SGLANG_CONFIG" in servers.environment(settings, ours)) == (width is not None)
     assert ("--speculative-dflash-block-size" in servers.flags(settings, ours)) == (width is not None)
+
+
+@pytest.mark.parametrize("inherited, served", [
+    ({"draft_head": "as_is"}, {"draft_head": "as_is", "width": "block"}),
+    ({"width": {"margin": 0.1}}, {"width": {"margin": 0.1}}),
+])  # fmt: skip
+@pytest.mark.parametrize("inline", [True, False])
+def test_an_inherited_config_gets_the_blocks_width_where_it_has_none(
+    inherited, served, inline, monkeypatch, tmp_path
+):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(inherited))
+    monkeypatch.setenv("DFLASH_SGLANG_CONFIG", json.dumps(inherited) if inline else str(file))
+    settings = settings_of("--width", "8")
+    file.unlink()  # the report, at the end of a run, does not read it again
+    ours = servers.environment(settings, Served("ours", 8))
+    assert json.loads(ours["DFLASH_SGLANG_CONFIG"]) == served
+    assert "DFLASH_SGLANG_CONFIG" not in servers.environment(settings, Served("built_in", 8))
+    assert "DFLASH_SGLANG_CONFIG" not in servers.environment(settings, Served("ours"))  # chooses
+
+
+def test_an_inherited_config_that_cannot_be_read_ends_the_run_before_it_starts_a_server(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("DFLASH_SGLANG_CONFIG", '{"widths": 8}')
+    assert main(["bench", "--out", str(tmp_path / "out")]) == 2
+    assert "dflash-sglang bench: DFLASH_SGLANG_CONFIG" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_nvidia_smi_that_reaches_no_driver_is_no_gpu(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert versions.nvidia_smi("name") == "" and versions.versions()["gpu"] == "none"
 
 
 def test_a_forced_accept_length_reaches_the_servers_that_speculate():

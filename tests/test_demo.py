@@ -34,6 +34,42 @@ class Ok(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ok).serve_forever()
 """
 
+# Presents our worker, answers every GET, and streams SENT to a POST; dies after that where it DIES, and before any
+# answer to the POST where SENT is None.
+STREAMS = """
+import http.server, os, sys
+print("dflash_sglang 9.9 worker active", flush=True)
+def die():
+    print("Traceback (most recent call last):\\nRuntimeError: the reason", flush=True)
+    os._exit(3)
+class Streams(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if SENT is None:
+            die()
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for line in SENT:
+            data = ("data: " + line + "\\n\\n").encode()
+            self.wfile.write(b"%x\\r\\n%b\\r\\n" % (len(data), data))
+        if DIES:
+            die()
+        self.wfile.write(b"0\\r\\n\\r\\n")
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Streams).serve_forever()
+"""
+BROKEN_OFF = "the server broke off its answer"
+
+
+def streaming(sent: list[str] | None, dies: bool) -> str:
+    """The program of a server that streams so, and dies then or ends its answer."""
+    return f"SENT, DIES = {sent!r}, {dies}\n{STREAMS}"
+
 
 def fake_server(tmp_path: Path, program: str) -> Server:
     port = free_port()
@@ -126,6 +162,43 @@ def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: 
     with fake_server(tmp_path, "print('the reason'); raise SystemExit(3)") as server:
         with pytest.raises(ServerFailed, match="exit code 3(.|\n)*the reason"):
             server.wait_ready(60)
+
+
+@pytest.mark.parametrize("sent, dies", [([], True), (['{"text": "a"}'], True), (['{"text": "a"}'], False)])
+def test_a_stream_that_does_not_end_with_done_has_failed(tmp_path: Path, sent: list[str], dies: bool) -> None:
+    with fake_server(tmp_path, streaming(sent, dies)) as server:
+        server.wait_ready(60)
+        events = []
+        with pytest.raises(ServerFailed, match=f"{BROKEN_OFF}: expected a stream that ends with .DONE."):
+            for event in server.stream(text="x"):
+                events.append(event)
+        assert [json.dumps(event) for event in events] == sent
+
+
+def test_a_whole_stream_gives_its_events(tmp_path: Path) -> None:
+    with fake_server(tmp_path, streaming(['{"text": "a"}', '{"text": "ab"}', "[DONE]"], dies=False)) as server:
+        server.wait_ready(60)
+        assert [event["text"] for event in server.stream(text="x")] == ["a", "ab"]
+
+
+@pytest.mark.parametrize("sent, said", [
+    (['{"text": "a"}'], BROKEN_OFF),  # while it streams
+    (None, "Remote end closed connection without response"),  # before it answers
+])  # fmt: skip
+def test_a_demo_whose_server_dies_ends_with_its_name_its_error_and_its_log(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sent: list[str] | None,
+    said: str,
+) -> None:
+    monkeypatch.setattr(Setup, "server", lambda self, **_: fake_server(tmp_path, streaming(sent, dies=True)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["demo"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"dflash-sglang demo: the DFLASH server: {said}")
+    assert lines[1] == "RuntimeError: the reason" and lines[-1] == "RuntimeError: the reason"
+    assert lines[2].startswith("--- the last lines of ") and lines[3] == "dflash_sglang 9.9 worker active"
 
 
 def test_leaving_the_block_by_an_error_ends_the_server_and_its_children(tmp_path: Path) -> None:

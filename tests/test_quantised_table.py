@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from bench.quantised_table import rows
+import json
+
+import pytest
+
+from bench.quantised_table import HEAD, main, rows
 
 
 def test_a_row_per_scheme_has_its_figures_or_says_what_is_missing():
@@ -33,3 +37,15 @@ def test_a_row_per_scheme_has_its_figures_or_says_what_is_missing():
         "| gptq | not measured | not served | not measured | not served |",
         "| awq | not measured | 1.000 | not measured | 0.500 |",
     ]
+
+
+def test_the_table_of_a_report_is_printed_and_help_is_given(monkeypatch, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"figures": {}, "launches": {}, "failed": {"gptq": "the server ended"}}))
+    monkeypatch.setattr("sys.argv", ["quantised_table", str(report)])
+    main()
+    assert capsys.readouterr().out == f"{HEAD}\n| gptq | not measured | not served | not measured | not served |\n"
+    monkeypatch.setattr("sys.argv", ["quantised_table", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and "from a report of bench.quantised" in capsys.readouterr().out

@@ -161,14 +161,14 @@ def plain(environment) -> dict[str, list[Any]]:
         }
 
 
-@pytest.fixture(scope="module", params=["blocks of one width", "blocks of any width"])
+@pytest.fixture(scope="module", params=["blocks of one width", "blocks of any width, mixed prefill"])
 def ours(request, environment) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
-    if request.param == "blocks of any width":
+    arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
+    if request.param != "blocks of one width":
         environment |= {CONFIG_ENV: '{"width": {}}', scheduler_hooks.HOOKS_ENV: "poison,seeds,widths"}
-    with serve(
-        *pair(), environment=environment, skip_tokenizer_init=None, enable_custom_logit_processor=True
-    ) as server:
+        arguments |= dict(enable_mixed_chunk=True, chunked_prefill_size=64)
+    with serve(*pair(), environment=environment, **arguments) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure
 
@@ -205,6 +205,12 @@ def test_every_field_acts_as_in_plain_decoding_all_at_once(plain, ours):
     for (name, _), answer in zip(asked, got, strict=True):
         answers.setdefault(name, []).append(answer)
     assert not differences(plain, answers)
+
+
+def test_a_greedy_request_is_told_its_own_tokens_as_sampling_masks(ours):
+    answer = ours.generate(**{**base_requests()[0], "return_sampling_mask": True})
+    masks = answer["meta_info"]["output_token_sampling_mask"]
+    assert masks == [[token] for token in answer["output_ids"]] and len(masks) == NEW_TOKENS
 
 
 def test_hidden_states_are_refused_as_on_a_server_that_does_not_keep_them(ours):

@@ -10,9 +10,10 @@ from typing import Any
 
 from dflash_sglang.bench import checkpoints, prompts
 from dflash_sglang.bench.checkpoints import Pair
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN, environment
 from dflash_sglang.bench.settings import PROFILED_TOKENS, BadSetting, Settings
 from dflash_sglang.bench.versions import nvidia_smi
+from dflash_sglang.config.plugin_config import PluginConfigError
 from dflash_sglang.pair import held_out_prompts
 
 NAMES = {"plain": PLAIN, "built-in": BUILT_IN, "ours": OURS}
@@ -45,7 +46,7 @@ def add_parser(commands: Any) -> None:
     sweep.add_argument("--rounds", type=int, default=3, help="of which the medians are taken (default 3)")
     sweep.add_argument("--prompts", type=Path, help="a file with a text a line; Python source by default")
     sweep.add_argument("--chat", action="store_true", help="apply the target's chat template to the texts")
-    sweep.add_argument("--accept-length", type=float, help="force it; the prompts are then random token ids")
+    sweep.add_argument("--accept-length", type=float, help="force it; prompts are random ids, ours has the block")
     sweep.add_argument("--profile", type=int, nargs="*", help="take a step apart at these concurrencies")
     servers = parser.add_argument_group("servers")
     servers.add_argument("--servers", nargs="+", choices=list(NAMES), default=list(NAMES))
@@ -94,6 +95,8 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
             f"together, the context of {pair.target}"
         )
     kinds, skipped = _kinds(options.servers, pair, gpu)
+    if OURS in kinds:
+        _check_config()
     tokens = max((*concurrency, *profile)) * (longest + new + 2 * max(widths) + 64)
     together, why = _together(
         options, pair, gpu, [kind for kind in kinds for _ in (widths if kind != PLAIN else "-")]
@@ -111,7 +114,7 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         out=options.out,
         concurrency=concurrency,
         widths=widths,
-        chooses=options.width is None and options.profile is None,
+        chooses=options.width is None and options.profile is None and forced is None,
         inputs=inputs,
         temperatures=tuple(options.temperature),
         top_p=options.top_p,
@@ -163,6 +166,13 @@ def _texts(options: argparse.Namespace) -> tuple[str, ...]:
         return prompts.texts_of(options.prompts)
     except (OSError, ValueError) as error:
         raise BadSetting(f"--prompts {options.prompts}: expected a file with a text a line ({error})") from error
+
+
+def _check_config() -> None:
+    try:
+        environment(OURS)
+    except PluginConfigError as error:
+        raise BadSetting(str(error)) from error
 
 
 def _sets_context(flags: Sequence[str]) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from dflash_sglang import __version__
-from dflash_sglang.config.plugin_config import CONFIG_ENV
+from dflash_sglang.config.plugin_config import CONFIG_ENV, PluginConfig, decoded
 from dflash_sglang.demo.server import Server, ServerFailed
 
 PLAIN, BUILT_IN, OURS = "plain", "built_in", "ours"
@@ -21,13 +24,21 @@ READY_TIMEOUT = 400.0  # seconds; a first start compiles kernels
 def environment(kind: str, chooses: bool = False) -> dict[str, str]:
     """What a server of a kind has in its environment beside the inherited one.
 
-    Without settings in DFLASH_SGLANG_CONFIG our worker serves the block's width, as the built-in one does, unless
-    it `chooses`.
+    Our worker serves the block's width, as the built-in one does, unless it `chooses` or the inherited
+    DFLASH_SGLANG_CONFIG has a width. Raises PluginConfigError where that cannot be read.
     """
     if kind != OURS:
         return {"SGLANG_PLUGINS": "none"}
     out = {"DFLASH_SGLANG_REQUIRE": "1"}
-    return out if chooses or os.environ.get(CONFIG_ENV) else {**out, CONFIG_ENV: '{"width": "block"}'}
+    return out if chooses else {**out, CONFIG_ENV: _with_a_width(os.environ.get(CONFIG_ENV, ""))}
+
+
+@functools.cache  # a file is read once, so that a report tells what its servers had
+def _with_a_width(settings: str) -> str:
+    """These settings, inline JSON or a file's, with the block's width where they have none."""
+    values: Any = decoded(settings)
+    PluginConfig.from_mapping(values)
+    return json.dumps({"width": "block", **values})
 
 
 def wait_for(kind: str, server: Server, on_wait: Callable[[], None] = lambda: None) -> None:

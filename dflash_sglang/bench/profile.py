@@ -27,6 +27,7 @@ def take_apart(
     """The average decode step of so many requests, first rank: `trace.Step`'s fields, idle share, trace file.
 
     requests: prompts as fields of /generate. directory: of the trace; older ones in it are removed.
+    Raises ServerFailed or OSError where a request is not answered, TraceError for a trace that has no steps.
     """
     progress.begin(f"profiling {STEPS} steps, {len(requests)} at a time: {name}")
     directory = directory.resolve()
@@ -54,7 +55,8 @@ def take_apart(
             "/start_profile", output_dir=str(directory), num_steps=STEPS, activities=ACTIVITIES,
             with_stack=False, record_shapes=False,
         )  # fmt: skip
-        if any(one.done() for one in clients):
+        for early in (one for one in clients if one.done()):
+            early.result()
             raise ServerFailed(f"a request of {PROFILED_TOKENS} tokens ended before its profile began")
         for done in clients:
             done.result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dflash_sglang.bench.profile import take_apart
 from dflash_sglang.bench.settings import Cell, Served, Settings
 from dflash_sglang.demo.measure import run_prompts
 from dflash_sglang.demo.progress import Progress
-from dflash_sglang.demo.server import Server, ServerFailed
+from dflash_sglang.demo.server import Server, ServerFailed, first_error
 
 COMPARED_PROMPTS = 4
 COMPARED_TOKENS = 64
@@ -49,14 +49,14 @@ def measure(settings: Settings, results: Mapping[Served, Measured], progress: Pr
                     _rounds(settings, cell, running, results, Path(scratch), progress)
                 if settings.accept_length is None:
                     for served, server in running.items():
-                        with _named(served, server):
+                        with server.reported(str(served)):
                             results[served].outputs = _outputs(settings, served, server, progress)
                 for concurrency in settings.profile:
                     asked = prompts.requests(settings, settings.inputs[0], concurrency)
                     for served, server in running.items():
                         if served.kind != PLAIN:
                             directory = settings.out / "traces" / f"{served.slug}_{concurrency}"
-                            with _named(served, server):
+                            with server.reported(str(served)):
                                 step = take_apart(server, str(served), asked, directory, progress)
                             results[served].steps.append(step)
 
@@ -107,7 +107,7 @@ def _rounds(
             def on_done(done: int, total: int = total) -> None:
                 progress.update(f"{done} of {total} requests")
 
-            with _named(served, server):
+            with server.reported(str(served), LoadFailed):
                 outcome = load.run(server, flags, served.kind != PLAIN, on_done)
             results[served].rounds.setdefault(cell, []).append(outcome)
             accepted = "" if served.kind == PLAIN else f", accept length {outcome.accept_length:.2f}"
@@ -122,16 +122,6 @@ def _outputs(settings: Settings, served: Served, server: Server, progress: Progr
     return run.outputs
 
 
-@contextlib.contextmanager
-def _named(served: Served, server: Server) -> Iterator[None]:
-    """Whatever goes wrong between a client and a server, with the server's name, its own error and its log."""
-    try:
-        yield
-    except (LoadFailed, OSError) as error:
-        reason = first_error(server.log_text()) or "no error in its log"
-        raise ServerFailed(f"{served}: {error}\n{reason}\n{server.log_tail()}") from error
-
-
 def _failure(settings: Settings, served: Served, server: Server, error: ServerFailed) -> str:
     """What went wrong first, by the log's own words, before the end of the log; and what can be left out."""
     lines = [f"{served}: {error}"]
@@ -142,14 +132,3 @@ def _failure(settings: Settings, served: Served, server: Server, error: ServerFa
     if settings.together:
         lines.append("where memory is short, --in-turn runs one server at a time")
     return "\n".join(lines)
-
-
-def first_error(log: str) -> str:
-    """The message that ends the first traceback of a log; empty without one."""
-    inside = False
-    for line in log.splitlines():
-        if "Traceback (most recent call last)" in line:
-            inside = True
-        elif inside and line[:1].isalpha() and ":" in line:
-            return line
-    return ""

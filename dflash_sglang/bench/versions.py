@@ -20,8 +20,9 @@ def versions() -> dict[str, str]:
 
 
 def nvidia_smi(fields: str) -> str:
-    """`fields` of every GPU, a line each; empty where there is no nvidia-smi."""
+    """`fields` of every GPU, a line each; empty where there is no nvidia-smi, or none that reaches a driver."""
     if not shutil.which("nvidia-smi"):
         return ""
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run(query, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -58,15 +58,7 @@ class PluginConfig:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:
         """From DFLASH_SGLANG_CONFIG: inline JSON, or the path of a JSON file; unset gives the defaults."""
-        source = (os.environ if environ is None else environ).get(CONFIG_ENV, "").strip()
-        if not source:
-            return cls()
-        text = source if source.startswith("{") else _read(source)
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PluginConfigError(f"{CONFIG_ENV}={source!r} is not JSON: {error}.") from error
-        return cls.from_mapping(values)
+        return cls.from_mapping(decoded((os.environ if environ is None else environ).get(CONFIG_ENV, "")))
 
     @classmethod
     def from_mapping(cls, values: object) -> PluginConfig:
@@ -77,6 +69,16 @@ class PluginConfig:
     def draws(self, joint: bool) -> bool:
         """Whether proposals to sampled requests are drawn. ``joint``: the draft has a joint distribution."""
         return joint if self.proposals == "auto" else self.proposals == "drawn"
+
+
+def decoded(source: str) -> object:
+    """A value of DFLASH_SGLANG_CONFIG as JSON, an empty object where it is empty. Raises PluginConfigError."""
+    source = source.strip()
+    text = source if not source or source.startswith("{") else _read(source)
+    try:
+        return json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise PluginConfigError(f"{CONFIG_ENV}={source!r} is not JSON: {error}.") from error
 
 
 def required(environ: Mapping[str, str] | None = None) -> bool:

@@ -51,14 +51,15 @@ def _measure(
         if speculative:
             worker = proven_worker(server)
         progress.end(worker or "ready")
-        if speculative:
-            for prompt in prompts[:STREAMED]:
-                progress.text(f"\n--- prompt: ...{prompt[-SHOWN_PROMPT:]}\n--- completion: ")
-                stream_text(server, prompt, max_new_tokens, progress.text)
-                progress.text("\n\n")
-        progress.begin(f"{len(prompts)} prompts, {name}")
-        run = run_prompts(
-            server, prompts, max_new_tokens, lambda done: progress.update(f"{done} of {len(prompts)}")
-        )
-        progress.end(f"{run.tokens_per_second:.1f} tokens/s")
+        with server.reported(f"the {name} server"):
+            if speculative:
+                for prompt in prompts[:STREAMED]:
+                    progress.text(f"\n--- prompt: ...{prompt[-SHOWN_PROMPT:]}\n--- completion: ")
+                    stream_text(server, prompt, max_new_tokens, progress.text)
+                    progress.text("\n\n")
+            progress.begin(f"{len(prompts)} prompts, {name}")
+            run = run_prompts(
+                server, prompts, max_new_tokens, lambda done: progress.update(f"{done} of {len(prompts)}")
+            )
+            progress.end(f"{run.tokens_per_second:.1f} tokens/s")
     return run, worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerFailed(RuntimeError):
-    """The server process ended or did not become ready; the message ends with the tail of its log."""
+    """The server process ended, did not become ready, or left a request without its answer."""
 
 
 def free_port() -> int:
@@ -112,14 +113,22 @@ class Server:
             return json.loads(answer.read())
 
     def stream(self, **request: Any) -> Iterator[dict[str, Any]]:
-        """Same as `generate`, with `stream`; yields each event's object, cumulative as SGLang sends it."""
+        """Same as `generate`, with `stream`; yields each event's object, cumulative as SGLang sends it.
+
+        Raises ServerFailed where the server refuses the request or does not end its answer.
+        """
+        whole = False
         with _LOCAL.open(self._request("/generate", {**request, "stream": True}), timeout=600) as answer:
-            for line in answer:
-                if line.startswith(b"data:") and line.strip() != b"data: [DONE]":
-                    event = json.loads(line[len(b"data:") :])
-                    if "error" in event:
-                        raise ServerFailed(f"the server refused the request: {event['error']}")
-                    yield event
+            with suppress(http.client.IncompleteRead):
+                for line in answer:
+                    whole = whole or line.strip() == b"data: [DONE]"
+                    if line.startswith(b"data:") and not whole:
+                        event = json.loads(line[len(b"data:") :])
+                        if "error" in event:
+                            raise ServerFailed(f"the server refused the request: {event['error']}")
+                        yield event
+        if not whole:
+            raise ServerFailed("the server broke off its answer: expected a stream that ends with [DONE]")
 
     def post(self, path: str, **body: Any) -> None:
         """POST `path` with a JSON body, for calls whose answer is their HTTP status."""
@@ -129,6 +138,17 @@ class Server:
         return urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
+
+    @contextmanager
+    def reported(self, name: str, *more: type[Exception]) -> Iterator[None]:
+        """What goes wrong between clients and this server, or is one of `more`, becomes ServerFailed: under the
+        server's name, with its own error and the tail of its log."""
+        failures: tuple[type[Exception], ...] = (OSError, http.client.HTTPException, ServerFailed, *more)
+        try:
+            yield
+        except failures as error:
+            reason = first_error(self.log_text()) or "no error in its log"
+            raise ServerFailed(f"{name}: {error}\n{reason}\n{self.log_tail()}") from error
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -148,3 +168,14 @@ class Server:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def first_error(log: str) -> str:
+    """The message that ends the first traceback of a log; empty without one."""
+    inside = False
+    for line in log.splitlines():
+        if "Traceback (most recent call last)" in line:
+            inside = True
+        elif inside and line[:1].isalpha() and ":" in line:
+            return line
+    return ""
