@@ -69,6 +69,17 @@ def make_draft(
     return model.to(DEVICE)
 
 
+def context_key_value(attention: Any, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """What context KV has to hold of one layer: keys and values through its own qkv_proj, quantised or not.
+
+    rows [T, hidden] (after `fc` and `hidden_norm`; no input_layernorm), positions [T] -> k, v, each [T, kv_size]:
+    k after k_norm and RoPE, v after the value scale.
+    """
+    qkv, _ = attention.qkv_proj(rows)
+    _, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+    return attention.finished_keys(k, positions), attention.scaled_values(v)
+
+
 def make_pool(model: Any, slots: int = 256, dtype: torch.dtype = torch.float32) -> Any:
     """SGLang's KV pool for the draft's layers, every row filled with 7; row 0 is the padding page."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -117,7 +117,7 @@ def test_keys_of_the_block_and_of_the_context_are_rounded_alike(tmp_path, dtype)
     batch = layers.SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
     with forward_context(ForwardContext(attn_backend=Keep(pool, [], 8))), torch.no_grad():
         attention(positions, rows, batch)
-        context_keys, _ = attention.context_key_value(rows, positions)
+        context_keys, _ = layers.context_key_value(attention, rows, positions)
     assert torch.equal(pool.get_key_buffer(0)[slots].flatten(1), context_keys)
 
 
@@ -200,7 +200,7 @@ def test_an_fp8_draft_writes_the_rows_that_its_own_layers_compute(tmp_path):
     written_rows = written(model, "auto", features, torch.bfloat16)
     dense_rows = written(dense, "auto", features, torch.bfloat16)
     for layer, of_fp8, of_dense in zip(model.layers, written_rows, dense_rows, strict=True):
-        own = layer.self_attn.context_key_value(rows, positions)
+        own = layers.context_key_value(layer.self_attn, rows, positions)
         for got, computed, unquantised in zip(of_fp8, own, of_dense, strict=True):
             own_rows = computed.float().cpu()
             torch.testing.assert_close(

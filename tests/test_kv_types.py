@@ -72,7 +72,7 @@ def test_context_rows_and_block_rows_have_the_same_bytes_and_are_read_with_their
     backend.init_forward_metadata(batch)
     with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
         attention(positions, rows, batch)
-        unrounded = attention.context_key_value(rows, positions)
+        unrounded = layers.context_key_value(attention, rows, positions)
     for buffer in pool.get_kv_buffer(1):
         bytes_ = buffer.view(torch.uint8)
         assert torch.equal(bytes_[of_block], bytes_[of_context])

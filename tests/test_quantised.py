@@ -112,7 +112,7 @@ def test_context_kv_takes_k_and_v_alone_and_equals_the_layers_own(tmp_path, sche
     # Sums of another order may round a last bit otherwise, which the rotation carries to another element.
     step = 1e-5 if drafts.DTYPE == torch.float32 else torch.finfo(torch.bfloat16).eps
     for layer, pair in zip(model.layers, context.keys_values(rows, positions), strict=True):
-        for got, own in zip(pair, layer.self_attn.context_key_value(rows, positions), strict=True):
+        for got, own in zip(pair, layers.context_key_value(layer.self_attn, rows, positions), strict=True):
             torch.testing.assert_close(got, own, rtol=step, atol=step * float(own.abs().max()))
 
     features = some_rows(768)
@@ -238,7 +238,7 @@ def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_update
             assert attention.qkv_proj.weight.dtype == torch.float8_e4m3fn
             weight = dense(seed)[f"layers.{number}.self_attn.o_proj.weight"].float()
             assert close(attention.o_proj(rows)[0], rows.float().cpu() @ weight.T, "fp8-dynamic")
-            own = attention.context_key_value(rows, positions)
+            own = layers.context_key_value(attention, rows, positions)
             for got, expected in zip(keys_values[number], own, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses

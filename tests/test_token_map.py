@@ -139,20 +139,6 @@ def test_every_rank_proposes_the_likeliest_of_the_kept_tokens(ranks: int, kept: 
             assert likeliest == logits.topk(3).values.tolist()
 
 
-def test_updates_of_the_target_reach_the_copy() -> None:
-    from dflash_sglang.models.updates import TargetWeightUpdater
-
-    done: list[str] = []
-    inner = SimpleNamespace(
-        update_weights_from_tensor=lambda tensors: done.append(f"updated {tensors}") or (True, "yes"),
-        begin_weight_update=lambda: done.append("begun"),
-    )
-    updater = TargetWeightUpdater(inner, lambda: done.append("refreshed"))
-    updater.begin_weight_update()
-    assert updater.update_weights_from_tensor(tensors=3) == (True, "yes")
-    assert done == ["begun", "updated 3", "refreshed"]
-
-
 @pytest.mark.slow
 @pytest.mark.matrix(target="Qwen3", draft="z-lab, --speculative-token-map", kv="model dtype", outcome="works")
 def test_a_server_with_a_token_map_is_lossless_and_proposes_kept_tokens_alone(frequent: Path) -> None:

@@ -242,6 +242,52 @@ def test_key_value_heads_may_be_replicated_over_more_ranks_than_there_are(tp: in
     assert problems(draft_tp_size=tp) == []
 
 
+LAYER_ROWS: dict[str, tuple[str, str, tuple[int, ...], tuple[int, ...]]] = {
+    "rows of q": ("self_attn.q_proj.weight", "BF16", (96, 64), (64, 64)),
+    "rows of k": ("self_attn.k_proj.weight", "F8_E4M3", (64, 64), (32, 64)),
+    "rows of v, too few": ("self_attn.v_proj.weight", "I8", (16, 64), (32, 64)),
+    "columns of o": ("self_attn.o_proj.weight", "F32", (64, 128), (64, 64)),
+    "a stack of q, k and v": ("self_attn.qkv_proj.weight", "F32", (192, 64), (128, 64)),
+    "a bias": ("self_attn.q_proj.bias", "F32", (96,), (64,)),
+    "a norm of other heads": ("self_attn.q_norm.weight", "F32", (32,), (16,)),
+    "sinks of other heads": ("self_attn.attention_sink_bias", "F32", (8,), (4,)),
+    "rows of gate": ("mlp.gate_proj.weight", "F16", (256, 64), (128, 64)),
+    "columns of up": ("mlp.up_proj.weight", "F32", (128, 128), (128, 64)),
+    "columns of down": ("mlp.down_proj.weight", "F32", (64, 256), (64, 128)),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype", "found", "expected"), LAYER_ROWS.values(), ids=LAYER_ROWS.keys())
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_tensor_of_a_layer_that_the_config_does_not_describe_is_named_with_both_shapes(
+    prefix: str, name: str, dtype: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    tensor = f"{prefix}layers.1.{name}"
+    (problem,) = problems(tensors={**FC, tensor: TensorFacts(dtype, found)})
+    assert (problem.field, problem.value) == (f"draft tensor {tensor}", list(found))
+    assert problem.expected == (
+        f"{list(expected)}: hidden_size 64, intermediate_size 128, 4 heads and 2 key-value heads of 16"
+    )
+    assert problems(tensors={**FC, tensor: TensorFacts(dtype, expected)}) == []
+
+
+def test_a_wrong_size_in_the_config_names_a_few_of_its_tensors_and_counts_the_others() -> None:
+    matrices = {
+        f"layers.{i}.mlp.{name}_proj.weight": TensorFacts("BF16", shape)
+        for i in range(2)
+        for name, shape in {"gate": (256, 64), "up": (256, 64), "down": (64, 256)}.items()
+    }
+    assert problems(tensors=FC | matrices, intermediate_size=256) == []
+    found = problems(tensors=FC | matrices)
+    assert [problem.field for problem in found] == [f"draft tensor {name}" for name in list(matrices)[:3]]
+    assert found[0].fix == "Make config.json and the checkpoint agree. 3 more tensors do not fit."
+
+
+@pytest.mark.parametrize("dtype", ["U8", "I32", "I64"])
+def test_packed_tensors_of_a_layer_are_left_to_the_loader(dtype: str) -> None:
+    assert problems(tensors={**FC, "layers.0.mlp.up_proj.weight": TensorFacts(dtype, (128, 8))}) == []
+
+
 def test_the_fc_of_a_packed_quantisation_is_left_to_the_loader() -> None:
     assert problems(tensors={"fc.weight": TensorFacts("U8", (64, 96))}) == []
     assert problems(tensors={"fc.weight_packed": TensorFacts("I32", (64, 24))}) == []

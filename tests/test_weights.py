@@ -74,16 +74,64 @@ def test_an_unexpected_tensor_is_an_error_that_names_it_alone(model, tensors, na
 
 def test_a_tensor_of_the_wrong_shape_is_an_error_that_names_it_and_both_shapes(model, tensors):
     tensors["fc.weight"] = torch.zeros(64, 128)
-    with pytest.raises(ValueError, match=r"'fc.weight' of shape \(64, 128\).*parameter of shape \(64, 192\)"):
+    with pytest.raises(ValueError, match=r"'fc.weight' of shape \(64, 128\) and .*expected shape \(64, 192\)"):
         model.load_weights(tensors.items())
 
 
-def test_a_weight_update_may_bring_a_part_but_nothing_unexpected(model, tensors):
+LARGER = {
+    "layers.0.self_attn.q_proj.weight": ((80, 64), (64, 64)),
+    "layers.1.self_attn.k_proj.weight": ((48, 64), (32, 64)),
+    "layers.1.self_attn.v_proj.weight": ((48, 64), (32, 64)),
+    "layers.0.self_attn.o_proj.weight": ((64, 80), (64, 64)),
+    "layers.0.mlp.gate_proj.weight": ((144, 64), (128, 64)),
+    "layers.0.mlp.up_proj.weight": ((144, 64), (128, 64)),
+    "layers.1.mlp.down_proj.weight": ((64, 144), (64, 128)),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_a_tensor_that_is_larger_than_the_config_says_is_refused_and_not_cut(model, tensors, name):
+    """SGLang's loaders of sharded layers take the rank's part of it; the prefix makes no difference."""
+    found, expected = LARGER[name]
+    tensors = {f"model.{key}": tensor for key, tensor in tensors.items()} | {f"model.{name}": torch.zeros(found)}
+    message = rf"'model.{name}' of shape {found} and torch.float32: expected shape {expected}, which config.json"
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        model.load_weights(tensors.items())
+
+
+def test_a_weight_update_may_bring_a_part(model, tensors):
     model.load_weights(tensors.items())
     model.load_weights([("norm.weight", torch.full((64,), 3.0))])
     assert bool((model.norm.weight == 3).all())
-    with pytest.raises(ValueError, match=r"unexpected tensors \['head.weight'\]"):
-        model.load_weights([("head.weight", torch.ones(3))])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (("head.weight", (3, 64)), r"unexpected tensors \['head.weight'\].*selector='target'.*keeps its weights"),
+        (("layers.1.mlp.down_proj.weight", (64, 144)), r"expected shape \(64, 128\)"),
+        (("layers.1.mlp.down_proj.weight", (64, 96)), r"expected shape \(64, 128\)"),
+        (("layers.1.self_attn.k_norm.weight", (17,)), r"expected shape \(16,\)"),
+        (("fc.weight", (64, 128)), r"expected shape \(64, 192\)"),
+    ],
+    ids=str,
+)
+def test_a_refused_weight_update_leaves_the_draft_as_it_was(model, tensors, wrong, says):
+    model.load_weights(tensors.items())
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    update = {name: tensor + 1 for name, tensor in tensors.items() if name != wrong[0]}
+    update[wrong[0]] = torch.ones(wrong[1])  # the last one
+    with pytest.raises(ValueError, match=says):
+        model.load_weights(update.items())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_the_tensors_of_a_whole_target_are_not_all_listed(model, tensors):
+    model.load_weights(tensors.items())
+    unknown = {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(64, 64) for i in range(2, 36)}
+    with pytest.raises(ValueError, match=r"tensors \['model.layers.10.+'\] and 26 more\. Expected only"):
+        model.load_weights(unknown.items())
 
 
 def test_a_quantised_fc_keeps_its_scales(tmp_path, tensors):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,30 +30,37 @@ class CheckpointForm:
         self._served = {name: _Served(layer) for name, layer in quantised_layers(model).items()}
         for served in self._served.values():
             served.open()
-        model.after_load = self._note
+        model.open_form = self
 
     @property
     def quantised(self) -> bool:
         """Whether the draft has quantised linear layers at all."""
         return bool(self._served)
 
-    def _note(self, loaded: Mapping[str, set[Shard]]) -> None:
-        """Raises ValueError where a load brought a part of a quantised module."""
-        for name, served in self._served.items():
-            parameters = [f"{name}.{own}" for own in served.parameters()]
-            if not any(parameter in loaded for parameter in parameters):
-                continue
-            missing = [m for p in parameters for m in still_missing(p, loaded.get(p, set()))]
+    def require_whole_modules(self, update: Mapping[str, set[Shard]]) -> None:
+        """update: shards by parameter. Raises ValueError where it brings a part of a quantised module."""
+        for name, parameters in self._touched(update):
+            missing = [m for p in parameters for m in still_missing(p, update.get(p, set()))]
             if missing:
                 raise ValueError(
                     f"weight update of a quantised draft: missing tensors {sorted(missing)}. Expected every "
                     f"tensor of {name} in one request, in the checkpoint's layout. Send them together, or serve a "
                     "dense checkpoint with --speculative-draft-model-quantization unquant."
                 )
-            self._loaded.add(name)
+
+    def note(self, update: Mapping[str, set[Shard]]) -> None:
+        """After the load of an update."""
+        self._loaded.update(name for name, _ in self._touched(update))
+
+    def _touched(self, update: Mapping[str, set[Shard]]) -> Iterator[tuple[str, list[str]]]:
+        """The quantised modules that an update brings tensors of, and their parameters."""
+        for name, served in self._served.items():
+            parameters = [f"{name}.{own}" for own in served.parameters()]
+            if any(parameter in update for parameter in parameters):
+                yield name, parameters
 
     def close(self) -> None:
-        self._model.after_load = None
+        self._model.open_form = None
         for name, served in self._served.items():
             served.close(name in self._loaded)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,15 @@ from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.own_head import DraftHead
 from dflash_sglang.models.selector import CandidateSelector
-from dflash_sglang.models.weights import STACKED, Shard, load_draft_weights
+from dflash_sglang.models.weights import STACKED, load_checkpoint, load_update, still_missing
 from dflash_sglang.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
+from dflash_sglang.validation.layer_shapes import layer_shapes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from dflash_sglang.models.checkpoint_form import CheckpointForm
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class DFlashDraftModel(nn.Module):
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
-        self.after_load: Callable[[Mapping[str, set[Shard]]], None] | None = None
+        self.open_form: CheckpointForm | None = None  # while weights are updated
         self._loaded = False
 
     @staticmethod
@@ -137,6 +140,7 @@ class DFlashDraftModel(nn.Module):
         Raises ValueError where the target has no embedding or head that the draft can use in this form, or scales
         the embedding as the draft's config does too.
         """
+        self._keep_what_no_update_brings()
         spec, scale = self.spec, self.spec.vocabulary.embedding_scale
         table = getattr(self, "embed_tokens", None)
         lm_head = getattr(self, "lm_head", None)
@@ -154,6 +158,16 @@ class DFlashDraftModel(nn.Module):
             head_form=form,
         )
         return self.borrowed
+
+    def _keep_what_no_update_brings(self) -> None:
+        """Moves ids, RoPE tables, mask row and KV scales out of the memory that weights were loaded into, which
+        --enable-memory-saver releases: an update after that restores only what every checkpoint brings."""
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.clone())
+        for name, parameter in self.named_parameters():
+            if not still_missing(name, set()):
+                parameter.data = parameter.data.clone()
 
     @property
     def has_own_head(self) -> bool:
@@ -216,14 +230,31 @@ class DFlashDraftModel(nn.Module):
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads a whole checkpoint the first time; any part of one afterwards (a weight update).
+        """Loads a whole checkpoint the first time; any part of one afterwards (a weight update), or nothing of it.
 
         Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape.
         """
-        loaded = load_draft_weights(self, weights, complete=not self._loaded)
-        self._loaded = True
-        if self.after_load is not None:
-            self.after_load(loaded)
+        if self._loaded:
+            load_update(self, weights, self.open_form)
+        else:
+            load_checkpoint(self, weights)
+            self._loaded = True
+
+    @property
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By checkpoint name, of whole tensors that are not packed. Scalars, and what belongs to a quantisation
+        alone, are their loaders' to judge."""
+        shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in self.named_parameters()
+            if not hasattr(parameter, "weight_loader") and parameter.numel() > 1
+        }
+        for name, module in self.named_modules():
+            if isinstance(module, ReplicatedLinear):
+                shapes[f"{name}.weight"] = (module.output_size, module.input_size)
+            elif isinstance(module, VocabParallelEmbedding):  # a head is one, too
+                shapes[f"{name}.weight"] = (module.org_vocab_size, self.spec.hidden_size)
+        return {**shapes, **layer_shapes(self.spec)}
 
     def post_load_weights(self) -> None:
         """Called by the loaders that fill the parameters without `load_weights` (dummy, sharded state)."""

@@ -96,16 +96,6 @@ class DraftAttention(nn.Module):
         sinks = {} if self.attention_sink_bias is None else {"sinks": self.attention_sink_bias}
         return self.attn(q, k, self.scaled_values(v), forward_batch, **sinks)
 
-    def context_key_value(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of context rows through the layer's own quantisation method.
-
-        rows [T, hidden] (after `fc` and `hidden_norm`; no input_layernorm), positions [T] -> k, v, each
-        [T, kv_size]: k after k_norm and RoPE, v after the value scale.
-        """
-        qkv, _ = self.qkv_proj(rows)
-        _, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        return self.finished_keys(k, positions), self.scaled_values(v)
-
     def finished_keys(self, k: Tensor, positions: Tensor) -> Tensor:
         """k_norm and RoPE on projected keys [T, kv_size] (rows may be strided; may be changed in place)."""
         if self._uses_table_kernel(k):

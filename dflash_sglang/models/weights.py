@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 
 from dflash_sglang.compat import maybe_remap_kv_scale_name
 from dflash_sglang.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
+
+if TYPE_CHECKING:
+    from dflash_sglang.models.checkpoint_form import CheckpointForm
+    from dflash_sglang.models.draft import DFlashDraftModel
 
 Shard = str | int | None
 
@@ -35,45 +40,111 @@ _ACTIVATION_ORDERS = (".g_idx", ".weight_g_idx")
 """One for all the modules that are stacked: the order in which the stack's inputs are read."""
 
 
-def load_draft_weights(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]], complete: bool
-) -> dict[str, set[Shard]]:
-    """Loads `weights` by their checkpoint names, with or without the prefix `model.`.
+_PACKED = (torch.uint8, torch.int32, torch.int64)
+"""Dtypes that hold several weights in a number, in a shape that the quantisation decides."""
+
+_NAMED = 8  # of the tensors that an error is about: those of a whole target are many
+
+
+class Placed(NamedTuple):
+    """A tensor of a checkpoint and where it goes: into a shard of a parameter, None for the whole of it."""
+
+    name: str
+    tensor: Tensor
+    target: str
+    shard: Shard
+
+
+def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Loads a whole checkpoint by its tensors' names, with or without the prefix `model.`.
 
     Tensors of a quantisation method (scales, zero points, packed weights, g_idx) go to its parameters like
-    any other. `complete`: also require every parameter to get all of its shards (False for a weight update,
-    which may bring a part). Raises ValueError naming each missing or unexpected tensor, or the one whose
-    shape does not fit. Returns what was loaded: the shards by parameter.
+    any other. Raises ValueError naming each missing or unexpected tensor, or the one whose shape does not fit.
     """
     params = dict(model.named_parameters())
-    loaded: dict[str, set[Shard]] = {}
     unexpected: list[str] = []
-    orders: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        if name.endswith(_RECOMPUTED) or name.removeprefix("model.") in _ELSEWHERE:
-            continue
-        target, shard = _place(name.removeprefix("model."), params)
-        if target not in params:
-            unexpected.append(name)
-            continue
-        if target.endswith(_ACTIVATION_ORDERS) and not torch.equal(orders.setdefault(target, tensor), tensor):
-            raise _other_order(name, target)
-        _load(params[target], tensor.squeeze() if target == MASK_EMBEDDING else tensor, shard, name)
-        loaded.setdefault(target, set()).add(shard)
+    loaded: dict[str, set[Shard]] = {}
+    for placed in _places(model, params, weights, unexpected):
+        _load(params[placed.target], placed)
+        loaded.setdefault(placed.target, set()).add(placed.shard)
     if unexpected:
         raise ValueError(
-            f"draft checkpoint: unexpected tensors {sorted(unexpected)}. Expected only those of the "
+            f"draft checkpoint: unexpected tensors {listed(unexpected)}. Expected only those of the "
             "draft that its config.json describes. "
             "Remove them, or correct config.json (layers, biases, quantization_config)."
         )
     missing = [name for target in params for name in still_missing(target, loaded.get(target, set()))]
-    if complete and missing:
+    if missing:
         raise ValueError(
             f"draft checkpoint: missing tensors {sorted(missing)}. Expected every tensor that its "
             "config.json describes. Use a complete checkpoint, or correct config.json (layers, biases, "
             "quantization_config)."
         )
-    return loaded
+
+
+def load_update(
+    model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]], form: CheckpointForm | None
+) -> None:
+    """Loads any part of a checkpoint into a loaded model. form: what its quantised layers are loaded through.
+
+    Raises ValueError as `load_checkpoint`, and for a part of a quantised module, before anything is copied; a
+    tensor that belongs to a quantisation alone is judged by its loader.
+    """
+    params = dict(model.named_parameters())
+    unexpected: list[str] = []
+    update = list(_places(model, params, weights, unexpected))
+    if unexpected:
+        raise ValueError(
+            f"weight update of the draft: unexpected tensors {listed(unexpected)}. Expected only those of the "
+            "draft's checkpoint. Send tensors of the target with selector='target', and the draft's with "
+            "selector='draft'. The draft keeps its weights."
+        )
+    shards: dict[str, set[Shard]] = {}
+    for placed in update:
+        shards.setdefault(placed.target, set()).add(placed.shard)
+    if form is not None:
+        form.require_whole_modules(shards)
+    for placed in update:
+        _load(params[placed.target], placed)
+    if form is not None:
+        form.note(shards)
+
+
+def _places(
+    model: DFlashDraftModel,
+    params: Mapping[str, nn.Parameter],
+    weights: Iterable[tuple[str, Tensor]],
+    unexpected: list[str],
+) -> Iterator[Placed]:
+    """The place of each tensor that has one, as they come; `unexpected` gets the names of the others. Raises
+    ValueError for one that does not fit its place."""
+    shapes = model.checkpoint_shapes
+    orders: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        own = name.removeprefix("model.")
+        if name.endswith(_RECOMPUTED) or own in _ELSEWHERE:
+            continue
+        target, shard = _place(own, params)
+        if target not in params:
+            unexpected.append(name)
+            continue
+        if target.endswith(_ACTIVATION_ORDERS) and not torch.equal(orders.setdefault(target, tensor), tensor):
+            raise _other_order(name, target)
+        if target == MASK_EMBEDDING:
+            tensor = tensor.squeeze()
+        expected = shapes.get(own, tuple(tensor.shape))
+        if tensor.dtype not in _PACKED and tensor.shape != expected:
+            raise ValueError(
+                f"draft checkpoint: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}: expected "
+                f"shape {expected}, which config.json describes. Make the checkpoint and its config.json agree."
+            )
+        yield Placed(name, tensor, target, shard)
+
+
+def listed(names: Collection[str]) -> str:
+    """The first of the names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{sorted(names)[:_NAMED]}{more}"
 
 
 def _other_order(name: str, target: str) -> ValueError:
@@ -96,7 +167,8 @@ def _place(name: str, params: Mapping[str, nn.Parameter]) -> tuple[str, Shard]:
     return name, None
 
 
-def _load(param: nn.Parameter, tensor: Tensor, shard: Shard, name: str) -> None:
+def _load(param: nn.Parameter, placed: Placed) -> None:
+    name, tensor, _, shard = placed
     loader = getattr(param, "weight_loader", default_weight_loader)
     try:
         if shard is None:

@@ -8,10 +8,10 @@ from dflash_sglang.checkpoint import TensorFacts
 from dflash_sglang.config import DraftConfigError, DraftSpec
 from dflash_sglang.own_modules import OwnModules
 from dflash_sglang.validation.facts import ParallelFacts, Problem, ServingFacts, TargetFacts
+from dflash_sglang.validation.layer_shapes import UNPACKED_DTYPES, layer_problems
 
 # Those whose kernels take a sink per head in the draft's dtype.
 SINK_BACKENDS = ("fa3", "fa4", "triton", "torch_native")
-UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
 
 
 def serving_problems(serving: ServingFacts) -> Iterator[Problem]:
@@ -42,7 +42,7 @@ def draft_problems(
 ) -> list[Problem]:
     """What does not fit between a draft and the target and server it is to run with.
 
-    ``tensors``: the checkpoint's, where they can be read; without them the loader checks the shapes.
+    ``tensors``: the checkpoint's, where they can be read; the loader checks the shapes once more.
     ``own``: what the draft has in place of the target's.
     """
     own_embedding = own is not None and own.embedding is not None
@@ -51,6 +51,7 @@ def draft_problems(
         *_mask_problems(spec, spec.vocab_size if own_embedding else target.vocab_size, own_embedding),
         *_shape_problems(spec, target, parallel, own_embedding),
         *_backend_problems(spec, serving),
+        *layer_problems(spec, tensors or {}),
     ]
     try:
         ids = spec.feature_layer_ids(target.num_layers)
