@@ -28,6 +28,11 @@ def config_directory(path: str, revision: str | None) -> Path:
         return Path(path)
     if Path(path).exists():
         raise OSError(f"{path} is a file.")
+    if "://" in path:
+        raise OSError(
+            f"{path} is not on this machine, and DFLASH reads a draft's tensors before it builds the draft. Copy "
+            "it here, or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it in z-lab's format."
+        )
     from transformers.utils import cached_file
 
     return Path(cached_file(path, "config.json", revision=revision)).parent

@@ -45,7 +45,15 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
-from sglang.srt.runtime_context import get_exec, get_model, get_parallel, get_schedule, get_spec, mamba_track_grid
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_model,
+    get_observability,
+    get_parallel,
+    get_schedule,
+    get_spec,
+    mamba_track_grid,
+)
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -141,6 +149,7 @@ __all__ = [
     "get_dp_tp_group",
     "get_exec",
     "get_model",
+    "get_observability",
     "get_parallel",
     "get_schedule",
     "get_spec",

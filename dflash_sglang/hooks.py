@@ -120,12 +120,17 @@ def _hook_scheduler() -> None:
     """The hooks of a scheduler that runs our worker; other processes do without the modules that they are on."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from dflash_sglang.scheduling import stops
+
     state = "sglang.srt.managers.scheduler_components.internal_state"
+    controller = f"{state}.SchedulerInternalStateController"
     hook_around({
-        f"{state}.SchedulerInternalStateController.get_internal_state": get_internal_state,
+        f"{controller}.get_internal_state": get_internal_state,
+        f"{controller}._validate_accept_threshold": validate_accept_threshold,
         "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
         "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
         "sglang.srt.managers.overlap_utils.resolve_forward_inputs": resolve_forward_inputs,
+        "sglang.srt.session.session_controller.Session._concat_token_arrays": stops.concat_token_arrays,
     })  # fmt: skip
     HookRegistry.apply_hooks()
     # SGLANG_IS_IN_CI has SGLang void what it has gathered from the relay; a decode step reads it once more.
@@ -140,6 +145,14 @@ def get_internal_state(original: Callable[..., Any], controller: Any, request: A
     if metrics is not None:
         output.internal_state["dflash_width"] = metrics()
     return output
+
+
+def validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:
+    """AROUND SchedulerInternalStateController._validate_accept_threshold, of /set_internal_state."""
+    if float(value) != 1.0:
+        rejected = pkgutil.resolve_name("sglang.srt.managers.scheduler_components.internal_state.UpdateRejected")
+        raise rejected(f"{key}={value!r}: expected 1.0 with DFLASH, whose output is exactly the target's.")
+    original(controller, key, value)
 
 
 def resolve_seq_lens_cpu(original: Callable[..., None], future_map: Any, batch: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
@@ -74,6 +75,7 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     )
     if other is not None:
         return other
+    problems += _target_problems(target_config)
     inherited = not cfg._speculative_draft_quantization_explicitly_set
     problems += quantisation_problems(config, cfg.speculative_draft_model_quantization, cfg.device, inherited)
     try:
@@ -129,6 +131,17 @@ def _recurrent(target_config: Any, attn_dp_size: int) -> Foreign | None:
     return Foreign("target config architectures", architectures, "recurrent layers other than gated delta nets")
 
 
+def _target_problems(target_config: Any) -> Iterator[Problem]:
+    """Targets whose verify is not their plain decoding, though they have a capture method."""
+    field, names = "target config architectures", target_config.hf_config.architectures
+    if target_config.is_local_attention_model:
+        expected = "a target whose layers attend to the whole context or a window, and not to chunks of it"
+        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
+    if target_config.use_ngram_embedding:
+        expected = "a target that embeds tokens one by one, and not n-grams, which SGLang does not do in a verify"
+        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
+
+
 def _counts_layers_otherwise(config: dict[str, Any], target_config: Any) -> Foreign | None:
     """DFlash2 drafts of Muse-Glimmer number the target's layers from another point than all others."""
     model_type = getattr(target_config.hf_config, "model_type", None)
@@ -171,6 +184,7 @@ def parallel_facts(cfg: Any) -> ParallelFacts:
 
 def _launch_settings(cfg: Any) -> dict[str, object]:
     settings = {row.field: getattr(cfg, row.field) for row in UNSERVED if row.field != COORDINATION}
+    settings["grammar_backend"] = cfg.grammar_backend if cfg.grammar_backend == "outlines" else None
     # Data-parallel attention alone reads it.
     settings[COORDINATION] = cfg.attn_dp_size > 1 and envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
     return settings

@@ -281,6 +281,11 @@ class DFlashWorker(BaseSpecWorker):
     def spec_v2_attn_backends(self) -> tuple:
         return (self.target_worker.model_runner.attn_backend, self._draft_runner.attn_backend)
 
+    @property
+    def model_runner(self) -> ModelRunner:
+        """The draft's, which SGLang writes to `draft_url` of `save_remote_model`."""
+        return self._draft_runner
+
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
         return [("draft", self._draft_runner)]
 

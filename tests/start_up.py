@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from dflash_sglang import hooks, startup
 from dflash_sglang.validation import StartupError
-from tests.test_plugin import Algorithm, arguments, built_in
+from tests.test_plugin import Algorithm, arguments, built_in, target_model
 
 
 def launch(directory: Path, **overrides: Any) -> type:
-    """The worker's class, for a target of 5 layers, 64 wide, and 320 tokens; server arguments stand for SGLang's
-    views of them."""
-    text = SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320)
-    config = SimpleNamespace(hf_text_config=text, hf_config=SimpleNamespace(architectures=["TargetForCausalLM"]))
+    """The worker's class, for `target_model`; server arguments stand for SGLang's views of them."""
+    config = target_model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "resolving_view", lambda args: args)
         patch.setattr(startup, "model_config_of", lambda args: config)

@@ -233,7 +233,11 @@ def test_changes_are_logged_once_in_ten_seconds(
     ],
 )
 def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, message: str) -> None:
-    request = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"dflash": asked}))
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params={"dflash": asked}),
+        token_indices_to_pool=None,
+        return_sampling_mask=False,
+    )
     with pytest.raises(RequestError, match=message):
         width_bounds(request.sampling_params.custom_params)
     assert "custom_params dflash" in request_width.validate_request(lambda *_: None, request, True)
@@ -243,8 +247,26 @@ def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, 
         assert request_width.validate_request(lambda *_: None, request, True) is None
 
 
+def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> None:
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params=None),
+        token_indices_to_pool=[3],
+        return_sampling_mask=True,
+        session=SimpleNamespace(streaming=True),
+    )
+    refused = request_width.validate_request(lambda *_: None, request, True)
+    assert refused is not None and refused.startswith("score_extraction_token: expected none with DFLASH")
+    request.token_indices_to_pool = None
+    refused = request_width.validate_request(lambda *_: None, request, True)
+    assert refused is not None and refused.startswith("return_sampling_mask: expected no streaming session")
+    request.session.streaming = False
+    assert request_width.validate_request(lambda *_: None, request, True) is None
+    request.session = None
+    assert request_width.validate_request(lambda *_: None, request, True) is None
+
+
 @pytest.mark.parametrize(
-    "what", ["attention", "loads", "selector", "positions", "experts", "overlap", None, "memory", "not asked"]
+    "what", ["attention", "loads", "selector", "positions", "experts", "xqa", "pair", None, "memory", "not asked"]
 )
 def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str | None
@@ -255,27 +277,30 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     caplog.set_level("INFO")
     monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
     runner = SimpleNamespace(
-        attn_backend=SimpleNamespace(supports_ragged_verify_graph=what != "attention"),
+        attn_backend=SimpleNamespace(
+            supports_ragged_verify_graph=what not in ("attention", "pair"), is_xqa_impl=what == "xqa"
+        ),
         model_config=SimpleNamespace(model_is_mrope=what == "positions"),
         server_args=SimpleNamespace(
             enable_return_routed_experts=what == "experts",
             enable_return_indexer_topk=False,
-            enable_two_batch_overlap=what == "overlap",
-            disable_cuda_graph_padding=False,
         ),
     )
+    if what == "pair":  # SGLang's, of which one verifies
+        parts = SimpleNamespace(supports_ragged_verify_graph=True)
+        runner.attn_backend._select_backend = lambda mode: parts if mode.is_target_verify() else None
     group = Group(gather_loads=(lambda row: row) if what == "loads" else None)
     config, added = WidthConfig(per_request=what != "not asked"), []
     parts = start_widths.in_parts(config, runner, group, confident=what != "selector")
-    assert parts == (what in (None, "memory"))
+    assert parts == (what in (None, "memory", "pair"))
     widths = SimpleNamespace(
         add_while_free=lambda *_: {1: 1.5}, served=[1, BLOCK], add_parts=lambda: added.append("parts")
     )
     free = 3.4 if what == "memory" else 3.6
     served = start_widths.add_widths(config, widths, BLOCK, lambda: free, parts)
-    assert served.per_request == (what is None) and added == ["parts"] * (what is None)
+    assert served.per_request == (what in (None, "pair")) and added == ["parts"] * (what in (None, "pair"))
     said = "one for all requests of a step, not per_request: " in caplog.text
-    assert said == (what not in (None, "not asked"))
+    assert said == (what not in (None, "pair", "not asked"))
 
 
 def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +316,7 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
     assert served([1]).states(BLOCK) == (1, 16)
 
 
-@pytest.mark.parametrize("what", ["recurrent", "adapters", "deterministic"])
+@pytest.mark.parametrize("what", ["recurrent", "adapters", "deterministic", "padding", "hooks"])
 def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -303,9 +328,12 @@ def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
     monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
     monkeypatch.setattr(start_widths, "mambaish_config", lambda config: config)
     monkeypatch.setattr(start_widths, "get_exec", lambda: exec_)
+    observed = SimpleNamespace(forward_hooks=[{}] if what == "hooks" else None)
+    monkeypatch.setattr(start_widths, "get_observability", lambda: observed)
     runner = SimpleNamespace(
         model_config="gated delta nets" if what == "recurrent" else None,
         lora_manager="adapters" if what == "adapters" else None,
+        server_args=SimpleNamespace(disable_cuda_graph_padding=what == "padding"),
     )
     assert start_widths.servable(WidthConfig(), runner, BLOCK).states(BLOCK) == (BLOCK,)
     assert "always the block's, 16: " in caplog.text
@@ -315,4 +343,5 @@ def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
         with pytest.raises(StartupError, match="DFLASH_SGLANG_CONFIG width=.*expected 'block' alone"):
             start_widths.servable(other, runner, BLOCK)
     runner.model_config = runner.lora_manager = exec_.deterministic.enable_deterministic_inference = None
+    runner.server_args.disable_cuda_graph_padding = observed.forward_hooks = None
     assert start_widths.servable(WidthConfig(), runner, BLOCK) == WidthConfig()

@@ -120,6 +120,16 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **overrides})
 
 
+def target_model() -> SimpleNamespace:
+    """SGLang's ModelConfig of a target of 5 layers, 64 wide, and 320 tokens."""
+    return SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320),
+        hf_config=SimpleNamespace(architectures=["TargetForCausalLM"]),
+        is_local_attention_model=False,
+        use_ngram_embedding=False,
+    )
+
+
 class BuiltInWorker:
     pass
 
@@ -133,16 +143,14 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Drafts on disk, and SGLang's views of server arguments replaced by the arguments themselves."""
     from dflash_sglang import startup
 
-    target = SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320)
     monkeypatch.setattr(startup, "resolving_view", lambda args: args)
-    model_config = SimpleNamespace(
-        hf_text_config=target, hf_config=SimpleNamespace(architectures=["TargetForCausalLM"])
-    )
+    model_config = target_model()
     monkeypatch.setattr(startup, "model_config_of", lambda args: model_config)
     monkeypatch.setattr(startup, "mambaish_config", lambda config: None)
     monkeypatch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
     monkeypatch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
     return SimpleNamespace(
+        target=model_config,
         plain=make_pair(tmp_path / "plain")[1],
         domino=make_pair(tmp_path / "domino", draft={"dflash_config": {"projector_type": "domino"}})[1],
         misfit=make_pair(tmp_path / "misfit", draft={"num_target_layers": 6})[1],
@@ -264,6 +272,22 @@ def test_a_draft_that_does_not_fit_ends_start_up_in_both_processes(pair: SimpleN
             hooks.create_worker(built_in, Algorithm(), arguments(pair.misfit))
         else:
             hooks.handle_speculative_decoding(lambda args: None, arguments(pair.misfit))
+
+
+@pytest.mark.matrix(target="Llama 4, LongCat-Flash with n-grams", draft="any", kv="any", outcome="refused")
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("is_local_attention_model", "expected a target whose layers attend to the whole context or a window"),
+        ("use_ngram_embedding", "expected a target that embeds tokens one by one"),
+    ],
+)
+def test_a_target_whose_verify_is_not_its_plain_decoding_is_refused(
+    pair: SimpleNamespace, kind: str, says: str
+) -> None:
+    setattr(pair.target, kind, True)
+    with pytest.raises(StartupError, match=rf"architectures=\['TargetForCausalLM'\]: {says}"):
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
 
 
 def test_a_malformed_nested_config_is_named(pair: SimpleNamespace) -> None:

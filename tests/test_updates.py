@@ -20,6 +20,7 @@ from tests.tiny import draft_config, draft_tensors
 from training.quantise import SCHEMES
 
 pytestmark = layers.cpu_only
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,6 +28,8 @@ def kernels() -> Any:
     layers.start_rank()
     with pytest.MonkeyPatch.context() as patch:
         quantised_twins.install(patch)
+        # For the whole process, and for tensors of GPUs alone.
+        patch.setattr(f"{UPDATER}.monkey_patch_torch_reductions", lambda: None)
         yield
 
 

@@ -164,7 +164,7 @@ def test_a_server_that_cannot_run_any_draft_is_one_problem(
 
 
 # What the built-in worker serves.
-ELSEWHERE = {"disaggregation_mode", "decrypted_draft_config_file", "speculative_use_block_verification"}
+ELSEWHERE = {"disaggregation_mode", "use_ray", "decrypted_draft_config_file", "speculative_use_block_verification"}
 LAUNCH_ROWS = {
     "pp_size": (
         2,
@@ -191,6 +191,13 @@ LAUNCH_ROWS = {
         "plain.json",
         "--decrypted-draft-config-file='plain.json': expected unset with DFLASH, which reads",
     ),
+    "use_ray": (True, "--use-ray=True: expected unset with DFLASH: SGLang's Ray actors load no plugins"),
+    "enable_hisparse": (True, "--enable-hisparse=True: expected unset with DFLASH: SGLang stages and commits"),
+    "enable_lmcache": (True, "--enable-lmcache=True: expected unset with DFLASH: it restores the target's keys"),
+    "enable_flexkv": (True, "--enable-flexkv=True: expected unset with DFLASH: it restores the target's keys"),
+    "kv_canary": ("log", "--kv-canary='log': expected 'none' with DFLASH, whose start-up captures"),
+    "grammar_backend": ("outlines", "--grammar-backend='outlines': expected xgrammar or llguidance with DFLASH"),
+    "enable_mis": (True, "--enable-mis=True: expected unset with DFLASH: SGLang scores several items at once"),
     "return_hidden_states_mode": ("last", "--enable-return-hidden-states='last': expected unset with DFLASH:"),
     "speculative_accept_threshold_single": (
         0.5,
@@ -224,7 +231,7 @@ def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(
     assert str(problem).startswith(says)
     offers_the_built_in_worker = "SGLANG_PLUGINS=none: SGLang's built-in worker serves it" in problem.fix
     assert offers_the_built_in_worker == (field in ELSEWHERE)
-    assert problem.fix.startswith((f"Remove {problem.field}", "Serve the draft with a config.json"))
+    assert problem.fix.startswith((f"Remove {problem.field}", "Serve the draft with a config.json", "Set --"))
 
 
 @pytest.mark.parametrize("served", [2, 5, 8])
@@ -360,6 +367,11 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         ["--quantization", "awq"],
         ["--quantization='awq'", "Set --speculative-draft-model-quantization unquant"],
     ),
+    "a grammar backend that cannot go back": (
+        {},
+        ["--grammar-backend", "outlines"],
+        ["--grammar-backend='outlines'", "Set --grammar-backend xgrammar"],
+    ),
     "thresholds": (
         {},
         ["--speculative-accept-threshold-acc", "0.5"],
@@ -384,6 +396,11 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         None,
         ["--speculative-draft-model-path", "/nowhere/draft"],
         ["--speculative-draft-model-path='/nowhere/draft': expected a DFlash draft's directory"],
+    ),
+    "a draft in an object store": (
+        None,
+        ["--speculative-draft-model-path", "s3://bucket/draft"],
+        ["--speculative-draft-model-path='s3://bucket/draft'", "Copy it here, or set SGLANG_PLUGINS=none: "],
     ),
     "a draft that is a file": (
         None,

@@ -133,7 +133,6 @@ class DFlashDraftInput(DFlashDraftInputV2):
         future_indices: torch.Tensor | None
         nxt_kv_lens_cpu: torch.Tensor | None
         nxt_kv_lens_sum: int | None
-        max_top_k: int
 
     reservation: SlotReservation | None = None
     # As of the step that comes, as far as the host knows: an attention backend that takes lengths from the GPU has
@@ -161,8 +160,6 @@ class DFlashDraftInput(DFlashDraftInputV2):
             return
         assert self.reservation is not None
         batch.maybe_evict_swa()
-        if batch.sampling_info.sampling_mask_batch_indices is not None:
-            self.max_top_k = max(req.sampling_params.top_k for req in batch.reqs)
         reserved = self.reservation.reserve(batch)
         for req in batch.reqs:
             req.decode_batch_idx += 1

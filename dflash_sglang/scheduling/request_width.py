@@ -1,5 +1,5 @@
-"""A request's `custom_params={"dflash": {"min_width": N, "max_width": M}}`: its steps are not narrower than N, and
-commit at most M tokens of it."""
+"""What a request may ask: `custom_params={"dflash": {"min_width": N, "max_width": M}}`, by which its steps are not
+narrower than N and commit at most M tokens of it; and what SGLang would take and not do under speculation."""
 
 from __future__ import annotations
 
@@ -46,6 +46,20 @@ def validate_request(original: Callable[..., str | None], req: Any, enable_overl
         return error
     try:
         width_bounds(req.sampling_params.custom_params)
+        _check_served(req)
     except RequestError as refused:
         return str(refused)
     return None
+
+
+def _check_served(req: Any) -> None:
+    if req.token_indices_to_pool is not None:
+        raise RequestError(
+            "score_extraction_token: expected none with DFLASH, because SGLang scores the positions of a token in "
+            "servers without speculation alone. Score with label_token_ids, or on such a server."
+        )
+    if req.return_sampling_mask and req.session is not None and req.session.streaming:
+        raise RequestError(
+            "return_sampling_mask: expected no streaming session with DFLASH, because SGLang counts the masks of "
+            "an answer that stops inside a step by what the session has cut already. Leave out one of them."
+        )

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflash_sglang.attention.verifying import verifies_parts, verifying
 from dflash_sglang.compat import (
     get_available_gpu_memory,
     get_exec,
+    get_observability,
     get_parallel,
     get_tp_group,
     mambaish_config,
@@ -63,6 +65,10 @@ def _only_the_block(runner: ModelRunner) -> str | None:
         return "the target's recurrent layers keep their states of verified rows in blocks of one width"
     if runner.lora_manager is not None:
         return "SGLang keeps one width for the adapters of captured graphs"
+    if runner.server_args.disable_cuda_graph_padding:
+        return "without padding, graphs of other widths fit few batches"
+    if get_observability().forward_hooks:
+        return "SGLang has registered --forward-hooks by now, which graphs of other widths would capture"
     if get_exec().deterministic.enable_deterministic_inference:
         return "--enable-deterministic-inference, and the widths that are chosen follow measured times"
     return None
@@ -120,8 +126,8 @@ def in_parts(config: WidthConfig, runner: ModelRunner, group: Group, confident: 
 
 
 def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> str | None:
-    if not runner.attn_backend.supports_ragged_verify_graph:
-        return f"{type(runner.attn_backend).__name__} verifies as many rows of each request"
+    if not verifies_parts(runner.attn_backend):
+        return f"{type(verifying(runner.attn_backend)).__name__} verifies as many rows of each request"
     if group.gather_loads is not None:
         return "ranks hold requests of their own, or are on several nodes"
     if not confident:
@@ -130,8 +136,6 @@ def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> st
         return "SGLang gives the target's positions of three axes to blocks of one width"
     if runner.server_args.enable_return_routed_experts or runner.server_args.enable_return_indexer_topk:
         return "what layers chose is reported for blocks of one width"
-    if runner.server_args.enable_two_batch_overlap or runner.server_args.disable_cuda_graph_padding:
-        return "SGLang has no graphs of such blocks for two-batch overlap, or without padding"
     return None
 
 

@@ -1,4 +1,5 @@
-"""The first stop inside an accepted run ends a request, as if its tokens had come one by one."""
+"""The first stop inside an accepted run ends a request, as if its tokens had come one by one: `output_ids` keeps
+the run, and nothing after the stop counts."""
 
 from __future__ import annotations
 
@@ -22,8 +23,17 @@ def install() -> None:
             _first_stop(original, req, new_accepted_len)
         else:  # of every request in every step: nothing else is looked at
             original(req, new_accepted_len)
+        if req.finished_len is not None:  # counted with the whole run; what is thought comes first
+            req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 
     Req.update_finish_state = update_finish_state
+
+
+def concat_token_arrays(original: Callable[..., Any], last_req: Any, *args: Any) -> Any:
+    """AROUND Session._concat_token_arrays: the prompt of a session's next turn, which ends the one before where
+    that stopped."""
+    last_req.output_ids = last_req.output_ids_through_stop
+    return original(last_req, *args)
 
 
 def _first_stop(original: Callable[..., None], req: Any, new_accepted_len: int) -> None:

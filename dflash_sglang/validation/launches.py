@@ -24,6 +24,8 @@ class Unserved:
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
 _REPLAYED = "unset with DFLASH, whose verify keeps the recurrent state of every row"
 _EXACT = "1.0 with DFLASH, whose output is exactly the target's"
+_TARGETS_KV = "unset with DFLASH: it restores the target's keys and values, and none of the draft's"
+_HICACHE = "Remove {}; --enable-hierarchical-cache keeps both."
 _BUILT_IN = "or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it with a draft in z-lab's format"
 
 UNSERVED = (
@@ -74,6 +76,13 @@ UNSERVED = (
         None,
         "unset with DFLASH: ranks that leave or join do not do so in its draft",
     ),
+    Unserved(
+        "use_ray",
+        "--use-ray",
+        False,
+        "unset with DFLASH: SGLang's Ray actors load no plugins, and would run its built-in worker",
+        f"Remove --use-ray, {_BUILT_IN}.",
+    ),
     Unserved("dwdp_size", "--dwdp-size", 1, "1: SGLang has no speculative decoding with it"),
     Unserved(
         COORDINATION,
@@ -87,6 +96,27 @@ UNSERVED = (
         None,
         "unset with DFLASH, which reads the config.json of the draft's checkpoint",
         f"Serve the draft with a config.json that can be read, {_BUILT_IN}.",
+    ),
+    Unserved(
+        "grammar_backend",
+        "--grammar-backend",
+        None,
+        "xgrammar or llguidance with DFLASH: outlines cannot take back the proposals that it has looked at",
+        "Set --grammar-backend xgrammar.",
+    ),
+    Unserved(
+        "enable_hisparse",
+        "--enable-hisparse",
+        False,
+        "unset with DFLASH: SGLang stages and commits the blocks of EAGLE alone",
+    ),
+    Unserved("enable_lmcache", "--enable-lmcache", False, _TARGETS_KV, _HICACHE.format("--enable-lmcache")),
+    Unserved("enable_flexkv", "--enable-flexkv", False, _TARGETS_KV, _HICACHE.format("--enable-flexkv")),
+    Unserved(
+        "kv_canary",
+        "--kv-canary",
+        "none",
+        "'none' with DFLASH, whose start-up captures and rehearses after the canary is armed",
     ),
     # Features that would silently do something else under speculation.
     Unserved(
@@ -103,6 +133,12 @@ UNSERVED = (
         False,
         "unset with DFLASH, which accepts token by token",
         f"Remove --speculative-use-block-verification, {_BUILT_IN}.",
+    ),
+    Unserved(
+        "enable_mis",
+        "--enable-mis",
+        False,
+        "unset with DFLASH: SGLang scores several items at once without speculation alone",
     ),
     Unserved("enable_watermark", "--enable-watermark", False, "unset with DFLASH, which does not watermark"),
     Unserved("enable_linear_replayssm", "--enable-linear-replayssm", False, _REPLAYED),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from dflash_sglang.verify.filters import Filters, filtered_probs
 if TYPE_CHECKING:
     from dflash_sglang.compat import SamplingBatchInfo
 
+AT_ONCE = 8  # requests, of whose rows a handful of copies is made
 HEADROOM = 4  # times the largest top_k: tokens that tie with the last one are kept
 ROUNDING = 0.01  # of a probability, by which a cut may be found elsewhere than where the token was drawn
 
@@ -38,19 +39,15 @@ def sampling_mask_output(
     most = min(HEADROOM * max(info.sampling_mask_top_ks), get_exec().features.sampling_mask_max_tokens)
     if info.is_all_greedy:
         probs = torch.ones_like(tokens, dtype=torch.float32)[:, :, None]
-        ids, own = tokens[:, :, None], probs[:, :, 0]
-        number = torch.ones_like(tokens)
+        supports = _Supports(tokens[:, :, None], probs, probs[:, :, 0], torch.ones_like(tokens))
     else:
-        rows = logits.view(-1, block, logits.shape[1])[asking].flatten(0, 1).float()
-        filters = Filters.of(info, kernels)
-        filters = filters.part(asking).repeat(block)
-        whole = _with_token(filtered_probs(rows, filters), rows / filters.temperatures[:, None], tokens.view(-1))
-        greedy = (filters.top_ks <= 1)[:, None]
-        whole = torch.where(greedy, torch.zeros_like(whole).scatter_(1, tokens.view(-1, 1), 1.0), whole)
-        whole = whole.view(*tokens.shape, -1)
-        probs, ids = whole.topk(min(most, whole.shape[-1]), dim=-1)
-        own = whole.gather(2, tokens[:, :, None])[:, :, 0]
-        number = (whole > 0).sum(dim=-1)
+        blocks, filters = logits.view(-1, block, logits.shape[1]), Filters.of(info, kernels)
+        parts = [
+            _supports(blocks[some], filters.part(some), tokens_of_some, most)
+            for some, tokens_of_some in zip(asking.split(AT_ONCE), tokens.split(AT_ONCE), strict=True)
+        ]
+        supports = _Supports(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+    ids, probs, own, number = supports
     support = info.sampling_support_logprobs_capture_indices
     statuses = torch.where(number > most, SamplingMaskStatus.OVERFLOW, SamplingMaskStatus.OK)
     return SamplingMaskOutput(
@@ -63,11 +60,31 @@ def sampling_mask_output(
     )
 
 
+class _Supports(NamedTuple):
+    """Of n requests' blocks: tokens and probabilities [n, block, k], the likeliest first; the probability of the
+    committed token, and how many tokens there are [n, block]."""
+
+    ids: Tensor
+    probs: Tensor
+    own: Tensor
+    number: Tensor
+
+
+def _supports(blocks: Tensor, filters: Filters, tokens: Tensor, most: int) -> _Supports:
+    """blocks [n, block, vocab]; filters of n requests; tokens [n, block], committed up to."""
+    rows, filters = blocks.flatten(0, 1).float(), filters.repeat(blocks.shape[1])
+    column = tokens.view(-1, 1)
+    whole = _with_token(filtered_probs(rows, filters), rows / filters.temperatures[:, None], column)
+    greedy = (filters.top_ks <= 1)[:, None]
+    whole = torch.where(greedy, torch.zeros_like(whole).scatter_(1, column, 1.0), whole).view_as(blocks)
+    probs, ids = whole.topk(min(most, whole.shape[-1]), dim=-1)
+    return _Supports(ids, probs, whole.gather(2, tokens[:, :, None])[:, :, 0], (whole > 0).sum(dim=-1))
+
+
 def _with_token(probs: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
-    """[R, vocab] with the token [R] of each row, if it lies at the cut: it was drawn where the cut was rounded
+    """[R, vocab] with the token [R, 1] of each row, if it lies at the cut: it was drawn where the cut was rounded
     otherwise. logits [R, vocab]: over their temperatures."""
     least, at = probs.masked_fill(probs == 0, float("inf")).min(dim=-1, keepdim=True)
-    tokens = tokens[:, None]
     below = logits.gather(1, tokens) - logits.gather(1, at)
     own = probs.gather(1, tokens)
     own = torch.where((own == 0) & (below >= -ROUNDING), least * below.exp(), own)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dflash_sglang.attention.verifying import verify_problems
 from dflash_sglang.compat import (
     CaptureHiddenMode,
     DFlashVerifyInput,
@@ -23,6 +24,7 @@ from dflash_sglang.compat import (
     sanitize_nan_logits,
 )
 from dflash_sglang.graph_inputs import load_inputs_once
+from dflash_sglang.validation import StartupError
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.logits import TargetLogits
@@ -79,7 +81,11 @@ class Verifier:
         self._sanitizes = envs.SGLANG_SANITIZE_NAN_LOGITS.get()
 
     def bind_attention_backends(self) -> None:
-        """Once the target's exist. Raises StartupError where the target's recurrent states cannot be committed."""
+        """Once the target's exist. Raises StartupError where they cannot verify this target exactly, or its
+        recurrent states cannot be committed."""
+        problems = list(verify_problems(self._runner.attn_backend))
+        if problems:
+            raise StartupError(problems)
         self._recurrent = RecurrentStates.of(self._worker, self._block_size)
 
     def after_capture(self, proposals: Sequence[Proposals]) -> None:

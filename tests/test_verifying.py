@@ -1,0 +1,64 @@
+"""Attention backends that cannot verify a target exactly are refused once they exist."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_sglang.validation import StartupError
+
+
+class WrapperDispatch(Enum):
+    """FlashInfer's backend in SGLang has a pair of wrappers, for one of these reasons."""
+
+    SLIDING_WINDOW = auto()
+    CROSS_ATTENTION = auto()
+
+
+def flashinfer(reason: WrapperDispatch | None) -> Any:
+    return SimpleNamespace(dispatch_reason=reason)
+
+
+def bound(backend: Any) -> None:
+    """As the worker binds the target's backend to its verifier."""
+    from dflash_sglang.verify import verifier
+
+    under_test = object.__new__(verifier.Verifier)
+    under_test._runner = SimpleNamespace(attn_backend=backend)
+    under_test._worker, under_test._block_size = SimpleNamespace(model_runner=under_test._runner), 16
+    under_test._runner.model_config = SimpleNamespace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verifier.RecurrentStates, "of", lambda *_: None)
+        under_test.bind_attention_backends()
+
+
+@pytest.mark.matrix(
+    target="with sliding layers, on flashinfer",
+    draft="any",
+    kv="any",
+    outcome="refused",
+    message="--attention-backend='flashinfer': expected triton or fa3 for a target with sliding layers",
+)
+def test_sliding_layers_of_a_target_are_refused_on_flashinfer() -> None:
+    from sglang.srt.layers.attention import flashinfer_backend
+
+    assert flashinfer_backend.WrapperDispatch.SLIDING_WINDOW.name == WrapperDispatch.SLIDING_WINDOW.name
+    with pytest.raises(StartupError, match="--attention-backend='flashinfer'.*Set --attention-backend triton"):
+        bound(flashinfer(WrapperDispatch.SLIDING_WINDOW))
+    bound(flashinfer(None))
+    bound(SimpleNamespace())
+
+
+@pytest.mark.parametrize("verifies", ["prefill", "decode"])
+def test_of_a_pair_of_backends_the_one_that_verifies_counts(verifies: str) -> None:
+    sliding = flashinfer(WrapperDispatch.SLIDING_WINDOW)
+    pair = {"prefill": SimpleNamespace(), "decode": SimpleNamespace(), verifies: sliding}
+    backend = SimpleNamespace(_select_backend=lambda mode: mode.is_target_verify() and pair["decode"])
+    if verifies == "decode":
+        with pytest.raises(StartupError):
+            bound(backend)
+    else:
+        bound(backend)
