@@ -22,16 +22,20 @@ def flashinfer(reason: WrapperDispatch | None) -> Any:
     return SimpleNamespace(dispatch_reason=reason)
 
 
-def bound(backend: Any) -> None:
-    """As the worker binds the target's backend to its verifier."""
+def bound(backend: Any, requests: int = 48, chunk: int | None = 512, **flags: bool) -> None:
+    """As the worker binds the target's backend to its verifier, for blocks of 16."""
     from dflash_sglang.verify import verifier
 
     under_test = object.__new__(verifier.Verifier)
-    under_test._runner = SimpleNamespace(attn_backend=backend)
+    given = dict(enable_return_routed_experts=False, enable_return_indexer_topk=False) | flags
+    under_test._runner = SimpleNamespace(
+        attn_backend=backend, max_running_requests=requests, server_args=SimpleNamespace(**given)
+    )
     under_test._worker, under_test._block_size = SimpleNamespace(model_runner=under_test._runner), 16
     under_test._runner.model_config = SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifier.RecurrentStates, "of", lambda *_: None)
+        patch.setattr(verifier, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=chunk))
         under_test.bind_attention_backends()
 
 
@@ -62,3 +66,16 @@ def test_of_a_pair_of_backends_the_one_that_verifies_counts(verifies: str) -> No
             bound(backend)
     else:
         bound(backend)
+
+
+@pytest.mark.parametrize("reported", ["routed-experts", "indexer-topk"])
+def test_what_layers_choose_is_reported_where_sglang_has_rows_for_a_verify(reported: str) -> None:
+    flag = {f"enable_return_{reported.replace('-', '_')}": True}
+    says = rf"--chunked-prefill-size=512: expected at least 768 with --enable-return-{reported}: .* Set --chunked-"
+    with pytest.raises(StartupError, match=says):
+        bound(SimpleNamespace(), **flag)
+    with pytest.raises(StartupError, match="--chunked-prefill-size=None: expected at least 768"):
+        bound(SimpleNamespace(), chunk=None, **flag)
+    bound(SimpleNamespace(), chunk=768, **flag)
+    bound(SimpleNamespace(), requests=32, **flag)
+    bound(SimpleNamespace())

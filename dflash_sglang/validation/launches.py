@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_sglang.validation.facts import Problem
 
@@ -152,3 +153,20 @@ def launch_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
         if settings[row.field] != row.off:
             fix = row.fix or f"Remove {row.setting}, or serve without speculation."
             yield Problem(row.setting, settings[row.field], row.expected, fix)
+
+
+def reported_rows_problems(settings: Any, chunk: int | None, requests: int, block: int) -> Iterator[Problem]:
+    """SGLang keeps what layers chose in as many rows as it prefills at once, or has requests; a verify has `block`
+    rows of each. settings: the server arguments."""
+    rows = requests * block
+    for flag, given in (
+        ("--enable-return-routed-experts", settings.enable_return_routed_experts),
+        ("--enable-return-indexer-topk", settings.enable_return_indexer_topk),
+    ):
+        if given and rows > max(chunk or 0, requests):
+            yield Problem(
+                "--chunked-prefill-size",
+                chunk,
+                f"at least {rows} with {flag}: the rows of {requests} requests in blocks of {block}",
+                f"Set --chunked-prefill-size {rows}, or lower --max-running-requests.",
+            )

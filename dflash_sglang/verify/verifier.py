@@ -21,10 +21,11 @@ from dflash_sglang.compat import (
     get_dp_tp_group,
     get_exec,
     get_parallel,
+    get_schedule,
     sanitize_nan_logits,
 )
 from dflash_sglang.graph_inputs import load_inputs_once
-from dflash_sglang.validation import StartupError
+from dflash_sglang.validation import StartupError, reported_rows_problems
 from dflash_sglang.verify.acceptance import Accepted, Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.logits import TargetLogits
@@ -81,9 +82,13 @@ class Verifier:
         self._sanitizes = envs.SGLANG_SANITIZE_NAN_LOGITS.get()
 
     def bind_attention_backends(self) -> None:
-        """Once the target's exist. Raises StartupError where they cannot verify this target exactly, or its
-        recurrent states cannot be committed."""
-        problems = list(verify_problems(self._runner.attn_backend))
+        """Once the target's exist, and its pools. Raises StartupError where they cannot verify this target
+        exactly, or its recurrent states cannot be committed."""
+        runner, chunk = self._runner, get_schedule().chunked_prefill_size
+        problems = [
+            *verify_problems(runner.attn_backend),
+            *reported_rows_problems(runner.server_args, chunk, runner.max_running_requests, self._block_size),
+        ]
         if problems:
             raise StartupError(problems)
         self._recurrent = RecurrentStates.of(self._worker, self._block_size)
