@@ -34,6 +34,8 @@ def captured_at(sizes: Sequence[int]) -> Iterator[None]:
 def shared_evenly(sizes: Sequence[int], runner: ModelRunner, width: int) -> list[int]:
     """These batch sizes, each raised to the next of which ranks that share its rows have as many each: SGLang
     captures no others."""
+    if not sizes:
+        return []
     gathers = any(runner.decode_graph_gather_requirements())
     ranks = get_cuda_graph_batch_size_alignment(gathered_buffer_required=gathers)
     multiple = ranks // math.gcd(ranks, width)

@@ -40,7 +40,6 @@ class Lane(NamedTuple):
         """Backends and graphs beside the present ones, captured at these batch sizes if those are; `in_parts`:
         for as many tokens as these have, whoever's they are and at most `width` of each request."""
         shared = runner.init_new_workspace
-        sizes = shared_evenly(sizes, runner, width)
         with get_spec().override(speculative_num_draft_tokens=width), captured_at(sizes):
             attention = runner._get_attention_backend(init_new_workspace=True)
             runner.init_new_workspace = shared
@@ -87,10 +86,10 @@ class Widths:
     def add(self, widths: Iterable[int], sizes: Sequence[int] | None = None) -> None:
         """Builds what these need and captures it at these batch sizes, by default at those of the widest blocks.
         Blocks of one token have no draft forward. What is garbage afterwards holds no memory of the device."""
-        sizes = captured_sizes(self._target) if sizes is None else sizes
         for width in widths:
             if width not in self._lanes:
-                self._lanes[width] = self._built(width, sizes)
+                usual = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
+                self._lanes[width] = self._built(width, usual)
                 gc.collect()
         self._model.serve_blocks_of(self._used)
 
@@ -112,9 +111,10 @@ class Widths:
         """
         took: dict[int, float] = {}
         for width in by_use(widths, self._widest):
-            before = free()
-            if width == PLAIN or before - max(took.values(), default=0.0) >= reserve:
-                self.add([width], self._sizes(width))
+            before, sizes = free(), self._sizes(width)
+            served = bool(sizes) or not captured_sizes(self._target)
+            if width == PLAIN or (served and before - max(took.values(), default=0.0) >= reserve):
+                self.add([width], sizes)
                 took[width] = before - free()
         return took
 
@@ -125,11 +125,18 @@ class Widths:
         sizes = sparse(captured_sizes(self._target))
         rows = 1 if width == PLAIN else self._widest
         sizes = [size for size in sizes if size * width >= rows or size == sizes[-1]]
-        return [
+        sizes = [
             size
             for size, larger in zip_longest(sizes, sizes[1:])
             if larger is None or larger * width > TILE or _octave(size) != _octave(larger)
         ]
+        return self._fitting(sizes, width)
+
+    def _fitting(self, sizes: Sequence[int], width: int) -> list[int]:
+        """These batch sizes of blocks of a width, as ranks can share them, and with no more rows than the widest
+        blocks have: SGLang's graphs have one buffer for their logits."""
+        most = self._widest * max(captured_sizes(self._target), default=0)
+        return [size for size in shared_evenly(sizes, self._target, width) if size * width <= most]
 
     def add_parts(self) -> None:
         """Builds what verifies blocks in part."""

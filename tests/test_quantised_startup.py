@@ -107,7 +107,7 @@ def test_quantised_weights_need_a_gpu() -> None:
     assert problem.startswith(f"{FLAG}='fp8'") and f"Set {FLAG} unquant" in problem
 
 
-@pytest.mark.parametrize("method", ["awq", "modelopt_fp8", "quark"])
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors", "quark"])
 @pytest.mark.parametrize(("inherited", "field"), [(False, FLAG), (True, "--quantization")])
 def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft(
     method: str, inherited: bool, field: str

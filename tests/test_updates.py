@@ -75,7 +75,12 @@ class Server:
         self.copy = self.head.weight.clone()
         self.refreshed: list[str] = []
         target, of_draft = (
-            SimpleNamespace(weight_updater=sglang_updater(model), model=model) for model in (self.head, draft)
+            SimpleNamespace(
+                weight_updater=sglang_updater(model),
+                model=model,
+                decode_cuda_graph_runner=object.__new__(updates.DecodeCudaGraphRunner),
+            )
+            for model in (self.head, draft)
         )
 
         def refresh() -> None:
@@ -260,6 +265,9 @@ def test_weights_that_move_fail_a_recapture_and_no_other_update(tmp_path):
     success, message = server.target_updater.update_weights_from_disk("other", "auto", recapture_cuda_graph=True)
     assert not success and "but ['weight'] moved" in message and "with 'other'" in message
     assert server.target_updater.update_weights_from_disk("other", "auto") == (True, "updated")
+    server.target_updater._captured = lambda: False  # nothing reads the old ones
+    answer = server.target_updater.update_weights_from_disk("other", "auto", recapture_cuda_graph=True)
+    assert answer == (True, "updated")
 
 
 def test_a_checkpoint_by_ipc_is_the_targets_and_reaches_its_copy(tmp_path):

@@ -239,6 +239,14 @@ def test_a_served_block_up_to_the_trained_one_is_accepted(served: int) -> None:
     assert problems(serving={"block_size": served}) == []
 
 
+def test_sinks_are_no_problem_where_sglang_takes_another_backend_than_the_targets() -> None:
+    sinks = {"dflash_config": {"attention_sink_bias": True}}
+    assert problems(serving={"draft_reader": "trtllm_mha"}, **sinks) == []
+    sliding = {"layer_types": ["sliding_attention"] * 2}
+    (kept,) = problems(serving={"draft_reader": "trtllm_mha"}, **sinks, **sliding)
+    assert (kept.field, kept.value) == ("--attention-backend", "trtllm_mha")
+
+
 @pytest.mark.parametrize("causality", [{"is_causal": True}, {"layer_types": ["sliding_attention"] * 2}])
 def test_trtllm_mha_serves_drafts_whose_layers_are_all_causal_or_all_sliding(causality: dict) -> None:
     assert problems(serving={"draft_attention_backend": "trtllm_mha"}, **causality) == []

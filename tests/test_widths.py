@@ -86,10 +86,11 @@ def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> 
 def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dflash_sglang import widths
+    from dflash_sglang import graph_captures, widths
 
     built = object.__new__(widths.Widths)
-    built._widest, built._target = 16, None
+    built._widest, built._target = 16, Runner()
+    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda **_: 1)
     monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
     assert built._sizes(1) == [1, 2, 4, 8, 14], "one batch of an octave within 64 rows"
     assert built._sizes(2) == [8, 14] and built._sizes(4) == [4, 8, 14]
@@ -166,11 +167,18 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(runner: Runner)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "width", "sizes"),
-    [(1, 1, [1, 2, 3, 10]), (2, 1, [2, 4, 10]), (8, 1, [8, 16]), (8, 6, [4, 12]), (8, 16, [1, 2, 3, 10])],
+    ("ranks", "block", "width", "captured", "sizes"),
+    [
+        (1, 8, 1, [1, 2, 3, 5], [1, 2, 3, 5]),
+        (2, 8, 1, [1, 2, 3, 5], [2, 4, 6]),
+        (8, 8, 1, [1], [8]),
+        (8, 8, 6, [1, 2, 3, 4, 5], [4]),  # 8 would be 48 rows, of 40
+        (8, 16, 16, [1, 2, 3], [1, 2, 3]),
+        (8, 8, 6, [1, 2], []),  # none has as many rows on all
+    ],
 )
 def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, ranks: int, width: int, sizes: list[int]
+    monkeypatch: pytest.MonkeyPatch, ranks: int, block: int, width: int, captured: list[int], sizes: list[int]
 ) -> None:
     from dflash_sglang import graph_captures, widths
 
@@ -178,7 +186,17 @@ def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
         return ranks if gathered_buffer_required else 1
 
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", alignment)
-    assert widths.Lane.built(runner, width, [1, 2, 3, 10]).graphs.made == (sizes, "its own", width)
+    monkeypatch.setattr(widths, "captured_sizes", lambda runner: captured)
+    built = object.__new__(widths.Widths)
+    built._widest, built._target = block, Runner()
+    assert built._fitting(captured, width) == sizes
+    built._lanes = {}
+    added = []
+    monkeypatch.setattr(built, "add", lambda widths, sizes: added.append((*widths, sizes)), raising=False)
+    monkeypatch.setattr(built, "_sizes", lambda width: built._fitting(captured, width), raising=False)
+    if width not in (1, block):
+        built.add_while_free([width, block], lambda: 9.0, 1.0)
+        assert [one[0] for one in added] == [1, width][: 1 + bool(sizes)], "plain decoding is always there"
 
 
 def test_a_forward_runs_once_before_its_capture_and_twice_before_a_runners_first(

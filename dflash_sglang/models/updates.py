@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from dflash_sglang.compat import DecodeCudaGraphRunner
 from dflash_sglang.models.checkpoint_form import CheckpointForm
 from dflash_sglang.models.weights import listed
 
@@ -34,7 +35,11 @@ def install(
     of_target: list[Callable[[], None]] = []
     if refresh_head is not None:
         (of_draft if draft.model.has_own_head else of_target).append(refresh_head)
-    target.weight_updater = TargetWeightUpdater(target.weight_updater, of_target)
+
+    def captured() -> bool:
+        return isinstance(target.decode_cuda_graph_runner, DecodeCudaGraphRunner)
+
+    target.weight_updater = TargetWeightUpdater(target.weight_updater, of_target, captured)
     draft.weight_updater = DraftWeightUpdater(draft.weight_updater, draft.model, of_draft)
 
 
@@ -45,9 +50,9 @@ class TargetWeightUpdater:
     replace what the attention backend of one width has prepared for its graphs, and leave the old ones in use.
     """
 
-    def __init__(self, updater: Any, refresh: Iterable[Callable[[], None]]):
-        """refresh: each takes the target's weights over into a copy."""
-        self._updater, self._refresh = updater, tuple(refresh)
+    def __init__(self, updater: Any, refresh: Iterable[Callable[[], None]], captured: Callable[[], bool]):
+        """refresh: each takes the target's weights over into a copy; captured: whether graphs read the weights."""
+        self._updater, self._refresh, self._captured = updater, tuple(refresh), captured
         self._in_session = False
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +69,7 @@ class TargetWeightUpdater:
         before = _addresses(self._updater.get_model())
         success, message = self._updater.update_weights_from_disk(model_path, load_format, weight_name_filter)
         self._refresh_copies()
-        if not success or not recapture_cuda_graph:
+        if not success or not recapture_cuda_graph or not self._captured():
             return success, message
         after = _addresses(self._updater.get_model())
         moved = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]

@@ -44,9 +44,12 @@ def servable(config: WidthConfig, runner: ModelRunner, block: int) -> WidthConfi
     Raises StartupError if another width was asked for.
     """
     reason = _only_the_block(runner)
+    unasked = config.fixed is None and config.widths is None
+    if reason is None and unasked and runner.server_args.disable_cuda_graph_padding:
+        reason = "without padding, graphs of other widths fit few batches"
     if reason is None or config.fixed in (BLOCK, block):
         return config
-    if config.fixed is not None or config.widths is not None:
+    if not unasked:
         raise StartupError([
             Problem(
                 "DFLASH_SGLANG_CONFIG width",
@@ -65,8 +68,6 @@ def _only_the_block(runner: ModelRunner) -> str | None:
         return "the target's recurrent layers keep their states of verified rows in blocks of one width"
     if runner.lora_manager is not None:
         return "SGLang keeps one width for the adapters of captured graphs"
-    if runner.server_args.disable_cuda_graph_padding:
-        return "without padding, graphs of other widths fit few batches"
     if get_observability().forward_hooks:
         return "SGLang has registered --forward-hooks by now, which graphs of other widths would capture"
     if get_exec().deterministic.enable_deterministic_inference:

@@ -161,7 +161,11 @@ def _shape_problems(
 
 def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
     backend, field = serving.draft_attention_backend, "--speculative-draft-attention-backend"
+    sliding = all(layer.kind == "sliding_attention" for layer in spec.layers)
+    by_trtllm = sliding or all(layer.causal for layer in spec.layers)
     reader = backend or serving.draft_reader
+    if backend is None and reader == "trtllm_mha" and not by_trtllm:
+        reader = None  # SGLang takes another
     if spec.attention_sinks and reader in serving.supported_backends and reader not in SINK_BACKENDS:
         with_sinks = [name for name in serving.supported_backends if name in SINK_BACKENDS]
         yield Problem(
@@ -179,16 +183,14 @@ def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Proble
             "one that attends non-causally from the block: " + ", ".join(serving.supported_backends),
             f"Set {field} to one of these, or remove it.",
         )
-    elif backend == "trtllm_mha":
-        sliding = all(layer.kind == "sliding_attention" for layer in spec.layers)
-        if not sliding and not all(layer.causal for layer in spec.layers):
-            others = [name for name in serving.supported_backends if name != backend]
-            yield Problem(
-                field,
-                backend,
-                "a backend for the draft's non-causal full_attention layers: " + ", ".join(others),
-                f"Set {field} to one of these, or remove it.",
-            )
+    elif backend == "trtllm_mha" and not by_trtllm:
+        others = [name for name in serving.supported_backends if name != backend]
+        yield Problem(
+            field,
+            backend,
+            "a backend for the draft's non-causal full_attention layers: " + ", ".join(others),
+            f"Set {field} to one of these, or remove it.",
+        )
 
 
 def _layer_id_problems(spec: DraftSpec, ids: tuple[int, ...], target: TargetFacts) -> Iterator[Problem]:

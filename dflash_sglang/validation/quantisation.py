@@ -14,23 +14,8 @@ FLAG = "--speculative-draft-model-quantization"
 _KNOWN = ("fp8", "compressed-tensors", "awq", "gptq")
 # Methods that SGLang's linear layers serve, and that context KV goes through layer by layer.
 _PASSED_ON = ("w8a8_int8", "w8a8_fp8", "blockwise_int8", "mxfp8", "modelopt_fp8", "quark", "auto-round")
-# Methods that cannot quantise dense weights while loading.
-_NEED_A_CHECKPOINT = (
-    "auto-round",
-    "awq",
-    "awq_marlin",
-    "compressed-tensors",
-    "gptq",
-    "gptq_marlin",
-    "modelopt",
-    "modelopt_fp8",
-    "modelopt_mixed",
-    "modelslim",
-    "moe_wna16",
-    "petit_nvfp4",
-    "quark",
-    "w8a8_int8",
-)
+# Methods that cannot quantise dense weights while loading; others may be described in a file of their own.
+_NEED_A_CHECKPOINT = ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "quark", "w8a8_int8")
 _DENSE_ON_CPU = "an unquantised draft on --device cpu: the kernels of quantised weights need a CUDA GPU"
 _GROUPS = (None, -1, 32, 64, 128)
 _DENSE_FIX = "Serve the draft in bf16, or quantise it as one of these (training/quantise.py writes them)."

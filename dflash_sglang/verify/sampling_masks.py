@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dflash_sglang.compat import SamplingBatchInfo
 
 AT_ONCE = 8  # requests, of whose rows a handful of copies is made
-HEADROOM = 4  # times the largest top_k: tokens that tie with the last one are kept
+HEADROOM, LEAST = 4, 256  # times the largest top_k, and at least: tokens that tie with the last one are kept
 ROUNDING = 0.01  # of a probability, by which a cut may be found elsewhere than where the token was drawn
 
 
@@ -28,7 +28,7 @@ def sampling_mask_output(
     """Of the requests of a batch that ask for it, one support for each row of their blocks; None if none asks.
 
     A greedy request's is its token. SGLang aborts a request with a status other than OK in a committed row:
-    OVERFLOW of more tokens than `HEADROOM` top-ks or --sampling-mask-max-tokens, INVALID of a token outside.
+    OVERFLOW of more tokens than this has room for or than --sampling-mask-max-tokens, INVALID of a token outside.
     `kernels`: as in `Filters.of`.
     """
     asking = info.sampling_mask_batch_indices
@@ -36,7 +36,8 @@ def sampling_mask_output(
         return None
     block = target_ids.shape[1]
     tokens, lens = target_ids[asking], commit_lens[asking].clone()
-    most = min(HEADROOM * max(info.sampling_mask_top_ks), get_exec().features.sampling_mask_max_tokens)
+    room = max(HEADROOM * max(info.sampling_mask_top_ks), LEAST)
+    most = min(room, get_exec().features.sampling_mask_max_tokens)
     if info.is_all_greedy:
         probs = torch.ones_like(tokens, dtype=torch.float32)[:, :, None]
         supports = _Supports(tokens[:, :, None], probs, probs[:, :, 0], torch.ones_like(tokens))
