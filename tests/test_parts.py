@@ -86,7 +86,7 @@ def test_requests_that_a_graph_has_more_have_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "what", [None, "sampled", "penalised", "masked", "grammar", "logprobs", "bias", "processor"]
+    "what", [None, "sampled", "penalised", "masked", "grammar", "logprobs", "bias", "processor", "sanitised"]
 )
 def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_whole_blocks(what: str | None) -> None:
     from dflash_sglang.verify.verifier import Verifier
@@ -99,7 +99,9 @@ def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_whole_blocks(what: 
         has_custom_logit_processor=what == "processor",
     )
     batch = SimpleNamespace(sampling_info=info, has_grammar=what == "grammar", return_logprob=what == "logprobs")
-    assert Verifier.needs_whole_blocks(object.__new__(Verifier), batch) is (what is not None)
+    verifier = object.__new__(Verifier)
+    verifier._sanitizes = what == "sanitised"
+    assert verifier.needs_whole_blocks(batch) is (what is not None)
 
 
 def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:

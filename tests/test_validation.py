@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.checkpoint import TensorFacts, tensor_facts
+from dflash_sglang.checkpoint import TensorFacts, config_directory, tensor_facts
 from dflash_sglang.config import DraftSpec
 from dflash_sglang.validation import (
     COORDINATION,
@@ -234,6 +234,13 @@ def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(
     assert problem.fix.startswith((f"Remove {problem.field}", "Serve the draft with a config.json", "Set --"))
 
 
+def test_a_draft_in_an_object_store_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        OSError, match="s3://bucket/draft is not on this machine, .* Copy it here, or set SGLANG_PL"
+    ):
+        config_directory("s3://bucket/draft", None)
+
+
 @pytest.mark.parametrize("served", [2, 5, 8])
 def test_a_served_block_up_to_the_trained_one_is_accepted(served: int) -> None:
     assert problems(serving={"block_size": served}) == []
@@ -404,11 +411,6 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         None,
         ["--speculative-draft-model-path", "/nowhere/draft"],
         ["--speculative-draft-model-path='/nowhere/draft': expected a DFlash draft's directory"],
-    ),
-    "a draft in an object store": (
-        None,
-        ["--speculative-draft-model-path", "s3://bucket/draft"],
-        ["--speculative-draft-model-path='s3://bucket/draft'", "Copy it here, or set SGLANG_PLUGINS=none: "],
     ),
     "a draft that is a file": (
         None,
