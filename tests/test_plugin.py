@@ -290,6 +290,18 @@ def test_a_target_whose_verify_is_not_its_plain_decoding_is_refused(
         hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
 
 
+def test_a_threshold_that_would_change_the_output_is_rejected_while_serving() -> None:
+    """/set_internal_state, whose answer is that nothing was updated."""
+    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
+
+    seen: list[Any] = []
+    hooks.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 1.0)
+    assert seen == [("controller", "threshold", 1.0)]
+    with pytest.raises(UpdateRejected, match=r"threshold=0.5: expected 1.0 with DFLASH, whose output is exactly"):
+        hooks.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 0.5)
+    assert len(seen) == 1
+
+
 def test_a_malformed_nested_config_is_named(pair: SimpleNamespace) -> None:
     path = pair.plain / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dflash_config": [1]}))
