@@ -13,9 +13,11 @@ from dflash_sglang.config import flattened, is_speculators, read_config
 from dflash_sglang.config.plugin_config import REQUIRE_ENV, PluginConfig, required
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.probe import check_symbols, check_version
-from dflash_sglang.scheduling.request_width import validate_request
+from dflash_sglang.scheduling.request_checks import validate_request
 
 logger = logging.getLogger(__name__)
+
+_INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state"
 
 
 def hook_around(hooks: Mapping[str, Callable[..., Any]]) -> None:
@@ -122,8 +124,7 @@ def _hook_scheduler() -> None:
 
     from dflash_sglang.scheduling import stops
 
-    state = "sglang.srt.managers.scheduler_components.internal_state"
-    controller = f"{state}.SchedulerInternalStateController"
+    controller = f"{_INTERNAL_STATE}.SchedulerInternalStateController"
     hook_around({
         f"{controller}.get_internal_state": get_internal_state,
         f"{controller}._validate_accept_threshold": validate_accept_threshold,
@@ -150,7 +151,7 @@ def get_internal_state(original: Callable[..., Any], controller: Any, request: A
 def validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:
     """AROUND SchedulerInternalStateController._validate_accept_threshold, of /set_internal_state."""
     if float(value) != 1.0:
-        rejected = pkgutil.resolve_name("sglang.srt.managers.scheduler_components.internal_state.UpdateRejected")
+        rejected = pkgutil.resolve_name(f"{_INTERNAL_STATE}.UpdateRejected")
         raise rejected(f"{key}={value!r}: expected 1.0 with DFLASH, whose output is exactly the target's.")
     original(controller, key, value)
 

@@ -88,8 +88,8 @@ class Widths:
         Blocks of one token have no draft forward. What is garbage afterwards holds no memory of the device."""
         for width in widths:
             if width not in self._lanes:
-                usual = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
-                self._lanes[width] = self._built(width, usual)
+                own = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
+                self._lanes[width] = self._built(width, own)
                 gc.collect()
         self._model.serve_blocks_of(self._used)
 
@@ -112,8 +112,8 @@ class Widths:
         took: dict[int, float] = {}
         for width in by_use(widths, self._widest):
             before, sizes = free(), self._sizes(width)
-            served = bool(sizes) or not captured_sizes(self._target)
-            if width == PLAIN or (served and before - max(took.values(), default=0.0) >= reserve):
+            capturable = bool(sizes) or not captured_sizes(self._target)
+            if width == PLAIN or (capturable and before - max(took.values(), default=0.0) >= reserve):
                 self.add([width], sizes)
                 took[width] = before - free()
         return took

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_sglang.config.width import WidthConfig
-from dflash_sglang.scheduling import request_width
+from dflash_sglang.scheduling.request_checks import validate_request
 from dflash_sglang.scheduling.request_width import RequestError, width_bounds
 
 BLOCK = 16
@@ -240,11 +240,11 @@ def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, 
     )
     with pytest.raises(RequestError, match=message):
         width_bounds(request.sampling_params.custom_params)
-    assert "custom_params dflash" in request_width.validate_request(lambda *_: None, request, True)
-    assert request_width.validate_request(lambda *_: "SGLang's", request, True) == "SGLang's"
+    assert "custom_params dflash" in validate_request(lambda *_: None, request, True)
+    assert validate_request(lambda *_: "SGLang's", request, True) == "SGLang's"
     for good in ({"max_width": 4}, {"min_width": 4}, {"min_width": 4, "max_width": 4}):
         request.sampling_params.custom_params = {"dflash": good}
-        assert request_width.validate_request(lambda *_: None, request, True) is None
+        assert validate_request(lambda *_: None, request, True) is None
 
 
 def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> None:
@@ -254,15 +254,15 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
         return_sampling_mask=True,
         session=SimpleNamespace(streaming=True),
     )
-    refused = request_width.validate_request(lambda *_: None, request, True)
+    refused = validate_request(lambda *_: None, request, True)
     assert refused is not None and refused.startswith("score_extraction_token: expected none with DFLASH")
     request.token_indices_to_pool = None
-    refused = request_width.validate_request(lambda *_: None, request, True)
+    refused = validate_request(lambda *_: None, request, True)
     assert refused is not None and refused.startswith("return_sampling_mask: expected no streaming session")
     request.session.streaming = False
-    assert request_width.validate_request(lambda *_: None, request, True) is None
+    assert validate_request(lambda *_: None, request, True) is None
     request.session = None
-    assert request_width.validate_request(lambda *_: None, request, True) is None
+    assert validate_request(lambda *_: None, request, True) is None
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,11 @@ class TargetWeightUpdater:
         recapture_cuda_graph: bool = False,
     ) -> tuple[bool, str]:
         """(success, message). Captures nothing; weights that have moved then fail a `recapture_cuda_graph`."""
-        before = _addresses(self._updater.get_model())
+        in_place = recapture_cuda_graph and self._captured()
+        before = _addresses(self._updater.get_model()) if in_place else {}
         success, message = self._updater.update_weights_from_disk(model_path, load_format, weight_name_filter)
         self._refresh_copies()
-        if not success or not recapture_cuda_graph or not self._captured():
+        if not success or not in_place:
             return success, message
         after = _addresses(self._updater.get_model())
         moved = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]

@@ -21,7 +21,7 @@ def install() -> None:
         sampling = req.sampling_params
         if new_accepted_len > 1 and (sampling.stop_strs or sampling.stop_regex_strs):
             _first_stop(original, req, new_accepted_len)
-        else:  # of every request in every step: nothing else is looked at
+        else:  # of every request in every step
             original(req, new_accepted_len)
         if req.finished_len is not None:  # counted with the whole run; what is thought comes first
             req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
