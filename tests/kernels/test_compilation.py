@@ -1,0 +1,197 @@
+"""Every kernel of the package is compiled for NVIDIA GPUs that this machine may not have: Triton needs none.
+
+Triton's interpreter takes what its compiler refuses, so without this a machine without a GPU would not notice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.compiler.errors import CompilationError
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from dflash_sglang import kernels
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels import (
+    accept,
+    context_write,
+    gather_rows,
+    grouped_conv,
+    pack_rows,
+    pack_shard,
+    prepare_block,
+    qk_norm_rope,
+    sampled,
+    selector_walk,
+    share_rows,
+    window_rows,
+)
+from dflash_sglang.verify.filters import Filters
+from tests.kernels.conftest import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+
+SHARED = 48 << 10  # bytes that a program may have on every GPU, without asking for more
+BS, BLOCK, VOCAB, HIDDEN, ROWS = 3, 16, 151936, 4096, 9
+
+
+class AbsentGPU(DriverBase):
+    """A driver that knows what to compile for, and can run nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        raise AssertionError("nothing runs")
+
+    get_device_interface = map_python_to_cpp_type = get_benchmarker = get_active_torch_device
+
+
+@pytest.fixture(scope="module")
+def kernel_names() -> set[str]:
+    """Of what is launched, which ends so; other compiled functions are parts of these."""
+    found = pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")
+    modules = [importlib.import_module(module.name) for module in found]
+    compiled = (name for one in modules for name, value in vars(one).items() if isinstance(value, JITFunction))
+    return {name for name in compiled if name.endswith("_kernel")}
+
+
+@pytest.fixture
+def compiled(
+    kernel_names: set[str], capability: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, list[Any]]]:
+    """{kernel: its forms that were compiled}: a launch compiles, and returns before anything would run.
+
+    SGLang, which some of the modules import, takes an active driver of Triton's for a GPU: so they come first.
+    """
+    forms: dict[str, list[Any]] = {}
+    plain = JITFunction.run
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = plain(self, *arguments, grid=grid, warmup=True, **options)
+        forms.setdefault(self.fn.__name__, []).append(kernel)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    driver.set_active(AbsentGPU(capability))
+    yield forms
+    driver.set_active(None)  # the default is looked for again when it is needed
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def counts(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def halves(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def blocks() -> None:
+    out = prepare_block.BlockTensors(*(ids(BS, BLOCK) for _ in range(3)), ids(BS), ids(BS), ids(2))
+    sources = prepare_block.BlockSources(ids(ROWS), ids(ROWS), ids(BS), counts(ROWS, 4096))
+    prepare_block.prepare_block_triton(sources, 7, 4096, prepare_block.Turn(1, 5), out)
+    packed = pack_rows.Rows(*(ids(BS * BLOCK) for _ in range(3)))
+    pack_rows.pack_rows_triton(pack_rows.Rows(*out[:3]), counts(BS + 1), counts(BS), packed)
+    for slots in (BS, 512):
+        share_rows.share_rows_triton(torch.zeros(slots, BLOCK - 1), 2 * slots, counts(slots), counts(slots + 1))
+    span, rows = window_rows.Span(2048, 64, 16), window_rows.WindowRows(counts(ROWS, 4096), ids(BS))
+    window_rows.window_rows_triton(counts(ROWS, 4096), ids(BS), ids(BS), BLOCK, span, rows)
+
+
+def accepts() -> None:
+    outcomes = accept.Outcomes(ids(5, ROWS * BLOCK), counts(5, ROWS), ids(5, ROWS), ids(5, ROWS))
+    relay = accept.Relay(ids(ROWS), ids(ROWS))
+    ragged = accept.Ragged(counts(BS + 1), counts(BS), BLOCK)
+    for part, rows in ((None, ids(BS, BLOCK)), (ragged, ids(BS * BLOCK))):
+        verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(2), counts(ROWS), part)
+        for forced in (None, accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)):
+            accept.accept_triton(verified, outcomes, relay, forced)
+
+
+def rows_of_layers() -> None:
+    table, heads = torch.zeros(4096, 128), (32, 8, 128)
+    qk_norm_rope.qk_norm_rope_(halves(BS, 48 * 128), ids(BS), halves(128), halves(128), table, *heads, 1e-6)
+    gather_rows.gather_rows_triton(halves(VOCAB, 64), ids(BS))
+    grouped_conv.grouped_conv_triton(halves(2 * BLOCK, HIDDEN), halves(2 * BLOCK, 3, 64), halves(3, HIDDEN), BLOCK)
+
+
+def heads() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = torch.zeros(BS, VOCAB, dtype=dtype)
+        pack_shard.pack_shard_triton(logits, 0)
+        pack_shard.pack_chances_triton(logits, 0)
+    pack_shard.merge_shards_triton(ids(8, BS))
+    pack_shard.merge_chances_triton(ids(8, BS), torch.zeros(8, BS))
+
+
+def walks() -> None:
+    codebooks = selector_walk.Codebooks(halves(VOCAB, 64), halves(VOCAB, 64))
+    lattice = selector_walk.Lattice(ids(BS, 15, 8), torch.zeros(BS, 15, 8), halves(BS, 15, 64))
+    noise = torch.ones(BS, 15, 8)
+    draw = selector_walk.Draw(torch.ones(BS), torch.zeros(BS, dtype=torch.bool), noise)
+    selector_walk.selector_walk_triton(codebooks, lattice, ids(BS))
+    selector_walk.selector_walk_triton(codebooks, lattice, ids(BS), draw)
+
+
+def samples() -> None:
+    work, ones = sampled.Workspace(BS, BLOCK, VOCAB, "cpu"), torch.ones(BS)
+    logits = torch.zeros(BS * BLOCK, VOCAB)
+    for candidates, filtered, renormalised in ((1, False, False), (1, True, False), (8, True, True)):
+        shape = (BS, BLOCK - 1, candidates)
+        proposals = Proposals(ids(BS, BLOCK), ids(*shape), torch.zeros(shape))
+        filters = Filters(ones, counts(BS), ones, ones, *[filtered] * 3, renormalised)
+        sampled.target_tokens_triton(sampled.SampledRows(logits, *proposals), filters, work, ids(BS, BLOCK))
+
+
+def context(dtype: torch.dtype) -> None:
+    pools = [torch.zeros(32, 8, 128).to(dtype) for _ in range(4)]
+    rows = context_write.Fp8Rows(pools[:2], pools[2:])
+    kv, norms = halves(BS, 2, 2 * 8 * 128), halves(2, 128)
+    context_write.write_fp8_rows_triton(kv, norms, torch.zeros(4096, 128), ids(BS), ids(BS), 1e-6, rows)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
+    for launches in (blocks, accepts, rows_of_layers, heads, walks, samples):
+        launches()
+    context(torch.float8_e5m2)
+    assert set(compiled) == kernel_names
+    for name, forms in compiled.items():
+        assert all(form.asm["cubin"] for form in forms), name
+        assert max(form.metadata.shared for form in forms) <= SHARED, name
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_context_is_written_in_float8_e4m3_by_gpus_that_convert_to_it_and_by_no_other(compiled, capability):
+    """The bound at which `kv_writers.py` leaves the write to SGLang's pool."""
+    if capability < 89:
+        with pytest.raises(CompilationError):
+            context(torch.float8_e4m3fn)
+    else:
+        context(torch.float8_e4m3fn)
+        assert list(compiled) == ["_write_fp8_rows_kernel"]
