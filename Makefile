@@ -29,7 +29,7 @@ lint: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels -n $(WORKERS)
 
 demo: $(INSTALLED)
 	$(BIN)/dflash-sglang demo

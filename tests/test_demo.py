@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from dflash_sglang.cli import main, spread
+from dflash_sglang.demo import launch
 from dflash_sglang.demo.launch import Setup, proven_worker
 from dflash_sglang.demo.measure import Run
 from dflash_sglang.demo.report import Comparison
 from dflash_sglang.demo.server import Server, ServerFailed, free_port
 from dflash_sglang.pair import pair_directories
+from tests import engines
 
 CPU = Setup(target="T", draft="D", gpu=False)
 GPU = Setup(target="T", draft="D", gpu=True)
@@ -252,25 +254,14 @@ def test_an_interrupted_demo_leaves_no_process_behind(number: signal.Signals, co
 
 
 @pytest.mark.slow
-def test_the_demo_serves_the_pair_with_our_worker_losslessly_and_faster() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "dflash_sglang.cli",
-            "demo",
-            "--json",
-            "--prompts",
-            "4",
-            "--max-new-tokens",
-            "96",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    result = json.loads(done.stdout)
+def test_the_demo_serves_the_pair_with_our_worker_losslessly_and_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its servers forked; those of the interrupted demos are launched as users launch them."""
+    monkeypatch.setattr(launch, "Server", engines._ForkedServer)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["demo", "--json", "--prompts", "4", "--max-new-tokens", "96"]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert result["worker"].startswith("dflash_sglang ")
     assert result["identical"] is True and result["tokens"] == 4 * 96
     assert result["accept_length"] >= 3.5

@@ -218,6 +218,7 @@ def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(mo
 
     monkeypatch.setattr(bench.servers, "Server", Counted)
     monkeypatch.setattr(startup, "ask", ask)
+    monkeypatch.setattr(startup, "PAUSE", 0.05)
     out = tmp_path / "startup.json"
     options = ["--out", str(out), "--rounds", "1", "--output", "31", "--max-running-requests", "2"]
     command_line(monkeypatch, *ON_CPU, *options, "--bound", "1", "--first-bound", "1000")
