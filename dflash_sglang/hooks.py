@@ -17,7 +17,9 @@ from dflash_sglang.scheduling.request_checks import validate_request
 
 logger = logging.getLogger(__name__)
 
-_INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_INTERNAL_STATE = f"{_COMPONENTS}.internal_state"
+_WEIGHT_UPDATES = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def hook_around(hooks: Mapping[str, Callable[..., Any]]) -> None:
@@ -128,6 +130,7 @@ def _hook_scheduler() -> None:
     hook_around({
         f"{controller}.get_internal_state": get_internal_state,
         f"{controller}._validate_accept_threshold": validate_accept_threshold,
+        f"{_WEIGHT_UPDATES}._select_runners": select_runners,
         "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
         "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
         "sglang.srt.managers.overlap_utils.resolve_forward_inputs": resolve_forward_inputs,
@@ -154,6 +157,18 @@ def validate_accept_threshold(original: Callable[..., None], controller: Any, ke
         rejected = pkgutil.resolve_name(f"{_INTERNAL_STATE}.UpdateRejected")
         raise rejected(f"{key}={value!r}: expected 1.0 with DFLASH, whose output is exactly the target's.")
     original(controller, key, value)
+
+
+def select_runners(
+    original: Callable[..., list[tuple[str, Any]]], manager: Any, *args: Any, **kwargs: Any
+) -> list[tuple[str, Any]]:
+    """AROUND SchedulerWeightUpdaterManager._select_runners, which knows whose a weight update is: the draft's
+    updater is told whether the target gets it too."""
+    selected = original(manager, *args, **kwargs)
+    for role, runner in selected:
+        if role == "draft":
+            runner.weight_updater.with_target = len(selected) > 1
+    return selected
 
 
 def resolve_seq_lens_cpu(original: Callable[..., None], future_map: Any, batch: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,14 @@ def kernels() -> Any:
         quantised_twins.install(patch)
         # For the whole process, and for tensors of GPUs alone.
         patch.setattr(f"{UPDATER}.monkey_patch_torch_reductions", lambda: None)
+        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+        from dflash_sglang.hooks import select_runners
+
+        hooked = functools.partial(select_runners, SchedulerWeightUpdaterManager._select_runners)
+        patch.setattr(
+            SchedulerWeightUpdaterManager, "_select_runners", lambda *args, **named: hooked(*args, **named)
+        )
         yield
 
 
@@ -108,9 +117,11 @@ class Server:
     def end(self) -> None:
         assert self.manager.end_weight_update(SimpleNamespace()).success
 
-    def send(self, way: str, tensors: dict[str, Tensor], selector: str = "all") -> tuple[bool, str]:
+    def send(
+        self, way: str, tensors: dict[str, Tensor], selector: str = "all", load_format: str | None = None
+    ) -> tuple[bool, str]:
         named = list(tensors.items())
-        common = dict(load_format=None, selector=selector, flush_cache=False, weight_version=None)
+        common = dict(load_format=load_format, selector=selector, flush_cache=False, weight_version=None)
         if way == "tensor":
             answer = self.manager.update_weights_from_tensor(
                 SimpleNamespace(serialized_named_tensors=named, **common)
@@ -142,38 +153,83 @@ def in_fp8(directory: Path) -> Any:
     return drafts.build(directory, {}, draft_tensors(config))
 
 
+def new_weights(make: Any) -> dict[str, Tensor]:
+    """Other tensors for the draft that `make` makes, by the names of its checkpoint."""
+    shape = drafts.SHAPE if make is in_fp8 else {}
+    return {name: tensor + 1 for name, tensor in draft_tensors(draft_config(**shape)).items()}
+
+
+def named_as_by_target(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("begun", ["target", "all"])
 @pytest.mark.parametrize("way", ["tensor", "distributed"])
 @pytest.mark.parametrize("make", [dense, in_fp8])
-def test_a_draft_whose_update_was_not_begun_refuses_it_and_stays_as_it_was(tmp_path, make, way):
-    """The selector of an update is independent of the one that the session was begun with."""
-    server = Server(make(tmp_path))
-    before, new = state(server.draft), {"norm.weight": torch.ones_like(server.draft.norm.weight)}
-    shape = drafts.SHAPE if make is in_fp8 else {}
-    new |= {name: tensor + 1 for name, tensor in draft_tensors(draft_config(**shape)).items()}
-    server.begin("target")
-    success, message = server.send(way, new)
-    assert not success and "without its begin_weight_update: expected a session whose selector is" in message
-    assert "selector='draft'" in message and "selector='target'" in message
-    assert same(state(server.draft), before)
+def test_tensors_for_both_are_the_targets_unless_they_have_the_drafts_names(tmp_path, make, way, begun):
+    """As an Engine sends them, which names no selector: layers of a target have the draft's shapes, too."""
+    server, new = Server(make(tmp_path)), new_weights(make)
+    before = state(server.draft)
+    of_target = named_as_by_target(new) | {"weight": torch.ones(4)}
+    server.begin(begun)
+    success, message = server.send(way, of_target)
+    assert success and message.endswith("the draft keeps its own.") and same(state(server.draft), before)
+    assert server.send(way, new)[0]
     server.end()
-    server.begin("all")
-    assert server.send(way, new, "draft")[0]
+    assert server.copy.tolist() == [1.0] * 4
+    assert torch.equal(server.draft.norm.weight, new["norm.weight"]) and server.refreshed[-2:] == ["kv", "head"]
+    server.begin("draft")
+    assert server.send(way, named_as_by_target({"norm.weight": before["norm.weight"]}), "draft")[0]
     server.end()
-    assert torch.equal(server.draft.norm.weight, new["norm.weight"])
-    assert server.refreshed[-2:] == ["head", "kv"]
+    assert torch.equal(server.draft.norm.weight, before["norm.weight"])
 
 
-@pytest.mark.parametrize("way", ["tensor", "distributed"])
-def test_tensors_of_the_target_that_reach_the_draft_are_refused_with_the_selector_to_send(tmp_path, way):
+def test_tensors_of_the_target_that_are_copied_by_name_leave_the_draft_as_it_was(tmp_path):
+    """SGLang copies each into the parameter of its name, and ends with an error where there is none."""
     server = Server(dense(tmp_path))
     before = state(server.draft)
     server.begin("all")
-    success, message = server.send(way, {"norm.weight": torch.ones(64), "weight": torch.ones(4)})
-    assert not success and "unexpected tensors ['weight']" in message and "selector='target'" in message
-    assert "partially updated" not in message and same(state(server.draft), before)
+    assert server.send("tensor", {"weight": torch.ones(4)}, load_format="direct")[0]
+    server.end()
+    assert server.copy.tolist() == [1.0] * 4 and same(state(server.draft), before)
+
+
+@pytest.mark.parametrize("way", ["tensor", "distributed"])
+def test_tensors_of_the_target_among_those_of_the_draft_are_refused_with_the_selector_to_send(tmp_path, way):
+    server = Server(dense(tmp_path))
+    before = state(server.draft)
+    mixed = {"norm.weight": torch.ones(64), "model.layers.0.mlp.down_proj.weight": torch.ones(64, 128)}
+    server.begin("all")
+    for selector, unexpected in (("all", [*mixed][1:]), ("draft", ["weight"])):
+        success, message = server.send(
+            way, mixed | ({} if selector == "all" else {"weight": torch.ones(4)}), selector
+        )
+        assert not success and f"unexpected tensors {unexpected}" in message and "selector='target'" in message
+        assert "partially updated" not in message and same(state(server.draft), before)
     assert server.send(way, {"weight": torch.ones(4)}, "target")[0]
     server.end()
     assert same(state(server.draft), before) and server.copy.tolist() == [1.0] * 4
+
+
+def test_a_quantised_draft_computes_between_the_requests_of_a_session(tmp_path):
+    """As a prefill does that comes meanwhile: SGLang holds no request back until the session ends."""
+    server, new = Server(in_fp8(tmp_path)), new_weights(in_fp8)
+    rows = torch.randn(4, server.draft.fc.input_size).to(drafts.DTYPE)
+    layers_of = {f"layers.{i}.": {n: t for n, t in new.items() if n.startswith(f"layers.{i}.")} for i in range(3)}
+
+    def computed() -> list[Tensor]:
+        features = server.draft.fc(rows)[0]
+        return [features, *(layer.self_attn.qkv_proj(features)[0] for layer in server.draft.layers)]
+
+    with torch.no_grad():
+        before = computed()
+        server.begin("draft")
+        assert all(torch.equal(*pair) for pair in zip(computed(), before, strict=True))
+        for sent, tensors in enumerate(layers_of.values()):
+            assert server.send("tensor", tensors, "draft")[0]
+            changed = [not torch.equal(*pair) for pair in zip(computed(), before, strict=True)]
+            assert changed == [False, *(layer <= sent for layer in range(3))]
+        server.end()
 
 
 def test_a_part_of_a_quantised_module_is_refused_before_its_request_changes_anything(tmp_path):
@@ -206,7 +262,7 @@ def test_a_copy_follows_at_once_where_the_session_was_begun_for_the_draft_alone(
     assert server.send(way, {"weight": torch.full((4,), 3.0)}, "target")[0]
     assert server.refreshed == ["head"] and server.copy.tolist() == [3.0] * 4
     server.end()
-    assert server.refreshed == ["head", "kv"]
+    assert server.refreshed == ["head"]
 
 
 def test_a_copy_has_weights_that_were_written_past_sglang(tmp_path):

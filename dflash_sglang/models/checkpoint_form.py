@@ -1,45 +1,39 @@
-"""Quantised layers of a draft in their checkpoint's layout, while an update brings them new weights."""
+"""Quantised layers of a draft in their checkpoint's layout, while new weights are loaded into them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash_sglang.compat import WEIGHT_LOADER_V2_SUPPORTED, LinearBase, UnquantizedLinearMethod
-from dflash_sglang.models.weights import Shard, still_missing
-
-if TYPE_CHECKING:
-    from dflash_sglang.models.draft import DFlashDraftModel
+from dflash_sglang.models.stacking import Shard, still_missing
 
 
 class CheckpointForm:
-    """Open from construction to `close`: every quantised linear layer has fresh parameters to load into.
+    """While its block runs, quantised layers have fresh parameters to load into, of their checkpoint's layout.
 
     SGLang processes quantised weights into other shapes once, after loading, and cannot load into those. Here a
-    layer's served tensors are put aside, and its method makes new ones. `close` processes the layers that were
-    loaded and copies the outcome into the served tensors, whose addresses graphs have captured; the other
-    layers get theirs back as they were.
+    layer's served tensors are put aside, and its method makes new ones. At the end of the block they are processed
+    and the outcome is copied into the served tensors, whose addresses graphs have captured. An error leaves the
+    layers as they were. Nothing may be computed by them meanwhile.
     """
 
-    def __init__(self, model: DFlashDraftModel) -> None:
-        self._model = model
-        self._loaded: set[str] = set()
-        self._served = {name: _Served(layer) for name, layer in quantised_layers(model).items()}
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        """layers: by name, those that tensors are about to be loaded into."""
+        self._served = {name: _Served(layer) for name, layer in layers.items()}
+
+    def __enter__(self) -> CheckpointForm:
         for served in self._served.values():
             served.open()
-        model.open_form = self
-
-    @property
-    def quantised(self) -> bool:
-        """Whether the draft has quantised linear layers at all."""
-        return bool(self._served)
+        return self
 
     def require_whole_modules(self, update: Mapping[str, set[Shard]]) -> None:
         """update: shards by parameter. Raises ValueError where it brings a part of a quantised module."""
-        for name, parameters in self._touched(update):
+        for name, served in self._served.items():
+            parameters = [f"{name}.{own}" for own in served.parameters()]
             missing = [m for p in parameters for m in still_missing(p, update.get(p, set()))]
             if missing:
                 raise ValueError(
@@ -48,21 +42,9 @@ class CheckpointForm:
                     "dense checkpoint with --speculative-draft-model-quantization unquant."
                 )
 
-    def note(self, update: Mapping[str, set[Shard]]) -> None:
-        """After the load of an update."""
-        self._loaded.update(name for name, _ in self._touched(update))
-
-    def _touched(self, update: Mapping[str, set[Shard]]) -> Iterator[tuple[str, list[str]]]:
-        """The quantised modules that an update brings tensors of, and their parameters."""
-        for name, served in self._served.items():
-            parameters = [f"{name}.{own}" for own in served.parameters()]
-            if any(parameter in update for parameter in parameters):
-                yield name, parameters
-
-    def close(self) -> None:
-        self._model.open_form = None
-        for name, served in self._served.items():
-            served.close(name in self._loaded)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for served in self._served.values():
+            served.close(loaded=kind is None)
 
 
 class _Served:

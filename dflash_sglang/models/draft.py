@@ -28,15 +28,14 @@ from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.own_head import DraftHead
 from dflash_sglang.models.selector import CandidateSelector
-from dflash_sglang.models.weights import STACKED, load_checkpoint, load_update, still_missing
+from dflash_sglang.models.stacking import STACKED, still_missing
+from dflash_sglang.models.weights import load_checkpoint, load_update
 from dflash_sglang.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.validation.layer_shapes import layer_shapes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    from dflash_sglang.models.checkpoint_form import CheckpointForm
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,6 @@ class DFlashDraftModel(nn.Module):
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
-        self.open_form: CheckpointForm | None = None  # while weights are updated
         self._loaded = False
 
     @staticmethod
@@ -235,7 +233,7 @@ class DFlashDraftModel(nn.Module):
         Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape.
         """
         if self._loaded:
-            load_update(self, weights, self.open_form)
+            load_update(self, weights)
         else:
             load_checkpoint(self, weights)
             self._loaded = True

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dflash_sglang.compat import DecodeCudaGraphRunner
-from dflash_sglang.models.checkpoint_form import CheckpointForm
-from dflash_sglang.models.weights import listed
+from dflash_sglang.models.checkpoint_form import quantised_layers
+from dflash_sglang.models.weights import listed, of_others, unexpected_in_update
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -123,15 +123,16 @@ class DraftWeightUpdater:
     """SGLang's weight updater of the draft's runner, for tensors only.
 
     An update from disk or by IPC names one checkpoint, which SGLang hands to target and draft alike: it is the
-    target's. A quantised draft takes whole modules in its checkpoint's layout; they are processed as at start-up
-    and end up in the memory that the graphs know. Copies, as context KV's, have the new weights when the update
-    ends. An update that is refused leaves the draft as it was.
+    target's, and so are tensors handed to both of which none has a name of the draft's. A quantised draft takes
+    whole modules in its checkpoint's layout; they are processed as at start-up and end up in the memory that the
+    graphs know. Each request is complete by itself: steps between those of a session run on whole weights, and
+    copies, as context KV's, have the new ones. A request that is refused leaves the draft as it was.
     """
 
     def __init__(self, updater: Any, model: DFlashDraftModel, refresh: Iterable[Callable[[], None]]):
         """refresh: each takes the model's weights over into a copy."""
         self._updater, self._model, self._refresh = updater, model, tuple(refresh)
-        self._form: CheckpointForm | None = None
+        self.with_target = False  # whether the target gets the request too, see `hooks.select_runners`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._updater, name)
@@ -147,17 +148,18 @@ class DraftWeightUpdater:
         return _draft_is_kept("by IPC")
 
     def begin_weight_update(self) -> None:
-        self._form = CheckpointForm(self._model)
+        """Nothing: the layout of a checkpoint is there while a request is loaded, and no longer."""
 
     def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
         """(success, message): tensors that do not fit, or a part of a quantised module, are refused."""
-        if self._form is None:
-            return False, (
-                "weight update of the draft without its begin_weight_update: expected a session whose selector "
-                "is 'draft' or 'all'. Call end_weight_update, then begin_weight_update with selector='draft'; for "
-                "tensors of the target send the update with selector='target'."
-            )
-        if load_format not in (None, "flattened_bucket") and self._form.quantised:
+        if self.with_target:
+            names = _names(named_tensors, load_format)
+            foreign = of_others(self._model, names)
+            if len(foreign) == len(names):
+                return _draft_is_kept("by tensors")
+            if foreign:
+                return False, unexpected_in_update(foreign)
+        if load_format not in (None, "flattened_bucket") and quantised_layers(self._model):
             return False, (
                 f"load_format={load_format!r}: expected None or 'flattened_bucket', because the draft is "
                 "quantised and its weights are packed after loading. Send its checkpoint's tensors."
@@ -168,6 +170,7 @@ class DraftWeightUpdater:
             )
         except ValueError as error:
             return False, str(error)
+        self._refresh_copies()
         return success, message
 
     def load_weights_from_distributed(self, named_tensors: list[tuple[str, Tensor]]) -> tuple[bool, str]:
@@ -175,14 +178,19 @@ class DraftWeightUpdater:
         return self.update_weights_from_tensor(named_tensors=named_tensors)
 
     def end_weight_update(self, *, run_post_load: bool) -> None:
-        if self._form is None:
-            raise RuntimeError("end_weight_update without begin_weight_update")
-        if run_post_load:
+        if run_post_load:  # nothing was sent: weights may have been written past SGLang
             self._model.post_load_weights()
-        self._form.close()
-        self._form = None
+            self._refresh_copies()
+
+    def _refresh_copies(self) -> None:
         for refresh in self._refresh:
             refresh()
+
+
+def _names(named_tensors: Any, load_format: str | None) -> list[str]:
+    if load_format == "flattened_bucket":
+        return [part.name for part in named_tensors["metadata"]]
+    return [name for name, _ in named_tensors]
 
 
 def _draft_is_kept(how: str) -> tuple[bool, str]:

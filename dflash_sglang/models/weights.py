@@ -10,28 +10,15 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
 from dflash_sglang.compat import maybe_remap_kv_scale_name
+from dflash_sglang.models.checkpoint_form import CheckpointForm, quantised_layers
+from dflash_sglang.models.stacking import Shard, stacked, still_missing
 from dflash_sglang.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
 
 if TYPE_CHECKING:
-    from dflash_sglang.models.checkpoint_form import CheckpointForm
     from dflash_sglang.models.draft import DFlashDraftModel
-
-Shard = str | int | None
-
-STACKED: Mapping[str, tuple[str, Shard]] = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-"""Checkpoint module -> (module that stacks it, its shard there)."""
 
 _RECOMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 """Rotary tables that some exporters save; RoPE is computed from the config."""
-
-_KV_CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")
-"""Scales of a quantised KV cache, which SGLang defaults to 1 where the checkpoint has none."""
 
 _ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
 """Tensors of the speculators format that are read when the model is built, or belong to training."""
@@ -82,32 +69,36 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
         )
 
 
-def load_update(
-    model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]], form: CheckpointForm | None
-) -> None:
-    """Loads any part of a checkpoint into a loaded model. form: what its quantised layers are loaded through.
+def load_update(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Loads any part of a checkpoint into a loaded model, of a quantised module all of it.
 
-    Raises ValueError as `load_checkpoint`, and for a part of a quantised module, before anything is copied; a
-    tensor that belongs to a quantisation alone is judged by its loader.
+    Raises ValueError as `load_checkpoint`, and for a part of a quantised module, before anything is changed; a
+    tensor that belongs to a quantisation alone is judged by its loader, and the module is as it was.
     """
-    params = dict(model.named_parameters())
-    unexpected: list[str] = []
-    update = list(_places(model, params, weights, unexpected))
-    if unexpected:
-        raise ValueError(
-            f"weight update of the draft: unexpected tensors {listed(unexpected)}. Expected only those of the "
-            "draft's checkpoint. Send tensors of the target with selector='target', and the draft's with "
-            "selector='draft'. The draft keeps its weights."
-        )
-    shards: dict[str, set[Shard]] = {}
-    for placed in update:
-        shards.setdefault(placed.target, set()).add(placed.shard)
-    if form is not None:
+    weights, served = list(weights), dict(model.named_parameters())
+    targets = {_place(name.removeprefix("model."), served)[0] for name, _ in weights}
+    touched = {target.rpartition(".")[0] for target in targets if not target.endswith(".bias")}
+    quantised = {name: layer for name, layer in quantised_layers(model).items() if name in touched}
+    with CheckpointForm(quantised) as form:
+        params = dict(model.named_parameters())
+        unexpected: list[str] = []
+        update = list(_places(model, params, weights, unexpected))
+        if unexpected:
+            raise ValueError(unexpected_in_update(unexpected))
+        shards: dict[str, set[Shard]] = {}
+        for placed in update:
+            shards.setdefault(placed.target, set()).add(placed.shard)
         form.require_whole_modules(shards)
-    for placed in update:
-        _load(params[placed.target], placed)
-    if form is not None:
-        form.note(shards)
+        for placed in update:
+            _load(params[placed.target], placed)
+
+
+def of_others(model: DFlashDraftModel, names: Iterable[str]) -> list[str]:
+    """The names that are, as they stand, neither of a parameter of the draft nor of one of its modules."""
+    parameters = dict(model.named_parameters()).keys()
+    modules = {f"{name}." for name, _ in model.named_modules() if name}
+    own = ((name, stacked(name)[0]) for name in names)
+    return [name for name, to in own if to not in parameters and to[: to.rfind(".") + 1] not in modules]
 
 
 def _places(
@@ -141,6 +132,14 @@ def _places(
         yield Placed(name, tensor, target, shard)
 
 
+def unexpected_in_update(names: Collection[str]) -> str:
+    return (
+        f"weight update of the draft: unexpected tensors {listed(names)}. Expected only those of the "
+        "draft's checkpoint. Send tensors of the target with selector='target', and the draft's with "
+        "selector='draft'. The draft keeps its weights."
+    )
+
+
 def listed(names: Collection[str]) -> str:
     """The first of the names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -161,10 +160,7 @@ def _place(name: str, params: Mapping[str, nn.Parameter]) -> tuple[str, Shard]:
         return name, None
     if name.endswith((".k_scale", ".v_scale", ".kv_scale", ".output_scale")):
         return maybe_remap_kv_scale_name(name, dict(params)) or name, None
-    for module, (stack, shard) in STACKED.items():
-        if f".{module}." in name:
-            return name.replace(f".{module}.", f".{stack}."), shard
-    return name, None
+    return stacked(name)
 
 
 def _load(param: nn.Parameter, placed: Placed) -> None:
@@ -181,17 +177,3 @@ def _load(param: nn.Parameter, placed: Placed) -> None:
             f"fit its parameter of shape {tuple(param.shape)} and {param.dtype} on this rank ({error}). "
             "Make the checkpoint and its config.json agree."
         ) from error
-
-
-def still_missing(target: str, shards: set[Shard]) -> list[str]:
-    """Checkpoint names that `target` still needs, given the shards it got (None: the whole parameter)."""
-    if None in shards or target.endswith(_KV_CACHE_SCALES) or target == MASK_EMBEDDING:
-        return []
-    for stack in ("qkv_proj", "gate_up_proj"):
-        if f".{stack}." in target:
-            return [
-                target.replace(stack, module)
-                for module, (owner, shard) in STACKED.items()
-                if owner == stack and shard not in shards
-            ]
-    return [target]
