@@ -45,23 +45,32 @@ class RopeSpec:
 def rope(fields: Fields, head_dim: int) -> RopeSpec:
     """RopeSpec of a draft.
 
-    `rope_parameters` (transformers 5) wins over `rope_scaling`. `rope_dim` is the trained rotary width
-    and wins over `partial_rotary_factor`. A `partial_rotary_factor` beside `mrope_section` was copied
-    from the target with it: transformers' Qwen3, which published drafts are trained on, rotates the
-    whole head and knows neither.
+    `rope_parameters` is what transformers 5 calls `rope_scaling`; where both are, they have to agree. `rope_dim`
+    is the trained rotary width and wins over `partial_rotary_factor`. A `partial_rotary_factor` beside
+    `mrope_section` was copied from the target with it: transformers' Qwen3, which published drafts are trained
+    on, rotates the whole head and knows neither.
     """
-    source = "rope_parameters" if fields.text.get("rope_parameters") else "rope_scaling"
-    params = fields.text.get(source) or {}
-    if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
+    given = {name: fields.text[name] for name in ("rope_parameters", "rope_scaling") if fields.text.get(name)}
+    for source, params in given.items():
+        if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
+            raise DraftConfigError(
+                source,
+                params,
+                "one object with the rope parameters of every draft layer",
+                f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported.",
+            )
+    scalings = [_scaling(params, source) for source, params in given.items()] or [None]
+    if scalings[0] != scalings[-1]:
         raise DraftConfigError(
-            source,
-            params,
-            "one object with the rope parameters of every draft layer",
-            f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported.",
+            "rope_scaling",
+            given["rope_scaling"],
+            f"none beside rope_parameters={given['rope_parameters']!r}, or the same scaling",
+            "Leave the one that the draft was trained with in its config.json.",
         )
+    source, params = next(iter(given.items()), ("rope_scaling", {}))
     return RopeSpec(
         theta=as_float(_first(fields, params, source, "rope_theta", 10000.0)),
-        scaling=_scaling(params, source),
+        scaling=scalings[0],
         rotary_dim=_rotary_dim(fields, params, source, head_dim),
         is_neox=as_bool(fields.shape("rope_is_neox_style", fields.text.get("is_neox_style", True))),
     )

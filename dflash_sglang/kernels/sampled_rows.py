@@ -77,6 +77,7 @@ def verdict_kernel(
     base = tl.where(best == float("-inf"), 0.0, best)
     ids = tl.load(best_id_ptr + at, mask=inside, other=NO_ID)
     best_id = tl.min(tl.where(chunk_best == best[:, None], ids, NO_ID), axis=1)
+    best_id = tl.minimum(best_id, vocab - 1)  # of a row that is no number, whose tokens the next step embeds
     scale = tl.exp((chunk_best - base[:, None]) * inverse)
     total = tl.sum(tl.load(total_ptr + at, mask=inside, other=0.0) * scale, axis=1)
 

@@ -134,7 +134,8 @@ def _draw_by_chunks(weights: Tensor, uniforms: Tensor, chunk: int) -> Tensor:
     chunk = min(chunk, n)
     by_chunk = torch.nn.functional.pad(weights, (0, -n % chunk)).unflatten(1, (-1, chunk))
     taken = _pick(by_chunk.sum(dim=-1), uniforms[:, 0])
-    return taken * chunk + _pick(by_chunk[torch.arange(len(taken), device=taken.device), taken], uniforms[:, 1])
+    within = _pick(by_chunk[torch.arange(len(taken), device=taken.device), taken], uniforms[:, 1])
+    return (taken * chunk + within).clamp_(max=n - 1)  # where no weight is a number, the last of all
 
 
 def _pick(weights: Tensor, coins: Tensor) -> Tensor:

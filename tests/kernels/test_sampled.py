@@ -139,6 +139,18 @@ def test_the_kernels_commit_what_the_definition_commits(
     assert vocab > 100 or torch.stack(commit_lens).max() > 1
 
 
+@pytest.mark.parametrize("of", ["temperature", "top-p", "all"])
+def test_rows_that_are_no_numbers_commit_tokens_of_the_vocabulary(of, device, triton_runs):
+    """The next step embeds them and counts them, before SGLang says that the logits were none."""
+    one = to(device, batch(of, 4, 3, 41, 2.0))
+    one.logits[3:9] = float("nan")
+    work = Workspace(5, 3, 41, device, chunk=16)
+    got = by_kernels(one, work)
+    expected = sample_with(one.logits, one.filters, one.proposals, torch.rand(4, 4, device=device), 16)
+    for ids in (got, expected):
+        assert ((ids >= -1) & (ids < 41)).all()
+
+
 def test_logits_as_masks_biases_and_bfloat16_leave_them_are_filtered_and_drawn_from(device, triton_runs):
     """One finite logit, proposals without a probability, ties, a bias beyond all others; no number is not one."""
     logits, filters, proposals = batch("all", 7, 2, 40, 2.0)
