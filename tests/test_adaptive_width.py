@@ -266,7 +266,20 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
 
 
 @pytest.mark.parametrize(
-    "what", ["attention", "loads", "selector", "positions", "experts", "xqa", "pair", None, "memory", "not asked"]
+    "what",
+    [
+        "attention",
+        "loads",
+        "selector",
+        "positions",
+        "experts",
+        "padding",
+        "xqa",
+        "pair",
+        None,
+        "memory",
+        "not asked",
+    ],
 )
 def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str | None
@@ -283,6 +296,7 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
         model_config=SimpleNamespace(model_is_mrope=what == "positions"),
         server_args=SimpleNamespace(
             enable_return_routed_experts=what == "experts",
+            disable_cuda_graph_padding=what == "padding",
             enable_return_indexer_topk=False,
         ),
     )

@@ -139,3 +139,31 @@ def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requ
     chances = acceptor.worth(said, requests).exp()
     torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]]), atol=1e-4, rtol=0)
     assert Acceptor(6, 4, "cpu").worth(said, requests) is said
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_graph_that_is_padded_beyond_the_rows_of_requests_accepts_those_that_have_one(ragged: bool) -> None:
+    """Ranks that share a batch of 5 take parts of one size each: 8 requests, of which 3 are nobody's."""
+    from dflash_sglang.kernels.accept import Ragged
+    from dflash_sglang.verify.acceptance import Acceptor
+
+    rows, padded, block = 6, 8, 4
+    requests = torch.tensor([1, 2, 3, 4, 5, 0, 0, 0])
+    blocks = torch.arange(padded * block).view(padded, block)
+    target_ids, prefix_lens = torch.roll(blocks, -1, dims=1), torch.arange(padded) + 10
+    lens = torch.tensor([block] * 5 + [0] * 3, dtype=torch.int32)
+    starts = torch.cat([lens.new_zeros(1), lens.cumsum(0).int()])
+    told = []
+    for live in (slice(None), slice(5)):
+        acceptor = Acceptor(rows, block, "cpu")
+        acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
+        if ragged:
+            parts = Ragged(starts, lens[live], block)
+            ids = [one[:5].reshape(-1) for one in (blocks, target_ids)]
+        else:
+            parts, ids = None, [one[live] for one in (blocks, target_ids)]
+        acceptor.accept(*ids, prefix_lens[live], requests[live], parts)
+        told.append(acceptor.outcome(5, block))
+        assert not acceptor._packed[acceptor._turn.place + 1 :].any(), "the places of other steps"
+    for name in set(told[0]._fields) - {"packed"}:
+        assert torch.equal(getattr(told[0], name), getattr(told[1], name)), name

@@ -28,6 +28,7 @@ def bound(backend: Any, requests: int = 48, chunk: int | None = 512, **flags: bo
 
     under_test = object.__new__(verifier.Verifier)
     given = dict(enable_return_routed_experts=False, enable_return_indexer_topk=False) | flags
+    given = dict(enable_dp_attention=False, dp_size=2) | given
     under_test._runner = SimpleNamespace(
         attn_backend=backend, max_running_requests=requests, server_args=SimpleNamespace(**given)
     )
@@ -79,3 +80,10 @@ def test_what_layers_choose_is_reported_where_sglang_has_rows_for_a_verify(repor
     bound(SimpleNamespace(), chunk=768, **flag)
     bound(SimpleNamespace(), requests=32, **flag)
     bound(SimpleNamespace())
+    if reported == "routed-experts":
+        with pytest.raises(
+            StartupError, match="--enable-return-routed-experts=True: expected unset with DFLASH and"
+        ):
+            bound(SimpleNamespace(), chunk=768, enable_dp_attention=True, **flag)
+    else:
+        bound(SimpleNamespace(), chunk=768, enable_dp_attention=True, **flag)

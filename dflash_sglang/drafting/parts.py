@@ -65,7 +65,7 @@ class RowPacker:
             qo_indptr_device=starts,
             # A padded layout is staged as it is: SGLang asks for a cap then, and for no host copy.
             verify_lens_cpu=lens.tolist() if slots is None else None,
-            total_verify_tokens=rows if slots is None else None,
+            total_verify_tokens=rows,
             cap=None if slots is None else self._block_size,
         )
         loc_plan = self._runner.kv_index_translator.plan(

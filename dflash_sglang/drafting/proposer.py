@@ -55,7 +55,8 @@ class Proposer:
         self._model = model
         self._layout = parallel_layout
         self._window = window
-        max_requests = runner.req_to_token_pool.req_to_token.shape[0]
+        # Graphs are padded to parts of one size for the ranks that share a batch.
+        max_requests = runner.req_to_token_pool.req_to_token.shape[0] + parallel_layout.attn_tp_size
         self._ones = torch.ones(max_requests * block_size, dtype=torch.float32, device=runner.device)
         self._drawn = drawn
         self._source: HeadProposals | SelectorProposals

@@ -133,6 +133,8 @@ def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> st
         return "ranks hold requests of their own, or are on several nodes"
     if not confident:
         return "the draft's selector gives walks, and no probability of each proposal"
+    if runner.server_args.disable_cuda_graph_padding:
+        return "SGLang has graphs of such blocks with padding alone"
     if runner.model_config.model_is_mrope:
         return "SGLang gives the target's positions of three axes to blocks of one width"
     if runner.server_args.enable_return_routed_experts or runner.server_args.enable_return_indexer_topk:

@@ -104,7 +104,18 @@ class Acceptor:
         requests: torch.Tensor,  # [bs] rows of req_to_token
         ragged: Ragged | None = None,  # where the first two are [rows] of different numbers for each request
     ) -> None:
-        """In one launch, capturable in a CUDA graph. See `kernels.accept`."""
+        """In one launch, capturable in a CUDA graph. See `kernels.accept`.
+
+        A graph may be padded beyond the rows of req_to_token, where ranks that share a batch take parts of one
+        size each; such requests are nobody's, and have no room among the outcomes.
+        """
+        most = len(self.relay.new_seq_lens)
+        if len(requests) > most:
+            prefix_lens, requests = prefix_lens[:most], requests[:most]
+            if ragged is None:
+                tokens, target_ids = tokens[:most], target_ids[:most]
+            else:
+                ragged = ragged._replace(lens=ragged.lens[:most])
         blocks = Verification(tokens, target_ids, prefix_lens, requests, self.step, self._most, ragged)
         accept(blocks, self._outcomes, self.relay, self._forced)
 
