@@ -208,6 +208,7 @@ def _blindfold(worker: Any) -> None:
     def then_poison(self: Any, requests: torch.Tensor, block: Any) -> Any:
         """NaN in the draft's pool at every context position that the window leaves out."""
         seen = cut(self, requests, block)
+        assert not block.exact or seen.kv_len_bounds.tolist() == (seen.prefix_lens + block.size).tolist()
         for request, prefix in zip(requests.tolist(), block.prefix_lens.tolist(), strict=True):
             first = max(prefix - self.span.window, 0) // self.span.page_size * self.span.page_size
             outside = self._target_table[request, self.span.sinks : max(first, self.span.sinks)].long()

@@ -55,16 +55,14 @@ def test_the_block_sees_sinks_window_and_block_and_nothing_else(tmp_path, window
 
     draft_table = torch.zeros_like(table)
     draft_window = DraftWindow(window, sinks, page, table, draft_table)
-    block: Any = SimpleNamespace(
-        prefix_lens=torch.tensor([prefix]),
-        kv_len_bounds=torch.tensor([prefix + 3 + BLOCK]),
-        batch_size=1,
-        size=BLOCK,
-    )
-    seen = draft_window.cut(torch.tensor([1]), block)
+    block: Any = SimpleNamespace(prefix_lens=torch.tensor([prefix]), batch_size=1, size=BLOCK)
     columns = seen_columns(prefix, draft_window.span)
-    assert seen.prefix_lens.tolist() == [len(columns)]
-    assert len(columns) + BLOCK <= seen.kv_len_bounds_sum <= draft_window.span.widest(BLOCK)
+    for block.exact, more in ((True, 0), (False, 3)):
+        block.kv_len_bounds = torch.tensor([prefix + more + BLOCK])
+        seen = draft_window.cut(torch.tensor([1]), block)
+        assert seen.prefix_lens.tolist() == [len(columns)]
+        most = len(columns) + BLOCK if block.exact else draft_window.span.widest(BLOCK)
+        assert len(columns) + BLOCK <= seen.kv_len_bounds_sum == seen.kv_len_bounds.sum() <= most
 
     def run() -> torch.Tensor:
         runner: Any = SimpleNamespace(

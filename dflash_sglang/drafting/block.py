@@ -42,6 +42,7 @@ class Block:
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
     rows: Rows  # that are verified
     part: VerifiedPart | None = None  # where they are not all
+    exact: bool = False  # whether the bounds are the lengths
 
     @property
     def batch_size(self) -> int:
@@ -96,7 +97,8 @@ class BlockBuilder:
         tensors = self._tensors
         sources = BlockSources(*self._relay, batch.req_pool_indices, self._req_to_token)
         prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
-        if batch.seq_lens_cpu is not None:
+        exact = batch.seq_lens_cpu is not None
+        if exact:
             bounds = np.minimum(batch.seq_lens_cpu.numpy() + width, self._row_limit)
             kv_len_bounds, bounds_sum = torch.from_numpy(bounds), int(np.add.reduce(bounds))
         else:
@@ -109,7 +111,7 @@ class BlockBuilder:
             write_virtual=self._rows.slots,
             read_extent=width,
         )
-        return Block(*tensors[:-1], kv_len_bounds, bounds_sum, loc_plan, self._rows)
+        return Block(*tensors[:-1], kv_len_bounds, bounds_sum, loc_plan, self._rows, exact=exact)
 
     def _views(self, inputs: GraphInputs, bs: int, width: int) -> tuple[BlockTensors, Rows]:
         *of_rows, prefix_lens, requests = inputs

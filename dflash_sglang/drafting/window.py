@@ -53,7 +53,11 @@ class DraftWindow:
         return cls(get_spec().speculative_draft_window_size, sinks, page_size, target_table, draft_table)
 
     def cut(self, req_pool_indices: torch.Tensor, block: Block) -> Seen:
-        """Writes the batch's rows of the draft's table; one launch. req_pool_indices [bs]."""
+        """Writes the batch's rows of the draft's table; one launch. req_pool_indices [bs].
+
+        FlashInfer splits the keys of a request by the host's length, and joins the parts by the device's: lengths
+        that the host knows exactly stay exact.
+        """
         prefix_lens = self._prefix_lens[: block.batch_size]
         window_rows(
             self._target_table,
@@ -63,5 +67,9 @@ class DraftWindow:
             self.span,
             WindowRows(self._draft_table, prefix_lens),
         )
-        bounds = np.minimum(block.kv_len_bounds.numpy(), self.span.widest(block.size))
+        whole = block.kv_len_bounds.numpy()
+        if block.exact:
+            bounds = whole - self.span.left_out(whole - block.size)
+        else:
+            bounds = np.minimum(whole, self.span.widest(block.size))
         return Seen(prefix_lens, torch.from_numpy(bounds), int(bounds.sum()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,11 @@ class Span(NamedTuple):
     window: int
     sinks: int
     page_size: int
+
+    def left_out(self, prefix_lens: Any) -> Any:
+        """Context tokens between sinks and window, of requests with so many. Tensors or arrays of integers."""
+        begin = (prefix_lens - self.window).clip(min=0) // self.page_size * self.page_size
+        return (begin - self.sinks).clip(min=0)
 
     def widest(self, block: int) -> int:
         """Columns of the longest row, the block's included."""
@@ -56,8 +61,7 @@ def window_rows_torch(
     out: WindowRows,
 ) -> None:
     """The definition of `window_rows` in torch operations."""
-    begin = (prefix_lens - span.window).clamp_(min=0) // span.page_size * span.page_size
-    left_out = (begin - span.sinks).clamp_(min=0)
+    left_out = span.left_out(prefix_lens)
     torch.sub(prefix_lens, left_out, out=out.prefix_lens)
     width = min(span.widest(block), req_to_token.shape[1])
     columns = torch.arange(width, device=prefix_lens.device)
