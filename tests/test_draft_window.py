@@ -145,11 +145,11 @@ def windowed(
     directory: Path, any_width: bool = False, graphs: bool = False, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Answers of a server whose draft would read NaN outside of its window; any_width: each step has one of its
-    own; graphs: recorded ones."""
+    own, and its lengths on the host; graphs: recorded ones."""
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
         **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
-        scheduler_hooks.HOOKS_ENV: "blindfold,widths" if any_width else "blindfold",
+        scheduler_hooks.HOOKS_ENV: "blindfold,widths,host_lengths" if any_width else "blindfold",
         **({CONFIG_ENV: '{"width": {}}'} if any_width else {}),
         **arguments.pop("environment", {}),
     }
