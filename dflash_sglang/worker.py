@@ -151,7 +151,6 @@ class DFlashWorker(BaseSpecWorker):
             target_runner,
             self.block_size,
             self.draft_spec.mask_token_id,
-            self._reservation.row_limit,
             self._acceptor.relay,
             self._acceptor.step,
             in_place=names_slots_alike(target_runner, self._draft_runner) and not is_imposed(),

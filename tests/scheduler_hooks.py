@@ -14,8 +14,8 @@ shares     how many tokens a step verifies together is drawn, and what the draft
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
-           what the HTTP server imports for a stream, to streams.jsonl; which kernels Triton compiles or loads
-           meanwhile, to kernels.jsonl
+           what the HTTP server imports for a stream, to streams.jsonl; (when, which) kernels Triton compiles or
+           loads, at start-up or for a request, to kernels.jsonl
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -279,6 +279,7 @@ def _shares(worker: Any) -> None:
 
 
 def _sentinels(worker: Any) -> None:
+    from dflash_sglang.drafting.block import longest_prefix
     from dflash_sglang.scheduling.draft_input import SlotReservation
 
     forward = worker.forward_batch_generation
@@ -296,7 +297,7 @@ def _sentinels(worker: Any) -> None:
             own = batch.out_cache_loc.clone()
         else:
             seq_lens = self._acceptor.relay.new_seq_lens[batch.req_pool_indices]
-            start = seq_lens.clamp(max=self._reservation.row_limit - self.block_size)
+            start = seq_lens.clamp(max=longest_prefix(self.target_worker.model_runner))
             columns = start[:, None] + torch.arange(self.block_size)
             own = table[batch.req_pool_indices.long()[:, None], columns]
         slots = own.flatten().long()
@@ -394,15 +395,11 @@ def _firsts(worker: Any) -> None:
 
     def loaded(*args: Any) -> None:
         with (Path(os.environ[RECORDS_ENV]) / "kernels.jsonl").open("a") as file:
-            file.write(json.dumps(str(args[2])) + "\n")
+            file.write(json.dumps(["request" if there else "start-up", str(args[2])]) + "\n")
 
     def prewarmed(self: Any) -> Any:
         result = prewarm_sampling(self)
         there[:] = now(self)
-        if torch.cuda.is_available():
-            from triton import knobs
-
-            knobs.runtime.kernel_load_start_hook.add(loaded)
         return result
 
     def watched(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -413,6 +410,10 @@ def _firsts(worker: Any) -> None:
             file.write(json.dumps([mode, modules, buffers]) + "\n")
         return result
 
+    if torch.cuda.is_available():
+        from triton import knobs
+
+        knobs.runtime.kernel_load_start_hook.add(loaded)
     worker.prewarm_sampling, worker.forward_batch_generation = prewarmed, watched
 
 

@@ -62,7 +62,7 @@ def test_the_block_sees_sinks_window_and_block_and_nothing_else(tmp_path, window
         seen = draft_window.cut(torch.tensor([1]), block)
         assert seen.prefix_lens.tolist() == [len(columns)]
         most = len(columns) + BLOCK if block.exact else draft_window.span.widest(BLOCK)
-        assert len(columns) + BLOCK <= seen.kv_len_bounds_sum == seen.kv_len_bounds.sum() <= most
+        assert len(columns) + BLOCK <= seen.kv_len_bounds.sum() == seen.prefix_bounds_sum + BLOCK <= most
 
     def run() -> torch.Tensor:
         runner: Any = SimpleNamespace(

@@ -24,7 +24,7 @@ def block_of(bs: int) -> Any:
         prefix_lens=torch.arange(bs),
         requests=torch.tensor([3, 1, 2]),
         kv_len_bounds=torch.arange(bs) + WIDTH,
-        kv_len_bounds_sum=0,
+        prefix_bounds_sum=0,
         loc_plan=SimpleNamespace(seq_lens_cpu="lengths"),
         rows=Rows(rows, rows, rows),
     )

@@ -130,6 +130,53 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
         assert r == limit or r >= c + 2 * block
 
 
+@given(
+    committed=st.lists(st.integers(1, CONTEXT + 20), min_size=1, max_size=5),
+    width=st.integers(1, 16),
+    longer=st.integers(0, 16),
+    exact=st.booleans(),
+)
+def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer, exact):
+    """FlashInfer's graphs of width 1 have room for so many keys of each request, its own among them."""
+    from dflash_sglang.compat import DFlashVerifyInput
+    from dflash_sglang.drafting.block import BlockBuilder
+    from dflash_sglang.kernels.accept import Relay
+    from dflash_sglang.kernels.prepare_block import Turn
+
+    rows = torch.arange(len(committed))
+    translator = mock.Mock()
+    runner: Any = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(len(committed), CONTEXT + 20).int()),
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        kv_index_translator=translator,
+    )
+    step = torch.zeros(2, dtype=torch.int64)
+    relay = Relay(torch.tensor(committed), torch.zeros_like(rows))
+    builder = BlockBuilder(runner, 16, 7, relay, step, in_place=False)
+    bounds = torch.tensor([min(c, CONTEXT - 1) + longer + width for c in committed], dtype=torch.int32)
+    batch: Any = SimpleNamespace(
+        reqs=committed,
+        req_pool_indices=rows,
+        seq_lens_cpu=torch.tensor(committed) if exact else None,
+        spec_info=SimpleNamespace(nxt_kv_lens_cpu=bounds, nxt_kv_lens_sum=int(bounds.sum())),
+    )
+    block = builder.build(batch, Turn(0, 0), width)
+    prefixes = [min(c, CONTEXT - 1) for c in committed]
+    assert block.prefix_lens.tolist() == prefixes
+    read = sum(prefixes) + len(committed) * width
+    assert read <= len(committed) * width * CONTEXT
+    more = 0 if exact else longer
+    assert block.kv_len_bounds.tolist() == [prefix + width + more for prefix in prefixes]
+    indices, ends, *_ = DFlashVerifyInput(block.ids, block.positions, width).generate_attn_arg_prefill(
+        req_pool_indices=rows,
+        paged_kernel_lens=block.prefix_lens,
+        paged_kernel_lens_sum=block.prefix_bounds_sum,
+        translator=translator,
+        plan=block.loc_plan,
+    )
+    assert ends[-1] == read == len(indices) - len(committed) * more
+
+
 def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
     def reserve(*committed: int) -> Any:
         reqs = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=c)) for c in committed]

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from dflash_sglang.drafting.parts import VerifiedPart
 
 
+def longest_prefix(runner: ModelRunner) -> int:
+    """Committed tokens of a request that needs another step, at most; attention backends hold as much of each.
+
+    SGLang ends a request before its context is full.
+    """
+    return runner.model_config.context_len - 1
+
+
 class Rows(NamedTuple):
     """A batch's blocks row by row."""
 
@@ -38,7 +46,7 @@ class Block:
     prefix_lens: torch.Tensor  # [bs] committed tokens with KV
     requests: torch.Tensor  # [bs] rows of req_to_token
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
-    kv_len_bounds_sum: int
+    prefix_bounds_sum: int  # of these, without the blocks: attention backends add them
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
     rows: Rows  # that are verified
     part: VerifiedPart | None = None  # where they are not all
@@ -62,7 +70,6 @@ class BlockBuilder:
         target_runner: ModelRunner,
         block_size: int,
         mask_token_id: int,
-        row_limit: int,
         relay: Relay,
         step: torch.Tensor,
         in_place: bool,
@@ -72,7 +79,7 @@ class BlockBuilder:
         they share have the same contents for both."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
-        self._row_limit = row_limit
+        self._longest = longest_prefix(target_runner)
         self._relay = relay
         self._in_place = in_place
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
@@ -96,10 +103,10 @@ class BlockBuilder:
             self._tensors, self._rows = self._views(inputs or self._own, bs, width)
         tensors = self._tensors
         sources = BlockSources(*self._relay, batch.req_pool_indices, self._req_to_token)
-        prepare_block(sources, self._mask_token_id, self._row_limit, turn, tensors)
+        prepare_block(sources, self._mask_token_id, self._longest, turn, tensors)
         exact = batch.seq_lens_cpu is not None
         if exact:
-            bounds = np.minimum(batch.seq_lens_cpu.numpy() + width, self._row_limit)
+            bounds = np.minimum(batch.seq_lens_cpu.numpy(), self._longest) + width
             kv_len_bounds, bounds_sum = torch.from_numpy(bounds), int(np.add.reduce(bounds))
         else:
             kv_len_bounds, bounds_sum = batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
@@ -111,7 +118,8 @@ class BlockBuilder:
             write_virtual=self._rows.slots,
             read_extent=width,
         )
-        return Block(*tensors[:-1], kv_len_bounds, bounds_sum, loc_plan, self._rows, exact=exact)
+        prefix_bounds_sum = bounds_sum - bs * width
+        return Block(*tensors[:-1], kv_len_bounds, prefix_bounds_sum, loc_plan, self._rows, exact=exact)
 
     def _views(self, inputs: GraphInputs, bs: int, width: int) -> tuple[BlockTensors, Rows]:
         *of_rows, prefix_lens, requests = inputs

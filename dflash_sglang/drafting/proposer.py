@@ -173,7 +173,7 @@ class Proposer:
             req_pool_indices=block.requests,
             seq_lens=seen.prefix_lens,
             out_cache_loc=block.rows.slots,
-            seq_lens_sum=seen.kv_len_bounds_sum,
+            seq_lens_sum=seen.prefix_bounds_sum,
             seq_lens_cpu=seen.kv_len_bounds,
             positions=block.rows.positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,

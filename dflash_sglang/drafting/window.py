@@ -24,7 +24,7 @@ class Seen(NamedTuple):
 
     prefix_lens: torch.Tensor  # [bs]
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
-    kv_len_bounds_sum: int
+    prefix_bounds_sum: int  # of these, without the blocks
 
 
 class DraftWindow:
@@ -72,4 +72,4 @@ class DraftWindow:
             bounds = whole - self.span.left_out(whole - block.size)
         else:
             bounds = np.minimum(whole, self.span.widest(block.size))
-        return Seen(prefix_lens, torch.from_numpy(bounds), int(bounds.sum()))
+        return Seen(prefix_lens, torch.from_numpy(bounds), int(bounds.sum()) - bounds.size * block.size)

@@ -37,24 +37,23 @@ class BlockSources(NamedTuple):
     req_to_token: torch.Tensor  # [rows, row_width] int32 slots
 
 
-def prepare_block(
-    sources: BlockSources, mask_token_id: int, row_limit: int, turn: Turn, out: BlockTensors
-) -> None:
+def prepare_block(sources: BlockSources, mask_token_id: int, longest: int, turn: Turn, out: BlockTensors) -> None:
     """Fill the block of every request: last token + masks, at the positions after its prefix.
 
-    A request that outran its row (it has already finished, and its result is still in flight) is moved
-    back so that the block ends at `row_limit`: it then only touches slots of its own that nothing commits.
+    longest: committed tokens of a request that needs another step, at most. One that has more (it has already
+    finished, and its result is still in flight) is moved back there: it then only touches slots of its own that
+    nothing commits.
     """
     launch = prepare_block_triton if sources.req_pool_indices.is_cuda else prepare_block_torch
-    launch(sources, mask_token_id, row_limit, turn, out)
+    launch(sources, mask_token_id, longest, turn, out)
 
 
 def prepare_block_torch(
-    sources: BlockSources, mask_token_id: int, row_limit: int, turn: Turn, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, turn: Turn, out: BlockTensors
 ) -> None:
     """The definition of `prepare_block` in torch operations."""
     block, rows = out.ids.shape[1], sources.req_pool_indices.long()
-    torch.clamp(sources.seq_lens[rows], max=row_limit - block, out=out.prefix_lens)
+    torch.clamp(sources.seq_lens[rows], max=longest, out=out.prefix_lens)
     out.ids.fill_(mask_token_id)
     out.ids[:, 0] = sources.bonus_tokens[rows]
     torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
@@ -64,7 +63,7 @@ def prepare_block_torch(
 
 
 def prepare_block_triton(
-    sources: BlockSources, mask_token_id: int, row_limit: int, turn: Turn, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, turn: Turn, out: BlockTensors
 ) -> None:
     """`prepare_block` as one Triton launch, one program per request."""
     bs, block = out.ids.shape
@@ -73,7 +72,7 @@ def prepare_block_triton(
         *out,
         sources.req_to_token.stride(0),
         mask_token_id,
-        row_limit,
+        longest,
         *turn,
         BLOCK=block,
         LANES=triton.next_power_of_2(block),
@@ -95,7 +94,7 @@ def _prepare_block_kernel(
     step_ptr,
     row_stride,
     mask_token_id,
-    row_limit,
+    longest,
     place,
     coin,
     BLOCK: tl.constexpr,
@@ -105,7 +104,7 @@ def _prepare_block_kernel(
     lane = tl.arange(0, LANES)
     live = lane < BLOCK
     row = tl.load(req_ptr + request).to(tl.int64)
-    prefix = tl.minimum(tl.load(seq_lens_ptr + row).to(tl.int64), row_limit - BLOCK)
+    prefix = tl.minimum(tl.load(seq_lens_ptr + row).to(tl.int64), longest)
     position = prefix + lane
     token = tl.where(lane == 0, tl.load(bonus_ptr + row).to(tl.int64), mask_token_id)
     slot = tl.load(req_to_token_ptr + row * row_stride + position, mask=live, other=0)

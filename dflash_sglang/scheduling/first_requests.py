@@ -42,7 +42,7 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -
     runner: the target's; widths: of steps that will be.
     """
     start, on_gpu = time.perf_counter(), torch.device(runner.device).type == "cuda"
-    most = min(rehearsal.longest(widths[-1]), _most_at_once())
+    most = min(rehearsal.longest, _most_at_once())
     short = min(SHORT, most)
     # SGLang's sampler takes no min_p with seeds: a request that asks for both ends its scheduler.
     samplings = [sampling for sampling in SAMPLINGS if not (rehearsal.seeded and "min_p" in sampling)]

@@ -24,6 +24,7 @@ from dflash_sglang.compat import (
     require_mlp_tp_gather,
     write_cache_indices,
 )
+from dflash_sglang.drafting.block import longest_prefix
 from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.scheduling.step_clock import StepClock
 
@@ -60,9 +61,10 @@ class Rehearsal:
         self._device = runner.device
         self._clock = StepClock(runner.device)
 
-    def longest(self, width: int) -> int:
-        """Tokens of context that leave room for a block."""
-        return self._reservation.row_limit - width
+    @property
+    def longest(self) -> int:
+        """Tokens of context that a request's step may have."""
+        return longest_prefix(self._runner)
 
     @property
     def seeded(self) -> bool:

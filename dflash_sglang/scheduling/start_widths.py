@@ -174,7 +174,7 @@ def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, grou
                 elapsed = group.share_times(elapsed)  # all ranks stop alike
             if requests > cells[0][0] and elapsed[0] > MOST_SECONDS:
                 continue
-            each = min(max(context // requests, 1), rehearsal.longest(width))
+            each = min(max(context // requests, 1), rehearsal.longest)
             for seconds in rehearsal.seconds(requests, each, RUNS, width, tokens(requests, width)):
                 record(requests, width, requests * each, seconds)
             measured += 1

@@ -276,7 +276,7 @@ class Verifier:
         batch.req_pool_indices = block.requests
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
-        batch.seq_lens_sum = block.kv_len_bounds_sum
+        batch.seq_lens_sum = block.prefix_bounds_sum
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=attn_dp)
         return self._worker.forward_batch_generation(
             batch=None,

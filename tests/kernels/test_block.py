@@ -24,7 +24,7 @@ def slot_table(rows: int, width: int) -> torch.Tensor:
     return (torch.arange(rows)[:, None] * 1000 + torch.arange(width)).int()
 
 
-def prepare(device, launch, bonus, seq_lens, requests, table, block, row_limit):
+def prepare(device, launch, bonus, seq_lens, requests, table, block, longest):
     out = block_kernels.BlockTensors(
         *(torch.full((len(bonus), block), -7, device=device) for _ in range(3)),
         *(torch.full((len(bonus),), -7, device=device) for _ in range(2)),
@@ -33,7 +33,7 @@ def prepare(device, launch, bonus, seq_lens, requests, table, block, row_limit):
     relay = torch.full((2, len(table)), -7)  # rows of others
     relay[0, requests], relay[1, requests] = torch.tensor(seq_lens), torch.tensor(bonus)
     sources = block_kernels.BlockSources(*relay.to(device), *on(device, requests), table.to(device))
-    launch(sources, MASK, row_limit, TURN, out)
+    launch(sources, MASK, longest, TURN, out)
     assert out.step.tolist() == list(TURN) and out.requests.tolist() == list(requests)
     return out
 
@@ -41,7 +41,7 @@ def prepare(device, launch, bonus, seq_lens, requests, table, block, row_limit):
 def test_a_block_is_the_last_token_and_masks_at_the_positions_after_the_prefix(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
     ids, positions, slots, prefix, *_ = prepare(
-        device, launch, [100, 200, 300], [10, 8, 12], [0, 1, 2], slot_table(4, 64), block=4, row_limit=64
+        device, launch, [100, 200, 300], [10, 8, 12], [0, 1, 2], slot_table(4, 64), block=4, longest=60
     )
     assert ids.tolist() == [[100, MASK, MASK, MASK], [200, MASK, MASK, MASK], [300, MASK, MASK, MASK]]
     assert positions.tolist() == [[10, 11, 12, 13], [8, 9, 10, 11], [12, 13, 14, 15]]
@@ -51,14 +51,14 @@ def test_a_block_is_the_last_token_and_masks_at_the_positions_after_the_prefix(t
 
 def test_compact_batch_rows_use_the_slots_of_their_persistent_requests(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
-    _, _, slots, *_ = prepare(device, launch, [1, 2], [5, 7], [3, 1], slot_table(4, 32), block=2, row_limit=32)
+    _, _, slots, *_ = prepare(device, launch, [1, 2], [5, 7], [3, 1], slot_table(4, 32), block=2, longest=30)
     assert slots.tolist() == [[3005, 3006], [1007, 1008]]
 
 
-def test_a_request_that_outran_its_row_is_moved_back_into_it(twin, device):
+def test_a_request_that_outran_its_context_is_moved_back(twin, device):
     launch = getattr(block_kernels, f"prepare_block_{twin}")
     _, positions, slots, prefix, *_ = prepare(
-        device, launch, [1, 2], [59, 63], [0, 1], slot_table(3, 64), block=8, row_limit=64
+        device, launch, [1, 2], [56, 63], [0, 1], slot_table(3, 64), block=8, longest=56
     )
     assert prefix.tolist() == [56, 56]
     assert positions[1].tolist() == list(range(56, 64))
@@ -75,7 +75,7 @@ def test_the_block_kernel_equals_its_torch_twin(triton_runs, device, data):
     requests = data.draw(st.permutations(range(6)))[:bs]
     bonus = data.draw(st.lists(st.integers(0, 300_000), min_size=bs, max_size=bs))
     table = slot_table(6, width)
-    arguments = (bonus, seq_lens, requests, table, block, width)
+    arguments = (bonus, seq_lens, requests, table, block, width - block)
     of_torch = prepare(device, block_kernels.prepare_block_torch, *arguments)
     of_triton = prepare(device, block_kernels.prepare_block_triton, *arguments)
     for expected, got in zip(of_torch, of_triton, strict=True):
