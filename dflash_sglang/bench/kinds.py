@@ -18,7 +18,7 @@ SIGNATURE: Mapping[str, str] = {
     BUILT_IN: "Initialized DFLASH draft runner",
     OURS: f"dflash_sglang {__version__} worker active",
 }
-READY_TIMEOUT = 400.0  # seconds; a first start compiles kernels
+READY_TIMEOUT = 1800.0  # seconds; a first start compiles kernels, and large checkpoints load for long
 
 
 def environment(kind: str, chooses: bool = False) -> dict[str, str]:
