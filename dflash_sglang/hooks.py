@@ -124,6 +124,7 @@ def _hook_scheduler() -> None:
     """The hooks of a scheduler that runs our worker; other processes do without the modules that they are on."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from dflash_sglang.attention.room import init_attention_backends
     from dflash_sglang.scheduling import stops
 
     controller = f"{_INTERNAL_STATE}.SchedulerInternalStateController"
@@ -135,6 +136,7 @@ def _hook_scheduler() -> None:
         "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
         "sglang.srt.managers.overlap_utils.resolve_forward_inputs": resolve_forward_inputs,
         "sglang.srt.session.session_controller.Session._concat_token_arrays": stops.concat_token_arrays,
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends": init_attention_backends,
     })  # fmt: skip
     HookRegistry.apply_hooks()
     # SGLANG_IS_IN_CI has SGLang void what it has gathered from the relay; a decode step reads it once more.

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.flash3 import spare_launches
+from dflash_sglang.attention.room import room_for_blocks
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_spec
 from dflash_sglang.config.width import PLAIN
 from dflash_sglang.graph_captures import by_tokens, captured_at, shared_evenly
@@ -38,11 +39,13 @@ class Lane(NamedTuple):
     @classmethod
     def built(cls, runner: ModelRunner, width: int, sizes: Sequence[int], in_parts: bool = False) -> Lane:
         """Backends and graphs beside the present ones, captured at these batch sizes if those are; `in_parts`:
-        for as many tokens as these have, whoever's they are and at most `width` of each request."""
-        shared = runner.init_new_workspace
+        for as many tokens as these have, whoever's they are and at most `width` of each request.
+
+        Such backends share SGLang's workspace: forwards follow each other on one stream.
+        """
         with get_spec().override(speculative_num_draft_tokens=width), captured_at(sizes):
-            attention = runner._get_attention_backend(init_new_workspace=True)
-            runner.init_new_workspace = shared
+            with room_for_blocks(runner):
+                attention = runner._get_attention_backend()
             spare_launches(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):

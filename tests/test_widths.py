@@ -104,11 +104,14 @@ def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
 class Runner:
     """SGLang's model runner, as far as graphs are concerned, whose block has captured 1, 2, 7 and 8 requests."""
 
-    attn_backend, init_new_workspace = "block's", False
+    attn_backend = "block's"
     decode_cuda_graph_runner: Any
 
-    def _get_attention_backend(self, init_new_workspace: bool) -> str:
-        return "its own"
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(context_len=100)
+
+    def _get_attention_backend(self) -> str:
+        return f"of {self.model_config.context_len} tokens"
 
     def _decode_cuda_graph_runner_cls(self) -> type:
         return Graphs
@@ -141,17 +144,31 @@ class Graphs:
         self.captured.append((key.size, [forward() for _ in ("warm-up", "warm-up", "capture")]))
 
 
+class Spec:
+    """SGLang's settings of speculative decoding."""
+
+    speculative_num_draft_tokens = 16
+
+    @contextmanager
+    def override(self, speculative_num_draft_tokens: int) -> Iterator[None]:
+        self.speculative_num_draft_tokens = speculative_num_draft_tokens
+        yield
+        del self.speculative_num_draft_tokens
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     from dflash_sglang import graph_captures, widths
+    from dflash_sglang.attention import room
 
     Graphs.settings = SimpleNamespace(bs=Graphs.capture_bs)
     graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=Graphs.settings)))
-    spec = SimpleNamespace(override=lambda **_: nullcontext())
+    spec = Spec()
     monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
     monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", Graphs.Backend)
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
-    monkeypatch.setattr(widths, "get_spec", lambda: spec)
+    for module in (widths, room):
+        monkeypatch.setattr(module, "get_spec", lambda: spec)
     monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
     runner = Runner()
     runner.decode_cuda_graph_runner = object.__new__(Graphs)
@@ -162,8 +179,21 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(runner: Runner)
     from dflash_sglang import widths
 
     lane = widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
-    assert lane.attention == "its own" and lane.graphs.made == ([1, 2, 8], "its own", 4)
-    assert Graphs.settings.bs is Graphs.capture_bs and not runner.init_new_workspace
+    assert lane.attention == "of 103 tokens" and lane.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
+    assert Graphs.settings.bs is Graphs.capture_bs
+
+
+def test_attention_backends_have_room_for_a_block_beyond_the_context(runner: Any) -> None:
+    """FlashInfer's MLA graphs would write behind what they hold of a request, FlashAttention's read behind it."""
+    from dflash_sglang.attention.room import init_attention_backends
+    from dflash_sglang.drafting.block import longest_prefix
+
+    made: list[int] = []
+    init_attention_backends(lambda runner: made.append(runner.model_config.context_len), runner)
+    assert made == [longest_prefix(runner) + 16] and runner.model_config.context_len == 100
+    with pytest.raises(ZeroDivisionError):
+        init_attention_backends(lambda runner: 1 / 0, runner)
+    assert runner.model_config.context_len == 100
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,8 @@ class Verifier:
 
     def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
-        verify_input = self._verify_input(tokens.view(-1), block.rows.positions, block.size, block.loc_plan)
+        width = block.size if block.part is None else self._block_size  # parts' backends are of the widest blocks
+        verify_input = self._verify_input(tokens.view(-1), block.rows.positions, width, block.loc_plan)
         if block.part is not None:
             verify_input.ragged_verify_layout = block.part.layout
         batch.out_cache_loc = block.rows.slots
