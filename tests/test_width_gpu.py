@@ -71,15 +71,32 @@ def gaps(plain: Server, prompt: list[int], output: list[int]) -> list[float]:
     return [most - value for (value, *_), (most, *_) in zip(given, best, strict=True)]
 
 
+def assert_plain_decodings(plain: Server, asked: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
+    found: list[float] = []
+    for one, answer in zip(asked, answers, strict=True):
+        assert len(answer["output_ids"]) == one["sampling_params"]["max_new_tokens"]
+        found += gaps(plain, one["input_ids"], answer["output_ids"])
+    print(f"{len(found)} tokens, {sum(gap > 0 for gap in found)} not the likeliest, by {max(found):.3f} at most")
+    assert max(found) <= TIE and sum(gap > 0 for gap in found) <= TIES * len(found)
+
+
 def test_output_is_plain_decodings(ours, plain):
     asked = [request(prompt, NEW_TOKENS) for prompt in prompts()]
-    answers = [*ask(ours, asked), ours.generate(**asked[0])]
-    found: list[float] = []
-    for prompt, answer in zip([*prompts(), prompts()[0]], answers, strict=True):
-        found += gaps(plain, prompt, answer["output_ids"])
-    print(f"{len(found)} tokens, {sum(gap > 0 for gap in found)} not the likeliest, by {max(found):.3f} at most")
-    assert len(found) == (MANY + 1) * NEW_TOKENS
-    assert max(found) <= TIE and sum(gap > 0 for gap in found) <= TIES * len(found)
+    assert_plain_decodings(plain, [*asked, asked[0]], [*ask(ours, asked), ours.generate(**asked[0])])
+
+
+@pytest.mark.parametrize("attention", ["fa3", "triton", "flashinfer"])
+def test_a_full_batch_is_plain_decodings_to_the_end_of_its_context(plain, attention):
+    """Blocks end beyond it, in every row of what graphs hold of a request, the last one's too."""
+    requests, context, length = 4, 300, 120
+    new_tokens = context - 2 - length  # as many as SGLang allows
+    asked = [request(prompt[:length], new_tokens) for prompt in prompts()[-requests:]]
+    flags = {**FLAGS, "max_running_requests": requests, "cuda_graph_max_bs_decode": requests}
+    environment = {**DEVICE_ENVIRONMENT, REQUIRE_ENV: "1"}
+    with serve(
+        TARGET, DRAFT, environment=environment, attention_backend=attention, context_length=context, **flags
+    ) as server:
+        assert_plain_decodings(plain, asked, ask(server, asked))
 
 
 def test_sampled_tokens_follow_plain_decodings_distribution(ours, plain):
