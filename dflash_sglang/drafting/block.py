@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def longest_prefix(runner: ModelRunner) -> int:
-    """Committed tokens of a request that needs another step, at most; attention backends hold as much of each.
+    """Committed tokens of a request that needs another step, at most: SGLang ends it before its context is full.
 
-    SGLang ends a request before its context is full.
+    Attention backends have room for a block after it (`attention.room`).
     """
     return runner.model_config.context_len - 1
 
