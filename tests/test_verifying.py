@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_sglang.validation import StartupError
 
@@ -87,3 +88,35 @@ def test_what_layers_choose_is_reported_where_sglang_has_rows_for_a_verify(repor
             bound(SimpleNamespace(), chunk=768, enable_dp_attention=True, **flag)
     else:
         bound(SimpleNamespace(), chunk=768, enable_dp_attention=True, **flag)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_parts_of_blocks_are_verified_as_wide_as_the_backend_that_verifies_them(
+    monkeypatch: pytest.MonkeyPatch, in_parts: bool
+) -> None:
+    """Theirs is of the widest blocks, however wide a step's are: TensorRT-LLM's MLA counts keys by it."""
+    from dflash_sglang.verify import verifier
+
+    asked: list[Any] = []
+
+    def prepare_for_verify(verify_input: Any, *args: Any, **kwargs: Any) -> tuple[None, bool]:
+        asked.append(verify_input)
+        return None, False
+
+    monkeypatch.setattr(verifier.DFlashVerifyInput, "prepare_for_verify", prepare_for_verify)
+    monkeypatch.setattr(verifier, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
+    under_test = object.__new__(verifier.Verifier)
+    under_test._block_size = 16
+    under_test._worker = SimpleNamespace(forward_batch_generation=lambda **_: None)  # type: ignore[assignment]
+    of_a_block = ("prefix_lens", "requests", "kv_len_bounds", "prefix_bounds_sum", "loc_plan")
+    block: Any = SimpleNamespace(
+        size=8,
+        part=SimpleNamespace(layout="layout") if in_parts else None,
+        rows=SimpleNamespace(positions=None, slots=None),
+        **dict.fromkeys(of_a_block),
+    )
+    under_test._forward(SimpleNamespace(), block, torch.zeros(8, dtype=torch.int64))  # type: ignore[arg-type]
+    (verify_input,) = asked
+    assert (verify_input.draft_token_num, verify_input.ragged_verify_layout) == (
+        (16, "layout") if in_parts else (8, None)
+    )

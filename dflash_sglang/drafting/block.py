@@ -106,20 +106,20 @@ class BlockBuilder:
         prepare_block(sources, self._mask_token_id, self._longest, turn, tensors)
         exact = batch.seq_lens_cpu is not None
         if exact:
-            bounds = np.minimum(batch.seq_lens_cpu.numpy(), self._longest) + width
-            kv_len_bounds, bounds_sum = torch.from_numpy(bounds), int(np.add.reduce(bounds))
+            prefixes = np.minimum(batch.seq_lens_cpu.numpy(), self._longest)
+            kv_len_bounds, prefixes_sum = torch.from_numpy(prefixes + width), int(np.add.reduce(prefixes))
         else:
-            kv_len_bounds, bounds_sum = batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
-            bounds = kv_len_bounds.numpy()
+            kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
+            prefixes = kv_len_bounds.numpy() - width
+            prefixes_sum = batch.spec_info.nxt_kv_lens_sum - bs * width
         loc_plan = self._runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=tensors.prefix_lens,
-            seq_lens_cpu=torch.from_numpy(bounds - width),
+            seq_lens_cpu=torch.from_numpy(prefixes),
             write_virtual=self._rows.slots,
             read_extent=width,
         )
-        prefix_bounds_sum = bounds_sum - bs * width
-        return Block(*tensors[:-1], kv_len_bounds, prefix_bounds_sum, loc_plan, self._rows, exact=exact)
+        return Block(*tensors[:-1], kv_len_bounds, prefixes_sum, loc_plan, self._rows, exact=exact)
 
     def _views(self, inputs: GraphInputs, bs: int, width: int) -> tuple[BlockTensors, Rows]:
         *of_rows, prefix_lens, requests = inputs
