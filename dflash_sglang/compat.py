@@ -25,7 +25,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import (
     alloc_for_spec_decode,
@@ -87,6 +87,7 @@ from sglang.srt.utils.common import (
 )
 
 __all__ = [
+    "FINISH_ABORT",
     "SIMULATE_ACC_LEN",
     "SIMULATE_ACC_METHOD",
     "SIMULATE_ACC_TOKEN_MODE",

@@ -125,9 +125,10 @@ def _hook_scheduler() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from dflash_sglang.attention.room import init_attention_backends
-    from dflash_sglang.scheduling import stops
+    from dflash_sglang.scheduling import sessions
 
     controller = f"{_INTERNAL_STATE}.SchedulerInternalStateController"
+    session = "sglang.srt.session"
     hook_around({
         f"{controller}.get_internal_state": get_internal_state,
         f"{controller}._validate_accept_threshold": validate_accept_threshold,
@@ -135,7 +136,8 @@ def _hook_scheduler() -> None:
         "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
         "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
         "sglang.srt.managers.overlap_utils.resolve_forward_inputs": resolve_forward_inputs,
-        "sglang.srt.session.session_controller.Session._concat_token_arrays": stops.concat_token_arrays,
+        f"{session}.session_controller.Session._concat_token_arrays": sessions.concat_token_arrays,
+        f"{session}.streaming_session.StreamingSession.try_cache_finished_req": sessions.try_cache_finished_req,
         "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends": init_attention_backends,
     })  # fmt: skip
     HookRegistry.apply_hooks()

@@ -29,13 +29,6 @@ def install() -> None:
     Req.update_finish_state = update_finish_state
 
 
-def concat_token_arrays(original: Callable[..., Any], last_req: Any, *args: Any) -> Any:
-    """AROUND Session._concat_token_arrays: the prompt of a session's next turn, which ends the one before where
-    that stopped."""
-    last_req.output_ids = last_req.output_ids_through_stop
-    return original(last_req, *args)
-
-
 def _first_stop(original: Callable[..., None], req: Any, new_accepted_len: int) -> None:
     """SGLang takes a stop string of the run before a stop token, and of strings the one that is listed first,
     wherever they are. Where that has ended a request, its tokens are looked at again, one by one."""
