@@ -7,17 +7,19 @@ import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from dflash_sglang import __version__
 from dflash_sglang.bench import arguments
+from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.pair import held_out_prompts, pair_directories
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 when a server failed, float32 outputs differ or a text has too few tokens, 2 for
-    a setting that `bench` cannot measure, 130 after Ctrl-C."""
+    a setting that `bench` cannot measure or `hot-vocab` cannot read or write, 130 after Ctrl-C."""
     options = _parser().parse_args(argv)
     if options.command == "pair":
         print(json.dumps(pair_directories(), indent=1))
@@ -88,19 +90,52 @@ def _hot_vocab(options: argparse.Namespace) -> int:
     import torch
     from transformers import AutoTokenizer
 
-    from dflash_sglang.token_map import most_frequent
+    from dflash_sglang.token_map import TooFewTokens, most_frequent, stretches
 
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(path.open(encoding="utf-8")) for path in options.text]
-        try:
-            tokens, share = most_frequent(tokenizer, itertools.chain(*files), options.size)
-        except ValueError as error:
-            print(f"dflash-sglang hot-vocab: {error}", file=sys.stderr)
-            return 1
-    torch.save(tokens, options.out)
+    def pieces(path: Path, file: TextIO) -> Iterator[str]:
+        with _expected("--text", path, "a file of UTF-8 text"):
+            yield from stretches(file)
+
+    try:  # what can be known before the texts are read, before they are
+        with contextlib.ExitStack() as stack:
+            with _expected("--out", options.out, "a file that can be written"):
+                _try_to_write(options.out)
+            files = []
+            for path in options.text:
+                with _expected("--text", path, "a file of UTF-8 text"):
+                    files.append(stack.enter_context(path.open(encoding="utf-8", newline="")))
+            with _expected("--tokenizer", options.tokenizer, "the directory or name of a tokenizer"):
+                tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+            texts = itertools.chain.from_iterable(map(pieces, options.text, files))
+            tokens, share = most_frequent(tokenizer, texts, options.size)
+        with _expected("--out", options.out, "a file that can be written"), options.out.open("wb") as out:
+            torch.save(tokens, out)
+    except BadSetting as error:
+        print(f"dflash-sglang hot-vocab: {error}", file=sys.stderr)
+        return 2
+    except TooFewTokens as error:
+        print(f"dflash-sglang hot-vocab: {error}", file=sys.stderr)
+        return 1
     print(f"{options.out}: {len(tokens)} of {len(tokenizer)} tokens, {share:.2%} of this text's")
     return 0
+
+
+@contextlib.contextmanager
+def _expected(option: str, value: object, what: str) -> Iterator[None]:
+    """What is raised by a file that is missing or something else becomes BadSetting."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadSetting(f"{option} {value}: expected {what} ({reason})") from error
+
+
+def _try_to_write(path: Path) -> None:
+    """Leaves no file where there was none, and one as it is. Raises OSError."""
+    new = not (path.exists() or path.is_symlink())
+    path.open("ab").close()
+    if new:
+        path.unlink()
 
 
 def spread(prompts: Sequence[str], count: int) -> list[str]:

@@ -38,8 +38,12 @@ def start_subprocess_watchdog(original: Callable[..., None], watchdog: Any) -> N
 def stop_subprocess_watchdog(original: Callable[..., None], watchdog: Any) -> None:
     """AROUND SubprocessWatchdog.stop: runs in the launcher, before it ends its processes, whatever the reason.
 
-    Logs those that ended by themselves, and those that are stopped.
+    Logs those that ended by themselves, and those that are stopped. Not when it is called again, as it is by
+    Engine.shutdown at exit: the processes were ended then.
     """
+    if watchdog._stop_event.is_set():
+        original(watchdog)
+        return
     ending = connection.wait([process.sentinel for process in watchdog._processes], timeout=0)
     for process, name in zip(watchdog._processes, watchdog._names, strict=True):
         if process.sentinel in ending:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 FLAG = "--speculative-token-map"
-LINES_AT_A_TIME = 1000
+STRETCH = 1 << 16  # characters that are tokenized in one piece, if nothing stops the cut after them
+STRETCHES_AT_A_TIME = 16
 
 
 class TokenMapError(ValueError):
     """A token map that no head can be cut down to; the message names the file."""
+
+
+class TooFewTokens(ValueError):
+    """A text without as many different tokens as a map shall have."""
 
 
 def read_token_map(path: str) -> Tensor:
@@ -45,30 +52,41 @@ def read_token_map(path: str) -> Tensor:
     return ascending
 
 
-def most_frequent(tokenizer: Any, lines: Iterable[str], count: int) -> tuple[list[int], float]:
+def stretches(text: TextIO) -> Iterator[str]:
+    """All of a text, in pieces of about STRETCH characters and never more than twice as many.
+
+    Tokens span line breaks and the blanks beside them, so a piece ends where a line without blanks at its end
+    meets a letter or a digit, which tokenizers cut apart, too. Without such a place in as many characters again it
+    ends anywhere.
+    """
+    piece: list[str] = []
+    size = 0
+    while line := text.readline(STRETCH):
+        apart = piece and re.search(r"\S\n\Z", piece[-1]) and line[0].isalnum()
+        if size + len(line) > (STRETCH if apart else 2 * STRETCH):
+            yield "".join(piece)
+            piece, size = [], 0
+        piece.append(line)
+        size += len(line)
+    if piece:
+        yield "".join(piece)
+
+
+def most_frequent(tokenizer: Any, pieces: Iterable[str], count: int) -> tuple[list[int], float]:
     """The `count` most frequent tokens of a text, special tokens before all others, and the share of the text's
-    tokens that they are. Raises ValueError where the text has fewer tokens."""
+    tokens that they are. Raises TooFewTokens."""
     counts: Counter[int] = Counter()
-    batch: list[str] = []
-    for line in lines:
-        batch.append(line)
-        if len(batch) == LINES_AT_A_TIME:
-            counts.update(_tokens(tokenizer, batch))
-            batch = []
-    if batch:
-        counts.update(_tokens(tokenizer, batch))
+    remaining = iter(pieces)
+    while batch := list(itertools.islice(remaining, STRETCHES_AT_A_TIME)):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            counts.update(ids)
     special = sorted(set(tokenizer.all_special_ids))
     common = [token for token, _ in counts.most_common() if token not in special]
     if len(special) + len(common) < count:
-        raise ValueError(
+        raise TooFewTokens(
             f"--size {count}: expected at most {len(special) + len(common)}, the different tokens of this text "
             "and the special ones. Give more text, or a smaller size."
         )
     chosen = [*special, *common][:count]
     total = counts.total()
     return chosen, sum(counts[token] for token in chosen) / total if total else 0.0
-
-
-def _tokens(tokenizer: Any, lines: list[str]) -> Iterable[int]:
-    for ids in tokenizer(lines, add_special_tokens=False)["input_ids"]:
-        yield from ids

@@ -79,6 +79,17 @@ def test_a_run_without_matplotlib_says_how_to_get_it_and_draws_again_from_its_fi
     assert (tmp_path / "again" / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_what_is_written_is_said_and_nothing_else(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(plot, "can_draw", lambda: False)
+    figures, text = tmp_path / "bench.json", tmp_path / "bench.md"
+    run.write(document(), tmp_path, figures)
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {figures}, {text}"
+    figures.write_text(json.dumps(document()))
+    (tmp_path / "bench.png").write_text("of an earlier run")
+    assert main(["bench", "--redraw", str(figures), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {text}"
+
+
 def test_float32_outputs_that_differ_fail_the_run(monkeypatch, tmp_path, capsys):
     settings = settings_of("--output", "8", out=tmp_path)
     outputs = {}

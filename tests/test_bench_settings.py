@@ -46,6 +46,19 @@ def test_results_that_cannot_be_written_end_the_run_before_it_measures(tmp_path)
         run.measure(settings_of(out=tmp_path / "file"))
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_checkpoint_without_a_config_that_can_be_read_is_refused_by_name(role, content, tmp_path, capsys):
+    options = ["--target", *pair_of(tmp_path, [0, 1, 3])]
+    config = tmp_path / role / "config.json"
+    config.unlink()
+    if content is not None:
+        config.write_text(content)
+    assert main(["bench", *options]) == 2
+    said = capsys.readouterr().err
+    assert f"bench: --{role} {tmp_path / role}: expected the directory of a checkpoint (" in said
+
+
 def test_a_draft_that_another_worker_serves_is_refused(tmp_path):
     config = json.loads((Path(pair_directories()["draft"]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3DSparkModel"]}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -90,3 +92,17 @@ def test_what_a_request_says_of_its_length_fits_the_outputs_of_the_row(
     assert [list(row.output_ids) for row in rows] == outputs
     assert [list(row.output_ids_through_stop) for row in rows] == outputs
     assert [row.seqlen for row in rows] == [5, 6, 7, 8] and {row.rid for row in rows} == {"its own"}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda row: pickle.loads(pickle.dumps(row))])
+def test_a_copy_of_a_rows_request_has_the_rows_outputs_and_what_was_kept_in_it(copied: Any) -> None:
+    from dflash_sglang.verify.custom_processors import RequestAtRow
+
+    row = RequestAtRow(request(2, [7]), [7, 8])
+    row.kept = "state"
+    other = copied(row)
+    assert (list(other.output_ids), other.seqlen, other.kept, other.rid) == ([7, 8], 4, "state", "its own")
+    other.output_ids.append(9)
+    assert list(row.output_ids) == ([7, 8, 9] if copied is copy.copy else [7, 8])
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = other.no_such

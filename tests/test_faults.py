@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from sglang.srt.utils.watchdog import SubprocessWatchdog
 
 from dflash_sglang import faults
 
@@ -49,7 +50,7 @@ def test_the_fate_of_a_process_is_told_where_it_is_no_orderly_one(children):
 
 def test_the_launcher_names_who_died_before_it_ends_the_others(children, caplog):
     stops = []
-    watchdog = SimpleNamespace(_processes=children[:3], _names=["scheduler_0", "scheduler_1", "detokenizer"])
+    watchdog = SubprocessWatchdog(children[:3], ["scheduler_0", "scheduler_1", "detokenizer"])
     faults.stop_subprocess_watchdog(stops.append, watchdog)
     assert stops == [watchdog] and not caplog.records
     os.kill(children[1].pid, signal.SIGKILL)
@@ -58,6 +59,20 @@ def test_the_launcher_names_who_died_before_it_ends_the_others(children, caplog)
     assert [record.message for record in caplog.records] == [
         f"scheduler_1 (pid {children[1].pid}) was ended by SIGKILL."
     ]
+
+
+def test_what_the_launcher_ended_itself_is_no_fault_when_it_shuts_down_again(children, caplog):
+    watchdog, stops = SubprocessWatchdog(children[:3]), []
+
+    def stop(watchdog):
+        stops.append(watchdog)
+        SubprocessWatchdog.stop(watchdog)
+
+    faults.stop_subprocess_watchdog(stop, watchdog)
+    children[0].kill()
+    children[0].join()
+    faults.stop_subprocess_watchdog(stop, watchdog)
+    assert stops == [watchdog, watchdog] and not caplog.records
 
 
 def test_processes_are_called_by_their_titles_where_they_have_one(children):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_sglang import cli
+from dflash_sglang import cli, token_map
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.token_map import TokenMapError, read_token_map
 from tests import sglang_layers as layers
@@ -22,6 +25,12 @@ from tests.test_heads import Together
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 KEPT, NEW_TOKENS = 40, 48
+BLANKS = r"\s+(?!\S)|\s+"
+PRETOKENIZERS = {
+    "GPT-2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + BLANKS,
+    "Qwen": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|" + BLANKS,
+    "o200k": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|" + BLANKS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +63,80 @@ def test_the_command_writes_special_tokens_and_the_most_frequent_ones_of_the_tex
     arguments = ["--tokenizer", str(TARGET), "--text", str(text), "--size", "5000", "--out", str(tmp_path / "x")]
     assert cli.main(["hot-vocab", *arguments]) == 1
     assert "--size 5000: expected at most" in capsys.readouterr().err
+
+
+@pytest.fixture
+def of_lines(tmp_path: Path) -> Path:
+    """A tokenizer with tokens that span line breaks."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["a", ".", " ", "\n", "\n\n", ".\n\n"]
+    merges = [("\n", "\n"), (".", "\n\n")]
+    model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_tokens_that_span_line_breaks_are_counted(of_lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(token_map, "STRETCH", 30)
+    tokenizer = AutoTokenizer.from_pretrained(of_lines)
+    text = "aa.\n\na\n\na a\n" * 50  # each time five of "a", one of ".\n\n", "\n\n", " " and "\n", in this order
+
+    def most_frequent(count: int) -> tuple[list[int], float]:
+        return token_map.most_frequent(tokenizer, token_map.stretches(io.StringIO(text, newline="")), count)
+
+    assert most_frequent(5) == ([0, 5, 4, 2, 3], 1.0)
+    assert most_frequent(1) == ([0], pytest.approx(5 / 9))
+
+
+@pytest.mark.parametrize("pattern", PRETOKENIZERS)
+def test_a_text_is_cut_where_tokenizers_cut_it(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    monkeypatch.setattr(token_map, "STRETCH", 400)
+    split = pre_tokenizers.Split(Regex(PRETOKENIZERS[pattern]), "isolated")
+    text = "".join(random.Random(1).choices("ab.,/(7é  \n\n\r", k=40_000))
+    pieces = list(token_map.stretches(io.StringIO(text, newline="")))
+    apart = [word for piece in pieces for word, _ in split.pre_tokenize_str(piece)]
+    assert len(pieces) > 20 and apart == [word for word, _ in split.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a\nb", "x" * 99, "a\r\nb\r\n" * 40, "  a\n" * 40, "\n" * 70, "ab\n\nc" * 30], ids=repr
+)
+def test_a_text_is_read_whole_and_in_pieces_of_bounded_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_map, "STRETCH", 16)
+    pieces = list(token_map.stretches(io.StringIO(text, newline="")))
+    assert "".join(pieces) == text and all(0 < len(piece) <= 32 for piece in pieces)
+
+
+def test_what_the_command_cannot_read_or_write_is_said_before_it_counts(
+    of_lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--text": tmp_path / "text", "--tokenizer": of_lines, "--out": tmp_path / "out"}
+    given["--text"].write_text("a.\n\n" * 9)
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text(json.dumps({"model": 3}))
+    wrong = [
+        ("--text", tmp_path / "latin", "a file of UTF-8 text (UnicodeDecodeError: "),
+        ("--text", tmp_path / "none", "a file of UTF-8 text (FileNotFoundError: "),
+        ("--tokenizer", tmp_path / "none", "the directory or name of a tokenizer (OSError: "),
+        ("--tokenizer", tmp_path / "broken", "the directory or name of a tokenizer ("),
+        ("--out", tmp_path / "none" / "x", "a file that can be written (FileNotFoundError: "),
+        ("--out", tmp_path, "a file that can be written (IsADirectoryError: "),
+    ]
+    for number, (option, value, says) in enumerate(wrong):
+        if number == 1:  # of the first one, the text, no more is known before it is read
+            monkeypatch.setattr(token_map, "most_frequent", lambda *_: pytest.fail("counted"))
+        arguments = [str(part) for pair in {**given, option: value}.items() for part in pair]
+        assert cli.main(["hot-vocab", *arguments, "--size", "16"]) == 2
+        [said] = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"dflash-sglang hot-vocab: {option} {value}: expected {says}")
+    assert not given["--out"].exists()
 
 
 @pytest.mark.parametrize(

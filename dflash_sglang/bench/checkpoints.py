@@ -60,8 +60,8 @@ def random_weights(shapes: str, layers: int | None, out: Path, say: Callable[[st
 
 def facts(target: str, draft: str) -> Pair:
     """Raises BadSetting for a checkpoint that is not there, or a draft that another worker serves."""
-    directories = {"--target": _directory("--target", target), "--draft": _directory("--draft", draft)}
-    config, draft_config = (read_config(directory) for directory in directories.values())
+    directory, config = _checkpoint("--target", target)
+    draft_directory, draft_config = _checkpoint("--draft", draft)
     reason = foreign(draft_config)
     if reason is not None:
         raise BadSetting(f"--draft {draft}: {reason}")
@@ -70,7 +70,7 @@ def facts(target: str, draft: str) -> Pair:
     except DraftConfigError as error:
         raise BadSetting(f"--draft {draft}: {error}") from error
     text: Mapping[str, Any] = config.get("text_config") or config
-    sizes = [_weights(directory) for directory in directories.values()]
+    sizes = [_weights(directory), _weights(draft_directory)]
     layers, context = text.get("num_hidden_layers"), text.get("max_position_embeddings")
     return Pair(target, draft, spec, layers, context, text.get("vocab_size", spec.vocab_size), *sizes)
 
@@ -86,10 +86,12 @@ def why_no_built_in(pair: Pair, gpu: bool) -> str | None:
     return None
 
 
-def _directory(option: str, path: str) -> Path:
+def _checkpoint(option: str, path: str) -> tuple[Path, dict[str, Any]]:
+    """(directory, raw config.json)"""
     try:
-        return config_directory(path, None)
-    except OSError as error:
+        directory = config_directory(path, None)
+        return directory, read_config(directory)
+    except (OSError, ValueError) as error:
         raise BadSetting(f"{option} {path}: expected the directory of a checkpoint ({error})") from error
 
 

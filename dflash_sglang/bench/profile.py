@@ -42,7 +42,8 @@ def take_apart(
             if number == 0:
                 decoding.release()
 
-    with ThreadPoolExecutor(len(requests)) as pool:
+    pool = ThreadPoolExecutor(len(requests))
+    try:
         clients = [pool.submit(client, request) for request in requests]
         deadline = time.monotonic() + TIMEOUT
         for _ in clients:
@@ -60,6 +61,8 @@ def take_apart(
             raise ServerFailed(f"a request of {PROFILED_TOKENS} tokens ended before its profile began")
         for done in clients:
             done.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # of a run that broke off, they end with their server
     path, step = wait_for_trace(directory, progress)
     progress.end(f"{step.step_ms:.3f} ms a step")
     return {"concurrency": len(requests), **dataclasses.asdict(step), "idle": step.idle, "trace": str(path)}

@@ -89,21 +89,22 @@ def _save(
 ) -> dict[str, Any]:
     command = ["dflash-sglang", *sys.argv[1:]]
     measured = document(settings, list(results.values()), command, ran_on, incomplete)
-    (settings.out / "bench.json").write_text(json.dumps(measured, indent=1) + "\n")
-    write(measured, settings.out)
+    figures = settings.out / "bench.json"
+    figures.write_text(json.dumps(measured, indent=1) + "\n")
+    write(measured, settings.out, figures)
     return measured
 
 
-def write(measured: dict[str, Any], out: Path) -> None:
-    """Writes the table and, with matplotlib, the plot; prints the table."""
+def write(measured: dict[str, Any], out: Path, *before: Path) -> None:
+    """Writes the table and, with matplotlib, the plot; prints the table and what is written, `before` first."""
     out.mkdir(parents=True, exist_ok=True)
-    written = [out / "bench.json", out / "bench.md"]
+    written = [*before, out / "bench.md"]
     text = table.markdown(measured)
-    written[1].write_text(text)
+    written[-1].write_text(text)
     print(f"\n{text}")
     if plot.can_draw():
         plot.draw(plot.series(measured), out / "bench.png")
         written.append(out / "bench.png")
     else:
         print(plot.MISSING)
-    print("written: " + ", ".join(str(path) for path in written if path.exists()))
+    print("written: " + ", ".join(str(path) for path in written))

@@ -90,6 +90,8 @@ class RequestAtRow:
         self.seqlen = len(req.origin_input_ids) + len(output_ids)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_req":  # asked for while a copy is made, which has no request yet
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return getattr(self._req, name)
 
 
