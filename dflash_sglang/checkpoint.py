@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.config import read_config
+from safetensors import SafetensorError, safe_open
+
+from dflash_sglang.config import DraftConfigError, read_config
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,21 @@ def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any]
 def tensor_facts(directory: Path) -> dict[str, TensorFacts]:
     """Every tensor of the *.safetensors files of a directory by name, from their headers alone.
 
-    Empty where the weights are in another format, or not on this machine yet.
+    Empty where the weights are in another format, or not on this machine yet. Raises DraftConfigError for a file
+    that is not whole.
     """
     facts: dict[str, TensorFacts] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                facts[name] = TensorFacts(tensor["dtype"], tuple(tensor["shape"]))
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+                    tensor = file.get_slice(name)
+                    facts[name] = TensorFacts(tensor.get_dtype(), tuple(tensor.get_shape()))
+        except SafetensorError as error:
+            raise DraftConfigError(
+                path.name,
+                f"{path.stat().st_size} bytes",
+                f"a whole safetensors file ({error})",
+                "Download it again; a pointer of Git LFS becomes the file with `git lfs pull`.",
+            ) from error
     return facts

@@ -9,8 +9,10 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.speculative_hook import attn_dp_enabled_of
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.environ import envs
+from sglang.srt.utils.hf_transformers_utils import check_gguf_file
 
 __all__ = [
+    "check_gguf_file",
     "declare_resolution",
     "envs",
     "hybrid_gdn_config",

@@ -78,13 +78,14 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
     plain = SPECULATORS_ARCHITECTURES if is_speculators(config) else (PLAIN_ARCHITECTURE,)
-    if names and not is_dflash2(config) and not set(plain) & set(names):
+    dflash2 = is_dflash2(config) and not is_speculators(config)
+    if names and not dflash2 and not set(plain) & set(names):
         return Foreign("draft config architectures", names[0], "neither a plain DFlash draft nor a DFlash2 draft")
     nested = config.get("dflash_config")
     if not isinstance(nested, Mapping):
         nested = {}
     for row in _ROWS:
-        if row.part_of_dflash2 and is_dflash2(config):
+        if row.part_of_dflash2 and dflash2:
             continue
         value = nested.get(row.field)
         path = f"dflash_config.{row.field}"

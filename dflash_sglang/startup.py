@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
 from dflash_sglang.compat_args import (
+    check_gguf_file,
     envs,
     hybrid_gdn_config,
     mambaish_config,
@@ -36,6 +37,7 @@ from dflash_sglang.validation import (
     quantisation_problems,
     serving_problems,
     token_map_problems,
+    unread_problems,
     window_problems,
 )
 
@@ -88,8 +90,7 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     target = TargetFacts.from_config(target_config.hf_text_config)
     problems += draft_problems(spec, target, parallel, serving, tensors, own)
     problems += [*window_problems(spec, serving), *pool_problems(config)]
-    if tensors:  # else in a format whose tensors the loader alone can name
-        problems += own_problems(spec, target, own)
+    problems += own_problems(spec, target, own) if tensors else unread_problems(spec, target)
     if cfg.speculative_token_map is not None:
         path = cfg.speculative_token_map
         problems += token_map_problems(path, read_token_map(path), spec, target, own)
@@ -174,7 +175,14 @@ def _serving_facts(cfg: Any) -> ServingFacts:
         draft_window=cfg.speculative_draft_window_size,
         draft_sinks=cfg.speculative_draft_sink_size,
         widest=PluginConfig.from_env().width.widest,
+        draft_as_gguf=cfg.speculative_draft_load_format is None and _loads_gguf(cfg),
     )
+
+
+def _loads_gguf(cfg: Any) -> bool:
+    """As SGLang resolves --load-format once the speculative arguments are, for the target and for a draft that has
+    none of its own."""
+    return cfg.load_format == "gguf" or (cfg.load_format == "auto" and check_gguf_file(cfg.model_path))
 
 
 def parallel_facts(cfg: Any) -> ParallelFacts:

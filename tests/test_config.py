@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, Qwen3Config
 
 from dflash_sglang.config import (
     DraftConfigError,
@@ -73,6 +74,34 @@ def test_the_window_counts_the_current_token_and_comes_from_any_of_its_names() -
     assert (
         spec(layer_types=None, sliding_window=4096).layers == (LayerAttention("full_attention", False, None),) * 2
     )
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"use_sliding_window": True, "max_window_layers": 9},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+        {"use_sliding_window": False, "max_window_layers": 1},
+    ],
+    ids=str,
+)
+def test_without_layer_types_the_layers_are_those_of_transformers_qwen3(window: dict) -> None:
+    config = {**draft_config(layer_types=None), **window}
+    expected = Qwen3Config(**config)
+    layers = DraftSpec.from_config(config).layers
+    assert [layer.kind for layer in layers] == expected.layer_types
+    assert [layer.window for layer in layers] == [
+        expected.sliding_window if kind == "sliding_attention" else None for kind in expected.layer_types
+    ]
+
+
+def test_without_a_head_dim_it_is_transformers() -> None:
+    for model_type in ("qwen3", "llama"):
+        config = draft_config(head_dim=None, model_type=model_type)
+        assert DraftSpec.from_config(config).head_dim == AutoConfig.for_model(**config).head_dim
 
 
 def test_block_size_mask_and_layer_ids_are_read_nested_first_and_then_from_the_top_level() -> None:
@@ -157,8 +186,8 @@ def test_the_m_rope_of_a_multimodal_target_becomes_plain_rope_over_the_whole_hea
 
 
 def test_shape_fields_have_the_defaults_of_the_published_format() -> None:
-    draft = spec(head_dim=None, num_key_value_heads=None, rms_norm_eps=None)
-    assert (draft.head_dim, draft.num_kv_heads, draft.rms_norm_eps) == (16, 4, 1e-6)
+    draft = spec(num_key_value_heads=None, rms_norm_eps=None)
+    assert (draft.num_kv_heads, draft.rms_norm_eps) == (4, 1e-6)
     nested = dict(draft_config(), text_config={"hidden_size": 96, "head_dim": 24})
     assert (DraftSpec.from_config(nested).hidden_size, DraftSpec.from_config(nested).head_dim) == (96, 24)
 

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_sglang.config import DraftConfigError, DraftSpec, PluginConfig
 from dflash_sglang.families import foreign
+from tests.draft_formats import speculators_config
 from tests.reference_dflash2 import dflash2_config
 from tests.tiny import draft_config
 
@@ -45,6 +46,7 @@ def test_every_name_of_the_architecture_is_ours_and_registered(name):
 def test_other_families_in_dflash2s_layout_stay_with_the_built_in_worker():
     for overrides in ({"use_gemma_norm": True}, {"speculators_model_type": "dflash2"}):
         assert foreign(dflash2_config(**overrides)) is not None
+    assert foreign(speculators_config(draft_config(), architectures=["DFlash2DraftModel"])) is not None
 
 
 def test_a_draft_for_muse_glimmer_counts_layers_otherwise_and_stays_with_the_built_in_worker():

@@ -155,6 +155,25 @@ def test_a_malformed_module_of_the_drafts_own_ends_start_up_and_is_named(
     assert problem.startswith(message)
 
 
+UNREAD = [
+    (OWN_HEAD, {}, "has_lm_head=True"),
+    (OWN_HEAD, {"has_lm_head": None, "has_embed_tokens": True}, "has_embed_tokens=True"),
+    (REDUCED, {}, "draft_vocab_size="),
+]
+
+
+@refused("a module of its own in files of another format")
+@pytest.mark.parametrize(("name", "config", "said"), UNREAD, ids=str)
+def test_modules_of_the_drafts_own_are_asked_for_in_safetensors(
+    tmp_path: Path, name: str, config: dict[str, Any], said: str
+) -> None:
+    draft = change(FORMATS[name](tmp_path), config, {})
+    (draft / "model.safetensors").unlink()
+    (draft / "pytorch_model.bin").touch()
+    problem = refusal(draft)
+    assert problem.startswith(f"draft config {said}") and "Convert the checkpoint to safetensors." in problem
+
+
 MASK_FILES: dict[str, tuple[Any, str]] = {
     "of another mask token": (
         {"embedding": torch.zeros(64), "mask_token_id": 4},

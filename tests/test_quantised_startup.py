@@ -52,6 +52,14 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
         [f"{FIELD}.config_groups.group_0.format='nvfp4-pack-quantized'", "pack-quantized"],
     ),
     "ModelOpt NVFP4": ({"quant_method": "modelopt_fp4"}, [f"{FIELD}.quant_method='modelopt_fp4'"]),
+    "a list of groups": (
+        {**CT, "config_groups": [{"weights": {}}]},
+        [f"{FIELD}.config_groups=[", "an object with a group of layers by name"],
+    ),
+    "a group that is none": (
+        {**CT, "config_groups": {"group_0": {"weights": 4}}},
+        [f"{FIELD}.config_groups.group_0={{'weights': 4}}"],
+    ),
     "W4A16 in groups of 16": (
         group({}, group_size=16),
         [f"{FIELD}.config_groups.group_0.weights.group_size=16", "32, 64, 128"],
@@ -107,7 +115,9 @@ def test_quantised_weights_need_a_gpu() -> None:
     assert problem.startswith(f"{FLAG}='fp8'") and f"Set {FLAG} unquant" in problem
 
 
-@pytest.mark.parametrize("method", ["awq", "compressed-tensors", "quark"])
+@pytest.mark.parametrize(
+    "method", ["awq", "compressed-tensors", "quark", "moe_wna16", "auto-round", "petit_nvfp4"]
+)
 @pytest.mark.parametrize(("inherited", "field"), [(False, FLAG), (True, "--quantization")])
 def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft(
     method: str, inherited: bool, field: str

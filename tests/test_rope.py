@@ -25,6 +25,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED,
 }
+BESIDE = "of the config"  # stands for the field of the same meaning beside the scaling
 SCALINGS: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4},
@@ -37,12 +38,22 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn with half of mscale": {**YARN, "mscale": 2.0, "mscale_all_dim": 0},
     "yarn of given bounds": {**YARN, "beta_fast": 8, "beta_slow": 2, "truncate": False},
     "yarn of half a head": {**YARN, "partial_rotary_factor": 0.5},
+    "llama3 of no trained length": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
+    "yarn whose factor is null": {**YARN, "factor": None, "original_max_position_embeddings": TRAINED // 4},
+    "yarn of a trained length beside it, which wins": {**YARN, BESIDE: TRAINED // 2},
 }
 
 
 @pytest.fixture(scope="module")
 def rank() -> None:
     layers.start_rank()
+
+
+def fields(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Of a config with this scaling."""
+    inside = {"rope_theta": 10000.0, **{key: value for key, value in scaling.items() if key != BESIDE}}
+    beside = {"original_max_position_embeddings": scaling[BESIDE]} if BESIDE in scaling else {}
+    return dict(max_position_embeddings=TRAINED, rope_parameters=inside, **beside)
 
 
 def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) -> Tensor:
@@ -55,8 +66,7 @@ def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) 
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=TRAINED,
-        rope_parameters={"rope_theta": 10000.0, **scaling},
+        **fields(scaling),
     )
     cos, sin = Qwen3RotaryEmbedding(config)(x, positions[None])
     width = cos.shape[-1]
@@ -70,8 +80,7 @@ def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) 
 def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_trained_length(
     tmp_path, rank, scaling
 ):
-    theta = {"rope_theta": 10000.0}
-    model = layers.make_draft(tmp_path, max_position_embeddings=TRAINED, rope_parameters={**theta, **scaling})
+    model = layers.make_draft(tmp_path, **fields(scaling))
     model.cover_positions(9000)  # whatever the table covered by itself
     attention = model.layers[1].self_attn
     positions = torch.cat((torch.arange(4 * TRAINED), torch.tensor([1000, 8999])))
@@ -83,6 +92,11 @@ def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_tra
         queries, _ = attention.rotary_emb(positions, q.clone(), q.clone())
     torch.testing.assert_close(keys, as_transformers_does(scaling, positions, normed), rtol=0, atol=2e-3)
     torch.testing.assert_close(queries, as_transformers_does(scaling, positions, q), rtol=0, atol=2e-3)
+
+
+def test_theta_may_stand_in_either_of_two_equal_scalings():
+    spec = DraftSpec.from_config(draft_config(rope_parameters=LLAMA3, rope_scaling={**LLAMA3, "rope_theta": 77.0}))
+    assert spec.rope.theta == 77.0
 
 
 @pytest.mark.matrix(draft="z-lab, RoPE of the sequence's length", outcome="refused")

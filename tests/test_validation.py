@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dflash_sglang.checkpoint import TensorFacts, config_directory, tensor_facts
-from dflash_sglang.config import DraftSpec
+from dflash_sglang.config import DraftConfigError, DraftSpec
 from dflash_sglang.validation import (
     COORDINATION,
     UNSERVED,
@@ -104,6 +104,11 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
         9,
     ),
     "heads": ({"draft_tp_size": 8}, "draft config num_attention_heads", 4),
+    "columns of the MLP": (
+        {"draft_tp_size": 4, "intermediate_size": 130},
+        "draft config intermediate_size",
+        130,
+    ),
     "key-value heads": (
         {"draft_tp_size": 4, "num_key_value_heads": 3, "num_attention_heads": 12},
         "draft config num_key_value_heads",
@@ -151,6 +156,11 @@ SERVING_ROWS: dict[str, tuple[ServingFacts, str, object]] = {
         ServingFacts("draft", kv_pool_flag="--enable-unified-memory"),
         "--enable-unified-memory",
         True,
+    ),
+    "a target in GGUF": (
+        ServingFacts("draft", draft_as_gguf=True),
+        "--speculative-draft-load-format",
+        None,
     ),
 }
 
@@ -324,6 +334,19 @@ def test_tensor_facts_come_from_the_headers_of_every_file(tmp_path: Path) -> Non
     assert tensor_facts(tmp_path / "absent") == {}
 
 
+@pytest.mark.parametrize("kept", [0, 5, 40, -1])
+def test_a_weights_file_that_is_not_whole_is_named(tmp_path: Path, kept: int) -> None:
+    write_checkpoint(tmp_path, draft_config(), {"a": torch.zeros(2, 3)})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(DraftConfigError) as refused:
+        tensor_facts(tmp_path)
+    assert (refused.value.field, refused.value.value) == ("model.safetensors", f"{path.stat().st_size} bytes")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 64\n")
+    with pytest.raises(DraftConfigError, match="git lfs pull"):
+        tensor_facts(tmp_path)
+
+
 # ---- The launcher ------------------------------------------------------------------------------------------
 
 # Draft overrides, extra arguments, environment -> what the message has to contain.
@@ -422,6 +445,11 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         {},
         ["--speculative-draft-attention-backend", "flashinfer"],
         ["--speculative-draft-attention-backend='flashinfer'", "torch_native"],
+    ),
+    "a target in GGUF": (
+        {},
+        ["--load-format", "gguf"],
+        ["--speculative-draft-load-format=None: expected the draft's own format", "load-format auto"],
     ),
     "window": ({"sliding_window": None}, [], ["sliding_window=None", "Add sliding_window"]),
     "number of layer types": ({"num_hidden_layers": 3}, [], ["layer_types=", "3 layer types"]),

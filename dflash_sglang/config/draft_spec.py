@@ -15,6 +15,8 @@ from dflash_sglang.config.rope import RopeSpec, rope
 from dflash_sglang.config.speculators import LAYER_IDS, flattened, is_speculators
 from dflash_sglang.config.vocabulary import VocabularySpec, vocabulary
 
+QWEN3_HEAD_DIM = 128  # of transformers' Qwen3 where a config has none
+
 
 @dataclass(frozen=True)
 class DraftSpec:
@@ -68,7 +70,8 @@ class DraftSpec:
         num_layers = as_int(fields.shape("num_hidden_layers"), 1)
         hidden_size = as_int(fields.shape("hidden_size"), 1)
         num_heads = as_int(fields.shape("num_attention_heads"), 1)
-        head_dim = as_int(fields.shape("head_dim", hidden_size // num_heads), 2)
+        unsaid = QWEN3_HEAD_DIM if fields.text.get("model_type") == "qwen3" else hidden_size // num_heads
+        head_dim = as_int(fields.shape("head_dim", unsaid), 2)
         value_scale = fields.draft("attention_value_scale")
         num_target_layers = fields.draft("num_target_layers")
         vocab_size = as_int(fields.shape("vocab_size"), 1)

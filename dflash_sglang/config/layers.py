@@ -9,6 +9,8 @@ from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_in
 
 LayerKind = Literal["full_attention", "sliding_attention"]
 
+_FULL_LAYERS = 28  # max_window_layers of transformers' Qwen3 where a config has none
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -60,11 +62,11 @@ def _causal(fields: Fields, kind: LayerKind) -> bool:
 
 
 def _kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
-    """`layer_types`; without it every layer is full, or sliding where `dflash_config.use_swa` is true."""
+    """`layer_types`, or what is said in place of them."""
     types = fields.text.get("layer_types")
     if types is None:
-        use_swa = as_bool(fields.draft("use_swa", False))
-        return ("sliding_attention" if use_swa else "full_attention",) * num_layers
+        full = _full_before_sliding(fields, num_layers)
+        return tuple("full_attention" if i < full else "sliding_attention" for i in range(num_layers))
     if not isinstance(types, list | tuple) or len(types) != num_layers:
         raise DraftConfigError(
             "layer_types",
@@ -81,6 +83,17 @@ def _kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
                 "This worker has no other draft layer; serve a checkpoint of these layer types.",
             )
     return tuple(types)
+
+
+def _full_before_sliding(fields: Fields, num_layers: int) -> int:
+    """How many layers are full, of a config without `layer_types`: all, or none with `dflash_config.use_swa`. With
+    `use_sliding_window` the layers from `max_window_layers` on slide, as in transformers' Qwen3."""
+    if as_bool(fields.draft("use_swa", False)):
+        return 0
+    null = "sliding_window" in fields.text and fields.text["sliding_window"] is None
+    if as_bool(fields.shape("use_sliding_window", False)) and not null:
+        return min(as_int(fields.shape("max_window_layers", _FULL_LAYERS), 0), num_layers)
+    return num_layers
 
 
 def _window(fields: Fields) -> int:

@@ -10,10 +10,11 @@ from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_fl
 
 _SCALING_TYPES = ("default", "linear", "yarn", "llama3")
 _OF_THE_SEQUENCE = ("dynamic", "longrope")
+_TRAINED = "original_max_position_embeddings"
 _REQUIRED = {
     "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", _TRAINED),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _TRAINED),
 }
 # Read into fields of RopeSpec, or M-RoPE of a multimodal target: a draft only ever sees 1-D positions.
 _NOT_SCALING = {
@@ -25,6 +26,9 @@ _NOT_SCALING = {
     "mrope_section",
     "mrope_interleaved",
 }
+
+
+Given = Mapping[str, Mapping[str, Any]]  # rope parameters by the field that they stand in
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def rope(fields: Fields, head_dim: int) -> RopeSpec:
                 "one object with the rope parameters of every draft layer",
                 f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported.",
             )
-    scalings = [_scaling(params, source) for source, params in given.items()] or [None]
+    scalings = [_scaling(fields, params, source) for source, params in given.items()] or [None]
     if scalings[0] != scalings[-1]:
         raise DraftConfigError(
             "rope_scaling",
@@ -67,22 +71,22 @@ def rope(fields: Fields, head_dim: int) -> RopeSpec:
             f"none beside rope_parameters={given['rope_parameters']!r}, or the same scaling",
             "Leave the one that the draft was trained with in its config.json.",
         )
-    source, params = next(iter(given.items()), ("rope_scaling", {}))
     return RopeSpec(
-        theta=as_float(_first(fields, params, source, "rope_theta", 10000.0)),
+        theta=as_float(_first(fields, given, "rope_theta", 10000.0)),
         scaling=scalings[0],
-        rotary_dim=_rotary_dim(fields, params, source, head_dim),
+        rotary_dim=_rotary_dim(fields, given, head_dim),
         is_neox=as_bool(fields.shape("rope_is_neox_style", fields.text.get("is_neox_style", True))),
     )
 
 
-def _first(fields: Fields, params: Mapping[str, Any], source: str, name: str, default: Any) -> tuple[str, Any]:
-    if params.get(name) is not None:
-        return f"{source}.{name}", params[name]
+def _first(fields: Fields, given: Given, name: str, default: Any) -> tuple[str, Any]:
+    for source, params in given.items():
+        if params.get(name) is not None:
+            return f"{source}.{name}", params[name]
     return fields.shape(name, default)
 
 
-def _scaling(params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
+def _scaling(fields: Fields, params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
     kind = params.get("rope_type", params.get("type", "default"))
     if kind == "mrope":
         kind = "default"
@@ -103,16 +107,28 @@ def _scaling(params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
     if kind == "default":
         return None
     given = {key: value for key, value in params.items() if key not in _NOT_SCALING and value is not None}
+    if kind in ("yarn", "llama3"):
+        given |= _of_training(fields, params, kind)
     for key in _REQUIRED[kind]:
         as_float((f"{source}.{key}", given.get(key)))
     return {"rope_type": kind, **given}
 
 
-def _rotary_dim(fields: Fields, params: Mapping[str, Any], source: str, head_dim: int) -> int:
-    field, dim = _first(fields, params, source, "rope_dim", None)
+def _of_training(fields: Fields, params: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The trained length, and yarn's factor where the config has null, by transformers' rules: a length beside the
+    scaling wins over the one in it, and without any it is max_position_embeddings."""
+    longest = fields.shape("max_position_embeddings", None)
+    trained = fields.text.get(_TRAINED) or params.get(_TRAINED) or longest[1]
+    if kind == "llama3" or "factor" not in params or params["factor"] is not None:
+        return {_TRAINED: trained}
+    return {_TRAINED: trained, "factor": as_float(longest) / as_float((_TRAINED, trained))}
+
+
+def _rotary_dim(fields: Fields, given: Given, head_dim: int) -> int:
+    field, dim = _first(fields, given, "rope_dim", None)
     if dim is None:
-        field, factor = _first(fields, params, source, "partial_rotary_factor", 1.0)
-        if "mrope_section" in params:
+        field, factor = _first(fields, given, "partial_rotary_factor", 1.0)
+        if any("mrope_section" in params for params in given.values()):
             factor = 1.0
         dim = int(head_dim * as_float((field, factor)))
     as_int((field, dim), 2)

@@ -58,7 +58,8 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
         raise ValueError(
             f"draft checkpoint: unexpected tensors {listed(unexpected)}. Expected only those of the "
             "draft that its config.json describes. "
-            "Remove them, or correct config.json (layers, biases, quantization_config)."
+            "Remove them, or correct config.json (layers, biases, quantization_config). A head, an embedding or a "
+            "mask row of the draft's own is found in *.safetensors files alone: convert a checkpoint of others."
         )
     missing = [name for target in params for name in still_missing(target, loaded.get(target, set()))]
     if missing:

@@ -11,7 +11,7 @@ from dflash_sglang.validation.facts import (
 from dflash_sglang.validation.fit import config_problem, draft_problems, serving_problems
 from dflash_sglang.validation.kv import kv_problems, pool_problems, window_problems
 from dflash_sglang.validation.launches import COORDINATION, UNSERVED, launch_problems, reported_rows_problems
-from dflash_sglang.validation.own_modules import own_problems
+from dflash_sglang.validation.own_modules import own_problems, unread_problems
 from dflash_sglang.validation.quantisation import quantisation_problems
 from dflash_sglang.validation.token_map import token_map_problems
 
@@ -34,5 +34,6 @@ __all__ = [
     "reported_rows_problems",
     "serving_problems",
     "token_map_problems",
+    "unread_problems",
     "window_problems",
 ]

@@ -66,7 +66,8 @@ class ServingFacts:
     --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool, None to follow it. ``draft_reader``: the
     attention backend that will read it, None where SGLang chooses. ``draft_window``, ``draft_sinks``:
     --speculative-draft-window-size and --speculative-draft-sink-size, None where unset. ``widest``: the widest
-    block that DFLASH_SGLANG_CONFIG asks for by number.
+    block that DFLASH_SGLANG_CONFIG asks for by number. ``draft_as_gguf``: whether SGLang would load the draft as
+    the .gguf file that the target is.
     """
 
     draft_path: str | None
@@ -81,3 +82,4 @@ class ServingFacts:
     draft_window: int | None = None
     draft_sinks: int | None = None
     widest: int = 1
+    draft_as_gguf: bool = False

@@ -30,6 +30,13 @@ def serving_problems(serving: ServingFacts) -> Iterator[Problem]:
             "a KV pool with one row per slot and layer, into which context KV is written",
             f"Remove {serving.kv_pool_flag}.",
         )
+    if serving.draft_as_gguf:
+        yield Problem(
+            "--speculative-draft-load-format",
+            None,
+            "the draft's own format beside a .gguf target, as which SGLang would load it",
+            "Set --speculative-draft-load-format auto.",
+        )
 
 
 def draft_problems(
@@ -147,6 +154,13 @@ def _shape_problems(
         yield Problem(
             "draft config num_attention_heads",
             spec.num_heads,
+            divisible,
+            "Change --tp-size or --attn-dp-size.",
+        )
+    if spec.intermediate_size % tp:
+        yield Problem(
+            "draft config intermediate_size",
+            spec.intermediate_size,
             divisible,
             "Change --tp-size or --attn-dp-size.",
         )

@@ -23,6 +23,23 @@ def own_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Itera
     yield from _mask_embedding_problems(spec, own)
 
 
+def unread_problems(spec: DraftSpec, target: TargetFacts) -> Iterator[Problem]:
+    """Problems of a checkpoint without *.safetensors files, in which alone the draft's own modules are found."""
+    said = spec.vocabulary
+    for field, value, own in (
+        ("has_lm_head", said.has_head, said.has_head),
+        ("has_embed_tokens", said.has_embedding, said.has_embedding),
+        ("draft_vocab_size", said.draft_vocab_size, said.draft_vocab_size not in (None, target.vocab_size)),
+    ):
+        if own:
+            yield Problem(
+                f"draft config {field}",
+                value,
+                "a checkpoint of *.safetensors files, where modules of the draft's own are looked for",
+                "Convert the checkpoint to safetensors.",
+            )
+
+
 def _presence_problems(spec: DraftSpec, own: OwnModules) -> Iterator[Problem]:
     for field, said, found, tensor in (
         ("has_lm_head", spec.vocabulary.has_head, own.head, "lm_head.weight"),

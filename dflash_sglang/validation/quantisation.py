@@ -15,7 +15,10 @@ _KNOWN = ("fp8", "compressed-tensors", "awq", "gptq")
 # Methods that SGLang's linear layers serve, and that context KV goes through layer by layer.
 _PASSED_ON = ("w8a8_int8", "w8a8_fp8", "blockwise_int8", "mxfp8", "modelopt_fp8", "quark", "auto-round")
 # Methods that cannot quantise dense weights while loading; others may be described in a file of their own.
-_NEED_A_CHECKPOINT = ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "quark", "w8a8_int8")
+_NEED_A_CHECKPOINT = (
+    *("auto-round", "auto-round-int8", "awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin"),
+    *("modelslim", "moe_wna16", "petit_nvfp4", "quark", "w8a8_int8"),
+)
 _DENSE_ON_CPU = "an unquantised draft on --device cpu: the kernels of quantised weights need a CUDA GPU"
 _GROUPS = (None, -1, 32, 64, 128)
 _DENSE_FIX = "Serve the draft in bf16, or quantise it as one of these (training/quantise.py writes them)."
@@ -82,9 +85,16 @@ def _four_bit_problems(method: str, quantisation: Mapping[str, Any]) -> Iterator
 
 
 def _compressed_tensors_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
-    for name, group in (quantisation.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+    groups = quantisation.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        yield Problem(f"{FIELD}.config_groups", groups, "an object with a group of layers by name", _DENSE_FIX)
+        return
+    for name, group in groups.items():
         field = f"{FIELD}.config_groups.{name}"
+        weights = (group.get("weights") or {}) if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            yield Problem(field, group, "an object that has one as its weights", _DENSE_FIX)
+            continue
         layout = group.get("format") or quantisation.get("format")
         bits, kind = weights.get("num_bits"), weights.get("type", "int")
         known = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
