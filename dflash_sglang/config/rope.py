@@ -118,10 +118,10 @@ def _of_training(fields: Fields, params: Mapping[str, Any], kind: str) -> dict[s
     """The trained length, and yarn's factor where the config has null, by transformers' rules: a length beside the
     scaling wins over the one in it, and without any it is max_position_embeddings."""
     longest = fields.shape("max_position_embeddings", None)
-    trained = fields.text.get(_TRAINED) or params.get(_TRAINED) or longest[1]
-    if kind == "llama3" or "factor" not in params or params["factor"] is not None:
-        return {_TRAINED: trained}
-    return {_TRAINED: trained, "factor": as_float(longest) / as_float((_TRAINED, trained))}
+    found = {_TRAINED: fields.text.get(_TRAINED) or params.get(_TRAINED) or longest[1]}
+    if kind == "yarn" and params.get("factor", 0) is None:
+        found["factor"] = as_float(longest) / as_float((_TRAINED, found[_TRAINED]))
+    return found
 
 
 def _rotary_dim(fields: Fields, given: Given, head_dim: int) -> int:
