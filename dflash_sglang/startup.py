@@ -9,6 +9,7 @@ from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directo
 from dflash_sglang.compat_args import (
     check_gguf_file,
     envs,
+    has_hf_quant_config,
     hybrid_gdn_config,
     mambaish_config,
     model_config_of,
@@ -22,6 +23,7 @@ from dflash_sglang.token_map import read_token_map
 from dflash_sglang.validation import (
     COORDINATION,
     GPU_DRAFT_BACKENDS,
+    MODELOPT,
     UNSERVED,
     ParallelFacts,
     Problem,
@@ -78,8 +80,10 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     if other is not None:
         return other
     problems += _target_problems(target_config)
+    asked = cfg.speculative_draft_model_quantization
     inherited = not cfg._speculative_draft_quantization_explicitly_set
-    problems += quantisation_problems(config, cfg.speculative_draft_model_quantization, cfg.device, inherited)
+    described = asked in MODELOPT and has_hf_quant_config(serving.draft_path)
+    problems += quantisation_problems(config, asked, cfg.device, inherited, described)
     try:
         spec = DraftSpec.from_config(config)
         directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)

@@ -214,6 +214,7 @@ def test_value_scale_and_quantisation_are_read() -> None:
         ({"layer_types": ["full_attention", "linear"]}, "layer_types[1]", "linear"),
         ({"sliding_window": None}, "sliding_window", None),
         ({"sliding_window": 0}, "sliding_window", 0),
+        ({"use_sliding_window": False}, "use_sliding_window", False),
         ({"is_causal": "no"}, "is_causal", "no"),
         ({"dflash_config": {"causal": 1}}, "dflash_config.causal", 1),
         ({"hidden_size": None}, "hidden_size", None),

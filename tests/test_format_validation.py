@@ -142,6 +142,7 @@ def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: s
         ({"speculators_model_type": "dspark"}, {}, "draft config speculators_model_type='dspark'"),
         ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
         ({"architectures": ["DSparkDraftModel"]}, {}, "draft config architectures='DSparkDraftModel'"),
+        ({"architectures": ["DFlash2DraftModel"]}, {}, "draft config architectures='DFlash2DraftModel'"),
         ({}, {"device": "npu"}, "--device='npu'"),
     ],
     ids=str,

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_sglang.validation import quantisation_problems
 from dflash_sglang.validation.quantisation import FLAG
+from tests.start_up import launch, refusal
+from tests.tiny import make_pair
 from training.quantise import SCHEMES
 
 CT = SCHEMES["ct-w4a16"].config
 
 
-def problems(
-    quantisation: Any, asked: str | None = None, device: str = "cuda", inherited: bool = False
-) -> list[str]:
+def problems(quantisation: Any, asked: str | None = None, device: str = "cuda", **found: bool) -> list[str]:
     config = {} if quantisation is None else {"quantization_config": quantisation}
-    return [str(problem) for problem in quantisation_problems(config, asked, device, inherited)]
+    return [str(problem) for problem in quantisation_problems(config, asked, device, **found)]
 
 
 def group(changed: dict[str, Any], **weights: Any) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def test_quantised_weights_need_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["awq", "compressed-tensors", "quark", "moe_wna16", "auto-round", "petit_nvfp4"]
+    "method", ["awq", "compressed-tensors", "quark", "auto-round", "bitsandbytes", "gguf", "mxfp4", "w4afp8"]
 )
 @pytest.mark.parametrize(("inherited", "field"), [(False, FLAG), (True, "--quantization")])
 def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft(
@@ -125,3 +126,18 @@ def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft(
     (problem,) = problems(None, method, inherited=inherited)
     assert problem.startswith(f"{field}={method!r}: expected a quantised draft checkpoint")
     assert f"Set {FLAG} unquant, or fp8" in problem
+
+
+def test_a_method_that_sglang_looks_up_in_a_file_is_no_flag_for_a_dense_draft() -> None:
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
+    looked_up = {name for name, method in QUANTIZATION_METHODS.items() if method.get_config_filenames()}
+    assert {name for name in looked_up if not problems(None, name)} == {"modelopt_fp4"}  # it leaves a draft dense
+
+
+def test_a_modelopt_draft_may_be_described_in_a_file_of_its_own(tmp_path: Path) -> None:
+    draft = make_pair(tmp_path)[1]
+    flags = dict(device="cuda", speculative_draft_model_quantization="modelopt_fp8")
+    assert refusal(draft, **flags).startswith("--quantization='modelopt_fp8': expected a quantised draft")
+    (draft / "hf_quant_config.json").write_text("{}")
+    launch(draft, **flags)

@@ -94,9 +94,12 @@ def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_tra
     torch.testing.assert_close(queries, as_transformers_does(scaling, positions, q), rtol=0, atol=2e-3)
 
 
-def test_theta_may_stand_in_either_of_two_equal_scalings():
-    spec = DraftSpec.from_config(draft_config(rope_parameters=LLAMA3, rope_scaling={**LLAMA3, "rope_theta": 77.0}))
-    assert spec.rope.theta == 77.0
+@pytest.mark.parametrize("other", [{}, {"rope_theta": 3.0}], ids=str)
+def test_theta_of_rope_scaling_wins_over_that_of_equal_rope_parameters(other):
+    from transformers import Qwen3Config
+
+    config = draft_config(rope_parameters={**LLAMA3, **other}, rope_scaling={**LLAMA3, "rope_theta": 77.0})
+    assert DraftSpec.from_config(config).rope.theta == Qwen3Config(**config).rope_parameters["rope_theta"] == 77.0
 
 
 @pytest.mark.matrix(draft="z-lab, RoPE of the sequence's length", outcome="refused")

@@ -97,10 +97,17 @@ def _full_before_sliding(fields: Fields, num_layers: int) -> int:
 
 
 def _window(fields: Fields) -> int:
-    window = fields.text.get("sliding_window")
-    if window is not None:
+    window, unused = fields.text.get("sliding_window"), fields.text.get("use_sliding_window") is False
+    if window is not None and not unused:
         return as_int(("sliding_window", window), 1)
     field, window = fields.draft("swa_window_size", fields.nested.get("sliding_window"))
+    if window is None and unused:
+        raise DraftConfigError(
+            "use_sliding_window",
+            False,
+            "true beside sliding_attention layers: transformers gives them no window otherwise",
+            "Set it to true if the draft was trained with its sliding_window, else name full_attention layers.",
+        )
     if window is None:
         raise DraftConfigError(
             "sliding_window",

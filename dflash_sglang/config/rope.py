@@ -49,12 +49,12 @@ class RopeSpec:
 def rope(fields: Fields, head_dim: int) -> RopeSpec:
     """RopeSpec of a draft.
 
-    `rope_parameters` is what transformers 5 calls `rope_scaling`; where both are, they have to agree. `rope_dim`
-    is the trained rotary width and wins over `partial_rotary_factor`. A `partial_rotary_factor` beside
-    `mrope_section` was copied from the target with it: transformers' Qwen3, which published drafts are trained
-    on, rotates the whole head and knows neither.
+    `rope_parameters` is what transformers 5 calls `rope_scaling`; where both are, their scaling has to agree, and
+    the rest of `rope_scaling` wins, as in transformers. `rope_dim` is the trained rotary width and wins over
+    `partial_rotary_factor`. A `partial_rotary_factor` beside `mrope_section` was copied from the target with it:
+    transformers' Qwen3, which published drafts are trained on, rotates the whole head and knows neither.
     """
-    given = {name: fields.text[name] for name in ("rope_parameters", "rope_scaling") if fields.text.get(name)}
+    given = {name: fields.text[name] for name in ("rope_scaling", "rope_parameters") if fields.text.get(name)}
     for source, params in given.items():
         if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
             raise DraftConfigError(

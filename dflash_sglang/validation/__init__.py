@@ -12,12 +12,13 @@ from dflash_sglang.validation.fit import config_problem, draft_problems, serving
 from dflash_sglang.validation.kv import kv_problems, pool_problems, window_problems
 from dflash_sglang.validation.launches import COORDINATION, UNSERVED, launch_problems, reported_rows_problems
 from dflash_sglang.validation.own_modules import own_problems, unread_problems
-from dflash_sglang.validation.quantisation import quantisation_problems
+from dflash_sglang.validation.quantisation import MODELOPT, quantisation_problems
 from dflash_sglang.validation.token_map import token_map_problems
 
 __all__ = [
     "COORDINATION",
     "GPU_DRAFT_BACKENDS",
+    "MODELOPT",
     "UNSERVED",
     "ParallelFacts",
     "Problem",

@@ -14,23 +14,25 @@ FLAG = "--speculative-draft-model-quantization"
 _KNOWN = ("fp8", "compressed-tensors", "awq", "gptq")
 # Methods that SGLang's linear layers serve, and that context KV goes through layer by layer.
 _PASSED_ON = ("w8a8_int8", "w8a8_fp8", "blockwise_int8", "mxfp8", "modelopt_fp8", "quark", "auto-round")
-# Methods that cannot quantise dense weights while loading; others may be described in a file of their own.
+# Methods that cannot quantise dense weights while loading; ModelOpt's may be described in a file of its own.
 _NEED_A_CHECKPOINT = (
-    *("auto-round", "auto-round-int8", "awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin"),
-    *("modelslim", "moe_wna16", "petit_nvfp4", "quark", "w8a8_int8"),
+    *("auto-round", "auto-round-int8", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "gguf", "gptq"),
+    *("gptq_marlin", "modelslim", "moe_wna16", "mxfp4", "petit_nvfp4", "quark", "w4afp8", "w8a8_int8"),
 )
+MODELOPT = ("modelopt", "modelopt_fp8", "modelopt_mixed")
 _DENSE_ON_CPU = "an unquantised draft on --device cpu: the kernels of quantised weights need a CUDA GPU"
 _GROUPS = (None, -1, 32, 64, 128)
 _DENSE_FIX = "Serve the draft in bf16, or quantise it as one of these (training/quantise.py writes them)."
 
 
 def quantisation_problems(
-    config: Mapping[str, Any], asked: str | None, device: str, inherited: bool = False
+    config: Mapping[str, Any], asked: str | None, device: str, inherited: bool = False, described: bool = False
 ) -> Iterator[Problem]:
     """What is wrong with a draft's quantisation; a malformed quantization_config is for DraftSpec to refuse.
 
     config: the raw config.json; asked: --speculative-draft-model-quantization as SGLang resolves it, None for
-    unquant; inherited: whether that is --quantization, which SGLang takes for the draft too; device: --device.
+    unquant; inherited: whether that is --quantization, which SGLang takes for the draft too; device: --device;
+    described: whether ModelOpt's hf_quant_config.json is beside the config.json.
     """
     quantisation = config.get("quantization_config") or config.get("compression_config")
     field = "--quantization" if inherited else FLAG
@@ -46,7 +48,7 @@ def quantisation_problems(
             yield from _config_problems(quantisation)
     elif device == "cpu" and asked is not None:
         yield Problem(field, asked, _DENSE_ON_CPU, f"Set {FLAG} unquant, or serve on a GPU.")
-    elif _plain(asked) in _NEED_A_CHECKPOINT:
+    elif _plain(asked) in _NEED_A_CHECKPOINT or (_plain(asked) in MODELOPT and not described):
         yield Problem(
             field,
             asked,
