@@ -20,6 +20,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import pair_directories
 from tests import scheduler_hooks
 from tests.engines import serve
+from tests.test_recurrent_serving import random_ids
 from tests.zoo.member import pair
 
 pytestmark = pytest.mark.slow
@@ -83,10 +84,6 @@ def turns_of(server: Server, number: int, records: Path) -> Iterator[Turn]:
             output = output[: output.index(output[end]) + 1]
         yield dict(input_ids=asked, sampling_params=sampling), whole | dict(output_ids=output)
         history += asked + output
-
-
-def random_ids(length: int, seed: int) -> list[int]:
-    return torch.randint(5, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def logprobs(answer: Answer) -> torch.Tensor:

@@ -39,7 +39,7 @@ def layer_attention(fields: Fields, num_layers: int) -> tuple[LayerAttention, ..
     ==================  ======================  ==========================  =============  ================
 
     Raises DraftConfigError for a wrong number of layer types, an unknown one, or a sliding layer
-    without a window.
+    without a window in use.
     """
     kinds = _kinds(fields, num_layers)
     window = _window(fields) if "sliding_attention" in kinds else None
@@ -101,18 +101,18 @@ def _window(fields: Fields) -> int:
     if window is not None and not unused:
         return as_int(("sliding_window", window), 1)
     field, window = fields.draft("swa_window_size", fields.nested.get("sliding_window"))
-    if window is None and unused:
+    if window is not None:
+        return as_int((field, window), 1)
+    if unused:
         raise DraftConfigError(
             "use_sliding_window",
             False,
             "true beside sliding_attention layers: transformers gives them no window otherwise",
             "Set it to true if the draft was trained with its sliding_window, else name full_attention layers.",
         )
-    if window is None:
-        raise DraftConfigError(
-            "sliding_window",
-            None,
-            "the window of the sliding_attention layers, in tokens",
-            "Add sliding_window (the window the draft was trained with) to the draft's config.json.",
-        )
-    return as_int((field, window), 1)
+    raise DraftConfigError(
+        "sliding_window",
+        None,
+        "the window of the sliding_attention layers, in tokens",
+        "Add sliding_window (the window the draft was trained with) to the draft's config.json.",
+    )

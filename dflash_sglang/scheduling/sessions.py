@@ -23,8 +23,8 @@ def try_cache_finished_req(original: Callable[..., bool], sessions: Any, req: An
     that a step commits has a slot before the step that writes its keys: a turn that ends with it leaves it to the
     next turn's prefill.
 
-    A recurrent state has no slots. Where a step accepts past a stop, or the step after it was launched already, it
-    is behind what the turn answered, so that the next turn starts from a state that the prefix cache keeps.
+    A recurrent state has no slots, and cannot go back. Where a step accepts past a stop, or the next one was
+    launched already, it is past the turn's end: the next turn starts from a state that the prefix cache keeps.
     """
     slot = sessions.borrowed_slot(req)
     if slot is not None and req.kv.holds_mamba and not isinstance(req.finished_reason, FINISH_ABORT):
