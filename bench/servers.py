@@ -19,7 +19,7 @@ from dflash_sglang.demo.server import Server, free_port
 @dataclass(frozen=True)
 class Candidate:
     """One server. ``flags``, ``environment``: what it alone has; ``accept_length``: forced, None for that of
-    `--accept-length`; ``gpus``: as in CUDA_VISIBLE_DEVICES, all by default."""
+    `--accept-length`; ``gpus``: as in CUDA_VISIBLE_DEVICES, all by default; ``module``: that is run."""
 
     name: str
     kind: str
@@ -27,6 +27,7 @@ class Candidate:
     environment: Mapping[str, str] = field(default_factory=dict)
     accept_length: float | None = None
     gpus: str | None = None
+    module: str = "sglang.launch_server"
 
 
 def add_options(parser: argparse.ArgumentParser, kinds: Sequence[str], accept_length: float) -> None:
@@ -80,7 +81,7 @@ def server_of(
     logs = arguments.logs or scratch
     logs.mkdir(parents=True, exist_ok=True)
     return Server(
-        [sys.executable, "-m", "sglang.launch_server", *flags],
+        [sys.executable, "-m", candidate.module, *flags],
         port=port,
         environment=environment_of(kind, arguments.device, candidate.gpus, **own),
         log=logs / f"{candidate.name}.log",
