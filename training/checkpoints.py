@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from training.data import BOS, EOS, MASK, PAD
+from training.modeling import DraftModel
 
 VOCAB = 320
 """256 bytes, four specials, padded to a multiple of 64."""
@@ -20,11 +21,11 @@ VOCAB = 320
 MAX_POSITIONS = 4096
 SPECIALS = {BOS: "<|bos|>", EOS: "<|eos|>", PAD: "<|pad|>", MASK: "<|mask|>"}
 
+HIDDEN = 256
+"""Of the pair in the package."""
+
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 64,
     "hidden_act": "silu",
     "max_position_embeddings": MAX_POSITIONS,
@@ -39,18 +40,26 @@ _SHARED: dict[str, Any] = {
 }
 
 
-def target_config() -> Qwen3Config:
+def _of_width(hidden: int) -> dict[str, Any]:
+    """What both models share. Heads have 64 channels, and two query heads share one key and value."""
+    if hidden % 128:
+        raise ValueError(f"hidden={hidden}: expected a multiple of 128, two query heads of 64 channels")
+    heads = hidden // 64
+    return {**_SHARED, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads // 2}
+
+
+def target_config(hidden: int = HIDDEN) -> Qwen3Config:
     """Five Qwen3 layers with full attention."""
     return Qwen3Config(
-        **_SHARED,
+        **_of_width(hidden),
         num_hidden_layers=5,
-        intermediate_size=768,
+        intermediate_size=3 * hidden,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         architectures=["Qwen3ForCausalLM"],
     )
 
 
-def draft_config() -> dict[str, Any]:
+def draft_config(hidden: int = HIDDEN) -> dict[str, Any]:
     """Three layers, sliding but for the last; features from target layers 0, 2 and the last one.
 
     No causality flag: by the published default the sliding layers are causal and the full one is not.
@@ -58,9 +67,9 @@ def draft_config() -> dict[str, Any]:
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        **_SHARED,
+        **_of_width(hidden),
         "num_hidden_layers": 3,
-        "intermediate_size": 1024,
+        "intermediate_size": 4 * hidden,
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -114,7 +123,7 @@ def _bf16(model: nn.Module) -> dict[str, torch.Tensor]:
 def save_target(model: Qwen3ForCausalLM, directory: Path) -> None:
     """config.json, generation_config.json, tokenizer files and model.safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = target_config()
+    config = target_config(model.config.hidden_size)
     config.dtype = torch.bfloat16
     config.save_pretrained(directory)
     GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD).save_pretrained(directory)
@@ -122,8 +131,8 @@ def save_target(model: Qwen3ForCausalLM, directory: Path) -> None:
     save_file(_bf16(model), directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def save_draft(model: nn.Module, directory: Path) -> None:
+def save_draft(model: DraftModel, directory: Path) -> None:
     """config.json and model.safetensors with the z-lab names."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(draft_config(), indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(draft_config(model.shape.hidden_size), indent=2) + "\n")
     save_file(_bf16(model), directory / "model.safetensors", metadata={"format": "pt"})

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from training.checkpoints import draft_config, round_to_bf16, save_draft, save_target, target_config
+from training.checkpoints import HIDDEN, draft_config, round_to_bf16, save_draft, save_target, target_config
 from training.data import Corpus
 from training.draft import biases_for, block_loss, walk_accept_length
 from training.modeling import DraftModel
@@ -96,6 +96,7 @@ class Trainer:
         self.facts: dict[str, Any] = {
             "command": "python -m training.train " + " ".join(sys.argv[1:]),
             "seed": args.seed,
+            "hidden": args.hidden,
             "device": torch.cuda.get_device_name() if self.cuda else "cpu",
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "corpus": self.corpus.facts,
@@ -118,7 +119,7 @@ class Trainer:
     def train_target(self) -> Qwen3ForCausalLM:
         args = self.args
         train, held = self.tokens(self.corpus.train), self.tokens(self.corpus.held_out)
-        model = Qwen3ForCausalLM(target_config()).to(self.device)
+        model = Qwen3ForCausalLM(target_config(args.hidden)).to(self.device)
         optimizer = adamw(model, 0.1, self.cuda)
         loss_of = self.compiled(lambda ids: language_loss(model, ids))
         step, loss = 0, torch.zeros(())
@@ -178,7 +179,7 @@ class Trainer:
 
     def train_draft(self, model: Qwen3ForCausalLM, sequences: Tensor, check: Tensor) -> None:
         args = self.args
-        draft = DraftModel(draft_config()).to(self.device)
+        draft = DraftModel(draft_config(args.hidden)).to(self.device)
         for module in draft.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -248,6 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="width of both models")
+    parser.add_argument("--rows", type=int, help="sequences that are generated at once")
+    parser.add_argument("--rounds", type=int, help="how often so many are, each with prompts of another length")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--target-seconds", type=float, default=130)
     parser.add_argument("--draft-seconds", type=float, default=210)
@@ -258,7 +262,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     for name, value in (SMOKE if args.smoke else FULL).items():
-        setattr(args, name, value)
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     Trainer(args).run()
 
 
