@@ -1,7 +1,8 @@
 """Tokens per second like for like: weights in the same formats on both sides, the same acceptance, steady loads.
 
 python -m bench.like_for_like --target DIR --draft DIR --out FILE [--groups dense fp8 fp8_target dense_fp8_target]
-                              [--concurrency 1 8 32 64 128] [--rounds 3] [--seconds 3.5] [--profile 8]
+                              [--acceptance good | poor] [--concurrency 1 8 32 64 128] [--rounds 3]
+                              [--seconds 3.5] [--profile 8]
 
 Servers of a group (`GROUPS`) are up at once and take turns. Acceptance is forced by position, the same on every
 server: a coin of each request decides, for the built-in worker in `bench.coins`. A load is a steady one
@@ -32,45 +33,45 @@ from bench.step_profile import figures_of, of_concurrency
 from bench.widths import ACCEPTANCE, BLOCK, forced, mean_length, since, told
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.bench.table import step_table
-from dflash_sglang.config.plugin_config import CONFIG_ENV
+from dflash_sglang.config.plugin_config import CONFIG_ENV, Profile
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 
-PROFILE = ACCEPTANCE["good"]
 DRAFT = "--speculative-draft-model-quantization"
-# What the built-in worker's draft has by default: the target's quantisation.
 FORMATS: Mapping[str, Sequence[str]] = {"dense": (DRAFT, "unquant"), "fp8": (DRAFT, "fp8")}
 WHOLE = f"_{BLOCK}"  # of the block's width
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Servers that are up at once. ``default``: the built-in worker's format where nothing is said of it."""
+    """Servers that are up at once. ``built_in``: the one that our defaults are compared with, which has the
+    format that the built-in worker's draft has by default; ``target``: flags of all."""
 
     servers: Sequence[str]
-    default: str
+    built_in: str = BUILT_IN
     target: Sequence[str] = ()
 
 
+# By default the built-in worker's draft has the target's quantisation.
+FP8_TARGET = ("--quantization", "fp8")
 GROUPS: Mapping[str, Group] = {
-    "dense": Group((PLAIN, f"{BUILT_IN}_dense", f"{OURS}_dense", OURS), "dense"),
-    "fp8": Group((f"{BUILT_IN}_fp8", f"{OURS}_fp8"), "dense"),
-    "fp8_target": Group((PLAIN, f"{BUILT_IN}_fp8", f"{OURS}_fp8", OURS), "fp8", ("--quantization", "fp8")),
-    "dense_fp8_target": Group((f"{BUILT_IN}_dense", f"{OURS}_dense"), "fp8", ("--quantization", "fp8")),
+    "dense": Group((PLAIN, f"{BUILT_IN}_dense", f"{OURS}_dense", OURS), f"{BUILT_IN}_dense"),
+    "fp8": Group((f"{BUILT_IN}_fp8", f"{OURS}_fp8")),
+    "fp8_target": Group((PLAIN, f"{BUILT_IN}_fp8", f"{OURS}_fp8", OURS), f"{BUILT_IN}_fp8", FP8_TARGET),
+    "dense_fp8_target": Group((f"{BUILT_IN}_dense", f"{OURS}_dense"), target=FP8_TARGET),
+    "defaults": Group((PLAIN, BUILT_IN, OURS)),
 }
 
 
-def candidate(name: str, target: Sequence[str]) -> Candidate:
+def candidate(name: str, target: Sequence[str], profile: Profile) -> Candidate:
     """One server of a group. A format in our name also keeps our head as it is."""
     kind = next(kind for kind in (PLAIN, BUILT_IN, OURS) if name.startswith(kind))
     form = name.removeprefix(kind).removeprefix("_")
     flags = (*target, *FORMATS.get(form, ()))
     if kind == BUILT_IN:
-        # Of several lists it could draw one only: it has no requests of several kinds.
-        [profile] = PROFILE
         return Candidate(name, kind, flags, {"COINS": json.dumps(profile)}, accept_length=0, module="bench.coins")
-    settings: dict[str, Any] = {"simulated_acceptance": PROFILE, "width": {"request_min_width": "block"}}
+    settings: dict[str, Any] = {"simulated_acceptance": [profile], "width": {"request_min_width": "block"}}
     if form:
         settings["draft_head"] = "as_is"
     environment = {CONFIG_ENV: json.dumps(settings)} if kind == OURS else {}
@@ -87,7 +88,7 @@ def names_of(servers: Sequence[str]) -> dict[str, str]:
 
 
 def measure(
-    servers: Mapping[str, Server], load: Load, rounds: int, seconds: float
+    servers: Mapping[str, Server], load: Load, rounds: int, seconds: float, profile: Profile
 ) -> dict[str, dict[str, list[Any]]]:
     """{name: {figure: [one value per round]}} of one concurrency."""
     [(_, whole)] = forced([BLOCK]).items()
@@ -108,26 +109,27 @@ def measure(
         figures[name]["by_width"] = widths
     for name, of in figures.items():
         of["by_steps"] = [
-            round(1000 * load.concurrency * expected_length(name, of, turn) / step, 1)
+            round(1000 * load.concurrency * expected_length(name, of, turn, profile) / step, 1)
             for turn, step in enumerate(of["step_ms"])
         ]
     return figures
 
 
-def expected_length(name: str, figures: Mapping[str, Sequence[Any]], turn: int) -> float:
+def expected_length(name: str, figures: Mapping[str, Sequence[Any]], turn: int, profile: Profile) -> float:
     """Accept length that the coins have in the long run, by the widths of a round's steps."""
     if name == PLAIN:
         return 1.0
     if "by_width" not in figures:
-        return mean_length(PROFILE, BLOCK)
+        return mean_length([profile], BLOCK)
     steps = {int(width): of[0] for width, of in figures["by_width"][turn].items()}
-    return sum(mean_length(PROFILE, width) * count for width, count in steps.items()) / sum(steps.values())
+    return sum(mean_length([profile], width) * count for width, count in steps.items()) / sum(steps.values())
 
 
 def others(name: str, group: Group) -> list[str]:
     """Of our load, the servers that it is compared with."""
-    form = name.removesuffix(WHOLE).removeprefix(OURS).removeprefix("_") or group.default
-    return [one for one in group.servers if one in (f"{BUILT_IN}_{form}", PLAIN)]
+    form = name.removesuffix(WHOLE).removeprefix(OURS)
+    built_in = f"{BUILT_IN}{form}" if form else group.built_in
+    return [one for one in group.servers if one in (built_in, PLAIN)]
 
 
 def claims(group: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -148,7 +150,8 @@ def claims(group: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=0)
-    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=["dense", "fp8", "fp8_target"])
+    parser.add_argument("--acceptance", choices=["good", "poor"], default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--seconds", type=float, default=3.5, help="of a load that are measured")
@@ -158,6 +161,7 @@ def main() -> int:
     most = max([*arguments.concurrency, *arguments.profile])
     # Of an answer in a steady load 0.54 is there on average. A profile's requests are all there at once.
     tokens = arguments.max_tokens or int(most * (arguments.input + 0.7 * arguments.output + 2 * BLOCK))
+    [profile] = ACCEPTANCE[arguments.acceptance]
     load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
     figures: dict[str, Any] = {}
     profiles: dict[str, Any] = {}
@@ -165,7 +169,7 @@ def main() -> int:
     status = 1
 
     def keep() -> int:  # what is there, should the rest not come
-        lengths = {str(width): round(mean_length(PROFILE, width), 3) for width in (16, 12, 8, 6, 4, 2, 1)}
+        lengths = {str(width): round(mean_length([profile], width), 3) for width in (16, 12, 8, 6, 4, 2, 1)}
         return report.finish(
             "bench.like_for_like", arguments.out, claimed, figures=figures, steps=profiles, accept_lengths=lengths
         )
@@ -173,7 +177,7 @@ def main() -> int:
     with signals_as_exit():
         for name in arguments.groups:
             group = GROUPS[name]
-            candidates = [candidate(one, group.target) for one in group.servers]
+            candidates = [candidate(one, group.target, profile) for one in group.servers]
             with together(candidates, arguments, requests=most, tokens=tokens) as servers:
                 of_group = figures.setdefault(name, {})
                 for server in servers.values():
@@ -181,7 +185,7 @@ def main() -> int:
                 before = list(claimed)
                 for concurrency in arguments.concurrency:
                     of = dataclasses.replace(load, concurrency=concurrency)
-                    of_group[str(concurrency)] = measure(servers, of, arguments.rounds, arguments.seconds)
+                    of_group[str(concurrency)] = measure(servers, of, arguments.rounds, arguments.seconds, profile)
                     claimed = before + claims(name, of_group)
                     status = keep()
                 drafting = {one: server for one, server in servers.items() if one != PLAIN}

@@ -1,4 +1,6 @@
-"""The request fields as three servers treat them, as a Markdown table: python -m tests.field_table [--gpu]
+"""The request fields as three servers treat them, as a Markdown table.
+
+python -m tests.field_table [--gpu] [--out FILE]
 
 Plain SGLang, the built-in DFLASH worker and this package's, greedy where the field allows it. "as plain": every
 answer equals the plain server's; "ignored": every answer is the one without the field; "differs": neither.
@@ -13,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench import report
 from tests.engines import BUILT_IN_WORKER, serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.test_request_fields import base_requests, essence, pair, table, with_field
@@ -67,7 +70,9 @@ def verdict(name: str, got: dict[str, list[Any]], plain: dict[str, list[Any]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU instead of float32 on the CPU")
-    on_gpu = parser.parse_args().gpu
+    parser.add_argument("--out", type=Path, help="of the table and the answers behind it, JSON")
+    options = parser.parse_args()
+    on_gpu = options.gpu
     arguments = {**ON_DEVICE, "cuda_graph_max_bs_decode": 8} if on_gpu else {}
     environment = DEVICE_ENVIRONMENT if on_gpu else {}
     built_in_worker = {**environment, **BUILT_IN_WORKER}
@@ -77,10 +82,19 @@ def main() -> None:
         built_in = answers(draft, built_in_worker, **arguments)
         ours = answers(draft, {**environment, "DFLASH_SGLANG_REQUIRE": "1"}, **arguments)
     print("| field | plain SGLang | built-in DFLASH | this package |\n|---|---|---|---|")
+    rows = {}
     for name in requests():
         if name:
             effect = "acts" if plain[name] != plain[""] else "as greedy" if name in ONE_TOKEN else "no effect"
-            print(f"| {name} | {effect} | {verdict(name, built_in, plain)} | {verdict(name, ours, plain)} |")
+            rows[name] = [effect, verdict(name, built_in, plain), verdict(name, ours, plain)]
+            print("|", " | ".join([name, *rows[name]]), "|")
+    exact = sum(of_ours == "as plain" for _, _, of_ours in rows.values())
+    claims = [
+        report.claim("fields that this package serves as plain", exact, f"= {len(rows)}", exact == len(rows))
+    ]
+    figures = {"columns": ["plain SGLang", "built-in DFLASH", "this package"], "fields": rows}
+    raw = {"plain": plain, "built_in": built_in, "ours": ours}
+    report.finish("tests.field_table", options.out, claims, figures=figures, answers=raw)
 
 
 if __name__ == "__main__":
