@@ -71,7 +71,7 @@ def candidate(name: str, target: Sequence[str], profile: Profile) -> Candidate:
     flags = (*target, *FORMATS.get(form, ()))
     if kind == BUILT_IN:
         return Candidate(name, kind, flags, {"COINS": json.dumps(profile)}, accept_length=0, module="bench.coins")
-    settings: dict[str, Any] = {"simulated_acceptance": [profile], "width": {"request_min_width": "block"}}
+    settings: dict[str, Any] = {"simulated_acceptance": [profile], "width": {"highest_min_width": BLOCK}}
     if form:
         settings["draft_head"] = "as_is"
     environment = {CONFIG_ENV: json.dumps(settings)} if kind == OURS else {}
