@@ -1,4 +1,4 @@
-"""Which draft checkpoints this package's worker serves, and why the built-in worker serves the others."""
+"""Which worker serves a draft checkpoint: this package's, SGLang's built-in one, or none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_sglang.config import is_speculators
-from dflash_sglang.config.dflash2 import is_dflash2
+from dflash_sglang.config import DraftConfigError, is_speculators
+from dflash_sglang.config.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
 from dflash_sglang.config.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
@@ -21,7 +21,11 @@ FOREIGN_ARCHITECTURES = {
     "Qwen3DSparkModel": "DSpark: a Markov head and a confidence head",
     "LingDSparkModel": "DSpark: a Markov head and a confidence head",
     "DSparkDraftModel": "DSpark: a Markov head and a confidence head",
+    "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
+    "Lfm2DSparkDraftModel": "DSpark: a Markov head and a confidence head",
 }
+# Values of `attention_mode` that some worker has layers for; unset means the same.
+_ATTENTION_MODES = ("mha", "gqa", "mqa")
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,40 @@ _ROWS = (
 )
 
 
+def check_family(config: Mapping[str, Any]) -> None:
+    """Raise DraftConfigError for a draft that no worker of SGLang serves: another architecture, or MLA layers.
+
+    ``config``: the raw config.json. The built-in worker does not check: it ends after the target is loaded where
+    SGLang has no such model, and it builds GQA layers for an MLA draft, whose tensors it skips.
+    """
+    names = config.get("architectures")
+    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
+    if is_speculators(config):
+        known.update(SPECULATORS_ARCHITECTURES)
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not listed or not known.intersection(names):
+        raise DraftConfigError(
+            "architectures",
+            names,
+            f"a DFLASH draft: {', '.join(sorted(known))}",
+            "Give --speculative-draft-model-path a draft of one of these architectures.",
+        )
+    nested = config.get("dflash_config")
+    for path, fields in (("dflash_config.", nested), ("", config)):
+        mode = fields.get("attention_mode") if isinstance(fields, Mapping) else None
+        if mode is not None and mode not in _ATTENTION_MODES:
+            raise DraftConfigError(
+                f"{path}attention_mode",
+                mode,
+                f"none, or one of {', '.join(_ATTENTION_MODES)}: no worker has other attention for drafts",
+                "Serve a draft trained with grouped-query attention.",
+            )
+
+
 def foreign(config: Mapping[str, Any]) -> Foreign | None:
     """Why the built-in worker serves this draft, or None for a DFlash or DFlash2 draft in a format of ours.
 
-    ``config``: the raw config.json.
+    ``config``: the raw config.json of a draft that `check_family` lets pass.
     """
     names = config.get("architectures")
     if not isinstance(names, list):

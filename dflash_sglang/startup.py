@@ -17,7 +17,7 @@ from dflash_sglang.compat_args import (
 )
 from dflash_sglang.config import DraftConfigError, DraftSpec, PluginConfig, is_speculators
 from dflash_sglang.config.dflash2 import is_dflash2
-from dflash_sglang.families import Foreign, foreign
+from dflash_sglang.families import Foreign, check_family, foreign
 from dflash_sglang.own_modules import own_modules
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.validation import (
@@ -71,6 +71,10 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
+    try:
+        check_family(config)
+    except DraftConfigError as error:
+        raise StartupError([*problems, config_problem(error)]) from error
     target_config = model_config_of(server_args)
     other = (
         foreign(config)

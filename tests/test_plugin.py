@@ -28,7 +28,6 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
     ("overrides", "field"),
     [
         *(({"architectures": [name]}, f"architectures={name!r}") for name in FOREIGN_ARCHITECTURES),
-        ({"architectures": ["NextYearsDraftModel"]}, "architectures='NextYearsDraftModel'"),
         ({"dflash_config": {"projector_type": "domino"}}, "dflash_config.projector_type='domino'"),
         ({"projector_type": "domino"}, "projector_type='domino'"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size=2"),

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.checkpoint import config_directory
 from dflash_sglang.config import DraftConfigError, DraftSpec, read_config
-from dflash_sglang.families import foreign
+from dflash_sglang.families import check_family, foreign
 from dflash_sglang.pair import pair_directories
 
 
@@ -62,10 +62,11 @@ def facts(target: str, draft: str) -> Pair:
     """Raises BadSetting for a checkpoint that is not there, or a draft that another worker serves."""
     directory, config = _checkpoint("--target", target)
     draft_directory, draft_config = _checkpoint("--draft", draft)
-    reason = foreign(draft_config)
-    if reason is not None:
-        raise BadSetting(f"--draft {draft}: {reason}")
     try:
+        check_family(draft_config)
+        reason = foreign(draft_config)
+        if reason is not None:
+            raise BadSetting(f"--draft {draft}: {reason}")
         spec = DraftSpec.from_config(draft_config)
     except DraftConfigError as error:
         raise BadSetting(f"--draft {draft}: {error}") from error
