@@ -62,6 +62,7 @@ class Work:
     calls: Counter[str] = field(default_factory=Counter)  # of this package's functions
     loops: list[str] = field(default_factory=list)  # places of this package that went over the batch's requests
     waits: list[str] = field(default_factory=list)  # places of this package that would wait for a device
+    from_host: int = 0  # elements of the tensors that were made of Python's numbers
 
 
 def recorded(directory: Path, synchronising: bool = False, **environment: str) -> dict[str, str]:
@@ -181,6 +182,8 @@ class _Recorder(TorchDispatchMode):
             name = func.overloadpacket.__name__
             if name not in VIEWS:
                 self.work.operators[name] += 1
+            if name == "lift_fresh":
+                self.work.from_host += args[0].numel()
             caller = _caller()
             if caller is not None and _waits(name, args, kwargs):
                 self.work.waits.append(f"{caller}: {name}")

@@ -144,6 +144,26 @@ def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
     assert len(penalties._counts) == 2
 
 
+def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alone():
+    """Retracted and started again in another row of `req_to_token`, too; ids that are no tokens are nobody's."""
+    from dflash_sglang.verify.penalties import Penalties
+
+    penalties = Penalties(VOCAB, "cpu")
+    first, second = (request(dict(PENALISED, min_new_tokens=9), 3, []) for _ in range(2))
+    first.sampling_params.stop_token_ids = {1, 2, 3}
+    second.sampling_params.stop_token_ids = {7, -1, VOCAB}
+    for req, slot, ends in ((first, 4, [1, 2, 3, 4, 5]), (second, 4, [4, 5, 7]), (first, 6, [1, 2, 3, 4, 5])):
+        batch = batch_of([req], [slot])
+        penalties.begin(batch)
+        logits = torch.zeros(2, VOCAB)
+        penalties.apply(logits, penalties.of(batch), torch.tensor([[0, 0]]), torch.tensor([2]))
+        assert logits[0].isneginf().nonzero().flatten().tolist() == ends
+    both = batch_of([second, first], [4, 6])
+    logits = torch.zeros(4, VOCAB)
+    penalties.apply(logits, penalties.of(both), torch.tensor([[0, 0], [0, 0]]), torch.tensor([2, 2]))
+    assert [row.isneginf().sum().item() for row in logits] == [3, 3, 5, 5]
+
+
 def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
     from dflash_sglang.verify.penalties import Penalties
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.step_moves import Moves
 from tests.step_work import Work
 from tests.tiny import make_pair
 
+VOCAB = 100_352
 GREEDY: dict[str, Any] = dict(temperature=0)
 SAMPLED: dict[str, Any] = dict(temperature=0.8, top_p=0.9)
 # One pass over the requests each: their lengths, which SGLang keeps in them, and a counter that SGLang wants.
@@ -35,11 +37,20 @@ def typical(directory: Path, requests: int) -> Work:
     return step_work.steps(directory, requests)[-1]
 
 
+def ending_late(server: Server, directory: Path, stop_tokens: int) -> tuple[Any, ...]:
+    """What a step does on the host for a request that names so many tokens, which may not end it yet."""
+    ask(server, 1, min_new_tokens=24, stop_token_ids=list(range(10, 10 + stop_tokens)), **GREEDY)
+    work = typical(directory, 1)
+    return work.calls, work.operators, work.from_host
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_nothing(tmp_path, captured):
-    """With graphs and overlap scheduling, and without either."""
-    target, draft = make_pair(tmp_path)
+    """With graphs and overlap scheduling, and without either; whatever number of stop tokens a request names."""
+    target, draft = make_pair(tmp_path, target=dict(vocab_size=VOCAB), draft=dict(vocab_size=VOCAB))
+    for part_of_tokenizer in TARGET.glob("tokenizer*"):  # without one SGLang refuses min_new_tokens
+        shutil.copy(part_of_tokenizer, target)
     environment = step_work.recorded(tmp_path)
     if captured:
         environment |= recorded_graphs.recording(tmp_path, "step_work")
@@ -51,6 +62,7 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
         max_running_requests=16,
         min_free_slots_delay=1,
         random_seed=1,
+        skip_tokenizer_init=None,
     ) as server:
         for sampling in (GREEDY, SAMPLED):
             for requests in (1, 16):
@@ -61,6 +73,8 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
             assert many.calls == one.calls
             assert many.operators == one.operators
             assert ("rejection_sample" in one.calls) == (sampling is SAMPLED)
+        few, many = (ending_late(server, tmp_path, stop_tokens) for stop_tokens in (10, 100_000))
+        assert few == many
     assert not captured or {replay.requests for replay in recorded_graphs.replays(tmp_path)} >= {1, 16}
 
 

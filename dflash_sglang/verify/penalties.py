@@ -44,13 +44,15 @@ class Penalties:
     """Counts the output tokens of penalised requests on the device, where the accept of a step is known.
 
     A request's row of the table is found by its row of `req_to_token`, which it keeps from prefill to its end;
-    the table grows with the number of penalised requests, 4 bytes per token of the vocabulary each.
+    the table grows with the number of penalised requests, 5 bytes per token of the vocabulary each: the counts,
+    and the tokens that end the request, written when it begins, so that no step pays for their number.
     """
 
     def __init__(self, vocab_size: int, device: str):
         self._vocab_size = vocab_size
         self._row_of: dict[int, int] = {}
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._ends = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # for min_new_tokens
 
     def begin(self, batch: ScheduleBatch) -> None:
         """Before a prefill: count what its requests have put out so far (retracted ones have), and let
@@ -69,6 +71,10 @@ class Penalties:
             if len(req.output_ids):
                 ids = async_h2d(list(req.output_ids), dtype=torch.int64, device=counts.device)
                 counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            if req.sampling_params.min_new_tokens:
+                end_ids = [token for token in _end_ids(req) if 0 <= token < self._vocab_size]
+                ids = async_h2d(end_ids, dtype=torch.int64, device=counts.device)
+                self._ends[row].zero_().index_fill_(0, ids, True)
         requests = self.of(batch)
         if requests is not None:
             info = batch.sampling_info
@@ -120,7 +126,7 @@ class Penalties:
             factors[2, :, None, None],
             integers[2],
             integers[3],
-            self._never_first(reqs),
+            self._ends[integers[1], None] if any(req.sampling_params.min_new_tokens for req in reqs) else None,
         )
 
     def apply(
@@ -168,19 +174,9 @@ class Penalties:
                 added = max(1, len(self._counts))
                 free = set(range(len(self._counts), len(self._counts) + added))
                 self._counts = torch.cat([self._counts, self._counts.new_zeros((added, self._vocab_size))])
+                self._ends = torch.cat([self._ends, self._ends.new_zeros((added, self._vocab_size))])
             row = self._row_of[slot] = min(free)
         return row
-
-    def _never_first(self, reqs: list[Req]) -> Tensor | None:
-        if not any(req.sampling_params.min_new_tokens for req in reqs):
-            return None
-        ends = [sorted(end_ids(req)) for req in reqs]
-        entries = [(i, token) for i, ids in enumerate(ends) for token in ids if token < self._vocab_size]
-        mask = torch.zeros((len(reqs), self._vocab_size), dtype=torch.bool, device=self._counts.device)
-        if entries:
-            rows, ids = async_h2d(list(zip(*entries, strict=True)), dtype=torch.int64, device=mask.device)
-            mask[rows, ids] = True
-        return mask[:, None]
 
 
 def is_penalised(req: Req) -> bool:
@@ -193,7 +189,7 @@ def is_penalised(req: Req) -> bool:
     )
 
 
-def end_ids(req: Req) -> set[int]:
+def _end_ids(req: Req) -> set[int]:
     """Tokens that end a request: its stop tokens, the model's and the tokenizer's."""
     ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
     if req.tokenizer is not None:
