@@ -13,6 +13,7 @@ from dflash_sglang.config import flattened, is_speculators, read_config
 from dflash_sglang.config.plugin_config import REQUIRE_ENV, PluginConfig, required
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.probe import check_symbols, check_version
+from dflash_sglang.request_errors import shown
 from dflash_sglang.scheduling.request_checks import validate_request
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def validate_accept_threshold(original: Callable[..., None], controller: Any, ke
     """AROUND SchedulerInternalStateController._validate_accept_threshold, of /set_internal_state."""
     if float(value) != 1.0:
         rejected = pkgutil.resolve_name(f"{_INTERNAL_STATE}.UpdateRejected")
-        raise rejected(f"{key}={value!r}: expected 1.0 with DFLASH, whose output is exactly the target's.")
+        raise rejected(f"{key}={shown(value)}: expected 1.0 with DFLASH, whose output is exactly the target's.")
     original(controller, key, value)
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dflash_sglang.config.width import WidthConfig
+from dflash_sglang.request_errors import LONGEST, RequestError, shown
 from dflash_sglang.scheduling.request_checks import validate_request
-from dflash_sglang.scheduling.request_width import RequestError, width_bounds
+from dflash_sglang.scheduling.request_width import width_bounds
 
 BLOCK = 16
 
@@ -245,6 +246,19 @@ def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, 
     for good in ({"max_width": 4}, {"min_width": 4}, {"min_width": 4, "max_width": 4}):
         request.sampling_params.custom_params = {"dflash": good}
         assert validate_request(lambda *_: None, request, True) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10**6, [[["y" * 99] * 99] * 99] * 99, {str(n): {"z" * 99: n} for n in range(10**4)}, 10**4000],
+    ids=["string", "lists", "objects", "number"],
+)
+def test_an_error_does_not_repeat_what_a_client_sent_at_any_length(value: Any) -> None:
+    assert len(shown(value)) <= LONGEST
+    for asked in (value, {"min_width": [value]}, {"x" * 10**6: 1}, {"min_width": 10**4000, "max_width": 3}):
+        with pytest.raises(RequestError) as refused:
+            width_bounds({"dflash": asked, "other": value})
+        assert len(str(refused.value)) < 400 and "expected" in str(refused.value)
 
 
 def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> None:

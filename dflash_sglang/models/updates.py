@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dflash_sglang.compat import DecodeCudaGraphRunner
 from dflash_sglang.models.checkpoint_form import quantised_layers
 from dflash_sglang.models.weights import listed, of_others, unexpected_in_update
+from dflash_sglang.request_errors import shown
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -78,7 +79,7 @@ class TargetWeightUpdater:
             return False, (
                 f"recapture_cuda_graph=True: expected weights to be loaded in place, but {listed(moved)} moved. "
                 "Captured graphs read the old ones, and those of several widths cannot be captured anew. Start "
-                f"the server again, with {model_path!r}."
+                f"the server again, with {shown(model_path)}."
             )
         logger.info("recapture_cuda_graph: graphs are kept, the weights were loaded into the memory they read.")
         return success, message
@@ -161,7 +162,7 @@ class DraftWeightUpdater:
                 return False, unexpected_in_update(foreign)
         if load_format not in (None, "flattened_bucket") and quantised_layers(self._model):
             return False, (
-                f"load_format={load_format!r}: expected None or 'flattened_bucket', because the draft is "
+                f"load_format={shown(load_format)}: expected None or 'flattened_bucket', because the draft is "
                 "quantised and its weights are packed after loading. Send its checkpoint's tensors."
             )
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash_sglang.scheduling.request_width import RequestError, width_bounds
+from dflash_sglang.request_errors import RequestError
+from dflash_sglang.scheduling.request_width import width_bounds
 
 
 def validate_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:

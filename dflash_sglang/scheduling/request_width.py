@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash_sglang.request_errors import RequestError, shown
+
 KEY = "dflash"
 MIN, MAX = "min_width", "max_width"
-
-
-class RequestError(ValueError):
-    """What a request asks of this package cannot be; the message goes to its client."""
 
 
 def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
@@ -20,16 +18,19 @@ def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
     asked = custom_params[KEY]
     if not isinstance(asked, dict) or not asked or set(asked) - {MIN, MAX}:
         raise RequestError(
-            f'custom_params {KEY}={asked!r}: expected {{"{MIN}": N, "{MAX}": M}}, one or both, and nothing else.'
+            f'custom_params {KEY}={shown(asked)}: expected {{"{MIN}": N, "{MAX}": M}}, one or both, and nothing '
+            "else."
         )
     for name, value in asked.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(
-                f"custom_params {KEY}: {name}={value!r}: expected a whole number from 1 (one token at a time) on."
+                f"custom_params {KEY}: {name}={shown(value)}: expected a whole number from 1 (one token at a "
+                "time) on."
             )
     least, most = asked.get(MIN), asked.get(MAX)
     if least is not None and most is not None and least > most:
         raise RequestError(
-            f"custom_params {KEY}: {MIN}={least}: expected at most {MAX}={most}. Lower it, or raise {MAX}."
+            f"custom_params {KEY}: {MIN}={shown(least)}: expected at most {MAX}={shown(most)}. Lower it, or raise "
+            f"{MAX}."
         )
     return least, most
