@@ -209,7 +209,9 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
     assert len(seen) == BLOCK * (BLOCK + 1) / 2, "every length, with every number of its rows committed"
 
 
-def test_a_rank_that_passes_its_turn_leaves_the_outcomes_of_the_step_before(tmp_path):
+def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch):
+    """Its graph accepts padding, while overlap scheduling copies those outcomes to the host."""
+    from dflash_sglang.verify import verifier
     from dflash_sglang.verify.acceptance import Acceptor
 
     acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE)
@@ -219,8 +221,20 @@ def test_a_rank_that_passes_its_turn_leaves_the_outcomes_of_the_step_before(tmp_
     acceptor.accept(*blocks, lengths, requests)
     outcome = acceptor.outcome(1, BLOCK)
     kept = [tensor.clone() for tensor in outcome]
-    acceptor.pass_turn()
-    acceptor.accept(blocks[0], blocks[1] + 1, lengths + 5, requests)
+
+    forwards: list[Any] = []
+
+    def forward(forward_batch: Any, **_: Any) -> None:
+        forwards.append(forward_batch)
+        acceptor.accept(blocks[0], blocks[1] + 1, lengths + 5, requests)
+
+    under_test: Any = object.__new__(verifier.Verifier)
+    under_test._acceptor, under_test._runner = acceptor, SimpleNamespace(device=layers.DEVICE)
+    under_test._worker = SimpleNamespace(forward_batch_generation=forward)
+    prepare = mock.Mock(return_value=("padding", True))
+    monkeypatch.setattr(verifier.DFlashVerifyInput, "prepare_for_verify", prepare)
+    under_test.verify_idle(SimpleNamespace(), BLOCK)
+    assert forwards == ["padding"]
     assert all(map(torch.equal, outcome, kept))
 
 
