@@ -151,10 +151,11 @@ class PlainAttention:
         return out
 
 
-def run_draft(model: Any, embeds: Tensor, positions: Tensor, attention: Any, **of_batch: Any) -> Tensor:
-    """One draft forward: embeds [bs * block, hidden], positions [bs * block] -> hidden like embeds.
+def run_draft(model: Any, rows: Tensor, positions: Tensor, attention: Any, **of_batch: Any) -> Tensor:
+    """One draft forward over rows [bs * block, hidden] of embeddings, or [bs * block] ids, which the draft embeds.
 
-    attention: PlainAttention, or a backend of SGLang that is given a batch of `of_batch` first.
+    positions [bs * block] -> hidden [bs * block, hidden]. attention: PlainAttention, or a backend of SGLang that
+    is given a batch of `of_batch` first.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -162,18 +163,22 @@ def run_draft(model: Any, embeds: Tensor, positions: Tensor, attention: Any, **o
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, moe_num_token_non_padded=None, **of_batch)
     if of_batch:
         attention.init_forward_metadata(batch)
+    ids, embeds = (rows, None) if rows.ndim == 1 else (torch.empty(0), rows)
     with forward_context(ForwardContext(attn_backend=attention)):
-        return model(torch.empty(0), positions, batch, input_embeds=embeds).hidden_states
+        return model(ids, positions, batch, input_embeds=embeds).hidden_states
 
 
 def assert_idle_batch_writes_nothing(model: Any) -> None:
-    """No rows: every layer of a draft of two runs the modules that all-reduce, and the pool stays as it was."""
+    """No rows: every layer of a draft of two runs the modules that all-reduce, and the pool stays as it was.
+
+    The draft gets ids and embeds them itself, as SGLang's runner calls it.
+    """
     pool, calls = make_pool(model), []
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj")):
             module.register_forward_hook(lambda *_, name=name: calls.append(name))
-    no_positions = torch.empty(0, dtype=torch.long)
-    hidden = run_draft(model, torch.empty(0, 64), no_positions, PlainAttention(pool, [], 8))
+    nothing = torch.empty(0, dtype=torch.long)
+    hidden = run_draft(model, nothing, nothing, PlainAttention(pool, [], 8))
     assert hidden.shape == (0, 64)
     assert calls == [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")]
     assert all(bool((buffer == 7).all()) for i in (0, 1) for buffer in pool.get_kv_buffer(i))

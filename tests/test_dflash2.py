@@ -175,7 +175,9 @@ def test_rows_and_edge_scores_equal_those_of_sglangs_own_model(tmp_path):
 
 
 def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path):
-    layers.assert_idle_batch_writes_nothing(make_draft(tmp_path, dflash2_config()))
+    model = make_draft(tmp_path, dflash2_config())
+    model.bind_target(Target())
+    layers.assert_idle_batch_writes_nothing(model)
 
 
 def test_the_blocks_embeddings_are_scaled_by_the_draft_or_by_the_target_and_not_by_both(tmp_path):
