@@ -91,7 +91,7 @@ class DFlashWorker(BaseSpecWorker):
             ),
             collapse_cp=True,
         )
-        # The draft's max_position_embeddings bounds nothing: `cover_positions` makes the tables long enough.
+        # The draft's max_position_embeddings bounds nothing: SGLang makes its RoPE tables as long as this context.
         longer = envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.override(True)
         with longer, draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             bundle = build_draft_tp_worker(
@@ -140,7 +140,6 @@ class DFlashWorker(BaseSpecWorker):
                 token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             )
         rows, row_width = req_to_token_pool.req_to_token.shape
-        self._draft_model.cover_positions(row_width)
         self._reservation = SlotReservation(
             rows, self.block_size, row_width, token_to_kv_pool_allocator.page_size, self.device
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,10 +79,16 @@ def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) 
 @layers.cpu_only
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
 def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_trained_length(
-    tmp_path, rank, scaling
+    tmp_path, rank, scaling, monkeypatch
 ):
+    """SGLang's model runner makes the tables as long as the target's context, once the weights are loaded."""
+    from sglang.srt.utils import common
+
+    monkeypatch.setattr(common, "get_model", lambda: SimpleNamespace(context_length=None))
+    spec = SimpleNamespace(speculative_num_steps=None, speculative_num_draft_tokens=None)
+    monkeypatch.setattr(common, "get_spec", lambda: spec)
     model = layers.make_draft(tmp_path, **fields(scaling))
-    model.cover_positions(9000)  # whatever the table covered by itself
+    common.reserve_rope_cache_for_long_sequences(model, SimpleNamespace(context_len=9000))
     attention = model.layers[1].self_attn
     positions = torch.cat((torch.arange(4 * TRAINED), torch.tensor([1000, 8999])))
     generator = torch.Generator().manual_seed(2)

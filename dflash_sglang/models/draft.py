@@ -196,11 +196,6 @@ class DFlashDraftModel(nn.Module):
         windows = [layer.window for layer in self.spec.layers if layer.window is not None]
         return max(windows) - 1 if windows else None
 
-    def cover_positions(self, count: int) -> None:
-        """Extends the RoPE tables to positions 0..count-1; before capture. Beyond them, rotation reads garbage."""
-        for layer in self.layers:
-            layer.self_attn.rotary_emb._ensure_cos_sin_cache_length(count - 1)
-
     def forward_embed(self, input_ids: Tensor) -> Tensor:
         """Block ids [T] -> [T, hidden]. Its presence makes SGLang's graph runner embed inside of the graph."""
         return self._bound().embedding(input_ids).to(self.norm.weight.dtype)
