@@ -2,7 +2,7 @@
 
 python -m bench.like_for_like --target DIR --draft DIR --out FILE [--groups dense fp8 fp8_target dense_fp8_target]
                               [--acceptance good | poor] [--concurrency 1 8 32 64 128] [--rounds 3]
-                              [--seconds 3.5] [--profile 8]
+                              [--seconds 3.5 | --seconds 5 5 3 3 3] [--profile 8]
 
 Servers of a group (`GROUPS`) are up at once and take turns. Acceptance is forced by position, the same on every
 server: a coin of each request decides, for the built-in worker in `bench.coins`. A load is a steady one
@@ -154,10 +154,15 @@ def main() -> int:
     parser.add_argument("--acceptance", choices=["good", "poor"], default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
-    parser.add_argument("--seconds", type=float, default=3.5, help="of a load that are measured")
+    parser.add_argument(
+        "--seconds", type=float, nargs="+", default=[3.5], help="of a load that are measured, one or one each"
+    )
     parser.add_argument("--max-tokens", type=int, help="of a KV pool")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="concurrency of steps to take apart")
     arguments = parse(parser)
+    seconds = arguments.seconds * (len(arguments.concurrency) if len(arguments.seconds) == 1 else 1)
+    if len(seconds) != len(arguments.concurrency):
+        parser.error(f"--seconds {arguments.seconds}: expected one, or one for each --concurrency")
     most = max([*arguments.concurrency, *arguments.profile])
     # Of an answer in a steady load 0.54 is there on average. A profile's requests are all there at once.
     tokens = arguments.max_tokens or int(most * (arguments.input + 0.7 * arguments.output + 2 * BLOCK))
@@ -175,17 +180,17 @@ def main() -> int:
         )
 
     with signals_as_exit():
-        for name in arguments.groups:
+        for number, name in enumerate(arguments.groups):
             group = GROUPS[name]
             candidates = [candidate(one, group.target, profile) for one in group.servers]
-            with together(candidates, arguments, requests=most, tokens=tokens) as servers:
+            with together(candidates, arguments, requests=most, tokens=tokens, compiled=number > 0) as servers:
                 of_group = figures.setdefault(name, {})
                 for server in servers.values():
                     occupy(server, dataclasses.replace(load, concurrency=most), WARM_UP)
                 before = list(claimed)
-                for concurrency in arguments.concurrency:
+                for concurrency, window in zip(arguments.concurrency, seconds, strict=True):
                     of = dataclasses.replace(load, concurrency=concurrency)
-                    of_group[str(concurrency)] = measure(servers, of, arguments.rounds, arguments.seconds, profile)
+                    of_group[str(concurrency)] = measure(servers, of, arguments.rounds, window, profile)
                     claimed = before + claims(name, of_group)
                     status = keep()
                 drafting = {one: server for one, server in servers.items() if one != PLAIN}

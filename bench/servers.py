@@ -90,16 +90,22 @@ def server_of(
 
 @contextlib.contextmanager
 def together(
-    candidates: Sequence[Candidate], arguments: argparse.Namespace, *, requests: int, tokens: int
+    candidates: Sequence[Candidate],
+    arguments: argparse.Namespace,
+    *,
+    requests: int,
+    tokens: int,
+    compiled: bool = False,
 ) -> Iterator[dict[str, Server]]:
     """Ready servers by name, whose logs prove their workers. Raises ServerFailed.
 
-    The first start fills the compilation caches that the others, started at once, then share.
+    The first start fills the compilation caches that the others, started at once, then share; where they are
+    `compiled` all start at once.
     """
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers: dict[str, Server] = {}
-        for batch in (candidates[:1], candidates[1:]):
+        for batch in (candidates,) if compiled else (candidates[:1], candidates[1:]):
             for one in batch:
                 server = server_of(one, arguments, scratch, requests=requests, tokens=tokens)
                 servers[one.name] = stack.enter_context(server)
