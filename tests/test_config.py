@@ -65,6 +65,24 @@ def test_a_full_layer_stays_non_causal_when_only_sliding_layers_are_causal() -> 
     )
 
 
+# What is said in place of layer_types -> whether the sliding layers are causal.
+WITHOUT_LAYER_TYPES = [
+    ({"dflash_config": {"use_swa": True}}, False),
+    ({"use_swa": True}, False),
+    ({"use_sliding_window": True, "max_window_layers": 0}, False),
+    ({"dflash_config": {"use_swa": True, "sliding_window_non_causal": False}}, True),
+    ({"dflash_config": {"use_swa": True}, "sliding_window_non_causal": True}, False),
+    ({"dflash_config": {"use_swa": True, "causal": True}}, True),
+    ({"dflash_config": {"use_swa": True}, "is_causal": True}, True),
+    ({"dflash_config": {"use_swa": True, "causal": True}, "is_causal": False}, False),
+]
+
+
+@pytest.mark.parametrize(("fields", "causal"), WITHOUT_LAYER_TYPES, ids=str)
+def test_without_layer_types_no_layer_is_causal_unless_a_flag_says_so(fields: dict, causal: bool) -> None:
+    assert spec(layer_types=None, **fields).layers == (LayerAttention("sliding_attention", causal, 16),) * 2
+
+
 def test_the_window_counts_the_current_token_and_comes_from_any_of_its_names() -> None:
     only_swa = spec(layer_types=None, sliding_window=None, dflash_config={"use_swa": True, "swa_window_size": 9})
     assert [layer.window for layer in only_swa.layers] == [9, 9]

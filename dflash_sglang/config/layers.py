@@ -35,7 +35,11 @@ def layer_attention(fields: Fields, num_layers: int) -> tuple[LayerAttention, ..
     present             any                     any                         is_causal      is_causal
     absent              present                 any                         causal         causal
     absent              absent                  true                        non-causal     non-causal
-    absent              absent                  false or absent             non-causal     causal
+    absent              absent                  false                       non-causal     causal
+    absent              absent                  absent, `layer_types`       non-causal     causal
+                                                present
+    absent              absent                  absent, `layer_types`       non-causal     non-causal
+                                                absent (`use_swa`)
     ==================  ======================  ==========================  =============  ================
 
     Raises DraftConfigError for a wrong number of layer types, an unknown one, or a sliding layer
@@ -58,7 +62,7 @@ def _causal(fields: Fields, kind: LayerKind) -> bool:
         return as_bool(("dflash_config.causal", causal))
     if kind == "full_attention":
         return False
-    return not as_bool(fields.draft("sliding_window_non_causal", False))
+    return not as_bool(fields.draft("sliding_window_non_causal", fields.text.get("layer_types") is None))
 
 
 def _kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
