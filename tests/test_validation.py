@@ -14,6 +14,7 @@ import torch
 
 from dflash_sglang.checkpoint import TensorFacts, config_directory, tensor_facts
 from dflash_sglang.config import DraftConfigError, DraftSpec
+from dflash_sglang.own_modules import OwnModules
 from dflash_sglang.validation import (
     COORDINATION,
     UNSERVED,
@@ -23,6 +24,7 @@ from dflash_sglang.validation import (
     TargetFacts,
     draft_problems,
     launch_problems,
+    own_problems,
     serving_problems,
 )
 from tests.tiny import draft_config, make_pair, target_config, write_checkpoint
@@ -53,6 +55,17 @@ def test_a_matching_draft_target_and_server_have_no_problem() -> None:
     assert problems(dflash_config={"target_layer_ids": [4, 0, 2]}) == []
     assert list(serving_problems(ServingFacts(draft_path="draft"))) == []
     assert list(launch_problems(ORDINARY)) == []
+
+
+@pytest.mark.parametrize("vocab_size", [300, 384])
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 320}], ids=str)
+def test_the_vocab_size_of_a_draft_that_borrows_embedding_and_head_is_used_by_nothing(
+    vocab_size: int, fields: dict
+) -> None:
+    target = TargetFacts(5, 64, vocab_size)
+    assert problems(target=target, **fields) == []
+    spec = DraftSpec.from_config(draft_config(**fields))
+    assert list(own_problems(spec, target, OwnModules())) == []
 
 
 def test_the_target_is_described_by_its_text_config() -> None:
@@ -88,7 +101,15 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
         [64, 128],
     ),
     "hidden size": ({"target": TargetFacts(5, 128, 320)}, "draft config hidden_size", 64),
-    "vocabulary": ({"target": TargetFacts(5, 64, 384)}, "draft config vocab_size", 320),
+    "vocabulary of a selector": (
+        {
+            "target": TargetFacts(5, 64, 384),
+            "architectures": ["DFlash2DraftModel"],
+            "dflash_config": {"selector_rank": 4, "selector_top_k": 4},
+        },
+        "draft config vocab_size",
+        320,
+    ),
     "number of target layers": ({"target": TargetFacts(6, 64, 320)}, "draft config num_target_layers", 5),
     "trained block of 1": ({"block_size": 1}, "draft config block_size", 1),
     "a width beyond the block": ({"serving": {"block_size": 4, "widest": 5}}, "DFLASH_SGLANG_CONFIG width", 5),
@@ -353,12 +374,12 @@ def test_a_weights_file_that_is_not_whole_is_named(tmp_path: Path, kept: int) ->
 LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
     "no draft": (None, [], ["--speculative-draft-model-path=None"]),
     "several at once": (
-        {"block_size": 1, "vocab_size": 321, "dflash_config": {"mask_token_id": None}},
+        {"block_size": 1, "num_target_layers": 6, "dflash_config": {"mask_token_id": None}},
         ["--pp-size", "2"],
         [
             "--pp-size=2",
             "block_size=1",
-            "vocab_size=321",
+            "num_target_layers=6",
             "mask_token_id=None",
             "Add dflash_config.mask_token_id",
         ],
@@ -542,7 +563,7 @@ def test_a_bad_launch_ends_in_the_launcher_with_every_problem(outcomes: dict[str
 
 @pytest.mark.slow
 def test_the_server_exits_before_it_spawns_a_process(tmp_path: Path) -> None:
-    target, draft = make_pair(tmp_path, draft={"vocab_size": 384})
+    target, draft = make_pair(tmp_path, draft={"num_target_layers": 6})
     command = [
         sys.executable,
         "-m",
@@ -551,5 +572,5 @@ def test_the_server_exits_before_it_spawns_a_process(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
-    assert "draft config vocab_size=384: expected the target's vocab_size of 320" in done.stderr
+    assert "draft config num_target_layers=6: expected the target's 5 layers" in done.stderr
     assert "Load weight begin" not in done.stdout + done.stderr

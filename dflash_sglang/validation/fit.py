@@ -134,11 +134,11 @@ def _shape_problems(
             f"at least the target's vocab_size of {target.vocab_size} (any of its tokens is embedded)",
             other_target,
         )
-    elif not own_embedding and spec.vocab_size != target.vocab_size:
+    elif spec.dflash2 is not None and spec.vocab_size < target.vocab_size:
         yield Problem(
             "draft config vocab_size",
             spec.vocab_size,
-            f"the target's vocab_size of {target.vocab_size} (embedding and head are the target's)",
+            f"at least the target's vocab_size of {target.vocab_size} (the selector has a row for each candidate)",
             other_target,
         )
     if spec.num_target_layers is not None and spec.num_target_layers != target.num_layers:

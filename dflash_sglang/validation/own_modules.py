@@ -81,7 +81,7 @@ def _vocabulary_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) 
     rows = head_rows(spec, own)
     reduced = rows != target.vocab_size
     if own.head is None:
-        if reduced and spec.vocabulary.draft_vocab_size is not None:
+        if reduced and spec.vocabulary.draft_vocab_size not in (None, spec.vocab_size):
             yield Problem(
                 "draft config draft_vocab_size",
                 rows,
