@@ -80,8 +80,8 @@ def check_family(config: Mapping[str, Any]) -> None:
     known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
     if is_speculators(config):
         known.update(SPECULATORS_ARCHITECTURES)
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not listed or not known.intersection(names):
+    listed = names if isinstance(names, list) else []
+    if not all(isinstance(name, str) for name in listed) or not known.intersection(listed):
         raise DraftConfigError(
             "architectures",
             names,
