@@ -18,6 +18,7 @@ from dflash_sglang.config import (
 )
 from dflash_sglang.config.draft_spec import default_target_layer_ids
 from dflash_sglang.config.width import WidthConfig
+from tests.draft_formats import speculators_config
 from tests.tiny import draft_config
 
 
@@ -179,7 +180,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_parameters": {**YARN, "rope_theta": 3.0}}, RopeSpec(3.0, YARN, 16, True)),
         ({"rope_parameters": {**YARN, "rope_theta": 3.0}, "rope_scaling": YARN}, RopeSpec(3.0, YARN, 16, True)),
         ({"partial_rotary_factor": 0.5}, RopeSpec(1e4, None, 8, True)),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, RopeSpec(1e4, None, 4, True)),
+        # Inside it was copied from the target: the trainers' Qwen3 rotates the whole head.
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, RopeSpec(1e4, None, 16, True)),
+        ({"rope_scaling": {"partial_rotary_factor": 0.25, "type": "default"}}, RopeSpec(1e4, None, 16, True)),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, RopeSpec(1e4, YARN, 16, True)),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5},
+            RopeSpec(1e4, None, 8, True),
+        ),
+        ({"rope_parameters": YARN, "partial_rotary_factor": 0.5}, RopeSpec(1e4, YARN, 8, True)),
         ({"rope_scaling": {"rope_dim": 12, "partial_rotary_factor": 0.25}}, RopeSpec(1e4, None, 12, True)),
         ({"rope_dim": 4}, RopeSpec(1e4, None, 4, True)),
         ({"is_neox_style": False}, RopeSpec(1e4, None, 16, False)),
@@ -201,6 +210,64 @@ def test_the_m_rope_of_a_multimodal_target_becomes_plain_rope_over_the_whole_hea
     }
     assert spec(rope_parameters={**copied, "rope_theta": 1e7}).rope == RopeSpec(1e7, None, 16, True)
     assert spec(rope_scaling={**copied, "rope_dim": 4}).rope.rotary_dim == 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"transformer_layer_config": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}},
+        {"transformer_layer_config": {"partial_rotary_factor": 0.25}},
+        {"partial_rotary_factor": 0.25},
+    ],
+    ids=str,
+)
+def test_a_speculators_draft_rotates_the_whole_head_wherever_a_factor_stands(fields: dict) -> None:
+    config = speculators_config(draft_config())
+    decoder = {**config["transformer_layer_config"], **fields.get("transformer_layer_config", {})}
+    assert DraftSpec.from_config({**config, **fields, "transformer_layer_config": decoder}).rope.rotary_dim == 16
+
+
+# Fields of a config -> what it means, where transformers' class fills in what they leave out.
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+MODEL_TYPES = [
+    ({"model_type": "gpt_oss", "rope_theta": None}, (150000.0, GPT_OSS_YARN)),
+    ({"model_type": "gpt_oss", "rope_theta": 7.0}, (7.0, GPT_OSS_YARN)),
+    ({"model_type": "gpt_oss", "rope_theta": None, "rope_scaling": YARN}, (150000.0, YARN)),
+    ({"model_type": "gpt_oss", "rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}}, (7.0, None)),
+    ({"model_type": "minimax_m2", "rope_theta": None}, (5e6, None)),
+    ({"model_type": "glm4_moe", "rope_theta": None}, (1e4, None)),  # its class has a partial factor, inside
+    ({"model_type": "llama", "rope_theta": None}, (1e4, None)),
+    ({"model_type": None, "rope_theta": None}, (1e4, None)),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), MODEL_TYPES, ids=str)
+def test_a_rope_that_is_left_out_is_the_one_of_the_models_class(fields: dict, expected: tuple) -> None:
+    rope = spec(**fields).rope
+    assert (rope.theta, rope.scaling) == expected
+    assert rope.rotary_dim == 16
+    model_type = fields["model_type"]
+    if model_type is not None:
+        given = {key: value for key, value in fields.items() if value is not None and key != "model_type"}
+        params = AutoConfig.for_model(model_type, **given).rope_parameters
+        assert (rope.theta, (rope.scaling or {}).get("factor")) == (params["rope_theta"], params.get("factor"))
+
+
+def test_a_norm_of_no_epsilon_has_the_one_of_the_models_class() -> None:
+    assert spec(model_type="gpt_oss", rms_norm_eps=None, rope_parameters=YARN).rms_norm_eps == 1e-5
+    assert spec(model_type="gpt_oss", rms_norm_eps=1e-6, rope_parameters=YARN).rms_norm_eps == 1e-6
+
+
+def test_layers_that_are_left_out_are_full_whatever_the_models_class_fills_in() -> None:
+    layers = spec(model_type="gpt_oss", rope_parameters=YARN, layer_types=None, sliding_window=128).layers
+    assert layers == (LayerAttention("full_attention", False, None),) * 2
 
 
 def test_shape_fields_have_the_defaults_of_the_published_format() -> None:
@@ -242,6 +309,10 @@ def test_value_scale_and_quantisation_are_read() -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters", None),
         ({"rope_parameters": {"rope_theta": 3.0}, "rope_scaling": YARN}, "rope_scaling", YARN),
         ({"rope_dim": 18}, "rope_dim", 18),
+        ({"model_type": "of_next_year", "rope_theta": None}, "rope_parameters", None),
+        ({"model_type": "of_next_year", "rms_norm_eps": None}, "rms_norm_eps", None),
+        ({"model_type": "encoder-decoder", "rope_theta": None}, "model_type", "encoder-decoder"),
+        ({"model_type": "laguna"}, "rope_parameters", None),  # its class has a rope for each layer type
         ({"quantization_config": {}, "compression_config": {"bits": 4}}, "quantization_config", {"bits": 4}),
         ({"dflash_config": {"attention_value_scale": -1}}, "dflash_config.attention_value_scale", -1),
     ],

@@ -26,7 +26,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED,
 }
-BESIDE = "of the config"  # stands for the field of the same meaning beside the scaling
+BESIDE = "of the config"  # fields beside the scaling
 SCALINGS: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4},
@@ -38,10 +38,14 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn with mscale": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6},
     "yarn with half of mscale": {**YARN, "mscale": 2.0, "mscale_all_dim": 0},
     "yarn of given bounds": {**YARN, "beta_fast": 8, "beta_slow": 2, "truncate": False},
-    "yarn of half a head": {**YARN, "partial_rotary_factor": 0.5},
+    "yarn with both of mscale at 1": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn of half a head": {**YARN, BESIDE: {"partial_rotary_factor": 0.5}},
     "llama3 of no trained length": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
     "yarn whose factor is null": {**YARN, "factor": None, "original_max_position_embeddings": TRAINED // 4},
-    "yarn of a trained length beside it, which wins": {**YARN, BESIDE: TRAINED // 2},
+    "yarn of a trained length beside it, which wins": {
+        **YARN,
+        BESIDE: {"original_max_position_embeddings": TRAINED // 2},
+    },
 }
 
 
@@ -53,8 +57,7 @@ def rank() -> None:
 def fields(scaling: dict[str, Any]) -> dict[str, Any]:
     """Of a config with this scaling."""
     inside = {"rope_theta": 10000.0, **{key: value for key, value in scaling.items() if key != BESIDE}}
-    beside = {"original_max_position_embeddings": scaling[BESIDE]} if BESIDE in scaling else {}
-    return dict(max_position_embeddings=TRAINED, rope_parameters=inside, **beside)
+    return dict(max_position_embeddings=TRAINED, rope_parameters=inside, **scaling.get(BESIDE, {}))
 
 
 def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) -> Tensor:

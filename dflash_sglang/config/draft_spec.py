@@ -11,6 +11,7 @@ from typing import Any
 from dflash_sglang.config.dflash2 import DFlash2Spec, dflash2, is_dflash2
 from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
 from dflash_sglang.config.layers import LayerAttention, layer_attention
+from dflash_sglang.config.model_type import class_default
 from dflash_sglang.config.rope import RopeSpec, rope
 from dflash_sglang.config.speculators import LAYER_IDS, flattened, is_speculators
 from dflash_sglang.config.vocabulary import VocabularySpec, vocabulary
@@ -75,6 +76,9 @@ class DraftSpec:
         value_scale = fields.draft("attention_value_scale")
         num_target_layers = fields.draft("num_target_layers")
         vocab_size = as_int(fields.shape("vocab_size"), 1)
+        norm_eps = fields.shape("rms_norm_eps", None)
+        if norm_eps[1] is None:
+            norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
         return cls(
             architecture=_architecture(config),
             hidden_size=hidden_size,
@@ -83,7 +87,7 @@ class DraftSpec:
             num_heads=num_heads,
             num_kv_heads=as_int(fields.shape("num_key_value_heads", num_heads), 1),
             head_dim=head_dim,
-            rms_norm_eps=as_float(fields.shape("rms_norm_eps", 1e-6)),
+            rms_norm_eps=as_float(norm_eps),
             vocab_size=vocab_size,
             max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
             attention_bias=as_bool(fields.shape("attention_bias", False)),
@@ -93,7 +97,7 @@ class DraftSpec:
             target_layer_ids=_target_layer_ids(fields),
             num_target_layers=None if num_target_layers[1] is None else as_int(num_target_layers, 1),
             layers=layer_attention(fields, num_layers),
-            rope=rope(fields, head_dim),
+            rope=rope(fields, head_dim, whole_head=speculators),
             attention_value_scale=None if value_scale[1] is None else as_float(value_scale),
             quantization=_quantization(config),
             speculators=speculators,

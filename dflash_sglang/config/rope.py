@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
+from dflash_sglang.config.model_type import class_default
 
 _SCALING_TYPES = ("default", "linear", "yarn", "llama3")
 _OF_THE_SEQUENCE = ("dynamic", "longrope")
@@ -46,24 +47,28 @@ class RopeSpec:
     is_neox: bool
 
 
-def rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """RopeSpec of a draft.
+def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:
+    """RopeSpec of a draft. ``whole_head``: the trainer rotates all of a head, whatever the config says.
 
-    `rope_parameters` is what transformers 5 calls `rope_scaling`; where both are, their scaling has to agree, and
-    the rest of `rope_scaling` wins, as in transformers. `rope_dim` is the trained rotary width and wins over
-    `partial_rotary_factor`. A `partial_rotary_factor` beside `mrope_section` was copied from the target with it:
-    transformers' Qwen3, which published drafts are trained on, rotates the whole head and knows neither.
+    `rope_parameters` is what transformers 5 calls `rope_scaling`. Where both are, their scaling has to agree, and
+    the rest of `rope_scaling` wins, as in transformers. Where neither is, base and scaling are those of the class
+    of the config's `model_type` (`class_default`).
+
+    `rope_dim` is the trained rotary width. Without one, a `partial_rotary_factor` at the top level counts. Inside
+    `rope_parameters` or `rope_scaling` the factor was copied from the target: transformers' Qwen3, which published
+    drafts are trained on, rotates the whole head. An `mrope_section` there says that the one at the top was, too.
+
+    Raises DraftConfigError for a field that is missing, malformed or not servable.
     """
     given = {name: fields.text[name] for name in ("rope_scaling", "rope_parameters") if fields.text.get(name)}
-    for source, params in given.items():
-        if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
-            raise DraftConfigError(
-                source,
-                params,
-                "one object with the rope parameters of every draft layer",
-                f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported.",
-            )
-    scalings = [_scaling(fields, params, source) for source, params in given.items()] or [None]
+    _check_flat(given)
+    theta = _first(fields, given, "rope_theta", None)
+    if not given or theta[1] is None:
+        implied = {"rope_parameters": class_default(fields, "rope_parameters")}
+        _check_flat(implied)
+        theta = theta if theta[1] is not None else _first(fields, implied, "rope_theta", None)
+        given = given or implied
+    scalings = [_scaling(fields, params, source) for source, params in given.items()]
     if scalings[0] != scalings[-1]:
         raise DraftConfigError(
             "rope_scaling",
@@ -72,11 +77,22 @@ def rope(fields: Fields, head_dim: int) -> RopeSpec:
             "Leave the one that the draft was trained with in its config.json.",
         )
     return RopeSpec(
-        theta=as_float(_first(fields, given, "rope_theta", 10000.0)),
+        theta=as_float(theta),
         scaling=scalings[0],
-        rotary_dim=_rotary_dim(fields, given, head_dim),
+        rotary_dim=_rotary_dim(fields, given, head_dim, whole_head),
         is_neox=as_bool(fields.shape("rope_is_neox_style", fields.text.get("is_neox_style", True))),
     )
+
+
+def _check_flat(given: Given) -> None:
+    for source, params in given.items():
+        if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
+            raise DraftConfigError(
+                source,
+                params,
+                "one object with the rope parameters of every draft layer",
+                f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported.",
+            )
 
 
 def _first(fields: Fields, given: Given, name: str, default: Any) -> tuple[str, Any]:
@@ -124,12 +140,11 @@ def _of_training(fields: Fields, params: Mapping[str, Any], kind: str) -> dict[s
     return found
 
 
-def _rotary_dim(fields: Fields, given: Given, head_dim: int) -> int:
+def _rotary_dim(fields: Fields, given: Given, head_dim: int, whole_head: bool) -> int:
     field, dim = _first(fields, given, "rope_dim", None)
     if dim is None:
-        field, factor = _first(fields, given, "partial_rotary_factor", 1.0)
-        if any("mrope_section" in params for params in given.values()):
-            factor = 1.0
+        copied = whole_head or any("mrope_section" in params for params in given.values())
+        field, factor = ("head_dim", 1.0) if copied else fields.shape("partial_rotary_factor", 1.0)
         dim = int(head_dim * as_float((field, factor)))
     as_int((field, dim), 2)
     if dim > head_dim or dim % 2:
