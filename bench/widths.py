@@ -10,9 +10,9 @@ has a load at a time, and all take turns. A load is a steady one (`bench.steady`
 come and go, and their prefills are part of what is measured, on every server.
 
 `--fixed`: loads of the policy's server whose requests ask for one width (`ours_8`), as `min_width` and as
-`max_width`. Two things tell such a width from a server's: its graphs are those of fewer batch sizes, and each step
-is still asked for. `--control`: some of these widths have a server of their own as well (`ours_alone_8`), with the
-width fixed, and a claim says that both serve as fast.
+`max_width`; that server's `highest_min_width` allows it. Two things tell such a width from a server's: its graphs
+are those of fewer batch sizes, and each step is still asked for. `--control`: some of these widths have a server
+of their own as well (`ours_alone_8`), with the width fixed, and a claim says that both serve as fast.
 
 The policy learns from all loads of its server, step times of widths among it that it would seldom try. Its choice
 is its own: before each of its measured loads it has one that is not measured. Of the others but the built-in
@@ -77,9 +77,10 @@ def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
         environment = {CONFIG_ENV: json.dumps({"simulated_acceptance": acceptance, **settings})}
         return Candidate(name, OURS, environment=environment, accept_length=0)
 
-    found = [ours(OURS)]
+    asked_for = {"highest_min_width": BLOCK}  # by the requests of `forced`
+    found = [ours(OURS, width=asked_for)]
     if arguments.per_request:
-        found = [ours(OURS, width={"per_request": True}), ours(ONE_WIDTH)]
+        found = [ours(OURS, width={"per_request": True}), ours(ONE_WIDTH, width=asked_for)]
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
     if BUILT_IN in arguments.kinds:

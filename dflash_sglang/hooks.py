@@ -14,7 +14,7 @@ from dflash_sglang.config.plugin_config import REQUIRE_ENV, PluginConfig, requir
 from dflash_sglang.families import Foreign, foreign
 from dflash_sglang.probe import check_symbols, check_version
 from dflash_sglang.request_errors import shown
-from dflash_sglang.scheduling.request_checks import validate_request
+from dflash_sglang.scheduling.request_checks import RequestChecks
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +130,12 @@ def _hook_scheduler() -> None:
 
     controller = f"{_INTERNAL_STATE}.SchedulerInternalStateController"
     session = "sglang.srt.session"
+    checks = RequestChecks(PluginConfig.from_env().width)
     hook_around({
         f"{controller}.get_internal_state": get_internal_state,
         f"{controller}._validate_accept_threshold": validate_accept_threshold,
         f"{_WEIGHT_UPDATES}._select_runners": select_runners,
-        "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
+        "sglang.srt.speculative.dflash_utils.validate_dflash_request": checks,
         "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
         "sglang.srt.managers.overlap_utils.resolve_forward_inputs": resolve_forward_inputs,
         f"{session}.session_controller.Session._concat_token_arrays": sessions.concat_token_arrays,

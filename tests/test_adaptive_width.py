@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_sglang.config.width import WidthConfig
+from dflash_sglang.config.width import WidthConfig, WidthConfigError
 from dflash_sglang.request_errors import LONGEST, RequestError, shown
-from dflash_sglang.scheduling.request_checks import validate_request
+from dflash_sglang.scheduling.request_checks import RequestChecks
 from dflash_sglang.scheduling.request_width import width_bounds
 
 BLOCK = 16
@@ -241,11 +241,46 @@ def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, 
     )
     with pytest.raises(RequestError, match=message):
         width_bounds(request.sampling_params.custom_params)
-    assert "custom_params dflash" in validate_request(lambda *_: None, request, True)
-    assert validate_request(lambda *_: "SGLang's", request, True) == "SGLang's"
-    for good in ({"max_width": 4}, {"min_width": 4}, {"min_width": 4, "max_width": 4}):
-        request.sampling_params.custom_params = {"dflash": good}
-        assert validate_request(lambda *_: None, request, True) is None
+    validate = RequestChecks(WidthConfig())
+    assert "custom_params dflash" in validate(lambda *_: None, request, True)
+    assert validate(lambda *_: "SGLang's", request, True) == "SGLang's"
+
+
+@pytest.mark.parametrize(
+    "settings, allowed, refused",
+    [
+        ({}, [(1, None), (None, 1), (1, 4), (None, 2**70)], [(2, None), (2**70, None), (4, 4)]),
+        ({"highest_min_width": 8}, [(8, None), (8, 8), (None, 1)], [(9, None), (16, 16)]),
+        ({"lowest_max_width": 8}, [(None, 8), (1, 9)], [(None, 7), (1, 1)]),
+        ({"highest_min_width": 4, "lowest_max_width": 4}, [(4, 4)], [(3, 3), (5, 5)]),
+    ],
+)
+def test_a_request_widens_or_narrows_steps_as_far_as_the_operator_allows(
+    settings: dict[str, int], allowed: list[Any], refused: list[Any]
+) -> None:
+    validate = RequestChecks(WidthConfig.from_mapping(settings))
+
+    def answer(least: int | None, most: int | None) -> str | None:
+        bounds = {name: width for name, width in (("min_width", least), ("max_width", most)) if width is not None}
+        request = SimpleNamespace(
+            sampling_params=SimpleNamespace(custom_params={"dflash": bounds}),
+            token_indices_to_pool=None,
+            return_sampling_mask=False,
+        )
+        return validate(lambda *_: None, request, True)
+
+    assert [answer(*bounds) for bounds in allowed] == [None] * len(allowed)
+    for bounds in refused:
+        message = answer(*bounds)
+        assert message is not None and "DFLASH_SGLANG_CONFIG" in message
+        assert any(f'{setting} of "width"' in message for setting in ("highest_min_width", "lowest_max_width"))
+
+
+def test_the_bounds_of_what_requests_ask_for_are_settings_that_are_checked() -> None:
+    for key in ("highest_min_width", "lowest_max_width"):
+        for value in (0, "4", 1.5, True, None):
+            with pytest.raises(WidthConfigError, match=rf"width: {key}=.*: expected a whole number from 1 on"):
+                WidthConfig.from_mapping({key: value})
 
 
 @pytest.mark.parametrize(
@@ -262,21 +297,22 @@ def test_an_error_does_not_repeat_what_a_client_sent_at_any_length(value: Any) -
 
 
 def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> None:
+    validate = RequestChecks(WidthConfig())
     request = SimpleNamespace(
         sampling_params=SimpleNamespace(custom_params=None),
         token_indices_to_pool=[3],
         return_sampling_mask=True,
         session=SimpleNamespace(streaming=True),
     )
-    refused = validate_request(lambda *_: None, request, True)
+    refused = validate(lambda *_: None, request, True)
     assert refused is not None and refused.startswith("score_extraction_token: expected none with DFLASH")
     request.token_indices_to_pool = None
-    refused = validate_request(lambda *_: None, request, True)
+    refused = validate(lambda *_: None, request, True)
     assert refused is not None and refused.startswith("return_sampling_mask: expected no streaming session")
     request.session.streaming = False
-    assert validate_request(lambda *_: None, request, True) is None
+    assert validate(lambda *_: None, request, True) is None
     request.session = None
-    assert validate_request(lambda *_: None, request, True) is None
+    assert validate(lambda *_: None, request, True) is None
 
 
 @pytest.mark.parametrize(

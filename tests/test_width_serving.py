@@ -85,7 +85,7 @@ def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")
     environment = {
         REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"width": {"probe_budget": 0.1}}),
+        CONFIG_ENV: json.dumps({"width": {"probe_budget": 0.1, "highest_min_width": 16}}),
         "PYTHONPATH": scheduler_hooks.install(hooks),
         scheduler_hooks.HOOKS_ENV: "rehearsals",
         scheduler_hooks.RECORDS_ENV: str(records),
@@ -159,6 +159,14 @@ def test_requests_that_ask_for_a_width_get_it_in_every_step(ours, plain, least, 
     after = told(server)["steps"]
     used = {width for width in after if after[width] > before[width]}
     assert used and used <= widths
+
+
+def test_a_request_that_would_widen_the_steps_of_others_too_far_is_refused(ours):
+    server, _ = ours
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.generate(**request(prompts()[4], 40, None, 17))
+    assert refused.value.code == 400
+    assert "min_width=17: expected at most 16 on this server" in refused.value.read().decode()
 
 
 @pytest.mark.parametrize("value", [0, "4", 1.5, True])

@@ -28,7 +28,7 @@ def test_fixed_widths_are_loads_and_those_of_the_control_servers_too():
     assert [one.name for one in found] == ["ours", "plain", "built_in", "ours_alone_4"]
     assert [one.gpus for one in found] == ["0", "1", "0", "1"]
     settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]) for one in (ours, four)]
-    assert [one.pop("width", None) for one in settings] == [None, 4]
+    assert [one.pop("width", None) for one in settings] == [{"highest_min_width": 16}, 4]
     assert settings == [{"simulated_acceptance": [[0.866] * 7 + [0.819] * 8]}] * 2
     assert [one.accept_length for one in (ours, built_in)] == [0, pytest.approx(6.4, abs=0.03)]
     assert not plain.environment and not built_in.environment
@@ -45,7 +45,7 @@ def test_ours_verifies_a_number_of_tokens_per_request_where_asked_to_beside_one_
     found = widths.candidates_of(asked(acceptance="mixed", per_request=True, control=[4]))
     assert [one.name for one in found] == ["ours", "ours_one_width", "ours_alone_4"]
     settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]).get("width") for one in found]
-    assert settings == [{"per_request": True}, None, 4]
+    assert settings == [{"per_request": True}, {"highest_min_width": 16}, 4]
 
 
 class Stub:

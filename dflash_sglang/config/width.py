@@ -42,6 +42,11 @@ class WidthConfig:
     ``exchange_every``: steps between two exchanges of measured step times in a group of ranks.
 
     ``memory_reserve``: GB (2**30 bytes) of the device that graphs of more widths must leave free.
+
+    ``highest_min_width``: the most that a request may ask for as its `min_width`, which widens the steps of all
+    requests beside it. 1: requests widen no step.
+
+    ``lowest_max_width``: the least that a request may ask for as its `max_width`. 1: any.
     """
 
     widths: tuple[int, ...] | None = None
@@ -54,6 +59,8 @@ class WidthConfig:
     memory: int = 64
     exchange_every: int = 64
     memory_reserve: float = 2.0
+    highest_min_width: int = PLAIN
+    lowest_max_width: int = PLAIN
 
     def __post_init__(self) -> None:
         if self.widths is not None:
@@ -78,6 +85,8 @@ class WidthConfig:
         _check("memory", self.memory, int, 2, 100_000, "a whole number of steps from 2 to 100000")
         _check("exchange_every", self.exchange_every, int, 1, 100_000, "a whole number of steps from 1 to 100000")
         _check("memory_reserve", self.memory_reserve, float, 0.0, 1000.0, "GB from 0 to 1000")
+        for key in ("highest_min_width", "lowest_max_width"):
+            _check(key, getattr(self, key), int, PLAIN, None, "a whole number from 1 on")
 
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:

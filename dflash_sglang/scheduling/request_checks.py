@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dflash_sglang.config.width import WidthConfig
 from dflash_sglang.request_errors import RequestError
-from dflash_sglang.scheduling.request_width import width_bounds
+from dflash_sglang.scheduling.request_width import check_width
 
 
-def validate_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+class RequestChecks:
     """AROUND dflash_utils.validate_dflash_request: runs in the scheduler for every request.
 
     What it returns is the error with which this request alone ends, HTTP status 400.
     """
-    error = original(req, enable_overlap)
-    if error is not None:
-        return error
-    try:
-        width_bounds(req.sampling_params.custom_params)
-        _check_served(req)
-    except RequestError as refused:
-        return str(refused)
-    return None
+
+    def __init__(self, widths: WidthConfig) -> None:
+        """widths: what requests may ask of the width of steps."""
+        self._widths = widths
+
+    def __call__(self, original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+        error = original(req, enable_overlap)
+        if error is not None:
+            return error
+        try:
+            check_width(req.sampling_params.custom_params, self._widths)
+            _check_served(req)
+        except RequestError as refused:
+            return str(refused)
+        return None
 
 
 def _check_served(req: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash_sglang.config.plugin_config import CONFIG_ENV
+from dflash_sglang.config.width import WidthConfig
 from dflash_sglang.request_errors import RequestError, shown
 
 KEY = "dflash"
@@ -34,3 +36,19 @@ def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
             f"{MAX}."
         )
     return least, most
+
+
+def check_width(custom_params: Any, allowed: WidthConfig) -> None:
+    """Raises RequestError where a request asks for what cannot be, or for what the server's settings forbid."""
+    least, most = width_bounds(custom_params)
+    if least is not None and least > allowed.highest_min_width:
+        raise _forbidden(MIN, least, f"at most {allowed.highest_min_width}", "Lower", "highest_min_width")
+    if most is not None and most < allowed.lowest_max_width:
+        raise _forbidden(MAX, most, f"at least {allowed.lowest_max_width}", "Raise", "lowest_max_width")
+
+
+def _forbidden(name: str, value: int, expected: str, change: str, setting: str) -> RequestError:
+    return RequestError(
+        f"custom_params {KEY}: {name}={shown(value)}: expected {expected} on this server. {change} it, leave it "
+        f'out, or have the server\'s operator change {setting} of "width" in {CONFIG_ENV}.'
+    )
