@@ -126,10 +126,11 @@ def expected_length(name: str, figures: Mapping[str, Sequence[Any]], turn: int, 
 
 
 def others(name: str, group: Group) -> list[str]:
-    """Of our load, the servers that it is compared with."""
+    """Of our load, the servers that it is compared with. The block's width has nothing to gain where it is wider
+    than what pays, so it is compared with the built-in worker, which always has it."""
     form = name.removesuffix(WHOLE).removeprefix(OURS)
-    built_in = f"{BUILT_IN}{form}" if form else group.built_in
-    return [one for one in group.servers if one in (built_in, PLAIN)]
+    compared = [f"{BUILT_IN}{form}" if form else group.built_in, *([] if name.endswith(WHOLE) else [PLAIN])]
+    return [one for one in group.servers if one in compared]
 
 
 def claims(group: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
