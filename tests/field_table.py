@@ -9,15 +9,13 @@ answer equals the plain server's; "ignored": every answer is the one without the
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench import report
 from tests.engines import BUILT_IN_WORKER, serve
-from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE, without_the_last_layer
 from tests.test_request_fields import base_requests, essence, pair, table, with_field
 
 # Filters that leave one token: whatever is drawn, the output is greedy decoding's.
@@ -35,17 +33,6 @@ def requests() -> dict[str, list[dict[str, Any]]]:
     }
     seeded = {name for name in table() if name.startswith("sampling_seed")}
     return {"": base_requests(), **{k: v for k, v in table().items() if k not in seeded}, **filters}
-
-
-def without_the_last_layer(directory: Path) -> Path:
-    """The trained draft, fed other layers of the target: the built-in worker cannot capture the last one."""
-    shutil.copytree(pair()[1], directory)
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    ids = config["dflash_config"]["target_layer_ids"]
-    config["dflash_config"]["target_layer_ids"] = list(range(len(ids)))
-    path.write_text(json.dumps(config))
-    return directory
 
 
 def answers(draft: Path | None, environment: dict[str, str], **arguments: Any) -> dict[str, list[Any]]:

@@ -6,8 +6,10 @@ expects to get back.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -21,7 +23,7 @@ from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests.engines import serve
+from tests.engines import BUILT_IN_WORKER, serve
 
 ON_GPU = os.environ.get("DFLASH_TEST_DEVICE", "cpu") == "cuda"
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
@@ -49,19 +51,32 @@ SERVERS: dict[str, dict[str, Any]] = {
 }
 
 
+def without_the_last_layer(directory: Path) -> Path:
+    """The trained draft, fed other layers of the target: the built-in worker cannot capture the last one."""
+    shutil.copytree(DRAFT, directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    ids = config["dflash_config"]["target_layer_ids"]
+    config["dflash_config"]["target_layer_ids"] = list(range(len(ids)))
+    path.write_text(json.dumps(config))
+    return directory
+
+
 class Servers:
     """The servers by name; one is alive at a time."""
 
     def __init__(self, directory: Path):
         self._stack = ExitStack()
         self._name: str | None = None
+        built_in = dict(draft=without_the_last_layer(directory / "draft"), environment=BUILT_IN_WORKER)
+        self._arguments = {**SERVERS, "built-in": built_in}
         self._template = directory / "chat.jinja"  # the checkpoint has none
         self._template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
 
     def get(self, name: str) -> Server:
         if self._name != name:
             self.close()
-            self._server = self._stack.enter_context(self._serve(**SERVERS[name]))
+            self._server = self._stack.enter_context(self._serve(**self._arguments[name]))
             self._name = name
         return self._server
 

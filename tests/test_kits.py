@@ -7,14 +7,15 @@ changes more than a number.
 On a GPU: `DFLASH_TEST_DEVICE=cuda pytest -m gpu tests/test_kits.py` runs the same in bfloat16 with CUDA graphs.
 
 Run: abort_timeout (abort of all, running timeout), basic_api_contract, basic_decode_correctness,
-basic_scheduler_stress, cache_hit, ebnf_constrained, json_constrained, json_mode, kl_divergence, matched_stop,
-pause_generation, radix_cache_server, regex_constrained, spec_decoding, spec_server_kits (correctness, parity,
-logprob, penalty, feature, grammar; sampling mask on a GPU), streaming_session, unified_radix_cache_kit.
+basic_scheduler_stress, cache_hit, ebnf_constrained, eval_accuracy (GSM8K's client, asking the pair's known
+answers), json_constrained, json_mode, kl_divergence, matched_stop, pause_generation, radix_cache_server,
+regex_constrained, spec_decoding, spec_server_kits (correctness, parity, logprob, penalty, feature, grammar;
+sampling mask on a GPU), streaming_session, unified_radix_cache_kit.
 
 Left out:
 
-- eval_accuracy, lm_eval, mmmu_vlm, GSM8K in spec_server_kits and in unified_radix_cache_kit, the throughput of
-  SpecPerfKit: data sets to download, and a target that could solve them
+- the rest of eval_accuracy, lm_eval, mmmu_vlm, GSM8K in spec_server_kits and in unified_radix_cache_kit, the
+  throughput of SpecPerfKit: data sets to download, and a target that could solve them
 - reasoning: a target that reasons; vlm_perf: images; perf_bench: no kit, helpers for figures of SGLang's machines
 - anthropic_messages: another form of the same HTTP requests, which no worker sees
 - fwd_occupancy: how busy a GPU is with a model of billions of parameters
@@ -42,7 +43,8 @@ import openai
 import pytest
 import requests
 from sglang.test import kl_test_utils
-from sglang.test.kits import cache_hit_kit, radix_cache_server_kit, streaming_session_kit
+from sglang.test import simple_eval_mixed_prefix_gsm8k as gsm8k
+from sglang.test.kits import cache_hit_kit, eval_accuracy_kit, radix_cache_server_kit, streaming_session_kit
 from sglang.test.kits import spec_server_kits as spec_kits
 from sglang.test.kits import unified_radix_cache_kit as unified_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin
@@ -60,8 +62,10 @@ from sglang.test.kits.spec_decoding_kit import SpecDecodingMixin
 from sglang.test.server_fixtures import spec_eagle_fixture, streaming_session_fixture
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from dflash_sglang.pair import held_out_prompts
+from dflash_sglang.bench import kinds
+from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts
 from tests.kits import MOST_NEW_TOKENS, ON_GPU, PROMPTS, TARGET, OnServer, Servers, fitted
+from training.known_answers import NEW_TOKENS
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu] if ON_GPU else [pytest.mark.slow]
 
@@ -115,6 +119,21 @@ class TestSpecDecoding(SpecDecodingMixin, OnServer):
     def flush_cache_for_spec_benchmark(self) -> None:
         """Waits until the server is idle, as other kits do."""
         kl_test_utils._flush_cache(self.base_url)
+
+
+class TestKnownAnswers(eval_accuracy_kit.GSM8KMixin, OnServer):
+    """GSM8K's client over held-out prompts. An answer scores 1 where all of it is the known continuation."""
+
+    gsm8k_num_shots = 0
+    gsm8k_score_threshold = 0.75 if ON_GPU else 1.0  # bfloat16 rounds otherwise than the float32 of the answers
+
+    def setUp(self) -> None:
+        """The data set and its length; whole texts are compared in place of the last number in them."""
+        evaluate = eval_accuracy_kit._run_accuracy_eval
+        ours = dict(gsm8k_data_path=str(KNOWN_ANSWERS), max_tokens=NEW_TOKENS)
+        self.replace(eval_accuracy_kit, "_run_accuracy_eval", lambda case, **asked: evaluate(case, **asked | ours))
+        self.replace(gsm8k, "get_one_example", lambda lines, i, include_answer: lines[i]["question"])
+        self.replace(gsm8k, "get_answer_value", str)
 
 
 class TestBasics(BasicDecodeCorrectnessMixin, BasicSchedulerStressMixin, BasicAPIContractMixin, OnServer):
@@ -290,3 +309,11 @@ class TestRunningTimeout(RunningTimeoutTwoWaveMixin, OnServer):
         super().test_running_timeout_no_crash()
         if not ON_GPU:  # where all of them could end in time
             self.assertGreaterEqual(self.server.log_text().count("503 Service Unavailable"), 1)
+
+
+class TestKnownAnswersOfTheBuiltInWorker(TestKnownAnswers):
+    serves = "built-in"
+
+    def test_gsm8k(self) -> None:
+        super().test_gsm8k()
+        self.assertIn(kinds.SIGNATURE["built_in"], self.server.log_text())

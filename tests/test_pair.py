@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts, pair_directories
 from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
+from training.known_answers import LEAST_GAP, continuation
 from training.reference import Result, Target, generate, plain_generate
 
 RECORD = json.loads((Path(pair_directories()["draft"]).parent / "record.json").read_text())
@@ -106,6 +107,16 @@ def test_the_reference_output_is_plain_greedy_decoding_token_for_token(
         assert [decoded[size][index].ids for size in (16, 8)] == [plain, plain]
     for limit in (1, 2, 3, 18):
         assert generate(target, draft, prompts[0], limit, ignore_eos=True).ids == decoded[16][0].ids[:limit]
+
+
+@pytest.mark.slow
+def test_the_known_answers_are_plain_greedy_decoding_without_near_ties(pair: tuple[Any, Any, Any]) -> None:
+    target, _, tokenizer = pair
+    known = [json.loads(line) for line in KNOWN_ANSWERS.read_text().splitlines()]
+    assert len(known) >= 10 and {one["question"] for one in known} <= set(held_out_prompts())
+    for one in known[::3]:
+        answer, gap = continuation(target, tokenizer, one["question"])
+        assert answer == one["answer"] and gap > 0.99 * LEAST_GAP
 
 
 def test_the_feature_of_the_last_target_layer_is_taken_before_the_final_norm(

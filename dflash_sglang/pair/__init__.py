@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+KNOWN_ANSWERS = _HERE / "known_answers.jsonl"  # held-out prompts with the target's greedy continuations
 
 
 def pair_directories() -> dict[str, str]:
