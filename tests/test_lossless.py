@@ -8,6 +8,7 @@ steps: `recorded_graphs`.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +174,11 @@ def fixed_width(request) -> bool:
 
 
 @pytest.fixture
+def mixes_prefill_and_decode(request) -> bool:
+    return "enable_mixed_chunk" in CONFIGURATIONS[request.node.callspec.params["ours"]]
+
+
+@pytest.fixture
 def thorough(request) -> bool:
     """Whether all requests are asked one by one too: where a step takes no longer than it has to."""
     return request.node.callspec.params["ours"] in ("overlap", "synchronous_pages_of_16_chunked")
@@ -252,6 +258,26 @@ def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
         for accepted, count in enumerate(answer["meta_info"].get("spec_correct_drafts_histogram", [])):
             histogram[accepted] += count
     assert sum(count > 0 for count in histogram) >= 12, f"accepted proposals per step: {histogram}"
+
+
+def test_a_grammar_in_mixed_batches_knows_the_tokens_of_the_step_in_flight(ours, mixes_prefill_and_decode):
+    """Each place of the text allows one token: a mask that is a step late allows another one."""
+    if not mixes_prefill_and_decode:
+        pytest.skip("prefills and decodes in turn")
+    server, _ = ours
+    draws = random.Random(0)
+    text = "".join(draws.choices("0123456789abcdef", k=100))
+    prefills = [request(draws.choices(range(32, 127), k=700), max_new_tokens=1) for _ in range(3)]
+    events = server.stream(**request(prompts()[0], regex=text, ignore_eos=False, max_new_tokens=150))
+    next(events)
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.map(lambda one: server.generate(**one), prefills)
+        *_, answer = events
+        assert len(list(others)) == len(prefills)
+    assert answer["text"] == text
+    meta = answer["meta_info"]
+    by_verifies = meta["spec_verify_ct"] + meta["spec_num_correct_drafts"]
+    assert meta["completion_tokens"] - 1 > by_verifies, "no token came from a mixed batch"
 
 
 def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(request, ours):
