@@ -56,9 +56,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Names the attention backend where the user named none; SGLang's own for x86 needs AMX kernels."""
+        """Names the attention backend where the user named none, and copies to and from the host's KV pools.
+
+        SGLang's own backend for x86 needs AMX kernels, its default copies are GPU kernels (`cpu_host_cache.py`).
+        """
         if server_args.attention_backend is None:
             server_args.attention_backend = ATTENTION_BACKEND
+        server_args.hicache_io_backend = "direct"
+        server_args.hicache_mem_layout = "page_first_direct"
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from dflash_sglang.platforms import cpu_dp
+from dflash_sglang.platforms import cpu_dp, cpu_host_cache
 from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool, softcap_
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
@@ -51,6 +51,7 @@ def register_hooks() -> None:
     ):
         HookRegistry.register(target, hook, kind, source=SOURCE)
     cpu_dp.register(SOURCE)
+    cpu_host_cache.register(SOURCE)
 
 
 def leave_threads_unbound(**_: Any) -> None:
