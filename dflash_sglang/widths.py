@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.flash3 import spare_launches
+from dflash_sglang.attention.flashinfer_windows import plan_windows
 from dflash_sglang.attention.room import room_for_blocks
 from dflash_sglang.compat import DecodeCudaGraphRunner, get_spec
 from dflash_sglang.config.width import PLAIN
@@ -47,6 +48,7 @@ class Lane(NamedTuple):
             with room_for_blocks(runner):
                 attention = runner._get_attention_backend()
             spare_launches(attention)
+            plan_windows(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
                 kind = by_tokens(type(graphs)) if in_parts else type(graphs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_sglang.attention.flash3 import spare_launches
+from dflash_sglang.attention.flashinfer_windows import plan_windows
 from dflash_sglang.capture import ensure_capture
 from dflash_sglang.checkpoint import draft_config
 from dflash_sglang.compat import (
@@ -179,6 +180,7 @@ class DFlashWorker(BaseSpecWorker):
             self._draft_worker.init_attention_backends()
         for backend in self.spec_v2_attn_backends:
             spare_launches(backend)
+            plan_windows(backend)
         self._verifier.bind_attention_backends()
         for runner in (self.target_worker.model_runner, self._draft_runner):
             warm_up_less(runner)
