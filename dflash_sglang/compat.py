@@ -41,6 +41,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     compute_position,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
@@ -100,6 +101,7 @@ __all__ = [
     "DraftParallelSpec",
     "DraftTPExecution",
     "ForwardBatch",
+    "ForwardContext",
     "ForwardMode",
     "FullCudaGraphBackend",
     "FutureRelayBuffers",
@@ -144,6 +146,7 @@ __all__ = [
     "draft_tp_context",
     "enable_num_token_non_padded",
     "envs",
+    "forward_context",
     "fused_kv_norm_rope_write",
     "get_available_gpu_memory",
     "get_cuda_graph_batch_size_alignment",

@@ -11,6 +11,7 @@ import torch
 
 from dflash_sglang.attention.flash3 import spare_launches
 from dflash_sglang.attention.flashinfer_windows import plan_windows
+from dflash_sglang.attention.visibility import check_visibility
 from dflash_sglang.capture import ensure_capture
 from dflash_sglang.checkpoint import draft_config
 from dflash_sglang.compat import (
@@ -105,6 +106,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_worker = bundle.draft_worker
         self._draft_runner: ModelRunner = bundle.draft_model_runner
         self._draft_model = bundle.draft_model
+        self._draft_backend = bundle.resolved_attention_backend
         self._captures = ExitStack()
         self.block_size = int(get_spec().speculative_num_draft_tokens)
         self.width = self.block_size  # of the latest decode step's blocks
@@ -120,7 +122,7 @@ class DFlashWorker(BaseSpecWorker):
         refresh_head = None if self._head_copy is None else self._head_copy.refresh
         updates.install(target_runner, self._draft_runner, self._context_kv.refresh, refresh_head)
         if get_parallel().tp_rank == 0:
-            logger.info(startup_line(self, bundle.resolved_attention_backend))
+            logger.info(startup_line(self, self._draft_backend))
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
@@ -181,6 +183,8 @@ class DFlashWorker(BaseSpecWorker):
         for backend in self.spec_v2_attn_backends:
             spare_launches(backend)
             plan_windows(backend)
+        with self._draft_scope():
+            check_visibility(self._draft_runner, self._draft_model, self.block_size, self._draft_backend)
         self._verifier.bind_attention_backends()
         for runner in (self.target_worker.model_runner, self._draft_runner):
             warm_up_less(runner)

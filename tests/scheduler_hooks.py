@@ -16,6 +16,7 @@ rehearsals what is rehearsed before the first request may change nothing but the
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
            what the HTTP server imports for a stream, to streams.jsonl; (when, which) kernels Triton compiles or
            loads, at start-up or for a request, to kernels.jsonl
+causal     the CPU platform's attention takes every layer for causal
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -131,6 +132,12 @@ def _oracle(worker: type) -> None:
         return Proposals.certain(tokens) if replaced else proposals
 
     Proposer.propose = with_oracle
+
+
+def _causal(worker: Any) -> None:
+    from dflash_sglang.attention import torch_cpu
+
+    torch_cpu.NON_CAUSAL = ()
 
 
 def _host_lengths(worker: Any) -> None:
@@ -483,6 +490,7 @@ _HOOKS = {
     "blindfold": _blindfold,
     "proposals": _proposals,
     "oracle": _oracle,
+    "causal": _causal,
     "host_lengths": _host_lengths,
     "poison": _poison,
     "features": _features,

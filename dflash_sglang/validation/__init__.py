@@ -2,6 +2,7 @@
 
 from dflash_sglang.validation.facts import (
     GPU_DRAFT_BACKENDS,
+    TESTED_DRAFT_BACKENDS,
     ParallelFacts,
     Problem,
     ServingFacts,
@@ -19,6 +20,7 @@ __all__ = [
     "COORDINATION",
     "GPU_DRAFT_BACKENDS",
     "MODELOPT",
+    "TESTED_DRAFT_BACKENDS",
     "UNSERVED",
     "ParallelFacts",
     "Problem",

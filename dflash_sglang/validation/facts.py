@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
+TESTED_DRAFT_BACKENDS = ("fa3", "flashinfer", "triton")  # those that served drafts on a GPU
 
 
 @dataclass(frozen=True)
