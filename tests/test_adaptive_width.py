@@ -42,6 +42,12 @@ class Policy:
         self.told.append(("verified", accepted, seconds))
         self.of_draft.append([None if of is None else of.tolist() for of in of_draft])
 
+    def lose(self, why: str) -> None:
+        self.told.append(("lose",))
+
+    def stray(self, requests: int) -> None:
+        self.told.append(("stray", requests))
+
 
 class Widths(list):
     """The widths that were put to use."""
@@ -104,25 +110,33 @@ def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
     return SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, decoding_reqs=reqs[len(asked) :] or None)
 
 
-def launch(widths: Any, batch: Any) -> None:
+def launch(widths: Any, batch: Any, logprobs: Any = None, lens: Any = None) -> Any:
     widths.next(batch)
-    widths.returned(SimpleNamespace(logprobs=None, verified_lens=None))
+    result = SimpleNamespace(logprobs=logprobs, verified_lens=lens, num_correct_drafts_per_req_cpu=None)
+    widths.returned(result)
+    return result
+
+
+def come_back(widths: Any, result: Any, accepted: list[int]) -> None:
+    result.num_correct_drafts_per_req_cpu = accepted  # as SGLang does
+    widths.verified(accepted)
 
 
 def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_unless_something_ran_between() -> None:
     widths, policy, clock = adaptive([16, 8, 8, 4, 4])
+    results = []
     for ends in (101.0, 103.0, 104.5):
         clock.ends = ends
-        launch(widths, decoding(1, 2))
-    widths.verified([3, 0])
+        results.append(launch(widths, decoding(1, 2)))
+    come_back(widths, results.pop(0), [3, 0])
     widths.prefill(prefilled({}))  # the host is busy with it when the steps before end
     clock.ends = 110.0
     for _ in range(2):
-        launch(widths, decoding(1, 2))
-        widths.verified([1, 1])
+        results.append(launch(widths, decoding(1, 2)))
+        come_back(widths, results.pop(0), [1, 1])
         clock.ends += 2.0
-    for _ in range(2):
-        widths.verified([0, 0])
+    for result in results:
+        come_back(widths, result, [0, 0])
     assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, None, 2.0]
     assert widths.used == [16, 8, 8, "widest", 4, 4]
 
@@ -151,21 +165,19 @@ def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets
 def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_step() -> None:
     widths, policy, _ = adaptive([8, 8, 4, 4])
     of_draft = [([[-0.5, -1.0]], [2]), ([[-0.25, 0.0]], None), (None, None)]
-    for logprobs, lens in of_draft:
-        widths.next(decoding(1))
-        told = [None if of is None else torch.tensor(of) for of in (logprobs, lens)]
-        widths.returned(SimpleNamespace(logprobs=told[0], verified_lens=told[1]))
-    for _ in of_draft:
-        widths.verified([1])
+    tensors = [[None if of is None else torch.tensor(of) for of in both] for both in of_draft]
+    results = [launch(widths, decoding(1), *both) for both in tensors]
+    for result in results:
+        come_back(widths, result, [1])
     assert policy.of_draft == [list(of) for of in of_draft]
 
 
 def test_a_step_of_other_ranks_has_no_result_and_keeps_its_turn() -> None:
     widths, policy, _ = adaptive([8, 8, 8])
     widths.next(decoding())
-    widths.next(decoding(5, context=70))
+    result = launch(widths, decoding(5, context=70))
     widths.next(decoding())
-    widths.verified([7])
+    come_back(widths, result, [7])
     assert [told[:2] for told in policy.told] == [
         ("choose", []),
         ("verified", []),
@@ -175,6 +187,41 @@ def test_a_step_of_other_ranks_has_no_result_and_keeps_its_turn() -> None:
         ("verified", []),
     ]
     assert policy.told[2] == ("choose", [5], 70)
+
+
+def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_it() -> None:
+    widths, policy, clock = adaptive([8, 4, 8, 4, 2])
+    results = []
+    for slots, ends in (((1, 2), 101.0), ((1, 2), 102.0), ((), 102.5), ((1, 2), 104.0)):
+        clock.ends = ends
+        results.append(launch(widths, decoding(*slots)) if slots else widths.next(decoding()))
+    come_back(widths, results[0], [1, 1])
+    come_back(widths, results[3], [3, 3])
+    come_back(widths, results[1], [7, 7])  # no step waits for it any more
+    widths.verified([3, 3])  # equal to what came, and of no step
+    clock.ends = 107.0
+    come_back(widths, launch(widths, decoding(1, 2)), [0, 0])
+    assert [told for told in policy.told if told[0] != "choose"] == [
+        ("verified", [1, 1], None),
+        ("lose",),
+        ("verified", [], None),
+        ("verified", [3, 3], None),  # it follows a step without requests
+        ("stray", 2),
+        ("stray", 2),
+        ("verified", [0, 0], 3.0),
+    ]
+
+
+def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed() -> None:
+    from dflash_sglang.scheduling.width.policy import MOST_IN_FLIGHT
+
+    widths, policy, clock = adaptive([8] * 3 * MOST_IN_FLIGHT)
+    for step in range(3 * MOST_IN_FLIGHT):
+        clock.ends = 100.0 + step
+        result = launch(widths, decoding(1))
+    assert len(widths._steps) == MOST_IN_FLIGHT
+    come_back(widths, result, [2])
+    assert policy.told[-1] == ("verified", [2], 1.0) and not widths._steps
 
 
 def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:

@@ -368,18 +368,6 @@ def test_it_converges_to_the_best_width_of_any_machine_and_draft(seed: int) -> N
 # ---- The policy's calls, its settings ----------------------------------------------------------------------
 
 
-def test_results_must_come_back_one_per_step_and_request() -> None:
-    policy = adaptive(Machine(), 8)
-    with pytest.raises(ValueError, match="no step is in flight"):
-        policy.verified([1])
-    policy.choose(np.arange(3), 100)
-    with pytest.raises(ValueError, match="2 results for step 0: expected 3"):
-        policy.verified([1, 2])
-    with pytest.raises(RuntimeError, match="8 steps were chosen and none verified"):
-        for _ in range(9):
-            policy.choose(np.arange(3), 100)
-
-
 def test_an_exchange_that_is_one_step_late_starts_with_no_requests() -> None:
     def late() -> OneStepLate:
         return OneStepLate(lambda row: lambda: np.stack([row, 2 * row]))

@@ -290,6 +290,55 @@ def test_a_rank_keeps_no_more_of_past_steps_however_many_there_were() -> None:
     assert 0 < kept(WidthConfig(exchange_every=16)) <= 16 + MOST_IN_FLIGHT
 
 
+def test_results_without_a_step_and_steps_without_a_result_cost_one_line_and_no_estimate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy, slots = adaptive(QUIET, 8, WidthConfig(prior_acceptance=0.5)), np.arange(3)
+    policy.verified([15] * 3, 0.01)
+    assert "a result of 3 requests that no step waits for: expected one result for each step" in caplog.text
+    policy.choose(slots, 100)
+    policy.verified([15, 15], 0.01)
+    for _ in range(3 * MOST_IN_FLIGHT):
+        policy.choose(slots, 100)
+    assert policy.metrics.snapshot()["left_out"] == policy.metrics.left_out == 2 + 2 * MOST_IN_FLIGHT
+    untold = adaptive(QUIET, 8, WidthConfig(prior_acceptance=0.5))
+    assert [policy.acceptance.level(slot) for slot in slots] == [1.0] * 3
+    assert policy.acceptance.hazard.tolist() == untold.acceptance.hazard.tolist()
+    for _ in range(MOST_IN_FLIGHT):
+        policy.verified([15] * 3, 0.01)
+    assert policy.acceptance.level(0) < 1.0 and len(policy._in_flight) == 0
+    assert policy.metrics.left_out == 2 + 2 * MOST_IN_FLIGHT and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("fixed", [None, 8])
+def test_a_server_goes_on_when_results_are_lost_and_learns_from_those_that_come(fixed: int | None) -> None:
+    policy = adaptive(QUIET, 32, WidthConfig(fixed=fixed))
+    server = serve(policy, QUIET, DRAFTS["poor"])
+    (rank,) = server.ranks
+    told, rank.policy.verified = rank.policy.verified, lambda *_: None
+    server.run(32, steps=50)
+    rank.policy.verified = told
+    run = server.run(32, steps=300)
+    assert policy.metrics.left_out >= 40
+    assert set(run.widths) == {8} if fixed else np.mean(run.worth[100:]) >= 0.96
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["requests of their own", "the same requests"])
+def test_ranks_choose_alike_when_results_are_lost(loads: bool) -> None:
+    server = group_of(4, 64, loads=loads, hard=0.5)
+    losing = server.ranks[2:3] if loads else server.ranks  # ranks with the same requests lose the same
+    server.run(64, steps=50)
+    for rank in losing:
+        rank.policy.lose("lost")
+        rank.policy.stray(3)
+        verified = rank.policy.verified
+        rank.policy.verified = lambda *told, verified=verified: verified(told[0][:-1], *told[1:])  # too few
+    server.run(64, steps=70)  # its `run` asserts in every step that all ranks chose one width
+    assert [rank for rank in server.ranks if rank.policy.metrics.left_out > 50] == list(losing)
+    times = [rank.policy.step_times.seconds(0, 0) for rank in server.ranks]
+    assert times == times[:1] * 4
+
+
 def test_two_runs_of_the_same_requests_choose_the_same_widths() -> None:
     first, second = (
         serve(adaptive(NOISY, 32), NOISY, DRAFTS["mixed"], hard=0.5).run(32, steps=200).widths for _ in range(2)

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_sglang.config.width import PLAIN
 from dflash_sglang.scheduling.request_width import width_bounds
+from dflash_sglang.scheduling.width.policy import MOST_IN_FLIGHT
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -35,6 +36,10 @@ class _Step:
     follows: bool  # on a step with requests, nothing in between
     result: StepResult | None = None
     end: Any = None  # `StepClock.mark`
+
+    def has(self, accepted: list[int]) -> bool:
+        """Whether SGLang took this list of accepted proposals from the step's result."""
+        return self.result is not None and self.result.num_correct_drafts_per_req_cpu is accepted
 
 
 class AdaptiveWidth:
@@ -81,6 +86,8 @@ class AdaptiveWidth:
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
         decision = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0, uniform)
+        if len(self._steps) >= MOST_IN_FLIGHT:  # the policy has lost it, too
+            self._last_end = self._steps.popleft().end
         self._steps.append(_Step(requests, self._after_step))
         self._after_step = requests > 0
         self._pass_over_empty_steps()
@@ -93,11 +100,22 @@ class AdaptiveWidth:
         """The step that `next` was asked for last has been launched."""
         self._steps[-1].result, self._steps[-1].end = result, self._clock.mark()
 
-    def verified(self, accepted: Sequence[int]) -> None:
-        """The oldest step with requests came back: accepted [n] proposals."""
-        step = self._steps.popleft()
-        seconds = self._clock.seconds(self._last_end, step.end) if step.follows else None
-        drafted = () if step.result is None else (step.result.logprobs, step.result.verified_lens)
+    def verified(self, accepted: list[int]) -> None:
+        """A step with requests came back: accepted [n] proposals, the list itself that its result has. Steps
+        before it that did not come back are lost."""
+        if not any(step.has(accepted) for step in self._steps):
+            self._policy.stray(len(accepted))
+            return
+        while not (step := self._steps.popleft()).has(accepted):
+            if step.requests:
+                self._policy.lose("a step came back before the one that was launched before it")
+                self._last_end = step.end
+            else:
+                self._policy.verified([])
+        assert step.result is not None
+        timed = step.follows and self._last_end is not None
+        seconds = self._clock.seconds(self._last_end, step.end) if timed else None
+        drafted = step.result.logprobs, step.result.verified_lens
         self._policy.verified(accepted, seconds, *(None if of is None else of.numpy() for of in drafted))
         self._last_end = step.end
         self._pass_over_empty_steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from dflash_sglang.scheduling.width.interruptions import Interruptions
 from dflash_sglang.scheduling.width.metrics import WidthMetrics
 from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps
 from dflash_sglang.scheduling.width.step_times import StepTimes, StepTimesError
+
+logger = logging.getLogger(__name__)
 
 MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap scheduling has at most two
 
@@ -66,6 +69,9 @@ class WidthPolicy:
     prefill of any rank, `admit` when a request is prefilled, `choose` before each decode step, `verified` when its
     result is on the host, in the order of the steps. Overlap scheduling chooses a step or two ahead of what it was
     told; a result that comes back after its request's slot was given away is dropped.
+
+    Records of steps in flight decide nothing but estimates. A result that fits no record, or a record that gets no
+    result, is left out of the estimates, counted in `metrics.left_out`, and logged the first time.
 
     All ranks of a group that must choose alike make the same calls in the same order; only `seconds` may differ
     (`group.Group`). Nothing here reads a clock or draws.
@@ -139,12 +145,10 @@ class WidthPolicy:
 
     def choose(self, slots: np.ndarray, context_tokens: int, uniform: bool = False) -> Decision:
         """The width of the next step for the requests in `slots` [n] (none: another rank has requests), whose
-        contexts have `context_tokens` together; `uniform`: it has to be that of every request. Raises RuntimeError
-        if steps are chosen and never verified."""
+        contexts have `context_tokens` together; `uniform`: it has to be that of every request. With
+        `MOST_IN_FLIGHT` steps in flight the oldest one is lost (`lose`)."""
         if len(self._in_flight) >= MOST_IN_FLIGHT:
-            raise RuntimeError(
-                f"{MOST_IN_FLIGHT} steps were chosen and none verified: expected `verified` once per `choose`."
-            )
+            self.lose(f"{MOST_IN_FLIGHT} steps were chosen and none verified")
         slots = np.array(slots, np.intp)
         bucket, context, expected_seconds, part = 0, 0.0, 0.0, 1.0
         tokens = None
@@ -196,16 +200,17 @@ class WidthPolicy:
         [n, steps], of what was drafted, where the draft gives them; lens [n]: verified tokens, or all.
 
         `seconds`: from the end of the step before to the end of this one, so that the host's share counts; None
-        where something else ran in between (a prefill). Raises ValueError if [n] is not that step's.
+        where something else ran in between (a prefill). A result is dropped if no step is in flight, and so are
+        result and step if [n] is not that step's.
         """
         if not self._in_flight:
-            raise ValueError("verified: no step is in flight: expected one `verified` per `choose`.")
-        done = self._in_flight.popleft()
+            self.stray(len(accepted))
+            return
+        done = self._in_flight[0]
         if len(accepted) != len(done.slots):
-            raise ValueError(
-                f"verified: {len(accepted)} results for step {done.step}: expected {len(done.slots)}, one for "
-                "each of its requests, and results in the order of the steps."
-            )
+            self.lose(f"{len(accepted)} results for step {done.step} of {len(done.slots)} requests")
+            return
+        self._in_flight.popleft()
         self.metrics.seconds[done.width] += done.expected_seconds if seconds is None else seconds
         if self.config.fixed is not None:
             return
@@ -217,6 +222,26 @@ class WidthPolicy:
                 self._unshared.append((done.step, seconds))
         elif seconds is not None:
             self._observe(done, seconds)
+
+    def lose(self, why: str) -> None:
+        """The oldest step in flight gets no result that can be used."""
+        if self._in_flight:
+            self._in_flight.popleft()
+        self._leave_out(why)
+
+    def stray(self, requests: int) -> None:
+        """A result of so many requests came back that no step in flight waits for."""
+        self._leave_out(f"a result of {requests} requests that no step waits for")
+
+    def _leave_out(self, why: str) -> None:
+        self.metrics.left_out += 1
+        if self.metrics.left_out == 1:
+            logger.warning(
+                "dflash_sglang verify width: %s: expected one result for each step. The estimates leave it out; "
+                "steps go on, perhaps at a width that is not the fastest. Later ones are counted in "
+                "/server_info as left_out and not logged.",
+                why,
+            )
 
     def _observe(self, done: _InFlight, seconds: float) -> None:
         error = self.step_times.observe(done.bucket, done.width, done.context_tokens, seconds / done.part)
