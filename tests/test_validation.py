@@ -135,6 +135,11 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
         "draft config num_key_value_heads",
         3,
     ),
+    "MLA layers": (
+        {"tensors": {**FC, "layers.0.self_attn.kv_a_proj_with_mqa.weight": TensorFacts("BF16", (80, 64))}},
+        "draft tensor layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        [80, 64],
+    ),
     "attention backend": (
         {"serving": {"draft_attention_backend": "flex_attention"}},
         "--speculative-draft-attention-backend",
@@ -449,7 +454,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
     "a string of architectures": (
         {"architectures": "DFlashDraftModel"},
         [],
-        ["architectures='DFlashDraftModel': expected a list"],
+        ["architectures='DFlashDraftModel': expected a DFLASH draft: "],
     ),
     "a draft that is not there": (
         None,

@@ -9,6 +9,7 @@ from dflash_sglang.config import DraftSpec
 from dflash_sglang.validation.facts import Problem
 
 UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
+MLA_MODULES = (".q_a_", ".q_b_", ".kv_a_", ".kv_b_")  # projections and norms of multi-head latent attention
 MOST = 3  # tensors that are named: one wrong field of the config changes tensors of every layer
 
 
@@ -35,7 +36,16 @@ def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
 
 
 def layer_problems(spec: DraftSpec, tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
-    """SGLang's loaders of sharded layers take the part that they need of a larger tensor, without a word."""
+    """SGLang's loaders of sharded layers take the part that they need of a larger tensor, without a word. Of MLA
+    layers, which are another kind, one tensor is named for all."""
+    mla = next((name for name in tensors if any(f".self_attn{module}" in name for module in MLA_MODULES)), None)
+    if mla is not None:
+        yield Problem(
+            f"draft tensor {mla}",
+            list(tensors[mla].shape),
+            "none of multi-head latent attention (MLA): no worker has it for drafts",
+            "Serve a draft trained with grouped-query attention.",
+        )
     shapes = layer_shapes(spec)
     misfits = [
         (name, found.shape, shapes[own])
