@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from dflash_sglang import __version__
@@ -12,6 +13,7 @@ from dflash_sglang.validation import GPU_DRAFT_BACKENDS, TESTED_DRAFT_BACKENDS
 if TYPE_CHECKING:
     from torch import nn
 
+    from dflash_sglang.config import DraftSpec
     from dflash_sglang.models.head_form import HeadCopy
     from dflash_sglang.worker import DFlashWorker
 
@@ -22,13 +24,10 @@ UNTESTED = set(GPU_DRAFT_BACKENDS) - set(TESTED_DRAFT_BACKENDS)
 def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     """`dflash_sglang <version> worker active: ...`, as one line of key=value pairs."""
     spec = worker.draft_spec
-    layers = ", ".join(
-        f"{layer.kind.removesuffix('_attention')}{f'({layer.window})' if layer.window else ''}"
-        f"{' causal' if layer.causal else ''}"
-        for layer in spec.layers
-    )
     decisions = {
-        "draft": f"{spec.architecture} ({spec.num_layers} layers: {layers})",
+        "draft": f"{spec.architecture} ({spec.num_layers} layers)",
+        "layers": layers_read(spec),
+        "rope": rope_read(spec),
         "block": f"{worker.block_size} (trained {spec.block_size})",
         "target_layers": list(worker.feature_layer_ids),
         "mask_token_id": spec.mask_token_id,
@@ -52,6 +51,33 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     return f"dflash_sglang {__version__} worker active: " + " ".join(
         f"{key}={value};" for key, value in decisions.items()
     )
+
+
+def layers_read(spec: DraftSpec) -> str:
+    """Kind, window and causality of every layer, equal neighbours as one: `0-4 sliding(4096) causal, 5 full not
+    causal`. The window is in tokens and counts the query's own."""
+    parts, start = [], 0
+    for layer, equal in itertools.groupby(spec.layers):
+        last = start + len(list(equal)) - 1
+        numbers = f"{start}" if last == start else f"{start}-{last}"
+        kind = layer.kind.removesuffix("_attention") + (f"({layer.window})" if layer.window else "")
+        parts.append(f"{numbers} {kind} {'causal' if layer.causal else 'not causal'}")
+        start = last + 1
+    return ", ".join(parts)
+
+
+def rope_read(spec: DraftSpec) -> str:
+    """Base, rotated dimensions and scaling, the same in every layer: `theta 10000, 64 of 128 dimensions`."""
+    rope = spec.rope
+    scaling = rope.scaling or {}
+    arguments = [f" {key} {value}" for key, value in scaling.items() if key != "rope_type"]
+    parts = [
+        f"theta {rope.theta:.10g}",
+        f"{rope.rotary_dim} of {spec.head_dim} dimensions",
+        *([] if rope.is_neox else ["interleaved"]),
+        *([scaling["rope_type"] + "".join(arguments)] if scaling else []),
+    ]
+    return ", ".join(parts)
 
 
 def _head(worker: DFlashWorker) -> str:

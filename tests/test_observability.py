@@ -1,17 +1,54 @@
-"""What the log says of memory."""
+"""What the log says of a draft's config and of memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dflash_sglang.config import DraftSpec
 from tests import sglang_layers as layers
+from tests.tiny import draft_config
 
 SLOTS = 200_000
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers_part", "rope_part"),
+    [
+        ({}, "0 sliding(16) causal, 1 full not causal", "theta 10000, 16 of 16 dimensions"),
+        (
+            {"num_hidden_layers": 6, "layer_types": [SLIDING] * 3 + [FULL, SLIDING, SLIDING], "is_causal": False},
+            "0-2 sliding(16) not causal, 3 full not causal, 4-5 sliding(16) not causal",
+            "theta 10000, 16 of 16 dimensions",
+        ),
+        (
+            {"layer_types": [FULL, FULL], "is_causal": True, "rope_theta": 1e7, "partial_rotary_factor": 0.5},
+            "0-1 full causal",
+            "theta 10000000, 8 of 16 dimensions",
+        ),
+        (
+            {"rope_scaling": YARN, "is_neox_style": False},
+            "0 sliding(16) causal, 1 full not causal",
+            "theta 10000, 16 of 16 dimensions, interleaved, yarn factor 64.0 "
+            "original_max_position_embeddings 4096 mscale 1.0",
+        ),
+    ],
+    ids=str,
+)
+def test_the_start_up_line_shows_what_was_read_of_every_layer(
+    fields: dict, layers_part: str, rope_part: str
+) -> None:
+    from dflash_sglang.observability import layers_read, rope_read
+
+    spec = DraftSpec.from_config(draft_config(**fields))
+    assert (layers_read(spec), rope_read(spec)) == (layers_part, rope_part)
 
 
 def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(tmp_path: Path) -> None:

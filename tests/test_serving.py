@@ -66,7 +66,8 @@ def test_the_log_names_the_worker_and_its_decisions_in_one_line(served):
     lines = [line for line in served["ours"]["log"].splitlines() if "worker active" in line]
     assert len(lines) == 1
     for decision in (
-        "draft=DFlashDraftModel (3 layers: sliding(128) causal, sliding(128) causal, full)",
+        "draft=DFlashDraftModel (3 layers); layers=0-1 sliding(128) causal, 2 full not causal;",
+        "rope=theta 10000, 64 of 64 dimensions;",
         "block=16 (trained 16)",
         "target_layers=[0, 2, 4]",
         "draft_attention=torch_native",
