@@ -52,7 +52,7 @@ class _Row:
 _ROWS = (
     _Row(
         "speculators_model_type",
-        lambda value: value not in (None, "dflash"),
+        lambda value: value not in (None, "dflash", "dflash2"),
         "another algorithm in the speculators format",
     ),
     _Row(
@@ -112,8 +112,8 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
     plain = SPECULATORS_ARCHITECTURES if is_speculators(config) else (PLAIN_ARCHITECTURE,)
-    dflash2 = is_dflash2(config) and not is_speculators(config)
-    if names and not dflash2 and not set(plain) & set(names):
+    dflash2 = is_dflash2(config)
+    if names and not set(DFLASH2_ARCHITECTURES if dflash2 else plain) & set(names):
         return Foreign("draft config architectures", names[0], "neither a plain DFlash draft nor a DFlash2 draft")
     nested = config.get("dflash_config")
     if not isinstance(nested, Mapping):

@@ -12,6 +12,8 @@ from tests.tiny import draft_config, draft_tensors, write_checkpoint
 
 DFLASH_FIELDS = ("architectures", "block_size", "dflash_config", "num_target_layers", "sliding_window_non_causal")
 
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
 
 def speculators_config(config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     """A z-lab config.json as speculators writes it: the decoder nested, layer ids + 1, no model type."""
@@ -39,6 +41,20 @@ def speculators_config(config: dict[str, Any], **overrides: Any) -> dict[str, An
         **overrides,
     }
     return {key: value for key, value in exported.items() if key != "dflash_config"}
+
+
+def speculators_dflash2(config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """A z-lab DFlash2 config.json in the speculators format, sliding layers as they are there by default."""
+    sizes = {key: config["dflash_config"].get(key) for key in DFLASH2_FIELDS}
+    block = config["dflash_config"].get("block_size")
+    fields = dict(
+        sizes,
+        speculators_model_type="dflash2",
+        architectures=["DFlash2DraftModel"],
+        sliding_window_non_causal=None,
+    )
+    written = speculators_config({**config, "block_size": block}, **{**fields, **overrides})
+    return {key: value for key, value in written.items() if value is not None}
 
 
 def vocabulary_tensors(kept: list[int], vocab_size: int) -> dict[str, Tensor]:

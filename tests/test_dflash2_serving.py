@@ -25,6 +25,7 @@ from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import scheduler_hooks, test_parallel, tiny
+from tests.draft_formats import speculators_dflash2
 from tests.engines import greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.reference_dflash2 import ReferenceDFlash2, added_tensors, dflash2_config, dflash2_tensors
@@ -196,14 +197,14 @@ def three_tokens(target: Any) -> dict[tuple[int, ...], float]:
     return distribution
 
 
-@pytest.mark.matrix(target="Qwen3", draft="DFlash2", kv="model dtype, two ranks", outcome="works")
+@pytest.mark.matrix(target="Qwen3", draft="speculators DFlash2", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
     """Random models, whose tokens lie in the shards of both ranks: keys and values of a walk that only one of them
-    took would be wrong."""
+    took would be wrong. The draft is in the speculators format."""
     shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
     target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
     config = dflash2_config(**shape)
-    draft = write_checkpoint(tmp_path / "draft", config, dflash2_tensors(config))
+    draft = write_checkpoint(tmp_path / "draft", speculators_dflash2(config), dflash2_tensors(config))
     ids = random.Random(0)
     asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
     expected = test_parallel.continuations(target, [one["input_ids"] for one in asked])

@@ -134,7 +134,7 @@ def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: s
 # ---- What no worker reads -------------------------------------------------------------------------------------
 
 
-@refused("speculators: DSpark, DFlash2, Domino, or launches of the built-in worker")
+@refused("speculators: DSpark, Domino, or launches of the built-in worker")
 @pytest.mark.parametrize(
     ("config", "flags", "field"),
     [
@@ -143,6 +143,7 @@ def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: s
         ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
         ({"architectures": ["DSparkDraftModel"]}, {}, "draft config architectures='DSparkDraftModel'"),
         ({"architectures": ["DFlash2DraftModel"]}, {}, "draft config architectures='DFlash2DraftModel'"),
+        ({"speculators_model_type": "dflash2"}, {}, "draft config architectures='DFlashDraftModel'"),
         ({}, {"device": "npu"}, "--device='npu'"),
     ],
     ids=str,

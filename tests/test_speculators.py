@@ -7,6 +7,7 @@ text. Without the package the comparisons are skipped (`pip install 'dflash_sgla
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,40 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_sglang.config import DraftConfigError, DraftSpec, read_config
+from dflash_sglang.families import foreign
 from tests import sglang_layers as layers
-from tests.draft_formats import KEPT, speculators_config, vocabulary_tensors
+from tests.draft_formats import KEPT, speculators_config, speculators_dflash2, vocabulary_tensors
+from tests.reference_dflash2 import dflash2_config, dflash2_tensors
+from tests.start_up import launch
+from tests.test_config_parser import parsed
 from tests.test_formats import Target
-from tests.tiny import draft_config
+from tests.tiny import draft_config, write_checkpoint
 
 BLOCK, LENGTH = 8, 193
 ANCHORS = range(1, LENGTH - BLOCK)  # 184 of them, with 7 proposals each
 
 
 # ---- The config ------------------------------------------------------------------------------------------------
+
+
+def test_a_dflash2_config_means_what_the_same_draft_means_in_zlabs_format() -> None:
+    zlab = dflash2_config(num_target_layers=None)
+    spec = DraftSpec.from_config(speculators_dflash2(zlab))
+    vocabulary = replace(spec.vocabulary, draft_vocab_size=None)
+    assert replace(spec, speculators=False, vocabulary=vocabulary) == DraftSpec.from_config(zlab)
+    assert [layer.causal for layer in spec.layers] == [False, False]
+    causal = DraftSpec.from_config(speculators_dflash2(zlab, sliding_window_non_causal=False))
+    assert [layer.causal for layer in causal.layers] == [True, False]
+
+
+def test_a_dflash2_draft_is_launched_and_read_by_sglang_as_one(tmp_path: Path) -> None:
+    from dflash_sglang.worker import DFlashWorker
+
+    config = dflash2_config()
+    write_checkpoint(tmp_path, speculators_dflash2(config), dflash2_tensors(config))
+    assert launch(tmp_path, speculative_draft_attention_backend=None) is DFlashWorker
+    read = parsed(tmp_path)
+    assert (read.architectures, read.block_size, read.selector_rank) == (["DFlash2DraftModel"], 8, 12)
 
 
 def test_layers_ascend_as_training_feeds_their_features() -> None:
@@ -37,9 +62,39 @@ def test_layers_ascend_as_training_feeds_their_features() -> None:
     )  # fmt: skip
 
 
-def test_a_layer_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(DraftConfigError, match=r"aux_hidden_state_layer_ids=\[2, 4, 2\]: expected .* each once"):
-        DraftSpec.from_config(speculators_config(draft_config(), aux_hidden_state_layer_ids=[2, 4, 2]))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"aux_hidden_state_layer_ids": [2, 4, 2]},
+            r"aux_hidden_state_layer_ids=\[2, 4, 2\]: expected .* each once",
+        ),
+        ({"selector_rank": 0}, "draft config selector_rank=0: expected the size of the candidate selector"),
+        ({"selector_top_k": 2.5}, "draft config selector_top_k=2.5: expected an integer >= 1"),
+        (
+            {"conv_kernel_size": 0},
+            "conv_kernel_size=0: expected its value beside conv_group_size=16.*Add conv_kernel",
+        ),
+        ({"conv_group_size": 24}, "draft config conv_group_size=24: expected a divisor of hidden_size=64"),
+        ({"draft_vocab_size": 9}, "draft config draft_vocab_size=9: expected none, or vocab_size=320"),
+    ],
+    ids=str,
+)
+def test_a_dflash2_config_that_cannot_be_served_is_refused_by_the_name_of_its_field(fields, message) -> None:
+    with pytest.raises(DraftConfigError, match=message):
+        DraftSpec.from_config(speculators_dflash2(dflash2_config(), **fields))
+
+
+def test_algorithms_and_architectures_that_are_not_one_draft_are_not_ours() -> None:
+    config = speculators_dflash2(dflash2_config())
+    assert foreign(config) is None
+    for change in (
+        {"speculators_model_type": "dflash"},
+        {"architectures": ["DFlashDraftModel"]},
+        {"sample_from_anchor": True},
+        {"projector_type": "domino"},
+    ):
+        assert foreign({**config, **change}) is not None
 
 
 # ---- Every proposal --------------------------------------------------------------------------------------------
@@ -65,6 +120,14 @@ CONFIG = dict(
     block_size=BLOCK,
     draft_vocab_size=320,
     mask_token_id=3,
+)
+DFLASH2 = dict(
+    speculators_model_type="dflash2",
+    architectures=["DFlash2DraftModel"],
+    conv_kernel_size=3,
+    conv_group_size=4,
+    selector_rank=12,
+    selector_top_k=5,
 )
 SLIDING = dict(
     layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=LENGTH + BLOCK
@@ -93,6 +156,16 @@ DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "DFlash, a partial decoder": ({}, dict(partial_rotary_factor=0.5), ""),
     "DFlash, a partial config": (dict(partial_rotary_factor=0.5), {}, ""),
     "DFlash, a Llama decoder without head_dim": ({}, dict(model_type="llama", head_dim=None), ""),
+    "DFlash2, sliding layers not causal by default": (DFLASH2, SLIDING, ""),
+    "DFlash2, sliding layers causal": (dict(DFLASH2, sliding_window_non_causal=False), SLIDING, ""),
+    "DFlash2, its own head and embedding": (DFLASH2, {}, "embed_tokens lm_head"),
+    "DFlash2, partial rope parameters": (DFLASH2, dict(rope_parameters=PARTIAL), ""),
+    "DFlash2, sizes by default": (
+        dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"))
+        | dict(speculators_model_type="dflash2", architectures=["DFlash2DraftModel"]),
+        SLIDING,
+        "",
+    ),
 }
 
 
@@ -121,11 +194,13 @@ def exported(directory: Path, config: dict[str, Any], own: str, target: Target) 
     generator = torch.Generator().manual_seed(9)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() == 1:
+        if name.endswith("base_kernel"):
+            parameter.data += 0.5 * noise
+        elif parameter.dim() == 1:
             sharp = 2.0 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
             parameter.data = 0.1 * noise + (0.0 if name.endswith("bias") else sharp)
         else:
-            parameter.data = noise * parameter.shape[-1] ** -0.5
+            parameter.data = noise * (1.0 if "predecessor" in name else parameter.shape[-1] ** -0.5)
     if not own:
         model.embed_tokens.weight.data = target.embed_tokens.weight.data.clone()
         model.lm_head.weight.data = target.lm_head.weight.data.clone()
@@ -144,23 +219,32 @@ def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Te
     """features [LENGTH, layers * hidden], tokens [LENGTH] -> [anchors, BLOCK - 1], the target's ids."""
     mask = torch.ones(1, LENGTH)
     mask[:, 0] = 0
-    _, logits, *_ = model._backbone_forward(
+    hidden, logits, *_ = model._backbone_forward(
         features[None], tokens[None], mask, features[None, :, :64], torch.zeros(1, LENGTH, dtype=torch.long),
         max_anchors=len(ANCHORS),
     )  # fmt: skip
-    logits = logits.view(len(ANCHORS), BLOCK, -1)[:, 1:]
-    ids = logits.argmax(-1)
-    return ids if model.d2t is None else ids + model.d2t[ids]
+    hidden, logits = (rows.view(len(ANCHORS), BLOCK, -1)[:, 1:] for rows in (hidden, logits))
+    if not hasattr(model, "candidate_selector"):
+        ids = logits.argmax(-1)
+        return ids if model.d2t is None else ids + model.d2t[ids]
+    walk = [tokens[list(ANCHORS)]]
+    for step in range(BLOCK - 1):
+        candidates, scores = model.candidate_selector.select(logits[:, step], hidden[:, step], walk[-1])
+        walk.append(candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
+    return torch.stack(walk[1:], dim=1)
 
 
 @torch.no_grad()
 def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens: Tensor) -> Tensor:
     """The same of the served model, loaded from the package's export: one batch with a request per anchor."""
+    from dflash_sglang.drafting.selector import SelectorProposals
     from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.dflash2 import DFlash2DraftModel
     from dflash_sglang.models.draft import DFlashDraftModel
 
+    dflash2 = DraftSpec.from_config(read_config(directory)).dflash2 is not None
     with layers.defaults(torch.float32):
-        model = DFlashDraftModel(layers.hf_config(directory))
+        model = (DFlash2DraftModel if dflash2 else DFlashDraftModel)(layers.hf_config(directory))
         model.load_weights(load_file(directory / "model.safetensors").items())
     model.bind_target(target)
     count = len(ANCHORS)
@@ -177,18 +261,20 @@ def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens:
         model, model.forward_embed(blocks).flatten(0, 1), positions, layers.PlainAttention(pool, requests, BLOCK)
     )
     hidden = hidden.view(count, BLOCK, -1)[:, 1:]
-    return model.head.greedy(hidden.flatten(0, 1)).view(count, -1)
+    if not dflash2:
+        return model.head.greedy(hidden.flatten(0, 1)).view(count, -1)
+    SelectorProposals(model.candidate_selector, model.head, count, BLOCK - 1, drawn=False).write(hidden, blocks)
+    return blocks[:, 1:]
 
 
-works = pytest.mark.matrix(
-    target="Qwen3", draft="speculators, as the speculators package", kv="model dtype", outcome="works"
-)
+def row(name: str) -> pytest.MarkDecorator:
+    draft = "speculators DFlash2" if name.startswith("DFlash2") else "speculators, as the speculators package"
+    return pytest.mark.matrix(target="Qwen3", draft=draft, kv="model dtype", outcome="works")
 
 
-@works
 @layers.cpu_only
 @pytest.mark.usefixtures("rank")
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=row(name)) for name in DRAFTS])
 def test_every_proposal_is_the_packages_own(tmp_path: Path, name: str) -> None:
     fields, decoder, own = DRAFTS[name]
     config, target = written(fields, decoder), Target()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.config.fields import DraftConfigError, Fields, as_int
+from dflash_sglang.config.speculators import ALGORITHM, DFLASH2, is_speculators
 
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 """Names under which checkpoints declare one and the same model."""
@@ -39,7 +40,10 @@ class DFlash2Spec:
 
 
 def is_dflash2(config: Mapping[str, Any]) -> bool:
-    """Whether a raw config.json declares a DFlash2 draft: by its first architecture."""
+    """Whether a raw config.json declares a DFlash2 draft: by its algorithm in the speculators format, else by its
+    first architecture."""
+    if is_speculators(config):
+        return bool(config.get(ALGORITHM) == DFLASH2)
     names = config.get("architectures")
     return isinstance(names, list) and bool(names) and names[0] in DFLASH2_ARCHITECTURES
 
@@ -73,11 +77,12 @@ def dflash2(fields: Fields, hidden_size: int, vocab_size: int) -> DFlash2Spec:
 def _selector_field(fields: Fields, name: str, other: str) -> int:
     field, value = fields.draft(name)
     if not value:
+        field = field if value is not None else f"dflash_config.{name}"
         raise DraftConfigError(
-            f"dflash_config.{name}",
+            field,
             value,
             f"the size of the candidate selector, which DFlash2 has, beside {other}={fields.draft(other)[1]!r}",
-            f"Add dflash_config.{name} (the one it was trained with) to the draft's config.json.",
+            f"Add {field} (the one it was trained with) to the draft's config.json.",
         )
     return as_int((field, value), 1)
 
@@ -86,16 +91,14 @@ def _convolution(fields: Fields, hidden_size: int) -> ConvolutionSpec | None:
     taps, group_size = fields.draft("conv_kernel_size"), fields.draft("conv_group_size")
     if not taps[1] and not group_size[1]:
         return None
-    for name, value, other in (
-        ("conv_kernel_size", taps[1], group_size),
-        ("conv_group_size", group_size[1], taps),
-    ):
+    for (field, value), other in ((taps, group_size), (group_size, taps)):
         if not value:
+            field = field if value is not None else f"dflash_config.{field}"
             raise DraftConfigError(
-                f"dflash_config.{name}",
+                field,
                 value,
                 f"its value beside {other[0]}={other[1]!r}: a convolution has both",
-                f"Add dflash_config.{name} (the one it was trained with) to the draft's config.json.",
+                f"Add {field} (the one it was trained with) to the draft's config.json.",
             )
     spec = ConvolutionSpec(as_int(taps, 1), as_int(group_size, 1))
     if spec.taps > MAX_TAPS:
