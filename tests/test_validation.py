@@ -150,6 +150,15 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
         "--speculative-draft-attention-backend",
         "trtllm_mha",
     ),
+    "attention backend with other windows in non-causal layers": (
+        {
+            "serving": {"draft_attention_backend": "trtllm_mha"},
+            "layer_types": ["sliding_attention"] * 2,
+            "dflash_config": {"sliding_window_non_causal": True},
+        },
+        "--speculative-draft-attention-backend",
+        "trtllm_mha",
+    ),
     "sinks and the target's attention backend": (
         {"serving": {"draft_reader": "flashinfer"}, "dflash_config": {"attention_sink_bias": True}},
         "--attention-backend",
@@ -291,7 +300,7 @@ def test_sinks_are_no_problem_where_sglang_takes_another_backend_than_the_target
 
 
 @pytest.mark.parametrize("causality", [{"is_causal": True}, {"layer_types": ["sliding_attention"] * 2}])
-def test_trtllm_mha_serves_drafts_whose_layers_are_all_causal_or_all_sliding(causality: dict) -> None:
+def test_trtllm_mha_serves_drafts_whose_layers_are_all_causal(causality: dict) -> None:
     assert problems(serving={"draft_attention_backend": "trtllm_mha"}, **causality) == []
 
 

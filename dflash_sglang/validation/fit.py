@@ -176,9 +176,9 @@ def _shape_problems(
 def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
     backend, field = serving.draft_attention_backend, "--speculative-draft-attention-backend"
     sliding = all(layer.kind == "sliding_attention" for layer in spec.layers)
-    by_trtllm = sliding or all(layer.causal for layer in spec.layers)
+    causal = all(layer.causal for layer in spec.layers)
     reader = backend or serving.draft_reader
-    if backend is None and reader == "trtllm_mha" and not by_trtllm:
+    if backend is None and reader == "trtllm_mha" and not (sliding or causal):
         reader = None  # SGLang takes another
     if spec.attention_sinks and reader in serving.supported_backends and reader not in SINK_BACKENDS:
         with_sinks = [name for name in serving.supported_backends if name in SINK_BACKENDS]
@@ -197,12 +197,12 @@ def _backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Proble
             "one that attends non-causally from the block: " + ", ".join(serving.supported_backends),
             f"Set {field} to one of these, or remove it.",
         )
-    elif backend == "trtllm_mha" and not by_trtllm:
+    elif backend == "trtllm_mha" and not causal:  # full layers: SGLang takes another; sliding ones: a wrong window
         others = [name for name in serving.supported_backends if name != backend]
         yield Problem(
             field,
             backend,
-            "a backend for the draft's non-causal full_attention layers: " + ", ".join(others),
+            "a backend for the draft's layers that are not causal: " + ", ".join(others),
             f"Set {field} to one of these, or remove it.",
         )
 
