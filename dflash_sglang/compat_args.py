@@ -9,13 +9,17 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.speculative_hook import attn_dp_enabled_of
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.environ import envs
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import has_hf_quant_config
 from sglang.srt.utils.hf_transformers_utils import check_gguf_file
 
 __all__ = [
+    "PositionalEmbeds",
     "check_gguf_file",
     "declare_resolution",
     "envs",
+    "get_exec",
     "has_hf_quant_config",
     "hybrid_gdn_config",
     "mambaish_config",

@@ -100,10 +100,16 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
 
 @functools.cache
 def _hook_tokenizer() -> None:
-    """The hook of the process that answers requests; others do without the module that it is on."""
+    """The hooks of the process that answers requests; others do without the module that they are on."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    hook_around({"sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__": start_tokenizer_manager})
+    from dflash_sglang.scheduling.fatal_requests import create_tokenized_object
+
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook_around({
+        f"{manager}.__init__": start_tokenizer_manager,
+        f"{manager}._create_tokenized_object": create_tokenized_object,
+    })  # fmt: skip
     HookRegistry.apply_hooks()
 
 

@@ -1,10 +1,9 @@
 """Malformed requests: answered as by the same server without speculation, and their neighbours are unharmed.
 
-Left out, because they end the scheduler of SGLang 0.5.23 without speculation too: input ids outside of the
-vocabulary; an empty prompt as `text` "" or `input_ids` [[]]; top_logprobs_num above the vocabulary's size;
-logprob_start_len below -1 with return_logprob; top_k of 2**31 and more, or an infinite logit_bias, when sampling;
-stop_token_ids below zero or beyond the vocabulary with min_new_tokens; positional_embed_overrides of a number;
-min_p under --enable-deterministic-inference.
+Requests that end the scheduler of SGLang 0.5.23, or that it answers with an internal error or not at all
+(`REFUSED`), are refused. Left out, because they are of the right form and end it all the same: a sampled request
+whose grammar, bias and `min_new_tokens` leave no token (`DEAD_ENDS`), and a `stop_regex` that Python's re takes
+for ever to match.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ SAMPLING: dict[str, list[Any]] = {
     "skip_special_tokens": ["x"],
     "stream_interval": [0, -1, "x"],
     "stop": [5, [5], ["a"] * 33, "", [""], {}, [None]],
-    "stop_token_ids": [[-1], [320], [2**40], ["a"], [1.5], [None], 5, "7", {}],
-    "stop_regex": ["(", "a" * 300, 5, ["a"] * 33],
-    "logit_bias": [{"320": 1}, {"-1": 1}, {"a": 1}, {"5": "x"}, {"5": None}, {"5": NAN}, {"5": -1e39}, [5], "x"],
+    "stop_token_ids": [["a"], [1.5], [None], 5, "7", {}],
+    "stop_regex": ["a" * 300, 5, ["a"] * 33],
+    "logit_bias": [{"320": 1}, {"-1": 1}, {"a": 1}, {"5": "x"}, {"5": None}, {"5": -1e39}, [5], "x"],
     "regex": ["(", "[", "a{", "(?=x)y", "", "a" * 20_000, 5, ["a"]],
     "json_schema": ["{", "x", '{"type":"nothing"}', '{"type":5}', "[]", "false", 5, {"a": 1}],
     "ebnf": ["root ::=", "x", "root ::= undefined_rule", 'a ::= "b"', 5],
@@ -95,6 +94,37 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "n=2 and a bad regex": dict(n=2, regex="("),
     "sampling and top_k=0": dict(temperature=1.0, top_k=0),
     "sampling and top_k=-2": dict(temperature=1.0, top_k=-2),
+}
+# Sampling parameters by their field, as it stands in the message; other requests next. Some of them end the server
+# only beside a request that is sampled, or that has `min_new_tokens`.
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "top_k": [dict(temperature=1.0, top_k=top_k) for top_k in (2**31, 2**62)],
+    "logit_bias of 5": [dict(logit_bias={"5": bias}) for bias in (1e39, 3e38, 1e308)],
+    "stop_token_ids": [
+        dict(stop_token_ids=[9, token], min_new_tokens=least) for token in (-1, 320, 2**40) for least in (0, 2)
+    ],
+    "stop_regex": [
+        dict(stop_regex=pattern)
+        for pattern in ("(", ["a", "*"], "a{99999999999}", "(?<=a+)b", "(" * 120, "\\", "(?P<a>x)(?P<a>y)")
+    ],
+    "request": [dict(choice=[])],
+}
+REFUSED_WHOLE: dict[str, list[dict[str, Any]]] = {
+    "input_ids": [
+        *(dict(input_ids=[65, token]) for token in (320, 2**40, -1)),
+        dict(input_ids=[[65], [65, 320]]),
+        dict(input_ids=[[]]),
+        dict(input_ids=[[65], []]),
+        dict(input_ids=None, text=""),
+        dict(input_ids=None, text=["a", ""]),
+    ],
+    "top_logprobs_num": [dict(return_logprob=True, top_logprobs_num=number) for number in (321, 2**40)],
+    "logprob_start_len": [dict(return_logprob=True, logprob_start_len=start) for start in (-2, -(2**40))],
+    "lora_id": [dict(lora_id=value) for value in ("x", ["x"], [])],
+    "request": [dict(session_params={"unknown": 1})],
+    "positional_embed_overrides": [
+        dict(positional_embed_overrides=value) for value in (5, 0, "x", [[[0.5]], [0]], {"embeds": 1})
+    ],
 }
 # No token is left. They are sent while all others are greedy: SGLang's torch sampler, which serves a running batch
 # from its first request that samples on, raises on such a row.
@@ -156,6 +186,17 @@ def bodies() -> dict[str, bytes]:
     return {name: json.dumps(body).encode() for name, body in found.items()} | raw
 
 
+def refused() -> dict[str, tuple[str, bytes]]:
+    """{what is wrong: the field that a message names, what is sent}; whole and as a stream"""
+    found = [(field, request(**sampling)) for field, cases in REFUSED.items() for sampling in cases]
+    found += [(field, {**request(), **more}) for field, cases in REFUSED_WHOLE.items() for more in cases]
+    return {
+        f"{field}, {number}, stream={stream}": (field, json.dumps({**body, "stream": stream}).encode())
+        for number, (field, body) in enumerate(found)
+        for stream in (False, True)
+    }
+
+
 def dead_ends() -> dict[str, bytes]:
     return {name: json.dumps(request(**sampling)).encode() for name, sampling in DEAD_ENDS.items()}
 
@@ -199,8 +240,9 @@ def send(server: Server, name: str, body: bytes) -> tuple[int, Any]:
         ) from error
 
 
-def harass(server: Server) -> dict[str, Any]:
-    """The server's answers to all bad requests, and meanwhile to good ones, again and again."""
+def harass(server: Server, refuses: bool = False) -> dict[str, Any]:
+    """The server's answers to all bad requests, and meanwhile to good ones, again and again; `refuses`: what ends
+    others."""
     good, over = neighbours(), threading.Event()
 
     def neighbour(first: int) -> list[tuple[int, list[int]]]:
@@ -215,7 +257,8 @@ def harass(server: Server) -> dict[str, Any]:
         beside = [pool.submit(neighbour, first) for first in range(3)]
         try:
             answers = {name: send(server, name, body) for name, body in dead_ends().items()}
-            answers |= senders.map(lambda item: (item[0], send(server, *item)), bodies().items())
+            bad = bodies() | ({name: body for name, (_, body) in refused().items()} if refuses else {})
+            answers |= senders.map(lambda item: (item[0], send(server, *item)), bad.items())
         finally:
             over.set()
         return {
@@ -235,7 +278,7 @@ def servers(request: pytest.FixtureRequest) -> dict[str, Any]:
         alone = [server.generate(**one)["output_ids"] for one in neighbours()]
         plain = harass(server)
     with serve(target, draft, environment={"DFLASH_SGLANG_REQUIRE": "1"}, **flags) as server:
-        ours = harass(server)
+        ours = harass(server, refuses=True)
     return {"plain": plain, "ours": ours, "alone": alone}
 
 
@@ -248,6 +291,19 @@ def test_bad_requests_are_answered_as_without_speculation(servers):
         status, text = differing.pop(name)[0]
         assert (status, json.loads(text)) == (400, {"error": {"message": message}})
     assert differing == {}
+
+
+def test_requests_that_end_the_server_without_speculation_are_refused_by_field(servers):
+    for name, (field, body) in refused().items():
+        status, answer = servers["ours"]["answers"][name]
+        if b'"stream": true' in body:
+            assert status == 200, name
+            (error,) = answer
+        else:
+            assert status == 400, (name, answer)
+            error = json.loads(answer)["error"]
+        assert error.get("code", 400) == 400 and error["message"].startswith(field), (name, error)
+        assert "expected" in error["message"] and len(error["message"]) < 400
 
 
 def test_the_neighbours_of_bad_requests_get_plain_greedy_output(servers):

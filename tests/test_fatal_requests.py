@@ -1,0 +1,96 @@
+"""What a request may hold when a scheduler gets it. `test_bad_input.py` sends such requests to a server."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_sglang.request_errors import RequestError
+
+VOCAB = 320
+SAMPLING: dict[str, Any] = dict(stop_token_ids=None, top_k=1 << 30, logit_bias=None, min_p=0.0)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, **fields: Any) -> Any:
+    """What SGLang would send to its scheduler; fields of the sampling parameters, and of the request."""
+    from dflash_sglang.scheduling import fatal_requests
+
+    execution = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=deterministic))
+    monkeypatch.setattr(fatal_requests, "get_exec", lambda: execution)
+    sampling = SimpleNamespace(**{name: fields.pop(name, default) for name, default in SAMPLING.items()})
+    tokenized = SimpleNamespace(
+        **dict(
+            input_ids=array("q", [5]),
+            input_embeds=None,
+            mm_inputs=None,
+            positional_embed_overrides=None,
+            session_params=None,
+            lora_id=None,
+            lora_name=None,
+            return_logprob=False,
+            top_logprobs_num=0,
+            logprob_start_len=-1,
+        )
+        | fields,
+        sampling_params=sampling,
+    )
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
+    obj = SimpleNamespace(sampling_params={})
+    return fatal_requests.create_tokenized_object(lambda *_: tokenized, manager, obj, "text") is tokenized
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(input_ids=array("q", [5, VOCAB])), "input_ids=320: expected tokens of the vocabulary, 0 to 319"),
+        (dict(input_ids=array("q", [5, -1, 6])), "input_ids=-1: expected tokens of the vocabulary"),
+        (dict(input_ids=array("q")), r"input_ids=\[\]: expected a prompt of one token at least"),
+        (dict(stop_token_ids={3, 2**70}), "stop_token_ids=1180591620717411303424: expected tokens"),
+        (dict(stop_token_ids={-7, 500}), "stop_token_ids=-7: expected tokens"),
+        (dict(top_k=2**31), "top_k=2147483648: expected at most 2147483647, or -1 for all tokens"),
+        (
+            dict(logit_bias={"3": 0.5, "7": float("nan")}),
+            r"logit_bias of 7=nan: expected a number of at most 1e\+30",
+        ),
+        (dict(logit_bias={"7": float("inf")}), "logit_bias of 7=inf"),
+        (dict(min_p=0.1, deterministic=True), "min_p=0.1: expected 0 on a server with --enable-deterministic"),
+        (dict(return_logprob=True, top_logprobs_num=VOCAB + 1), "top_logprobs_num=321: expected at most 320"),
+        (dict(return_logprob=True, logprob_start_len=-2), "logprob_start_len=-2: expected -1"),
+        (dict(positional_embed_overrides=0), "positional_embed_overrides=0: expected none"),
+        (dict(lora_id=["a"]), r"lora_id=\['a'\]: expected none"),
+    ],
+)
+def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(monkeypatch, fields, message):
+    with pytest.raises(RequestError, match=message):
+        answer(monkeypatch, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(input_ids=array("q", [0, VOCAB - 1]), stop_token_ids={0, VOCAB - 1}, top_k=2**31 - 1),
+        dict(input_ids=array("q"), session_params=SimpleNamespace(id="a")),
+        dict(input_ids=array("q", [VOCAB]), mm_inputs=SimpleNamespace()),
+        dict(input_ids=None, input_embeds=[[0.5]]),
+        dict(logit_bias={"3": float("-inf"), "4": 1e30, "5": -1e39}, min_p=0.1),
+        dict(min_p=0.0, deterministic=True),
+        dict(return_logprob=True, top_logprobs_num=VOCAB, logprob_start_len=0),
+        dict(top_logprobs_num=2**40, logprob_start_len=-5),  # read with return_logprob alone
+        dict(lora_id="0af3", lora_name="adapter"),
+    ],
+)
+def test_a_request_that_can_be_served_passes(monkeypatch, fields):
+    assert answer(monkeypatch, **fields)
+
+
+def test_a_stop_regex_is_read_before_sglang_reads_it():
+    from dflash_sglang.scheduling.fatal_requests import LONGEST_STOP_REGEX, _check_stop_regex
+
+    for good in (None, "", "a+", ["a", r"\d\."], 5, {}, "(" * (LONGEST_STOP_REGEX + 1)):  # the others are SGLang's
+        _check_stop_regex(good)
+    for bad in ("(", ["a", "["], "x{99999999999}", "(?<=a+)b", "(" * LONGEST_STOP_REGEX):
+        with pytest.raises(RequestError, match=r"^stop_regex='.*: expected a regular expression that Python's re"):
+            _check_stop_regex(bad)
