@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _INTERNAL_STATE = f"{_COMPONENTS}.internal_state"
+_LOGPROBS = f"{_COMPONENTS}.logprob_result_processor.SchedulerLogprobResultProcessor"
 _WEIGHT_UPDATES = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -140,6 +141,7 @@ def _hook_scheduler() -> None:
     hook_around({
         f"{controller}.get_internal_state": get_internal_state,
         f"{controller}._validate_accept_threshold": validate_accept_threshold,
+        f"{_LOGPROBS}.add_logprob_return_values": add_logprob_return_values,
         f"{_WEIGHT_UPDATES}._select_runners": select_runners,
         "sglang.srt.speculative.dflash_utils.validate_dflash_request": checks,
         "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": resolve_seq_lens_cpu,
@@ -169,6 +171,18 @@ def validate_accept_threshold(original: Callable[..., None], controller: Any, ke
         rejected = pkgutil.resolve_name(f"{_INTERNAL_STATE}.UpdateRejected")
         raise rejected(f"{key}={shown(value)}: expected 1.0 with DFLASH, whose output is exactly the target's.")
     original(controller, key, value)
+
+
+def add_logprob_return_values(
+    original: Callable[..., int], processor: Any, i: int, req: Any, *args: Any, **kwargs: Any
+) -> int:
+    """AROUND SchedulerLogprobResultProcessor.add_logprob_return_values, of a prefill's results: a request for no
+    new token has the logprob of none. Speculation samples one all the same."""
+    count = original(processor, i, req, *args, **kwargs)
+    if req.sampling_params.max_new_tokens == 0:
+        req.logprob.output_token_logprobs_val.clear()
+        req.logprob.output_token_logprobs_idx.clear()
+    return count
 
 
 def select_runners(

@@ -77,6 +77,11 @@ REQUEST: dict[str, dict[str, Any]] = {
 LOGPROBS: dict[str, Any] = dict(
     return_logprob=True, top_logprobs_num=3, token_ids_logprob=[E, SPACE], logprob_start_len=5
 )
+NO_TOKENS: dict[str, dict[str, Any]] = {
+    "no token": dict(),
+    "no token and its logprob": dict(return_logprob=True),
+    "no token and all logprobs": LOGPROBS,
+}
 
 
 def prompts() -> list[str]:
@@ -106,6 +111,15 @@ def table() -> dict[str, list[dict[str, Any]]]:
     ]
     requests["n"] = [with_field(base, dict(sampling_params=dict(n=2))) for base in base_requests()]
     return requests
+
+
+def without_tokens() -> dict[str, list[dict[str, Any]]]:
+    """{name: requests} for the prompt alone"""
+    none = dict(sampling_params=dict(max_new_tokens=0))
+    return {
+        name: [with_field(base, {**asked, **none}) for base in base_requests()]
+        for name, asked in NO_TOKENS.items()
+    }
 
 
 def essence(answer: Any) -> Any:
@@ -157,7 +171,7 @@ def plain(environment) -> dict[str, list[Any]]:
     ) as server:
         return {
             name: [server.generate(**request) for request in requests]
-            for name, requests in {"": base_requests(), **table()}.items()
+            for name, requests in {"": base_requests(), **table(), **without_tokens()}.items()
         }
 
 
@@ -194,6 +208,17 @@ def test_every_field_acts_as_in_plain_decoding_one_by_one(plain, ours):
     assert not differences(plain, answers)
     for name in ("logprobs", "logprobs and penalties"):
         for got, expected in zip(answers[name], plain[name], strict=True):
+            assert numbers(got) == pytest.approx(numbers(expected), abs=1e-3)
+
+
+def test_a_request_for_no_token_has_the_logprobs_of_plain_sglang(plain, ours):
+    for name, requests in without_tokens().items():
+        answers = [ours.generate(**request) for request in requests]
+        assert not differences(plain, {name: answers})
+        for got, expected in zip(answers, plain[name], strict=True):
+            assert got["meta_info"].get("output_token_logprobs") == expected["meta_info"].get(
+                "output_token_logprobs"
+            )
             assert numbers(got) == pytest.approx(numbers(expected), abs=1e-3)
 
 
