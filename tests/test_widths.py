@@ -175,11 +175,16 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     return runner
 
 
-def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(runner: Runner) -> None:
+def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
+    monkeypatch: pytest.MonkeyPatch, runner: Runner
+) -> None:
     from dflash_sglang import widths
 
+    planned: list[Any] = []
+    monkeypatch.setattr(widths, "plan_windows", planned.append)
     lane = widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
     assert lane.attention == "of 103 tokens" and lane.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
+    assert planned == ["of 103 tokens"]
     assert Graphs.settings.bs is Graphs.capture_bs
 
 
