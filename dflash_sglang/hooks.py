@@ -23,6 +23,8 @@ _INTERNAL_STATE = f"{_COMPONENTS}.internal_state"
 _LOGPROBS = f"{_COMPONENTS}.logprob_result_processor.SchedulerLogprobResultProcessor"
 _WEIGHT_UPDATES = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 
+_resolved: Any = None  # the server arguments that this process resolved last; a launcher does
+
 
 def hook_around(hooks: Mapping[str, Callable[..., Any]]) -> None:
     """Registers hooks AROUND functions of SGLang's. Raises where one does not exist: SGLang only logs that."""
@@ -40,6 +42,8 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
     It runs before SGLang reads the draft's config, so that the errors of a bad one are ours, and a dense draft may
     be asked for in fp8.
     """
+    global _resolved
+    _resolved = server_args
     if _asks_for_dflash(server_args) and _served_by_built_in(server_args) is None:
         # Imported here: it exists in the one version of SGLang that was checked.
         from dflash_sglang.compat_args import our_dp_attention
@@ -77,12 +81,14 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
 
 
 def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND HfModelConfigParser.parse: runs wherever SGLang reads a model's config.json.
+    """AROUND HfModelConfigParser.parse: runs wherever SGLang reads a model's config.json, and acts under DFLASH.
 
     transformers knows no speculators config. A DFlash one becomes the config of its decoder with z-lab's fields,
     from which SGLang takes block size, target layers and the shape of the KV pool. Start-up validation has
     read it before, and refuses the launch of any worker but ours.
     """
+    if not _dflash_runs():
+        return original(parser, model, *args, **kwargs)
     from transformers import AutoConfig, PretrainedConfig
 
     if kwargs.keys() & {"gguf_file", "_configuration_file"}:  # it is elsewhere
@@ -215,6 +221,19 @@ def resolve_forward_inputs(original: Callable[..., None], batch: Any, future_map
     """AROUND resolve_forward_inputs: a decode step finds the last tokens in the relay by itself."""
     if not batch.forward_mode.is_decode():
         original(batch, future_map)
+
+
+def _dflash_runs() -> bool:
+    """Whether this process is of a launch with DFLASH: its launcher, or one that SGLang gave its arguments."""
+    server_args = _resolved
+    if server_args is None:
+        from sglang.srt.runtime_context import get_server_args
+
+        try:
+            server_args = get_server_args()
+        except ValueError:  # it was given none
+            return False
+    return _asks_for_dflash(server_args)
 
 
 def _asks_for_dflash(server_args: Any) -> bool:

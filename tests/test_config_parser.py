@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dflash_sglang import hooks
 from tests.draft_formats import FORMATS, speculators
 from tests.start_up import change
+from tests.test_plugin import arguments
 from tests.tiny import make_pair
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_resolved", arguments(Path("draft")))
 
 
 def parsed(directory: Path) -> Any:
@@ -33,3 +40,23 @@ def test_sglang_reads_every_other_config_by_itself(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
     foreign_draft = change(speculators(tmp_path / "s", ()), {"sample_from_anchor": True}, {})
     assert [parsed(path) for path in (target, draft, foreign_draft)] == ["SGLang's"] * 3
+
+
+def test_a_launch_without_dflash_reads_every_config_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt import runtime_context
+
+    draft = speculators(tmp_path, ())
+    for resolved in (
+        None,
+        arguments(draft, speculative_algorithm="EAGLE3"),
+        arguments(draft, speculative_algorithm=None),
+    ):
+        monkeypatch.setattr(hooks, "_resolved", resolved)
+        assert parsed(draft) == "SGLang's"
+    monkeypatch.setattr(hooks, "_resolved", None)
+    monkeypatch.setattr(
+        runtime_context, "get_server_args", lambda: arguments(draft, speculative_algorithm="dflash")
+    )
+    assert parsed(draft).model_type == "qwen3"  # in a scheduler, which SGLang has given its arguments
