@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dflash_sglang.config import DraftConfigError, read_config
+from dflash_sglang.config.fields import MOST_LAYERS
+
+LARGEST_CONFIG = 1 << 22  # bytes of a config.json; published ones have a few thousand
+DEEPEST_CONFIG = 32  # objects and lists inside of one another
+# Transformers makes a list or a table with an entry for each.
+_COUNTED = re.compile(r"(layers?|labels)$")
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,72 @@ def weights_directory(path: str, revision: str | None, download_dir: str | None)
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "*.safetensors", "mask_embedding.pt"]
+    patterns = ["config.json", "*.safetensors", INDEX, "mask_embedding.pt"]
     return Path(snapshot_download(path, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
 
 
 def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any], Path]:
-    """(raw config.json, its directory) of a draft checkpoint."""
+    """(raw config.json, its directory) of a draft checkpoint.
+
+    Raises OSError and ValueError where there is none, and DraftConfigError for one that takes long to work with:
+    a large file, deep nesting, thousands of layers.
+    """
     directory = config_directory(path, revision)
-    return read_config(directory), directory
+    size = (directory / "config.json").stat().st_size
+    if size > LARGEST_CONFIG:
+        raise DraftConfigError(
+            "file", f"{size} bytes", f"a config.json of at most {LARGEST_CONFIG} bytes", "Serve another draft."
+        )
+    config = read_config(directory)
+    _check_bounds(config)
+    return config, directory
+
+
+def _check_bounds(config: dict[str, Any]) -> None:
+    level: list[tuple[str, object]] = [("", config)]
+    for _ in range(DEEPEST_CONFIG):
+        entries = [
+            (f"{path}{'.' if path else ''}{key}", key, value)
+            for path, outer in level
+            for key, value in (outer.items() if isinstance(outer, Mapping) else enumerate(outer))  # type: ignore
+        ]
+        for path, key, value in entries:
+            if isinstance(value, int) and value > MOST_LAYERS and _COUNTED.search(str(key)):
+                raise DraftConfigError(
+                    path,
+                    value,
+                    f"an integer of at most {MOST_LAYERS}",
+                    f"Correct {path} in the draft's config.json.",
+                )
+        level = [(path, value) for path, _, value in entries if isinstance(value, Mapping | list)]
+        if not level:
+            return
+    raise DraftConfigError(
+        level[0][0].split(".")[0],
+        "objects and lists inside of one another",
+        f"at most {DEEPEST_CONFIG} levels of them",
+        "Serve a draft with a config.json of the usual form.",
+    )
+
+
+def missing_files(directory: Path) -> list[str]:
+    """The files that a directory's model.safetensors.index.json names and that are not there, sorted.
+
+    Empty without such an index. Raises DraftConfigError for one that is malformed.
+    """
+    path = directory / INDEX
+    if not path.is_file():
+        return []
+    try:
+        files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(name for name in files if not (directory / name).is_file())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        raise DraftConfigError(
+            INDEX,
+            f"{path.stat().st_size} bytes",
+            "a JSON object whose weight_map has the file of each tensor",
+            "Download it again.",
+        ) from error
 
 
 def tensor_facts(directory: Path) -> dict[str, TensorFacts]:

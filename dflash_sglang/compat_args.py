@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.speculative_hook import attn_dp_enabled_of
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.runtime_context import get_exec
@@ -18,6 +20,7 @@ __all__ = [
     "PositionalEmbeds",
     "check_gguf_file",
     "declare_resolution",
+    "draft_model_config_of",
     "envs",
     "get_exec",
     "has_hf_quant_config",
@@ -27,6 +30,16 @@ __all__ = [
     "our_dp_attention",
     "resolving_view",
 ]
+
+
+def draft_model_config_of(server_args: Any, path: str) -> ModelConfig:
+    """As the scheduler reads the draft's config; path: a directory, or a hub repository."""
+    return ModelConfig.from_server_args(
+        server_args,
+        model_path=path,
+        model_revision=resolving_view(server_args).speculative_draft_model_revision,
+        is_draft_model=True,
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_sglang.config import DraftConfigError, is_speculators
 from dflash_sglang.config.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
+from dflash_sglang.config.fields import shown
 from dflash_sglang.config.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
@@ -37,7 +38,7 @@ class Foreign:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value!r}: {self.reason}. {BUILT_IN_WORKER} serves it, not dflash_sglang."
+        return f"{self.field}={shown(self.value)}: {self.reason}. {BUILT_IN_WORKER} serves it, not dflash_sglang."
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def check_family(config: Mapping[str, Any]) -> None:
     known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
     if is_speculators(config):
         known.update(SPECULATORS_ARCHITECTURES)
-    listed = names if isinstance(names, list) else []
-    if not all(isinstance(name, str) for name in listed) or not known.intersection(listed):
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not listed or not names or names[0] not in known:
         raise DraftConfigError(
             "architectures",
             names,

@@ -5,7 +5,6 @@ Decided by the tensors in its files. Shapes tell nothing: a trained head is as l
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,16 +105,26 @@ def _from_file(path: Path) -> MaskEmbedding:
     """A tensor, or a dict with it as `embedding` and, as published, `mask_token_id` and `per_position`."""
     try:
         saved: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise _unreadable(f"a file of another kind ({error})") from error
+    except Exception as error:  # a file of another kind fails anywhere in the unpickler
+        raise _unreadable(f"a file of another kind ({type(error).__name__}: {error})") from error
     entries = saved if isinstance(saved, dict) else {"embedding": saved}
     row = entries.get("embedding", entries.get(MASK_EMBEDDING))
     if not isinstance(row, Tensor):
         raise _unreadable(f"{type(saved).__name__} with {sorted(map(str, entries))}")
-    if entries.get("per_position"):
+    per_position = entries.get("per_position")
+    if per_position is not None and per_position is not False:
         raise _unreadable("one row per position of the block")
     token_id = entries.get("mask_token_id")
-    return MaskEmbedding(f"draft file {path.name}", row.squeeze(), None if token_id is None else int(token_id))
+    if isinstance(token_id, Tensor) and token_id.numel() == 1:
+        token_id = token_id.item()
+    if token_id is not None and (isinstance(token_id, bool) or not isinstance(token_id, int)):
+        raise DraftConfigError(
+            f"{path.name} mask_token_id",
+            token_id,
+            "the id of the mask token, an integer",
+            "Save it again with the id that the draft was trained with.",
+        )
+    return MaskEmbedding(f"draft file {path.name}", row.squeeze(), token_id)
 
 
 def _unreadable(found: str) -> DraftConfigError:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
 from dflash_sglang.compat_args import (
     check_gguf_file,
+    draft_model_config_of,
     envs,
     has_hf_quant_config,
     hybrid_gdn_config,
@@ -17,9 +21,11 @@ from dflash_sglang.compat_args import (
 )
 from dflash_sglang.config import DraftConfigError, DraftSpec, PluginConfig, is_speculators
 from dflash_sglang.config.dflash2 import is_dflash2
+from dflash_sglang.config.fields import one_line
 from dflash_sglang.families import Foreign, check_family, foreign
-from dflash_sglang.own_modules import own_modules
-from dflash_sglang.token_map import read_token_map
+from dflash_sglang.own_modules import OwnModules, own_modules
+from dflash_sglang.target_class import CAPTURE_METHODS, target_class
+from dflash_sglang.token_map import FLAG, TokenMapError, read_token_map
 from dflash_sglang.validation import (
     COORDINATION,
     GPU_DRAFT_BACKENDS,
@@ -40,6 +46,7 @@ from dflash_sglang.validation import (
     serving_problems,
     token_map_problems,
     unread_problems,
+    weights_problems,
     window_problems,
 )
 
@@ -59,7 +66,7 @@ def check_startup(server_args: Any) -> Foreign | None:
     cfg = resolving_view(server_args)
     other = _check(cfg, server_args)
     if other is not None and cfg.speculative_draft_model_path is not None:
-        _refuse_what_no_worker_reads(cfg, other)
+        _refuse_what_no_worker_reads(cfg, other, server_args)
     return other
 
 
@@ -91,6 +98,8 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     try:
         spec = DraftSpec.from_config(config)
         directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
+        load_format = cfg.speculative_draft_load_format or cfg.load_format
+        problems += weights_problems(serving.draft_path, directory, load_format)
         tensors = tensor_facts(directory)
         own = own_modules(directory, tensors)
     except DraftConfigError as error:
@@ -100,10 +109,10 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     problems += [*window_problems(spec, serving), *pool_problems(config)]
     problems += own_problems(spec, target, own) if tensors else unread_problems(spec, target)
     if cfg.speculative_token_map is not None:
-        path = cfg.speculative_token_map
-        problems += token_map_problems(path, read_token_map(path), spec, target, own)
+        problems += _token_map_problems(cfg.speculative_token_map, spec, target, own)
     if problems:
         raise StartupError(problems)
+    _check_sglang_reads(config, serving.draft_path, server_args)
     return None
 
 
@@ -112,6 +121,8 @@ def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
     path = cfg.speculative_draft_model_path
     try:
         config, _ = draft_config(path, cfg.speculative_draft_model_revision)
+    except DraftConfigError as error:
+        raise StartupError([*problems, config_problem(error)]) from error
     except (OSError, ValueError) as error:
         what = "a DFlash draft's directory, or its repository on the hub, with a config.json"
         fix = f"Correct it: {error}"
@@ -119,12 +130,50 @@ def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
     return config
 
 
-def _refuse_what_no_worker_reads(cfg: Any, other: Foreign) -> None:
+def _token_map_problems(path: str, spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
+    try:
+        token_ids = read_token_map(path)
+    except TokenMapError as error:
+        yield Problem(FLAG, path, error.expected, error.fix)
+        return
+    yield from token_map_problems(path, token_ids, spec, target, own)
+
+
+def _check_sglang_reads(config: dict[str, Any], path: str, server_args: Any) -> None:
+    """Raise StartupError where SGLang, or transformers beneath it, cannot read the draft's config.json (`config`),
+    which they do after this."""
+    error = _failure(draft_model_config_of, server_args, path)
+    if error is None:
+        return
+    for field, value in config.items():  # the one without which, or as Qwen3, it can be read
+        with tempfile.TemporaryDirectory() as directory:
+            others = {"model_type": "qwen3", **{name: other for name, other in config.items() if name != field}}
+            Path(directory, "config.json").write_text(json.dumps(others))
+            if _failure(draft_model_config_of, server_args, directory) is None:
+                expected = f"a value that SGLang can read ({one_line(f'{type(error).__name__}: {error}')})"
+                fix = f"Correct {field} in the draft's config.json, or remove it."
+                raise StartupError([Problem(f"draft config {field}", value, expected, fix)]) from error
+    expected = f"a draft whose config.json SGLang can read ({one_line(f'{type(error).__name__}: {error}')})"
+    raise StartupError([Problem("--speculative-draft-model-path", path, expected, "Correct it.")]) from error
+
+
+def _failure(read: Callable[..., object], *args: Any) -> Exception | None:
+    """What a reader raises, which is whatever its libraries do."""
+    try:
+        read(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> None:
     """The built-in worker cannot read a config.json of the speculators format, which has no model type."""
-    if is_speculators(_draft_config(cfg, [])):
+    config = _draft_config(cfg, [])
+    if is_speculators(config):
         expected = f"a launch of dflash_sglang, which alone reads the speculators format (not so: {other.reason})"
         fix = "Change it, or serve the draft in z-lab's format."
         raise StartupError([Problem(other.field, other.value, expected, fix)])
+    _check_sglang_reads(config, cfg.speculative_draft_model_path, server_args)
 
 
 def _recurrent(target_config: Any, attn_dp_size: int) -> Foreign | None:
@@ -141,8 +190,12 @@ def _recurrent(target_config: Any, attn_dp_size: int) -> Foreign | None:
 
 
 def _target_problems(target_config: Any) -> Iterator[Problem]:
-    """Targets whose verify is not their plain decoding, though they have a capture method."""
+    """Targets that hand out no features, and those whose verify is not their plain decoding."""
     field, names = "target config architectures", target_config.hf_config.architectures
+    model = target_class(names or [], target_config.model_impl)
+    if model is None or not any(hasattr(model, method) for method in CAPTURE_METHODS):
+        expected = f"a target whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"
+        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
     if target_config.is_local_attention_model:
         expected = "a target whose layers attend to the whole context or a window, and not to chunks of it"
         yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")

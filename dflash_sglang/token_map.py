@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,13 +12,22 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from dflash_sglang.config.fields import one_line
+
 FLAG = "--speculative-token-map"
 STRETCH = 1 << 16  # characters that are tokenized in one piece, if nothing stops the cut after them
 STRETCHES_AT_A_TIME = 16
 
 
 class TokenMapError(ValueError):
-    """A token map that no head can be cut down to; the message names the file."""
+    """A token map that no head can be cut down to.
+
+    Attributes: ``expected`` and ``fix`` (what to change), both shown in the message, which names the file.
+    """
+
+    def __init__(self, path: str, expected: str) -> None:
+        self.expected, self.fix = expected, "Make one with `dflash-sglang hot-vocab`."
+        super().__init__(f"{FLAG}={path!r}: expected {expected}. {self.fix}")
 
 
 class TooFewTokens(ValueError):
@@ -33,22 +41,18 @@ def read_token_map(path: str) -> Tensor:
     token twice.
     """
     if not Path(path).is_file():
-        raise TokenMapError(
-            f"{FLAG}={path!r}: expected an existing file. Make one with `dflash-sglang hot-vocab`."
-        )
+        raise TokenMapError(path, "an existing file")
     try:
         ids = torch.as_tensor(torch.load(path, weights_only=True))
-    except (pickle.UnpicklingError, RuntimeError, TypeError, ValueError, EOFError) as error:
-        raise TokenMapError(
-            f"{FLAG}={path!r}: expected a list of token ids, saved by torch.save: {error}"
-        ) from error
-    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        found = f"{ids.dtype} of shape {list(ids.shape)}"
-        raise TokenMapError(f"{FLAG}={path!r}: expected integers in one dimension, found {found}.")
+    except Exception as error:  # a file of another kind fails anywhere in the unpickler
+        found = one_line(f"{type(error).__name__}: {error}")
+        raise TokenMapError(path, f"a list of token ids, saved by torch.save ({found})") from error
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TokenMapError(path, f"integers in one dimension, found {ids.dtype} of shape {list(ids.shape)}")
     ascending = ids.long().sort().values
     twice = ascending[1:][ascending[1:] == ascending[:-1]]
     if len(twice):
-        raise TokenMapError(f"{FLAG}={path!r}: expected every token once, found {int(twice[0])} twice.")
+        raise TokenMapError(path, f"every token once, found {int(twice[0])} twice")
     return ascending
 
 

@@ -21,9 +21,22 @@ def launch(directory: Path, **overrides: Any) -> type:
         patch.setattr(startup, "resolving_view", lambda args: args)
         patch.setattr(startup, "model_config_of", lambda args: config)
         patch.setattr(startup, "mambaish_config", lambda config: None)
+        patch.setattr(startup, "draft_model_config_of", lambda args, path: None)
         patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
         patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
         return hooks.create_worker(built_in, Algorithm(), arguments(directory, **overrides))
+
+
+def hook_config_parser(patch: pytest.MonkeyPatch) -> None:
+    """Puts the plugin's hook on SGLang's reading of a config.json, which SGLang does where it starts."""
+    from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
+
+    original = HfModelConfigParser.parse
+
+    def parse(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        return hooks.parse_config(original, parser, *args, **kwargs)
+
+    patch.setattr(HfModelConfigParser, "parse", parse)
 
 
 def refusal(directory: Path, **overrides: Any) -> str:

@@ -192,7 +192,10 @@ MASK_FILES: dict[str, tuple[Any, str]] = {
         "draft config mask_embedding.pt=\"dict with ['mask_token_id']\": expected one embedding row",
     ),
     # Unpickling it would call Path: nothing but tensors may come out of this file.
-    "with an object": (Path("here"), "draft config mask_embedding.pt='a file of another kind (Weights only load"),
+    "with an object": (
+        Path("here"),
+        "draft config mask_embedding.pt='a file of another kind (UnpicklingError: Weights",
+    ),
 }
 
 

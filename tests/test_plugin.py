@@ -126,7 +126,8 @@ def target_model() -> SimpleNamespace:
     """SGLang's ModelConfig of a target of 5 layers, 64 wide, and 320 tokens."""
     return SimpleNamespace(
         hf_text_config=SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320),
-        hf_config=SimpleNamespace(architectures=["TargetForCausalLM"]),
+        hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+        model_impl="auto",
         is_local_attention_model=False,
         use_ngram_embedding=False,
     )
@@ -149,6 +150,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     model_config = target_model()
     monkeypatch.setattr(startup, "model_config_of", lambda args: model_config)
     monkeypatch.setattr(startup, "mambaish_config", lambda config: None)
+    monkeypatch.setattr(startup, "draft_model_config_of", lambda args, path: None)
     monkeypatch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
     monkeypatch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
     return SimpleNamespace(
@@ -288,7 +290,7 @@ def test_a_target_whose_verify_is_not_its_plain_decoding_is_refused(
     pair: SimpleNamespace, kind: str, says: str
 ) -> None:
     setattr(pair.target, kind, True)
-    with pytest.raises(StartupError, match=rf"architectures=\['TargetForCausalLM'\]: {says}"):
+    with pytest.raises(StartupError, match=rf"architectures=\['Qwen3ForCausalLM'\]: {says}"):
         hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
 
 

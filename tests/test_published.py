@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from dflash_sglang import hooks
 from dflash_sglang.config import DraftSpec, read_config
 from dflash_sglang.families import Foreign
 from dflash_sglang.own_modules import own_modules
 from dflash_sglang.startup import check_startup
 from dflash_sglang.validation import StartupError, TargetFacts
+from tests.start_up import hook_config_parser
 
 PUBLISHED = {path.stem: path for path in sorted((Path(__file__).parent / "data" / "published").glob("*.json"))}
 
@@ -34,7 +36,11 @@ def launch(directory: Path, published: dict[str, Any]) -> Foreign | None:
     write_header(directory / "draft" / "model.safetensors", tensors(published["draft"], published["expect"]))
     paths = ["--model-path", str(directory / "target"), "--speculative-draft-model-path", str(directory / "draft")]
     flags = ["--speculative-algorithm", "DFLASH", "--device", "cuda", "--skip-tokenizer-init"]
-    return check_startup(prepare_server_args([*paths, *flags]))
+    server_args = prepare_server_args([*paths, *flags])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "_resolved", server_args)
+        hook_config_parser(patch)
+        return check_startup(server_args)
 
 
 def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -198,7 +198,7 @@ def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, 
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
         assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain)) is BuiltInWorker
     assert (
-        "target config architectures=['TargetForCausalLM']: recurrent layers other than gated delta nets"
+        "target config architectures=['Qwen3ForCausalLM']: recurrent layers other than gated delta nets"
         in caplog.text
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_sglang.config.fields import DraftConfigError, Fields, as_int
+from dflash_sglang.config.fields import DraftConfigError, Fields, as_int, shown
 from dflash_sglang.config.speculators import ALGORITHM, DFLASH2, is_speculators
 
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
@@ -78,10 +78,11 @@ def _selector_field(fields: Fields, name: str, other: str) -> int:
     field, value = fields.draft(name)
     if not value:
         field = field if value is not None else f"dflash_config.{name}"
+        beside = f"{other}={shown(fields.draft(other)[1])}"
         raise DraftConfigError(
             field,
             value,
-            f"the size of the candidate selector, which DFlash2 has, beside {other}={fields.draft(other)[1]!r}",
+            f"the size of the candidate selector, which DFlash2 has, beside {beside}",
             f"Add {field} (the one it was trained with) to the draft's config.json.",
         )
     return as_int((field, value), 1)
@@ -97,7 +98,7 @@ def _convolution(fields: Fields, hidden_size: int) -> ConvolutionSpec | None:
             raise DraftConfigError(
                 field,
                 value,
-                f"its value beside {other[0]}={other[1]!r}: a convolution has both",
+                f"its value beside {other[0]}={shown(other[1])}: a convolution has both",
                 f"Add {field} (the one it was trained with) to the draft's config.json.",
             )
     spec = ConvolutionSpec(as_int(taps, 1), as_int(group_size, 1))

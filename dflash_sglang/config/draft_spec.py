@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.config.dflash2 import DFlash2Spec, dflash2, is_dflash2
-from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
+from dflash_sglang.config.fields import MOST_LAYERS, DraftConfigError, Fields, as_bool, as_float, as_int
 from dflash_sglang.config.layers import LayerAttention, layer_attention
 from dflash_sglang.config.model_type import class_default
 from dflash_sglang.config.rope import RopeSpec, rope
@@ -68,7 +68,7 @@ class DraftSpec:
         if speculators:
             config = flattened(config)
         fields = Fields(config)
-        num_layers = as_int(fields.shape("num_hidden_layers"), 1)
+        num_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
         hidden_size = as_int(fields.shape("hidden_size"), 1)
         num_heads = as_int(fields.shape("num_attention_heads"), 1)
         unsaid = QWEN3_HEAD_DIM if fields.text.get("model_type") == "qwen3" else hidden_size // num_heads
@@ -79,6 +79,7 @@ class DraftSpec:
         norm_eps = fields.shape("rms_norm_eps", None)
         if norm_eps[1] is None:
             norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
+        target_layer_ids = _target_layer_ids(fields)
         return cls(
             architecture=_architecture(config),
             hidden_size=hidden_size,
@@ -94,7 +95,7 @@ class DraftSpec:
             hidden_act=_hidden_act(fields),
             block_size=_block_size(fields),
             mask_token_id=_mask_token_id(fields),
-            target_layer_ids=_target_layer_ids(fields),
+            target_layer_ids=target_layer_ids,
             num_target_layers=None if num_target_layers[1] is None else as_int(num_target_layers, 1),
             layers=layer_attention(fields, num_layers),
             rope=rope(fields, head_dim, whole_head=speculators),
@@ -140,9 +141,12 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The raw config.json of a checkpoint directory."""
+    """The raw config.json of a checkpoint directory. Raises OSError and ValueError where it cannot be read."""
     path = Path(directory) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path}: expected JSON whose objects and lists are nested less deeply.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(config).__name__}.")
     return config

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
-from math import inf
+from sys import float_info
 from typing import Any
 
+LARGEST = 2**31 - 1
+"""Of any number in a config.json that is a count, a size or an id."""
+MOST_LAYERS = 1024
+"""Of a draft, and of a target that a draft names; more of them are a mistake that takes minutes to read."""
+
 _ABSENT = object()
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
+_SHORT.maxstring = _SHORT.maxother = 300
+_SHORT.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """The repr of a value for a message: one line, long ones with `...` in them."""
+    return one_line(_SHORT.repr(value))
+
+
+def one_line(text: object, longest: int = 600) -> str:
+    """A text, or an error's message, without its line breaks, cut after `longest` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
 class DraftConfigError(ValueError):
@@ -18,7 +40,7 @@ class DraftConfigError(ValueError):
 
     def __init__(self, field: str, value: object, expected: str, fix: str) -> None:
         self.field, self.value, self.expected, self.fix = field, value, expected, fix
-        super().__init__(f"draft config {field}={value!r}: expected {expected}. {fix}")
+        super().__init__(f"draft config {field}={shown(value)}: expected {expected}. {fix}")
 
 
 class Fields:
@@ -26,8 +48,17 @@ class Fields:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.top = config
-        self.nested = _mapping(config, "dflash_config")
-        self.text: Mapping[str, Any] = {**config, **_mapping(config, "text_config")}
+        self.nested = self.mapping("dflash_config")
+        self.text: Mapping[str, Any] = {**config, **self.mapping("text_config")}
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """The object in a field of the top level, empty where there is none."""
+        value = self.top.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise DraftConfigError(name, value, "an object", f"Correct {name} in the draft's config.json.")
+        return value
 
     def shape(self, name: str, default: object = _ABSENT) -> tuple[str, Any]:
         """(path, value) of a field of the transformer's shape; `text_config` wins over the top level."""
@@ -49,23 +80,23 @@ class Fields:
         return name, default if value is None else value
 
 
-def as_int(found: tuple[str, Any], minimum: int) -> int:
-    """The integer of a found field (whole floats are not integers); `minimum` is inclusive.
+def as_int(found: tuple[str, Any], minimum: int, maximum: int = LARGEST) -> int:
+    """The integer of a found field (whole floats are not integers), from `minimum` to `maximum`, both included.
 
     Raises DraftConfigError naming the field, as the next two do.
     """
     field, value = found
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise DraftConfigError(
-            field, value, f"an integer >= {minimum}", f"Correct {field} in the draft's config.json."
-        )
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        too_large = isinstance(value, int) and value > maximum
+        expected = f"an integer of at most {maximum}" if too_large else f"an integer >= {minimum}"
+        raise DraftConfigError(field, value, expected, f"Correct {field} in the draft's config.json.")
     return value
 
 
 def as_float(found: tuple[str, Any]) -> float:
-    """The number of a found field, which must be positive and finite."""
+    """The number of a found field, which must be positive and one that a float holds."""
     field, value = found
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= float_info.max:
         raise DraftConfigError(field, value, "a positive number", f"Correct {field} in the draft's config.json.")
     return float(value)
 
@@ -75,13 +106,4 @@ def as_bool(found: tuple[str, Any]) -> bool:
     field, value = found
     if not isinstance(value, bool):
         raise DraftConfigError(field, value, "true or false", f"Correct {field} in the draft's config.json.")
-    return value
-
-
-def _mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    value = config.get(field)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise DraftConfigError(field, value, "an object", f"Correct {field} in the draft's config.json.")
     return value

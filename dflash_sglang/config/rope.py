@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_sglang.config.fields import DraftConfigError, Fields, as_bool, as_float, as_int
+from dflash_sglang.config.fields import LARGEST, DraftConfigError, Fields, as_bool, as_float, as_int, shown
 from dflash_sglang.config.model_type import class_default
 
 _SCALING_TYPES = ("default", "linear", "yarn", "llama3")
@@ -73,7 +73,7 @@ def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:
         raise DraftConfigError(
             "rope_scaling",
             given["rope_scaling"],
-            f"none beside rope_parameters={given['rope_parameters']!r}, or the same scaling",
+            f"none beside rope_parameters={shown(given['rope_parameters'])}, or the same scaling",
             "Leave the one that the draft was trained with in its config.json.",
         )
     return RopeSpec(
@@ -145,7 +145,7 @@ def _rotary_dim(fields: Fields, given: Given, head_dim: int, whole_head: bool) -
     if dim is None:
         copied = whole_head or any("mrope_section" in params for params in given.values())
         field, factor = ("head_dim", 1.0) if copied else fields.shape("partial_rotary_factor", 1.0)
-        dim = int(head_dim * as_float((field, factor)))
+        dim = int(min(head_dim * as_float((field, factor)), LARGEST))
     as_int((field, dim), 2)
     if dim > head_dim or dim % 2:
         raise DraftConfigError(

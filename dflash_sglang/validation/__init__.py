@@ -15,6 +15,7 @@ from dflash_sglang.validation.launches import COORDINATION, UNSERVED, launch_pro
 from dflash_sglang.validation.own_modules import own_problems, unread_problems
 from dflash_sglang.validation.quantisation import MODELOPT, quantisation_problems
 from dflash_sglang.validation.token_map import token_map_problems
+from dflash_sglang.validation.weights import weights_problems
 
 __all__ = [
     "COORDINATION",
@@ -38,5 +39,6 @@ __all__ = [
     "serving_problems",
     "token_map_problems",
     "unread_problems",
+    "weights_problems",
     "window_problems",
 ]

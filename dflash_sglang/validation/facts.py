@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_sglang.config.fields import one_line, shown
+
 GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
 TESTED_DRAFT_BACKENDS = ("fa3", "flashinfer", "triton")  # those that served drafts on a GPU
 
@@ -20,7 +22,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value!r}: expected {self.expected}. {self.fix}"
+        return one_line(f"{self.field}={shown(self.value)}: expected {self.expected}. {self.fix}", 2000)
 
 
 class StartupError(ValueError):
