@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,3 +208,13 @@ def test_an_fp8_draft_writes_the_rows_that_its_own_layers_compute(tmp_path):
                 got.flatten(1), own_rows, rtol=2**-8, atol=2**-8 * float(own_rows.abs().max())
             )
             assert (got - unquantised).norm() < 0.1 * unquantised.norm()
+
+
+def test_features_of_another_width_than_fc_takes_are_refused_with_both(tmp_path: Path) -> None:
+    from dflash_sglang.models.context_kv import ContextKV
+
+    context = ContextKV(layers.make_draft(tmp_path))
+    with pytest.raises(
+        ValueError, match="features of the target are 128 wide: expected 192, which the draft's fc takes"
+    ):
+        context.project(torch.zeros(5, 128, device=layers.DEVICE))

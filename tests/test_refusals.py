@@ -137,6 +137,26 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"extra": nested(40)},
         "draft config extra='objects and lists inside of one another': ",
     ),
+    "features of one layer": (
+        {"dflash_config": {"use_aux_hidden_state": False}},
+        "draft config dflash_config.use_aux_hidden_state=False: expected true: a draft whose fc joins ",
+    ),
+    "features of one layer, as of EAGLE": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        "draft config eagle_config.use_aux_hidden_state=False: expected true: ",
+    ),
+    "a number for that flag": (
+        {"use_aux_hidden_state": 0},
+        "draft config use_aux_hidden_state=0: expected true or false. ",
+    ),
+    "other layers for vLLM": (
+        {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        "draft config eagle_aux_hidden_state_layer_ids=[1, 3, 4]: expected [2, 4, 5]: each of target_layer_ids=",
+    ),
+    "layers for vLLM alone": (
+        {"dflash_config": {"target_layer_ids": None}, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
+        "draft config eagle_aux_hidden_state_layer_ids=[2, 4, 5]: expected target_layer_ids beside it. Write ",
+    ),
 }
 
 
@@ -167,6 +187,12 @@ def test_a_file_that_is_no_config_is_named(launcher: Launcher, text: str) -> Non
 def test_a_large_config_is_refused_unread(launcher: Launcher) -> None:
     said = launcher.launch(launcher.write(json.dumps(draft_config(extra="x" * (1 << 22)))))
     assert said is not None and said.startswith("draft config file='41")
+
+
+def test_fields_that_vllm_reads_are_fine_where_they_say_the_same(launcher: Launcher) -> None:
+    said = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    for fields in (said, {"dflash_config": said}, {"eagle_config": said}):
+        assert launcher.launch(launcher.write(draft_config(**fields))) is None
 
 
 # ---- Which model is which ----------------------------------------------------------------------------------

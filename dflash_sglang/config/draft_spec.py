@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.config.dflash2 import DFlash2Spec, dflash2, is_dflash2
+from dflash_sglang.config.features import check_features
 from dflash_sglang.config.fields import MOST_LAYERS, DraftConfigError, Fields, as_bool, as_float, as_int
 from dflash_sglang.config.layers import LayerAttention, layer_attention
 from dflash_sglang.config.model_type import class_default
@@ -80,6 +81,7 @@ class DraftSpec:
         if norm_eps[1] is None:
             norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
         target_layer_ids = _target_layer_ids(fields)
+        check_features(fields, target_layer_ids)
         return cls(
             architecture=_architecture(config),
             hidden_size=hidden_size,

@@ -84,7 +84,17 @@ class ContextKV:
 
     @torch.no_grad()
     def project(self, features: Tensor) -> Tensor:
-        """features [T, n_ids * hidden], in the checkpoint's layer order -> context rows [T, hidden]."""
+        """features [T, n_ids * hidden], in the checkpoint's layer order -> context rows [T, hidden].
+
+        Raises ValueError for features of another width.
+        """
+        width = self._model.fc.input_size
+        if features.shape[-1] != width:
+            raise ValueError(
+                f"features of the target are {features.shape[-1]} wide: expected {width}, which the draft's fc "
+                f"takes: {self._model.num_features} layers (target_layer_ids) of the target's hidden_size. The "
+                "target's class captures something else; serve the draft on another target."
+            )
         rows, _ = self._model.fc(features.to(self._model.hidden_norm.weight.dtype))
         return self._model.hidden_norm(rows)
 
