@@ -19,11 +19,11 @@ from torch import Tensor
 from dflash_sglang.config import DraftConfigError, DraftSpec, read_config
 from dflash_sglang.families import foreign
 from tests import sglang_layers as layers
-from tests.draft_formats import KEPT, speculators_config, speculators_dflash2, vocabulary_tensors
+from tests.draft_formats import FORMATS, KEPT, speculators_config, speculators_dflash2, vocabulary_tensors
 from tests.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.start_up import launch
 from tests.test_config_parser import parsed
-from tests.test_formats import Target
+from tests.test_formats import Target, loaded
 from tests.tiny import draft_config, write_checkpoint
 
 BLOCK, LENGTH = 8, 193
@@ -95,6 +95,24 @@ def test_algorithms_and_architectures_that_are_not_one_draft_are_not_ours() -> N
         {"projector_type": "domino"},
     ):
         assert foreign({**config, **change}) is not None
+
+
+# ---- The target's embedding ------------------------------------------------------------------------------------
+
+
+@layers.cpu_only
+def test_rows_of_a_target_that_scales_them_are_taken_as_they_are_stored(tmp_path: Path) -> None:
+    from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
+
+    layers.start_rank()
+    target = Target()
+    target.embed_tokens = Gemma3TextScaledWordEmbedding(320, 64, 0, embed_scale=8.0)
+    ids = torch.tensor([41, 3, 3])
+    stored = target.embed_tokens.weight[ids]
+    formats = {"speculators with nothing of its own": stored, "z-lab with its own head": 8.0 * stored}
+    for name, expected in formats.items():
+        model = loaded(FORMATS[name](tmp_path / name), target)
+        torch.testing.assert_close(model.forward_embed(ids), expected)
 
 
 # ---- Every proposal --------------------------------------------------------------------------------------------

@@ -14,12 +14,19 @@ class BlockEmbedding:
     """Block ids -> rows, capturable. No module: a table that is the target's must not become the draft's.
 
     mask_row [hidden]: stands for the row of `mask_token_id` in the table, which it leaves as it is.
-    scale: factor on all rows.
+    scale: factor on all rows. as_stored: the rows of a table whose module scales them are taken unscaled.
     """
 
-    def __init__(self, table: nn.Module, scale: float, mask_row: Tensor | None, mask_token_id: int | None):
+    def __init__(
+        self,
+        table: nn.Module,
+        scale: float,
+        mask_row: Tensor | None,
+        mask_token_id: int | None,
+        as_stored: bool = False,
+    ):
         self.table = table
-        self._is_plain = _is_plain(table)
+        self._is_plain = _is_plain(table) or (as_stored and isinstance(table, nn.Embedding))
         self._scale = scale
         self._mask_row = mask_row
         self._mask_token_id = mask_token_id

@@ -150,7 +150,13 @@ class DFlashDraftModel(nn.Module):
         head, copy, form = drafting_head(lm_head or find_head(target_model), token_map, draft_head)
         target_ids = self.target_ids if token_map is None else token_map.to(self.norm.weight.device)
         self.borrowed = Borrowed(
-            embedding=BlockEmbedding(table, scale, getattr(self, MASK_EMBEDDING, None), spec.mask_token_id),
+            embedding=BlockEmbedding(
+                table,
+                scale,
+                getattr(self, MASK_EMBEDDING, None),
+                spec.mask_token_id,
+                as_stored=spec.speculators,  # as training reads it, from the file of the target
+            ),
             head=DraftHead(head, spec.vocabulary, target_ids, same_batch),
             head_copy=copy,
             head_form=form,
