@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dflash_sglang.config import DraftSpec
     from dflash_sglang.models.head_form import HeadCopy
+    from dflash_sglang.verify.tables import Tables
     from dflash_sglang.worker import DFlashWorker
 
 GB = 1 << 30
@@ -87,11 +88,11 @@ def _head(worker: DFlashWorker) -> str:
     return tokens + worker.head_decision
 
 
-def memory_line(runner: Any, model: nn.Module, head_copy: HeadCopy | None) -> str:
+def memory_line(runner: Any, model: nn.Module, head_copy: HeadCopy | None, tables: Tables) -> str:
     """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
 
-    Weights are those it does not borrow, KV its own pool, graphs what SGLang saw those of whole
-    blocks take; what other widths took, target and draft, is in a line of their own.
+    Weights are those it does not borrow, KV its own pool, tables what verification keeps of requests, graphs what
+    SGLang saw those of whole blocks take. What other widths took, target and draft, is in a line of their own.
     """
     # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
     tensors = [*model.parameters(), *model.buffers(), *(() if head_copy is None else head_copy.tensors)]
@@ -101,5 +102,6 @@ def memory_line(runner: Any, model: nn.Module, head_copy: HeadCopy | None) -> st
     return (
         f"dflash_sglang memory of this rank's draft: weights {sum(storages.values()) / GB:.3f} GB, "
         f"KV {kv / GB:.3f} GB for {pool.size} tokens, "
+        f"tables {tables.nbytes / GB:.3f} GB for {tables.requests} requests, "
         f"graphs of whole blocks {sum(runner.graph_memory_usage.values()):.3f} GB"
     )

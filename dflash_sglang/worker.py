@@ -47,8 +47,8 @@ from dflash_sglang.scheduling.step_result import StepResult
 from dflash_sglang.scheduling.width_ranks import width_group
 from dflash_sglang.token_map import read_token_map
 from dflash_sglang.validation import TargetFacts
-from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.logits import TargetLogits
+from dflash_sglang.verify.tables import Tables, most_rows
 from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.widths import Widths
@@ -121,6 +121,15 @@ class DFlashWorker(BaseSpecWorker):
         self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
         refresh_head = None if self._head_copy is None else self._head_copy.refresh
         updates.install(target_runner, self._draft_runner, self._context_kv.refresh, refresh_head)
+        # Taken now: SGLang gives the KV pools what is free after this.
+        self._tables = Tables.taken(
+            most_rows(),
+            self.block_size,
+            target_runner.model_config.vocab_size,
+            self.device,
+            self._config.simulated_acceptance,
+        )
+        self._acceptor = self._tables.acceptor
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self, self._draft_backend))
 
@@ -148,7 +157,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         assert self.draft_spec.mask_token_id is not None  # start-up validation refuses a draft without
         target_runner = self.target_worker.model_runner
-        self._acceptor = Acceptor(rows, self.block_size, self.device, self._config.simulated_acceptance)
+        self._acceptor.fit(rows)
         self._blocks = BlockBuilder(
             target_runner,
             self.block_size,
@@ -172,7 +181,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         logits = TargetLogits(target_runner)
         tail = VerifyTail(target_runner, self._draft_runner, logits, self._acceptor, self._write_at)
-        self._verifier = Verifier(self.target_worker, self.block_size, logits, self._acceptor, tail)
+        self._verifier = Verifier(self.target_worker, self.block_size, logits, self._tables, tail)
         self._context_kv.bind(self._draft_runner.token_to_kv_pool)
         if get_parallel().tp_rank == 0:
             logger.info("dflash_sglang context KV: %s", self.context_kv_decision)
@@ -195,7 +204,7 @@ class DFlashWorker(BaseSpecWorker):
             with self._draft_scope():
                 self._draft_worker.init_cuda_graphs()
             self._start_widths()
-        logger.info(memory_line(self._draft_runner, self._draft_model, self._head_copy))
+        logger.info(memory_line(self._draft_runner, self._draft_model, self._head_copy, self._tables))
 
     def _start_widths(self) -> None:
         """Graphs of the widths that steps are to choose from, and what compiles or is measured at each of them."""

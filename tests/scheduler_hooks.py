@@ -15,7 +15,8 @@ rehearsals what is rehearsed before the first request may change nothing but the
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
            what the HTTP server imports for a stream, to streams.jsonl; (when, which) kernels Triton compiles or
-           loads, at start-up or for a request, to kernels.jsonl
+           loads, at start-up or for a request, to kernels.jsonl; buffers that this package has when SGLang has
+           sized the KV pools, to taken.json
 causal     the CPU platform's attention takes every layer for causal
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
@@ -394,6 +395,7 @@ def _rehearsals(worker: Any) -> None:
 
 def _firsts(worker: Any) -> None:
     forward, prewarm_sampling = worker.forward_batch_generation, worker.prewarm_sampling
+    alloc_memory_pool = worker.alloc_memory_pool
     there: list[set[Any]] = []
 
     def now(self: Any) -> list[set[Any]]:
@@ -403,6 +405,10 @@ def _firsts(worker: Any) -> None:
     def loaded(*args: Any) -> None:
         with (Path(os.environ[RECORDS_ENV]) / "kernels.jsonl").open("a") as file:
             file.write(json.dumps(["request" if there else "start-up", str(args[2])]) + "\n")
+
+    def sized(self: Any, **pools: Any) -> None:
+        (Path(os.environ[RECORDS_ENV]) / "taken.json").write_text(json.dumps(list(_own_buffers(self))))
+        alloc_memory_pool(self, **pools)
 
     def prewarmed(self: Any) -> Any:
         result = prewarm_sampling(self)
@@ -422,6 +428,7 @@ def _firsts(worker: Any) -> None:
 
         knobs.runtime.kernel_load_start_hook.add(loaded)
     worker.prewarm_sampling, worker.forward_batch_generation = prewarmed, watched
+    worker.alloc_memory_pool = sized
 
 
 def _tell_imports(original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,13 @@ REQUESTS: tuple[dict[str, Any], ...] = (
     dict(**SAMPLED, max_new_tokens=20),
     dict(**SAMPLED, max_new_tokens=20, top_k=20, top_p=0.9),
     dict(**SAMPLED, max_new_tokens=20, top_k=20, top_p=0.9, min_p=0.05),
+)
+# What else requests ask of the logits; the last fields are those of the request.
+KINDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    (dict(frequency_penalty=0.5, presence_penalty=0.2), {}),
+    (dict(repetition_penalty=1.2), {}),
+    (dict(logit_bias={"11": 2.0}), {}),
+    ({}, dict(return_logprob=True, top_logprobs_num=2)),
 )
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
@@ -103,8 +111,8 @@ def lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def generate(server: Server, sampling: dict[str, Any], tokens: int = 60) -> list[int]:
-    return server.generate(input_ids=list(range(5, 5 + tokens)), sampling_params=sampling)["output_ids"]
+def generate(server: Server, sampling: dict[str, Any], tokens: int = 60, **fields: Any) -> list[int]:
+    return server.generate(input_ids=list(range(5, 5 + tokens)), sampling_params=sampling, **fields)["output_ids"]
 
 
 @pytest.mark.slow
@@ -127,6 +135,24 @@ def test_first_requests_import_nothing_of_this_package_and_make_no_buffer(served
     seen = firsts(records)
     assert {"EXTEND", "DECODE"} <= {mode for mode, *_ in seen}
     assert all(modules == [] == buffers for _, modules, buffers in seen), seen
+
+
+@pytest.mark.slow
+def test_no_kind_of_request_makes_a_buffer_or_lets_one_grow(served):
+    """Nor many of them at once: on a GPU it would be memory that the KV pools do not leave."""
+    _, server, records = served
+    asked = [
+        (dict(sampling, **more), fields) for more, fields in KINDS for sampling in (REQUESTS[0], REQUESTS[-1])
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for _ in pool.map(lambda one: generate(server, one[0], **one[1]), asked):
+            pass
+    taken = {where.rpartition(".")[2]: size for where, size in json.loads((records / "taken.json").read_text())}
+    rows, vocabulary = 49, 320  # of SGLang's 48 requests
+    assert taken["_counts"] == 4 * rows * vocabulary and taken["_ends"] == rows * vocabulary
+    assert {"_packed", "_most", "_last"} <= set(taken), "outcomes, limits, what processors are told"
+    made = {where for _, _, buffers in firsts(records) for where in map(tuple, buffers)}
+    assert made == set()
 
 
 @pytest.mark.slow

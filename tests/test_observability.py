@@ -56,15 +56,18 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     from dflash_sglang.models.fp8_head import Fp8Head
     from dflash_sglang.models.hot_rows import HotRows
     from dflash_sglang.observability import GB, memory_line
+    from dflash_sglang.verify.tables import Tables
 
     layers.start_rank()
+    tables = Tables.taken(rows := 101, 16, 32000, "cpu")
+    counted = rows * (5 * 32000 + 17 * 8 + 5 * (16 + 2) * 8 + 5 * 4 + 2 * 8 + 4)
     model = layers.make_draft(tmp_path, hidden_size=512, intermediate_size=4096)
     ContextKV(model)  # stacks K and V rows: the layers' weights become slices
     pool = layers.make_pool(model, slots=SLOTS)
     runner = SimpleNamespace(token_to_kv_pool=pool, graph_memory_usage={"target_verify": 0.25, "decode": 0.5})
     head, kept = nn.Linear(512, 5000, bias=False), torch.arange(3000)
-    line = memory_line(runner, model, HotRows(head, kept))
-    in_fp8 = memory_line(runner, model, Fp8Head(head, kept))
+    line = memory_line(runner, model, HotRows(head, kept), tables)
+    in_fp8 = memory_line(runner, model, Fp8Head(head, kept), tables)
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     weights, kv = (float(part.split()[0]) for part in (line.partition("weights ")[2], line.partition("KV ")[2]))
     assert abs(weights - (held + 3000 * 512 * 4) / GB) < 0.002  # and tables of positions
@@ -73,4 +76,6 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     attention = model.layers[0].self_attn
     per_token = 2 * len(model.layers) * attention.num_kv_heads * attention.head_dim * 4
     assert abs(kv - (SLOTS + 1) * per_token / GB) < 0.0006
-    assert line.endswith(f"GB for {SLOTS} tokens, graphs of whole blocks 0.750 GB")
+    assert abs(tables.nbytes - counted) < 100
+    of_tables = f"tables {tables.nbytes / GB:.3f} GB for 100 requests"
+    assert line.endswith(f"GB for {SLOTS} tokens, {of_tables}, graphs of whole blocks 0.750 GB")

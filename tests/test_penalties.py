@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-VOCAB = 9
+VOCAB, ROWS = 9, 10
 PARAMETERS = st.fixed_dictionaries(
     dict(
         frequency_penalty=st.sampled_from([0.0, 0.5, -1.25]),
@@ -78,7 +78,7 @@ def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed
         for _ in range(3)
     ]
     slots = [5, 2, 7]
-    penalties = Penalties(VOCAB, "cpu")
+    penalties = Penalties(ROWS, VOCAB, "cpu")
     generator = torch.Generator().manual_seed(seed)
 
     batch = batch_of(reqs, slots)
@@ -130,25 +130,44 @@ def counted(penalties: Any, batch: Any) -> list[list[int]]:
 def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
     from dflash_sglang.verify.penalties import Penalties
 
-    penalties = Penalties(VOCAB, "cpu")
+    penalties = Penalties(ROWS, VOCAB, "cpu")
     first = batch_of([request(PENALISED, 3, [7, 7])], [4])
     penalties.begin(first)
     assert counted(penalties, first) == [[0, 0, 0, 0, 0, 0, 0, 2, 0]]
     penalties.begin(batch_of([request(PLAIN, 3, [])], [4]))
-    penalties.begin(batch_of([request(PENALISED, 3, [])], [9]))
-    assert len(penalties._counts) == 1, "the row that the first request had serves the next"
-    penalties.begin(batch_of([request(PLAIN, 3, [])], [9]))
+    penalties.begin(batch_of([request(PENALISED, 3, [8])], [9]))
     other = batch_of([request(PENALISED, 3, []), request(PENALISED, 2, [1])], [4, 6])
     penalties.begin(other)
     assert counted(penalties, other) == [[0] * VOCAB, [0, 1, 0, 0, 0, 0, 0, 0, 0]]
-    assert len(penalties._counts) == 2
+
+
+def test_tables_have_a_row_for_every_request_from_the_start_and_never_move():
+    """Memory that is taken while requests run is in no account of SGLang's."""
+    from dflash_sglang.verify.penalties import Penalties
+
+    penalties = Penalties(ROWS, VOCAB, "cpu")
+
+    def memory() -> list[tuple[str, int, int]]:
+        tensors = {name: value for name, value in vars(penalties).items() if isinstance(value, torch.Tensor)}
+        return [(name, tensor.data_ptr(), tensor.untyped_storage().nbytes()) for name, tensor in tensors.items()]
+
+    before, everyone = memory(), list(range(1, ROWS))
+    assert sum(size for *_, size in before) == ROWS * VOCAB * 5
+    for round_ in range(2):
+        for slots in (everyone[:2], everyone[2:3], everyone[3:]):
+            reqs = [request(dict(PENALISED, min_new_tokens=3), 3, [slot % VOCAB] * round_) for slot in slots]
+            penalties.begin(batch_of(reqs, slots))
+    assert memory() == before
+    reqs = [request(PENALISED, 3, []) for _ in everyone]
+    expected = [[int(token == slot % VOCAB) for token in range(VOCAB)] for slot in everyone]
+    assert counted(penalties, batch_of(reqs, everyone)) == expected
 
 
 def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alone():
     """Retracted and started again in another row of `req_to_token`, too; ids that are no tokens are nobody's."""
     from dflash_sglang.verify.penalties import Penalties
 
-    penalties = Penalties(VOCAB, "cpu")
+    penalties = Penalties(ROWS, VOCAB, "cpu")
     first, second = (request(dict(PENALISED, min_new_tokens=9), 3, []) for _ in range(2))
     first.sampling_params.stop_token_ids = {1, 2, 3}
     second.sampling_params.stop_token_ids = {7, -1, VOCAB}
@@ -167,7 +186,7 @@ def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alo
 def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
     from dflash_sglang.verify.penalties import Penalties
 
-    penalties = Penalties(VOCAB, "cpu")
+    penalties = Penalties(ROWS, VOCAB, "cpu")
     decoding = request(PENALISED, 3, [])
     batch = batch_of([decoding], [1])
     penalties.begin(batch)
@@ -187,7 +206,7 @@ def test_many_requests_are_penalised_a_few_at_a_time(monkeypatch):
     reqs = [request(dict(PENALISED, repetition_penalty=1.5), 2, [i % VOCAB, 3]) for i in range(number)]
     slots = list(range(1, number + 1))
     batch = batch_of(reqs, slots)
-    table = module.Penalties(vocab, "cpu")
+    table = module.Penalties(number + 1, vocab, "cpu")
     table.begin(batch)
     penalised = table.of(batch)
     logits = torch.randn(number * block, vocab)

@@ -45,7 +45,7 @@ class Acceptor:
         device: str,
         simulated_acceptance: Sequence[Profile] | None = None,
     ) -> None:
-        """max_requests: rows of req_to_token; block_size: of the widest blocks that are verified."""
+        """max_requests: rows of req_to_token, or more; block_size: of the widest blocks that are verified."""
         self.block_size = block_size
         self._forced = forced_acceptance(block_size, simulated_acceptance, device)
         self._forced_logprobs = None if self._forced is None else self._forced.logprobs()
@@ -67,8 +67,20 @@ class Acceptor:
         self._turn = Turn(0, 0)
         self._coins = random.Random(_COIN_SEED)
         self._future_relay = FutureRelayBuffers(req_pool_size=max_requests, device=device)
-        offer_future_relay_buffers(self._future_relay)
-        self.relay = Relay(self._future_relay.new_seq_lens, self._future_relay.output_tokens)
+        self.fit(max_requests)
+
+    def fit(self, rows: int) -> None:
+        """req_to_token has so many rows, at most those that this was made for. SGLang takes a relay of that size
+        alone. Takes no memory. Raises ValueError for more rows."""
+        relay = self._future_relay
+        if rows > len(relay.new_seq_lens):
+            raise ValueError(
+                f"req_to_token: found {rows} rows, expected at most {len(relay.new_seq_lens)}, one rank's part of "
+                "--max-running-requests and one more. Raise it."
+            )
+        relay.new_seq_lens, relay.output_tokens = relay.new_seq_lens[:rows], relay.output_tokens[:rows]
+        self.relay = Relay(relay.new_seq_lens, relay.output_tokens)
+        offer_future_relay_buffers(relay)
 
     def next_turn(self) -> Turn:
         """Of a step with requests; `step` gets it on the device, before anything is accepted."""

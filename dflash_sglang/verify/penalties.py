@@ -25,7 +25,7 @@ class PenalisedRequests(NamedTuple):
     """The n penalised requests of a batch."""
 
     index: Tensor  # [n] their rows of the batch
-    counts: Tensor  # [n] their rows of the table of counts
+    counts: Tensor  # [n] their rows of the tables
     frequency: Tensor  # [n, 1, 1] float32, as the next two
     presence: Tensor
     repetition: Tensor
@@ -43,16 +43,17 @@ class PenalisedRequests(NamedTuple):
 class Penalties:
     """Counts the output tokens of penalised requests on the device, where the accept of a step is known.
 
-    A request's row of the table is found by its row of `req_to_token`, which it keeps from prefill to its end;
-    the table grows with the number of penalised requests, 5 bytes per token of the vocabulary each: the counts,
-    and the tokens that end the request, written when it begins, so that no step pays for their number.
+    A request's row of the tables is its row of `req_to_token`, which it keeps from prefill to its end. A row
+    takes 5 bytes per token of the vocabulary: the counts, and the tokens that end the request, written when it
+    begins, so that no step pays for their number.
     """
 
-    def __init__(self, vocab_size: int, device: str):
+    def __init__(self, max_requests: int, vocab_size: int, device: str):
+        """max_requests: rows of req_to_token. All memory is taken here."""
         self._vocab_size = vocab_size
-        self._row_of: dict[int, int] = {}
-        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._ends = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # for min_new_tokens
+        shape = (max_requests, vocab_size)
+        self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._ends = torch.zeros(shape, dtype=torch.bool, device=device)  # for min_new_tokens
 
     def begin(self, batch: ScheduleBatch) -> None:
         """Before a prefill: count what its requests have put out so far (retracted ones have), and let
@@ -61,20 +62,16 @@ class Penalties:
             return
         decoding = set(map(id, batch.decoding_reqs or ())) if batch.forward_mode.is_mixed() else set()
         for slot, req in zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True):
-            if id(req) in decoding:
+            if id(req) in decoding or not is_penalised(req):
                 continue
-            if not is_penalised(req):
-                self._row_of.pop(slot, None)
-                continue
-            row = self._row(slot)  # may grow the table
-            counts = self._counts[row].zero_()
+            counts = self._counts[slot].zero_()
             if len(req.output_ids):
                 ids = async_h2d(list(req.output_ids), dtype=torch.int64, device=counts.device)
                 counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
             if req.sampling_params.min_new_tokens:
                 end_ids = [token for token in _end_ids(req) if 0 <= token < self._vocab_size]
                 ids = async_h2d(end_ids, dtype=torch.int64, device=counts.device)
-                self._ends[row].zero_().index_fill_(0, ids, True)
+                self._ends[slot].zero_().index_fill_(0, ids, True)
         requests = self.of(batch)
         if requests is not None:
             info = batch.sampling_info
@@ -102,7 +99,7 @@ class Penalties:
         integers = async_h2d(
             [
                 found,
-                [self._row_of[slots[i]] for i in found],
+                [slots[i] for i in found],
                 [req.sampling_params.min_new_tokens for req in reqs],
                 [len(req.origin_input_ids) for req in reqs],
             ],
@@ -165,18 +162,6 @@ class Penalties:
         committed = offsets < commit_lens[requests.index, None]
         entries = requests.counts[:, None] * self._vocab_size + ids
         self._counts.view(-1).scatter_add_(0, entries.flatten(), committed.flatten().int())
-
-    def _row(self, slot: int) -> int:
-        row = self._row_of.get(slot)
-        if row is None:
-            free = set(range(len(self._counts))).difference(self._row_of.values())
-            if not free:
-                added = max(1, len(self._counts))
-                free = set(range(len(self._counts), len(self._counts) + added))
-                self._counts = torch.cat([self._counts, self._counts.new_zeros((added, self._vocab_size))])
-                self._ends = torch.cat([self._ends, self._ends.new_zeros((added, self._vocab_size))])
-            row = self._row_of[slot] = min(free)
-        return row
 
 
 def is_penalised(req: Req) -> bool:

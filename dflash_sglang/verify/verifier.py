@@ -26,14 +26,13 @@ from dflash_sglang.compat import (
 )
 from dflash_sglang.graph_inputs import load_inputs_once
 from dflash_sglang.validation import StartupError, reported_rows_problems
-from dflash_sglang.verify.acceptance import Accepted, Acceptor
-from dflash_sglang.verify.custom_processors import CustomProcessors
+from dflash_sglang.verify.acceptance import Accepted
 from dflash_sglang.verify.logits import TargetLogits
-from dflash_sglang.verify.penalties import PenalisedRequests, Penalties
+from dflash_sglang.verify.penalties import PenalisedRequests
 from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.verify.rejection import RejectionSampler
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.sampling_masks import sampling_mask_output
+from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.tail import VerifyTail
 
 if TYPE_CHECKING:
@@ -61,23 +60,18 @@ class Verifier:
         target_worker: TpModelWorker,
         block_size: int,
         logits: TargetLogits,
-        acceptor: Acceptor,
+        tables: Tables,
         tail: VerifyTail,
     ):
-        """tail: of the target's graphs, which uses these `logits` and this `acceptor`."""
+        """tail: of the target's graphs, which uses these `logits` and the acceptor of these `tables`."""
         self._worker = target_worker
         self._logits = logits
-        self._acceptor = acceptor
+        self._acceptor, self._penalties, self._sampler, self._processors = tables
         self._tail = tail
         self._runner = target_worker.model_runner
         self._block_size = block_size
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._by_kernels = get_exec().kernel.sampling_backend == "flashinfer"
-        max_requests = self._runner.req_to_token_pool.req_to_token.shape[0]
-        vocab_size = self._runner.model_config.vocab_size
-        self._penalties = Penalties(vocab_size, self._runner.device)
-        self._sampler = RejectionSampler(max_requests, block_size, vocab_size, self._runner.device)
-        self._processors = CustomProcessors(max_requests, block_size, self._runner.device)
         self._recurrent: RecurrentStates | None = None
         self._sanitizes = envs.SGLANG_SANITIZE_NAN_LOGITS.get()
 

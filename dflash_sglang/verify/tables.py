@@ -1,0 +1,71 @@
+"""What verification keeps of requests on the device, for as many as can run.
+
+The worker takes it before SGLang sizes the KV pools. Serving takes no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dflash_sglang.compat import get_parallel, get_schedule
+from dflash_sglang.config.plugin_config import Profile
+from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.verify.custom_processors import CustomProcessors
+from dflash_sglang.verify.penalties import Penalties
+from dflash_sglang.verify.rejection import RejectionSampler
+
+
+class Tables(NamedTuple):
+    """Taken with `taken`; `acceptor.fit` once req_to_token exists."""
+
+    acceptor: Acceptor
+    penalties: Penalties
+    sampler: RejectionSampler
+    processors: CustomProcessors
+
+    @classmethod
+    def taken(
+        cls,
+        rows: int,
+        block_size: int,
+        vocab_size: int,
+        device: str,
+        simulated_acceptance: Sequence[Profile] | None = None,
+    ) -> Tables:
+        """rows: of req_to_token, at most; block_size: of the widest blocks; vocab_size: of the target."""
+        return cls(
+            Acceptor(rows, block_size, device, simulated_acceptance),
+            Penalties(rows, vocab_size, device),
+            RejectionSampler(rows, block_size, vocab_size, device),
+            CustomProcessors(rows, block_size, device),
+        )
+
+    @property
+    def requests(self) -> int:
+        return len(self.acceptor.relay.new_seq_lens) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the device, all together."""
+        storages = {storage.data_ptr(): storage.nbytes() for storage in _storages(self)}
+        return sum(storages.values())
+
+
+def _storages(thing: object) -> Iterator[torch.UntypedStorage]:
+    """Of the tensors that objects of this package hold."""
+    if isinstance(thing, torch.Tensor):
+        yield thing.untyped_storage()
+    elif isinstance(thing, tuple | list):
+        for item in thing:
+            yield from _storages(item)
+    elif type(thing).__module__.startswith(__package__.partition(".")[0]):
+        yield from _storages(list(vars(thing).values()))
+
+
+def most_rows() -> int:
+    """Rows that this rank's req_to_token will have at most: one for padding, and its part of
+    --max-running-requests. SGLang makes fewer where the KV pool has room for fewer requests."""
+    return max(1, get_schedule().max_running_requests // get_parallel().attn_dp_size) + 1

@@ -1,0 +1,52 @@
+"""What verification keeps of requests: taken once, for as many as can run, before SGLang sizes the KV pools."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+BLOCK, VOCAB = 4, 30
+
+
+@pytest.mark.parametrize(
+    ("requests", "ranks", "rows"),
+    [(48, 1, 49), (48, 5, 10), (2, 4, 2)],
+    ids=["alone", "divided", "fewer than ranks"],
+)
+def test_a_rank_has_a_row_for_its_part_of_the_requests_and_one_for_padding(
+    monkeypatch: pytest.MonkeyPatch, requests: int, ranks: int, rows: int
+) -> None:
+    """As SGLang makes req_to_token."""
+    from dflash_sglang.verify import tables
+
+    monkeypatch.setattr(tables, "get_schedule", lambda: SimpleNamespace(max_running_requests=requests))
+    monkeypatch.setattr(tables, "get_parallel", lambda: SimpleNamespace(attn_dp_size=ranks))
+    assert tables.most_rows() == rows
+
+
+@pytest.mark.parametrize("rows", [7, 3], ids=["as expected", "SGLang has made fewer"])
+def test_the_relay_has_the_rows_of_req_to_token_in_the_memory_that_was_taken(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """SGLang takes a relay of that size alone."""
+    from dflash_sglang.verify import acceptance
+    from dflash_sglang.verify.tables import Tables
+
+    offered: list[Any] = []
+    monkeypatch.setattr(acceptance, "offer_future_relay_buffers", offered.append)
+    acceptor = Tables.taken(7, BLOCK, VOCAB, "cpu").acceptor
+    memory = [tensor.data_ptr() for tensor in acceptor.relay]
+    acceptor.fit(rows)
+    relay = offered[-1]
+    assert [len(tensor) for tensor in (relay.new_seq_lens, relay.output_tokens)] == [rows, rows]
+    assert [tensor.data_ptr() for tensor in acceptor.relay] == memory
+    assert relay.new_seq_lens.data_ptr() == memory[0] and relay.output_tokens.data_ptr() == memory[1]
+    ids, row = torch.arange(BLOCK)[None], torch.tensor([rows - 1])
+    acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
+    acceptor.accept(ids, ids + 1, torch.tensor([9]), row)
+    assert relay.new_seq_lens[rows - 1] == 9 + BLOCK and relay.output_tokens[rows - 1] == BLOCK
+    with pytest.raises(ValueError, match="found 8 rows, expected at most .* --max-running-requests"):
+        acceptor.fit(8)
