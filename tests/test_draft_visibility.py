@@ -49,6 +49,7 @@ def check(directory: Any, config: dict[str, Any], wrong: Callable[[Any], None] =
         token_to_kv_pool=pool,
         kv_index_translator=SimpleNamespace(plan=lambda **_: SimpleNamespace(bind=lambda *_: None)),
         page_size=1,
+        model_config=SimpleNamespace(context_len=150),
         max_total_num_tokens=100,
         dtype=torch.float32,
     )

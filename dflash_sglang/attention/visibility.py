@@ -73,7 +73,7 @@ def check_visibility(runner: ModelRunner, model: DFlashDraftModel, block_size: i
 
 def _room(runner: ModelRunner, block_size: int) -> int:
     """Tokens of context that fit before a block."""
-    return min(runner.req_to_token_pool.req_to_token.shape[1], runner.max_total_num_tokens) - block_size
+    return min(runner.model_config.context_len, runner.max_total_num_tokens) - block_size
 
 
 def edges(kind: LayerAttention, block_size: int, room: int) -> tuple[int, list[int]]:
