@@ -98,8 +98,8 @@ register(
         "Gemma 2",
         "Gemma2ForCausalLM",
         gemma2,
-        refused="target class Gemma2ForCausalLM: expected set_dflash_layers_to_capture or "
-        "set_eagle3_layers_to_capture, which hand the draft its features. Serve another target, or without "
+        refused="target config architectures=['Gemma2ForCausalLM']: expected a target whose class in SGLang has "
+        "set_dflash_layers_to_capture or set_eagle3_layers_to_capture, which feed the draft. Serve it without "
         "--speculative-algorithm DFLASH.",
     )
 )
