@@ -93,6 +93,7 @@ class Trainer:
         self.random = torch.Generator(device=self.device).manual_seed(args.seed)
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # some versions of cuDNN refuse the shapes of these models
         self.facts: dict[str, Any] = {
             "command": "python -m training.train " + " ".join(sys.argv[1:]),
             "seed": args.seed,
