@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from dflash_sglang import __version__
 from dflash_sglang.compat import get_spec
 from dflash_sglang.drafting.window import is_imposed
-from dflash_sglang.validation import GPU_DRAFT_BACKENDS, TESTED_DRAFT_BACKENDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from dflash_sglang.worker import DFlashWorker
 
 GB = 1 << 30
-UNTESTED = set(GPU_DRAFT_BACKENDS) - set(TESTED_DRAFT_BACKENDS)
 
 
 def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
@@ -33,7 +31,7 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
         "target_layers": list(worker.feature_layer_ids),
         "mask_token_id": spec.mask_token_id,
         "own_modules": worker.own_modules,
-        "draft_attention": draft_backend + (" (untested)" if draft_backend in UNTESTED else ""),
+        "draft_attention": draft_backend,
         "draft_quantization": spec.quantization or get_spec().speculative_draft_model_quantization or "none",
         "context_kv": worker.context_kv_decision,
         "head": _head(worker),

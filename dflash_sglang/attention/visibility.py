@@ -20,7 +20,7 @@ from dflash_sglang.compat import (
     forward_context,
 )
 from dflash_sglang.config.layers import LayerAttention
-from dflash_sglang.validation import TESTED_DRAFT_BACKENDS, Problem, StartupError
+from dflash_sglang.validation import GPU_DRAFT_BACKENDS, Problem, StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -187,5 +187,5 @@ def _problem(name: str, backend: Any, kind: LayerAttention, row: int, key: int, 
         name,
         f"a backend for the draft's {kind.kind} layers ({window}{'' if kind.causal else 'not '}causal): with "
         f"{type(backend).__name__} row {row} of a block {'does not see' if visible else 'sees'} {which}",
-        "Set --speculative-draft-attention-backend to another of " + ", ".join(TESTED_DRAFT_BACKENDS) + ".",
+        "Set --speculative-draft-attention-backend to another of " + ", ".join(GPU_DRAFT_BACKENDS) + ".",
     )

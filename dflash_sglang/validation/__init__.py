@@ -2,7 +2,6 @@
 
 from dflash_sglang.validation.facts import (
     GPU_DRAFT_BACKENDS,
-    TESTED_DRAFT_BACKENDS,
     ParallelFacts,
     Problem,
     ServingFacts,
@@ -21,7 +20,6 @@ __all__ = [
     "COORDINATION",
     "GPU_DRAFT_BACKENDS",
     "MODELOPT",
-    "TESTED_DRAFT_BACKENDS",
     "UNSERVED",
     "ParallelFacts",
     "Problem",

@@ -9,7 +9,6 @@ from typing import Any
 from dflash_sglang.config.fields import one_line, shown
 
 GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
-TESTED_DRAFT_BACKENDS = ("fa3", "flashinfer", "triton")  # those that served drafts on a GPU
 
 
 @dataclass(frozen=True)
