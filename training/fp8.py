@@ -10,11 +10,14 @@ weights are rounded to float8_e4m3fn with a scale per output row and activations
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -98,7 +101,16 @@ def main() -> int:
         for form, gain in GAINS.items():
             what = f"hidden {of['hidden']}: accept length of {form} over that of neither"
             claims.append(report.at_least(what, of["over_as_is"][form], 1 - gain))
-        report.finish("training.fp8", args.out, claims, figures=figures, gains_of_step_time=GAINS)
+        record = {
+            "command": ["python", "-m", "training.fp8", *sys.argv[1:]],
+            "date": datetime.date.today().isoformat(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "figures": figures,
+            "gains_of_step_time": GAINS,
+            "claims": claims,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
