@@ -11,7 +11,7 @@ import pytest
 from dflash_sglang.request_errors import RequestError
 
 VOCAB = 320
-SAMPLING: dict[str, Any] = dict(stop_token_ids=None, top_k=1 << 30, logit_bias=None, min_p=0.0)
+SAMPLING: dict[str, Any] = dict(stop_token_ids=None, min_new_tokens=0, top_k=1 << 30, logit_bias=None, min_p=0.0)
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, **fields: Any) -> Any:
@@ -39,7 +39,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, **field
     )
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
     obj = SimpleNamespace(sampling_params={})
-    return fatal_requests.create_tokenized_object(lambda *_: tokenized, manager, obj, "text") is tokenized
+    return fatal_requests.create_tokenized_object(lambda *_: tokenized, manager, obj, "text")
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,11 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, **field
         (dict(input_ids=array("q", [5, VOCAB])), "input_ids=320: expected tokens of the vocabulary, 0 to 319"),
         (dict(input_ids=array("q", [5, -1, 6])), "input_ids=-1: expected tokens of the vocabulary"),
         (dict(input_ids=array("q")), r"input_ids=\[\]: expected a prompt of one token at least"),
-        (dict(stop_token_ids={3, 2**70}), "stop_token_ids=1180591620717411303424: expected tokens"),
-        (dict(stop_token_ids={-7, 500}), "stop_token_ids=-7: expected tokens"),
+        (
+            dict(stop_token_ids={3, 2**70}, min_new_tokens=1),
+            "stop_token_ids=1180591620717411303424: expected tokens",
+        ),
+        (dict(stop_token_ids={-7, 500}, min_new_tokens=1), "stop_token_ids=-7: expected tokens"),
         (dict(top_k=2**31), "top_k=2147483648: expected at most 2147483647, or -1 for all tokens"),
         (
             dict(logit_bias={"3": 0.5, "7": float("nan")}),
@@ -84,6 +87,12 @@ def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(mon
 )
 def test_a_request_that_can_be_served_passes(monkeypatch, fields):
     assert answer(monkeypatch, **fields)
+
+
+def test_stop_tokens_outside_of_the_vocabulary_reach_no_scheduler(monkeypatch):
+    """Clients name those of other models. A neighbour's min_new_tokens would look them up."""
+    for asked, kept in (({-1, 3, VOCAB}, {3}), ({2**70}, None), (None, None)):
+        assert answer(monkeypatch, stop_token_ids=asked).sampling_params.stop_token_ids == kept
 
 
 def test_a_stop_regex_is_read_before_sglang_reads_it():

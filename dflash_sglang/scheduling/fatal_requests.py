@@ -49,8 +49,12 @@ def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
     _check_prompt(request, vocab_size)
     if request.lora_id is not None and request.lora_name is None:
         raise _unexpected("lora_id", request.lora_id, "none, since SGLang finds it itself. Give lora_path")
-    if stops := sampling.stop_token_ids:  # SGLang looks at those of all requests, if one has min_new_tokens
-        _check_tokens("stop_token_ids", min(stops), max(stops), vocab_size)
+    if stops := sampling.stop_token_ids:
+        if sampling.min_new_tokens > 0:
+            _check_tokens("stop_token_ids", min(stops), max(stops), vocab_size)
+        # No token outside of the vocabulary ever comes, so none of them stops a request. Another request's
+        # min_new_tokens would have SGLang look them up.
+        sampling.stop_token_ids = {token for token in stops if 0 <= token < vocab_size} or None
     if sampling.top_k > HIGHEST_TOP_K:
         raise _unexpected("top_k", sampling.top_k, f"at most {HIGHEST_TOP_K}, or -1 for all tokens")
     for token, bias in (sampling.logit_bias or {}).items():
