@@ -50,7 +50,7 @@ def test_the_parts_are_the_commands_of_the_results_that_a_gpu_gave(tmp_path):
     of_a_gpu = {
         name: options(report["command"][1:])
         for name, report in stored.items()
-        if report["versions"]["gpu"] != "none" and "soak" not in name
+        if report["versions"]["gpu"] != "none" and "soak" not in name and report["command"][2].startswith("bench.")
     }
     assert len(made) == len(by_file) == len(parts)
     assert by_file == of_a_gpu

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_sglang import hooks
 from dflash_sglang.config import DraftConfigError, DraftSpec, read_config
 from dflash_sglang.families import foreign
 from tests import sglang_layers as layers
@@ -24,6 +25,7 @@ from tests.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.start_up import launch
 from tests.test_config_parser import parsed
 from tests.test_formats import Target, loaded
+from tests.test_plugin import arguments
 from tests.tiny import draft_config, write_checkpoint
 
 BLOCK, LENGTH = 8, 193
@@ -43,12 +45,15 @@ def test_a_dflash2_config_means_what_the_same_draft_means_in_zlabs_format() -> N
     assert [layer.causal for layer in causal.layers] == [True, False]
 
 
-def test_a_dflash2_draft_is_launched_and_read_by_sglang_as_one(tmp_path: Path) -> None:
+def test_a_dflash2_draft_is_launched_and_read_by_sglang_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dflash_sglang.worker import DFlashWorker
 
     config = dflash2_config()
     write_checkpoint(tmp_path, speculators_dflash2(config), dflash2_tensors(config))
     assert launch(tmp_path, speculative_draft_attention_backend=None) is DFlashWorker
+    monkeypatch.setattr(hooks, "_resolved", arguments(tmp_path))  # the launch that SGLang reads configs in
     read = parsed(tmp_path)
     assert (read.architectures, read.block_size, read.selector_rank) == (["DFlash2DraftModel"], 8, 12)
 
