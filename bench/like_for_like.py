@@ -1,6 +1,6 @@
 """Tokens per second like for like: weights in the same formats on both sides, the same acceptance, steady loads.
 
-python -m bench.like_for_like --target DIR --draft DIR --out FILE [--groups dense fp8 fp8_target dense_fp8_target]
+python -m bench.like_for_like --target DIR --draft DIR --out FILE [--groups defaults dense fp8 fp8_target]
                               [--acceptance good | poor] [--concurrency 1 8 32 64 128] [--rounds 3]
                               [--seconds 3.5 | --seconds 5 5 3 3 3] [--profile 8]
 
@@ -45,22 +45,18 @@ WHOLE = f"_{BLOCK}"  # of the block's width
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Servers that are up at once. ``built_in``: the one that our defaults are compared with, which has the
-    format that the built-in worker's draft has by default; ``target``: flags of all."""
+    """Servers that are up at once: three or four of a target of 16 GB fit an H200. ``target``: flags of all."""
 
     servers: Sequence[str]
-    built_in: str = BUILT_IN
     target: Sequence[str] = ()
 
 
-# By default the built-in worker's draft has the target's quantisation.
-FP8_TARGET = ("--quantization", "fp8")
+# By default the built-in worker's draft has the target's quantisation: none, or fp8 with the last group's target.
 GROUPS: Mapping[str, Group] = {
-    "dense": Group((PLAIN, f"{BUILT_IN}_dense", f"{OURS}_dense", OURS), f"{BUILT_IN}_dense"),
-    "fp8": Group((f"{BUILT_IN}_fp8", f"{OURS}_fp8")),
-    "fp8_target": Group((PLAIN, f"{BUILT_IN}_fp8", f"{OURS}_fp8", OURS), f"{BUILT_IN}_fp8", FP8_TARGET),
-    "dense_fp8_target": Group((f"{BUILT_IN}_dense", f"{OURS}_dense"), target=FP8_TARGET),
     "defaults": Group((PLAIN, BUILT_IN, OURS)),
+    "dense": Group((f"{BUILT_IN}_dense", f"{OURS}_dense")),
+    "fp8": Group((f"{BUILT_IN}_fp8", f"{OURS}_fp8")),
+    "fp8_target": Group((PLAIN, BUILT_IN, f"{OURS}_fp8", OURS), ("--quantization", "fp8")),
 }
 
 
@@ -127,9 +123,10 @@ def expected_length(name: str, figures: Mapping[str, Sequence[Any]], turn: int, 
 
 def others(name: str, group: Group) -> list[str]:
     """Of our load, the servers that it is compared with. The block's width has nothing to gain where it is wider
-    than what pays, so it is compared with the built-in worker, which always has it."""
+    than what pays, so it is compared with the built-in worker alone, which always has it."""
     form = name.removesuffix(WHOLE).removeprefix(OURS)
-    compared = [f"{BUILT_IN}{form}" if form else group.built_in, *([] if name.endswith(WHOLE) else [PLAIN])]
+    built_in = f"{BUILT_IN}{form}" if f"{BUILT_IN}{form}" in group.servers else BUILT_IN
+    compared = [built_in, *([] if name.endswith(WHOLE) else [PLAIN])]
     return [one for one in group.servers if one in compared]
 
 
@@ -151,7 +148,7 @@ def claims(group: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=0)
-    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=["dense", "fp8", "fp8_target"])
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--acceptance", choices=["good", "poor"], default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
