@@ -117,11 +117,15 @@ def test_the_drafts_rows_are_those_of_the_cold_run_bit_by_bit(answered):
 
 
 def test_output_and_accept_length_are_those_of_a_cold_run(answered):
+    """Steps are compared where outputs are equal: behind an almost tied token it is another text."""
     assert_same_distributions(answered.warm, list(zip(answered.asked, answered.cold, strict=True)))
     if answered.target == PAIR:
-        cold, warm = (
-            sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-            for answers in (answered.cold, answered.warm)
-        )
-        assert warm == pytest.approx(cold, rel=0.1)
-        assert 60 * len(answered.asked) > 3 * warm
+        steps = [
+            tuple(answer["meta_info"]["spec_verify_ct"] for answer in both)
+            for both in zip(answered.cold, answered.warm, strict=True)
+            if both[0]["output_ids"] == both[1]["output_ids"]
+        ]
+        print(f"verify steps of equal outputs, cold and warm: {steps}")
+        assert steps
+        assert all(abs(cold - warm) <= 2 for cold, warm in steps)
+        assert 60 * len(steps) > 3 * sum(warm for _, warm in steps)
