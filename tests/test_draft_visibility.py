@@ -140,7 +140,9 @@ def test_a_backend_that_sees_other_keys_ends_start_up_with_one_problem(tmp_path,
         "--speculative-draft-attention-backend='torch_native': expected a backend for the draft's "
     )
     assert says in text
-    assert text.endswith("Set --speculative-draft-attention-backend to another of fa3, flashinfer, triton.")
+    assert text.endswith(
+        "Set --speculative-draft-attention-backend to another of flashinfer, fa3, fa4, triton, trtllm_mha."
+    )
 
 
 @layers.cpu_only
