@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from bench import plugin
+
 DIRECTORY_ENV = "DFLASH_BENCH_DEVICE_MEMORY"
 PLUGIN = "dflash_bench_device_memory"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -34,12 +36,10 @@ GB = 1 << 30
 
 def installed(directory: Path) -> dict[str, str]:
     """The environment of a server whose scheduler writes `directory`/memory.jsonl."""
-    info = directory / "dflash_bench_memory-0.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-bench-memory\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = bench.device_memory:activate\n")
-    path = [str(directory), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, path)), DIRECTORY_ENV: str(directory)}
+    return {
+        "PYTHONPATH": plugin.installed(directory, {PLUGIN: "bench.device_memory"}),
+        DIRECTORY_ENV: str(directory),
+    }
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

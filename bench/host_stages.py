@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from bench import plugin
+
 DIRECTORY_ENV = "DFLASH_BENCH_HOST_STAGES"
 PLUGIN = "dflash_bench_host_stages"
 WORKER, SGLANG, FORWARD, WAIT = "worker", "sglang", "forward", "wait"
@@ -149,12 +151,10 @@ def _median(steps: list[dict[str, int]], name: str) -> float:
 
 def installed(directory: Path) -> dict[str, str]:
     """The environment of a server whose scheduler writes `directory`/stages.json."""
-    info = directory / "dflash_bench-0.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-bench\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = bench.host_stages:activate\n")
-    path = [str(directory), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, path)), DIRECTORY_ENV: str(directory)}
+    return {
+        "PYTHONPATH": plugin.installed(directory, {PLUGIN: "bench.host_stages"}),
+        DIRECTORY_ENV: str(directory),
+    }
 
 
 def activate() -> None:

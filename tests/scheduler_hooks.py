@@ -38,6 +38,8 @@ from typing import Any
 
 import torch
 
+from bench import plugin
+
 _modules: set[str] = set()  # of the HTTP server, at the latest answer
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
@@ -48,13 +50,9 @@ def install(directory: Path, *modules: str) -> str:
 
     modules: of this package, whose `activate()` is to run in the schedulers beside this one's.
     """
-    info = directory / "dflash_test_hooks-0.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-test-hooks\nVersion: 0.0\n")
-    entries = [f"dflash_{module} = tests.{module}:activate" for module in ("scheduler_hooks", *modules)]
-    (info / "entry_points.txt").write_text("\n".join(("[sglang.srt.plugins]", *entries, "")))
-    path = [str(directory), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    return os.pathsep.join(filter(None, path))
+    return plugin.installed(
+        directory, {f"dflash_{module}": f"tests.{module}" for module in ("scheduler_hooks", *modules)}
+    )
 
 
 def record(directory: Path, prompt: list[int] | str, output_ids: list[int]) -> None:
