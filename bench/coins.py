@@ -12,27 +12,22 @@ SGLang starts its processes by importing this module again, so every one of them
 
 from __future__ import annotations
 
-import itertools
 import json
-import operator
 import os
 import random
 import sys
 from collections.abc import Sequence
 
 import sglang.srt.speculative.dflash_worker_v2 as built_in
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_sglang.kernels.accept import _GOLDEN as SPREAD
-from dflash_sglang.kernels.accept import COIN_BITS
+from dflash_sglang.kernels.accept import COIN_BITS, GOLDEN
+from dflash_sglang.verify.simulate import FIXED_TOKEN_ID, forced_acceptance
 
 COINS_ENV = "COINS"
 REPLACED = "_compute_dflash_accept_bonus_triton_unchecked"
-TOKEN_ID = 100  # of what is committed, as in SGLang's own simulation
-TOLD = "accept lengths of the built-in worker are drawn by coins"
 
 
 class Coins:
@@ -42,9 +37,8 @@ class Coins:
     """
 
     def __init__(self, profile: Sequence[float]) -> None:
-        shares = itertools.accumulate(profile, operator.mul)
-        self._survival = [round(share * (1 << COIN_BITS)) for share in shares]
-        self._on: dict[torch.device, Tensor] = {}
+        self._profile = profile
+        self._survival: Tensor | None = None  # on the device of the first step
 
     def __call__(
         self,
@@ -59,17 +53,18 @@ class Coins:
         new_seq_lens_out: Tensor,  # [bs] int64
     ) -> None:
         bs, block = candidates.shape
-        if len(self._survival) != block - 1:
-            raise SystemExit(f"{COINS_ENV}: {len(self._survival)} probabilities, expected {block - 1}")
-        if (survival := self._on.get(candidates.device)) is None:
-            survival = torch.tensor(self._survival, dtype=torch.int64, device=candidates.device)
-            self._on[candidates.device] = survival
+        if len(self._profile) != block - 1:
+            raise SystemExit(f"{COINS_ENV}: {len(self._profile)} probabilities, expected {block - 1}")
+        if self._survival is None:
+            forced = forced_acceptance(block, [self._profile], str(candidates.device))
+            assert forced is not None
+            self._survival = forced.survival[0]
         _draw_kernel[(bs,)](
-            survival, prefix_lens,
+            self._survival, prefix_lens,
             accept_lens_out, commit_lens_out, bonus_ids_out, out_tokens_out, new_seq_lens_out,
             random.getrandbits(COIN_BITS), out_tokens_out.stride(0),
             BLOCK=block, LANES=triton.next_power_of_2(block),
-            SPREAD=SPREAD, COINS=1 << COIN_BITS, TOKEN_ID=TOKEN_ID,
+            SPREAD=GOLDEN, COINS=1 << COIN_BITS, TOKEN_ID=FIXED_TOKEN_ID,
         )  # fmt: skip
 
 
@@ -104,7 +99,6 @@ if __name__ == "__main__":
 
     if COINS_ENV not in os.environ:
         raise SystemExit(f"{COINS_ENV} is not set: expected the acceptance of each proposal as JSON")
-    print(TOLD, flush=True)
     arguments = prepare_server_args(sys.argv[1:])
     from sglang.launch_server import run_server
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 COIN_BITS = 31
-_GOLDEN = 1_327_217_885  # 2**31 over the golden ratio: multiples of it spread evenly over the coin's range
+GOLDEN = 1_327_217_885  # 2**31 over the golden ratio: multiples of it spread evenly over the coin's range
 
 
 class Outcomes(NamedTuple):
@@ -94,7 +94,7 @@ def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced:
         committed = target_ids.long()
     else:
         request = torch.arange(bs, device=tokens.device)
-        coins = (step[1] + request * (0 if forced.alike else _GOLDEN)) % (1 << COIN_BITS)
+        coins = (step[1] + request * (0 if forced.alike else GOLDEN)) % (1 << COIN_BITS)
         survival = forced.survival[requests.long() % len(forced.survival), : block - 1]
         accepted = (coins[:, None] < survival).sum(dim=1).minimum(at_most)
         proposed = torch.arange(block, device=tokens.device) < accepted[:, None]
@@ -138,7 +138,7 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
         LANES=triton.next_power_of_2(block),
         RAGGED=ragged is not None,
         FORCED=forced is not None,
-        SPREAD=0 if forced is None or forced.alike else _GOLDEN,
+        SPREAD=0 if forced is None or forced.alike else GOLDEN,
         PROFILES=1 if forced is None else len(forced.survival),
         PROPOSALS=0 if forced is None else forced.survival.shape[1],
         TOKEN_ID=-1 if forced is None or forced.token_id is None else forced.token_id,

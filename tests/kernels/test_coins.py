@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from dflash_sglang.kernels.accept import _GOLDEN as SPREAD
-from dflash_sglang.kernels.accept import COIN_BITS
+from dflash_sglang.kernels.accept import COIN_BITS, GOLDEN
+from dflash_sglang.verify.simulate import FIXED_TOKEN_ID
 
 PROFILE, SHARES = [0.9, 0.5, 0.8], [0.9, 0.45, 0.36]
 COIN, REQUESTS = 12345, 50
@@ -17,7 +17,7 @@ COIN, REQUESTS = 12345, 50
 def test_each_request_commits_by_a_coin_of_its_own(
     device: str, triton_runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.coins import TOKEN_ID, Coins
+    from bench.coins import Coins
 
     monkeypatch.setattr(random, "getrandbits", lambda bits: COIN)
     block = len(PROFILE) + 1
@@ -31,7 +31,7 @@ def test_each_request_commits_by_a_coin_of_its_own(
         "new_seq_lens_out": torch.empty_like(candidates[:, 0].contiguous()),
     }
     Coins(PROFILE)(candidates=candidates, target_top1=candidates, prefix_lens=lens, **out)
-    coins = (COIN + torch.arange(REQUESTS) * SPREAD) % (1 << COIN_BITS)
+    coins = (COIN + torch.arange(REQUESTS) * GOLDEN) % (1 << COIN_BITS)
     below = coins[:, None].double() / (1 << COIN_BITS) < torch.tensor(SHARES, dtype=torch.float64)
     accepted = below.sum(dim=1)
     assert set(accepted.tolist()) == {0, 1, 2, 3}
@@ -39,4 +39,6 @@ def test_each_request_commits_by_a_coin_of_its_own(
     assert found["accept_lens_out"].tolist() == accepted.tolist()
     assert found["commit_lens_out"].tolist() == (accepted + 1).tolist()
     assert found["new_seq_lens_out"].tolist() == (torch.arange(REQUESTS) + accepted + 1).tolist()
-    assert found["bonus_ids_out"].unique().tolist() == found["out_tokens_out"].unique().tolist() == [TOKEN_ID]
+    assert (
+        found["bonus_ids_out"].unique().tolist() == found["out_tokens_out"].unique().tolist() == [FIXED_TOKEN_ID]
+    )
