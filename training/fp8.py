@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +28,7 @@ from bench.draft_head import GAIN as HEAD_GAIN
 from training.data import Corpus
 from training.draft import walk_accept_length
 from training.modeling import DraftModel
+from training.reference import ReferenceDraft
 from training.target import BulkGenerator, features_and_argmax, greedy
 
 PROMPT = 128  # bytes
@@ -42,9 +42,7 @@ GAINS = {"draft_fp8": DRAFT_GAIN, "head_fp8": HEAD_GAIN, "both_fp8": DRAFT_GAIN 
 def load(directory: Path, device: torch.device) -> tuple[Any, DraftModel]:
     """(target, draft), both in float32."""
     target: Any = AutoModelForCausalLM.from_pretrained(directory / "target", dtype=torch.float32)
-    draft = DraftModel(json.loads((directory / "draft" / "config.json").read_text()))
-    draft.load_state_dict(load_file(directory / "draft" / "model.safetensors"))
-    return target.to(device).eval(), draft.to(device).float().eval()
+    return target.to(device).eval(), ReferenceDraft.load(directory / "draft").model.to(device)
 
 
 @torch.no_grad()
