@@ -2,11 +2,12 @@
 
 python -m bench.like_for_like --target DIR --draft DIR --out FILE [--groups defaults dense fp8 fp8_target]
                               [--acceptance good | poor] [--concurrency 1 8 32 64 128] [--rounds 3]
-                              [--seconds 3.5 | --seconds 5 5 3 3 3] [--profile 8]
+                              [--seconds 3.5 | --seconds 5 5 3 3 3] [--profile 8] [--whole 32 64 128]
 
 Servers of a group (`GROUPS`) are up at once and take turns. Acceptance is forced by position, the same on every
 server: a coin of each request decides, for the built-in worker in `bench.coins`. A load is a steady one
-(`bench.steady`). `ours_..._16` is a load of our server whose requests ask for the block's width.
+(`bench.steady`). `ours_..._16` is a load of our server whose requests ask for the block's width, with
+`--whole` at those concurrencies only: with few requests a server chooses this width itself (`by_width`).
 
 `by_steps`: tokens per second that a server's step time gives at the accept length that its coins have in the long
 run. A few requests toss few coins in a round, so that their tokens vary by percents and their steps do not.
@@ -74,27 +75,27 @@ def candidate(name: str, target: Sequence[str], profile: Profile) -> Candidate:
     return Candidate(name, kind, flags, environment, accept_length=0)
 
 
-def names_of(servers: Sequence[str]) -> dict[str, str]:
-    """{load: its server}, each of ours with the width that it chooses and with the block's."""
+def names_of(servers: Sequence[str], whole: bool) -> dict[str, str]:
+    """{load: its server}, each of ours with the width that it chooses and, if `whole`, with the block's."""
     found = {name: name for name in servers}
     for name in servers:
-        if name.startswith(OURS):
+        if whole and name.startswith(OURS):
             found[name + WHOLE] = name
     return found
 
 
 def measure(
-    servers: Mapping[str, Server], load: Load, rounds: int, seconds: float, profile: Profile
+    servers: Mapping[str, Server], load: Load, rounds: int, seconds: float, profile: Profile, whole: bool = True
 ) -> dict[str, dict[str, list[Any]]]:
     """{name: {figure: [one value per round]}} of one concurrency."""
-    [(_, whole)] = forced([BLOCK]).items()
-    names = names_of(list(servers))
+    [(_, of_block)] = forced([BLOCK]).items()
+    names = names_of(list(servers), whole)
     found: dict[str, list[Any]] = {name: [] for name in names}
     by_width: dict[str, list[Any]] = {name: [] for name in names if name.startswith(OURS)}
     for turn in range(rounds):
         for name in rotated(list(names), turn):
             server = servers[names[name]]
-            asked = dataclasses.replace(load, custom_params=whole if name.endswith(WHOLE) else None)
+            asked = dataclasses.replace(load, custom_params=of_block if name.endswith(WHOLE) else None)
             before = told(server) if name in by_width else None
             found[name].append(watch(server, asked, seconds))
             if before is not None:
@@ -155,6 +156,9 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, nargs="+", default=[3.5], help="of a load that are measured, one or one each"
     )
+    parser.add_argument(
+        "--whole", type=int, nargs="+", help="concurrency of loads of the block's width, all by default"
+    )
     parser.add_argument("--max-tokens", type=int, help="of a KV pool")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="concurrency of steps to take apart")
     arguments = parse(parser)
@@ -188,7 +192,8 @@ def main() -> int:
                 before = list(claimed)
                 for concurrency, window in zip(arguments.concurrency, seconds, strict=True):
                     of = dataclasses.replace(load, concurrency=concurrency)
-                    of_group[str(concurrency)] = measure(servers, of, arguments.rounds, window, profile)
+                    whole = concurrency in (arguments.whole or arguments.concurrency)
+                    of_group[str(concurrency)] = measure(servers, of, arguments.rounds, window, profile, whole)
                     claimed = before + claims(name, of_group)
                     status = keep()
                 drafting = {one: server for one, server in servers.items() if one != PLAIN}
