@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_sglang.kernels.accept import COIN_BITS, GOLDEN
+from dflash_sglang.kernels.block.accept import COIN_BITS, GOLDEN
 from dflash_sglang.verify.simulate import FIXED_TOKEN_ID, forced_acceptance
 
 COINS_ENV = "COINS"

@@ -7,7 +7,7 @@ proposal, the entropy of the distribution that it is the likeliest of, and how m
 are gone through as one batch, a step of each at a time. Predictors, each of the chance that a proposal is accepted
 once those before it are:
 
-history      what the width policy knows before the step (`scheduling.width.acceptance`)
+history      what the width policy knows before the step (`width.acceptance`)
 as it is     the probability that the draft gives the proposal
 probability  a logistic regression on the logit of that and on the proposal's position
 entropy      the same on the logarithm of the entropy
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from bench import report
-from dflash_sglang.config.width import WidthConfig
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.scheduling.width.acceptance import Acceptance
+from dflash_sglang.settings.width import WidthConfig
+from dflash_sglang.width.acceptance import Acceptance
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft, generate
 

@@ -22,7 +22,7 @@ from bench import report
 from bench.pair import decode, pair_server
 from dflash_sglang import pair
 from dflash_sglang.bench.kinds import OURS, wait_for, worker_line
-from dflash_sglang.config.plugin_config import CONFIG_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
 NEW_TOKENS = 256
 GAIN = 0.023  # of a step's time: half of the head's GEMM, on an H200 in Qwen3-8B's shapes, at 1 and at 32 requests

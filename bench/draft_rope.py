@@ -19,7 +19,7 @@ import torch
 
 from bench import report
 from bench.graph_times import captured, replayed_in_turn
-from dflash_sglang.kernels.qk_norm_rope import qk_norm_rope_
+from dflash_sglang.kernels.context.qk_norm_rope import qk_norm_rope_
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 POSITIONS, EPS = 40960, 1e-6

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.eager_exec import eager_exec
 from dflash_sglang.demo.server import free_port
-from dflash_sglang.models.context_kv import ContextKV
+from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.draft import DFlashDraftModel
 
 DEVICE = "cuda"

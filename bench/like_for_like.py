@@ -34,10 +34,10 @@ from bench.step_profile import figures_of, of_concurrency
 from bench.widths import ACCEPTANCE, BLOCK, forced, mean_length, since, told
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.bench.table import step_table
-from dflash_sglang.config.plugin_config import CONFIG_ENV, Profile
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, Profile
 
 DRAFT = "--speculative-draft-model-quantization"
 FORMATS: Mapping[str, Sequence[str]] = {"dense": (DRAFT, "unquant"), "fp8": (DRAFT, "fp8")}

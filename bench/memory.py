@@ -29,9 +29,9 @@ from bench.cluster import model_flags
 from bench.device_memory import GB, installed, lines
 from dflash_sglang.bench import kinds
 from dflash_sglang.bench.kinds import OURS, wait_for
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server, free_port
 from dflash_sglang.demo.signals import signals_as_exit
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
 SAMPLED: Mapping[str, Any] = dict(temperature=0.7, top_p=0.95)
 PREFILL = "prefill"

@@ -22,7 +22,7 @@ from bench import report
 from bench.pair import decode, pair_server
 from dflash_sglang import pair
 from dflash_sglang.bench.kinds import OURS, wait_for
-from dflash_sglang.config.plugin_config import CONFIG_ENV, PluginConfig, ProposalKind
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, ProposalKind
 
 NEW_TOKENS = 128
 SAMPLING: dict[str, dict[str, float]] = {

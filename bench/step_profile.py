@@ -33,10 +33,10 @@ from dflash_sglang.bench import profile
 from dflash_sglang.bench.kinds import BUILT_IN, OURS
 from dflash_sglang.bench.table import step_table
 from dflash_sglang.bench.trace import OUTSIDE
+from dflash_sglang.checkpoint.token_map import FLAG, read_token_map
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
-from dflash_sglang.token_map import FLAG, read_token_map
 
 WITH_MAP = "ours_token_map"
 KERNEL_NAME = 160  # characters that are kept of it

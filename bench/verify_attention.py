@@ -10,7 +10,7 @@ layer by kernel, and the largest difference to SGLang's call:
 | kind | |
 |---|---|
 | per layer | SGLang's call, which finds a schedule in each layer |
-| shared | one schedule for all layers (`dflash_sglang/attention/shared_schedule.py`) |
+| shared | one schedule for all layers (`dflash_sglang/patches/shared_schedule.py`) |
 | one split | no context is split over thread blocks, so that no layer combines splits |
 | flashinfer | FlashInfer's paged prefill, planned before |
 """
@@ -29,7 +29,7 @@ import torch
 
 from bench import report
 from bench.graph_times import captured, replayed_in_turn
-from dflash_sglang.attention.shared_schedule import SharedSchedules
+from dflash_sglang.patches.shared_schedule import SharedSchedules
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 REPLAYS = 30

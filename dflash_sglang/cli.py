@@ -90,7 +90,7 @@ def _hot_vocab(options: argparse.Namespace) -> int:
     import torch
     from transformers import AutoTokenizer
 
-    from dflash_sglang.token_map import TooFewTokens, most_frequent, stretches
+    from dflash_sglang.checkpoint.token_map import TooFewTokens, most_frequent, stretches
 
     def pieces(path: Path, file: TextIO) -> Iterator[str]:
         with _expected("--text", path, "a file of UTF-8 text"):

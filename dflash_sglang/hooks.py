@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.config import flattened, is_speculators, read_config
-from dflash_sglang.config.plugin_config import REQUIRE_ENV, PluginConfig, required
-from dflash_sglang.families import Foreign, foreign
-from dflash_sglang.probe import check_symbols, check_version
-from dflash_sglang.request_errors import shown
-from dflash_sglang.scheduling.request_checks import RequestChecks
+from dflash_sglang.checkpoint import flattened, is_speculators, read_config
+from dflash_sglang.checkpoint.families import Foreign, foreign
+from dflash_sglang.requests.checks import RequestChecks
+from dflash_sglang.requests.errors import shown
+from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, required
+from dflash_sglang.sglang_names.probe import check_symbols, check_version
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
     _resolved = server_args
     if _asks_for_dflash(server_args) and _served_by_built_in(server_args) is None:
         # Imported here: it exists in the one version of SGLang that was checked.
-        from dflash_sglang.compat_args import our_dp_attention
-        from dflash_sglang.fp8_drafts import quantise_where_shorter
+        from dflash_sglang.sglang_names.launcher import our_dp_attention
+        from dflash_sglang.startup.fp8_drafts import quantise_where_shorter
 
         _hook_tokenizer()
         quantise_where_shorter(server_args)
@@ -69,7 +69,7 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
     if other is not None:
         logger.warning("%s", other)
         return original(algorithm, server_args)
-    check_symbols("dflash_sglang.compat")
+    check_symbols("dflash_sglang.sglang_names.scheduler")
     # Imported here: the registry imports every model of SGLang, and only the scheduler needs them.
     from sglang.srt.models.registry import ModelRegistry
 
@@ -110,7 +110,7 @@ def _hook_tokenizer() -> None:
     """The hooks of the process that answers requests; others do without the module that they are on."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from dflash_sglang.scheduling.fatal_requests import create_tokenized_object
+    from dflash_sglang.patches.fatal_requests import create_tokenized_object
 
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook_around({
@@ -138,8 +138,8 @@ def _hook_scheduler() -> None:
     """The hooks of a scheduler that runs our worker; other processes do without the modules that they are on."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from dflash_sglang.attention.room import init_attention_backends
-    from dflash_sglang.scheduling import sessions
+    from dflash_sglang.patches import sessions
+    from dflash_sglang.patches.attention_room import init_attention_backends
 
     controller = f"{_INTERNAL_STATE}.SchedulerInternalStateController"
     session = "sglang.srt.session"
@@ -247,8 +247,8 @@ def _asks_for_dflash(server_args: Any) -> bool:
 def _served_by_built_in(server_args: Any) -> Foreign | None:
     """Why the built-in worker serves this launch, or None; ends start-up where it must not run or cannot."""
     check_version()
-    check_symbols("dflash_sglang.compat_args")
-    from dflash_sglang.startup import check_startup
+    check_symbols("dflash_sglang.sglang_names.launcher")
+    from dflash_sglang.startup.decisions import check_startup
 
     PluginConfig.from_env()
     other = check_startup(server_args)

@@ -23,8 +23,8 @@ def activate() -> None:
 
 
 def _register() -> None:
-    from dflash_sglang.faults import create_watchdog, start_subprocess_watchdog, stop_subprocess_watchdog
     from dflash_sglang.hooks import create_worker, handle_speculative_decoding, hook_around, parse_config
+    from dflash_sglang.patches.faults import create_watchdog, start_subprocess_watchdog, stop_subprocess_watchdog
 
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker": create_worker,

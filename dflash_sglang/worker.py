@@ -9,12 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.attention.flash3 import spare_launches
-from dflash_sglang.attention.flashinfer_windows import plan_windows
 from dflash_sglang.attention.visibility import check_visibility
-from dflash_sglang.capture import ensure_capture
-from dflash_sglang.checkpoint import draft_config
-from dflash_sglang.compat import (
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.files import draft_config
+from dflash_sglang.checkpoint.token_map import read_token_map
+from dflash_sglang.drafting.block import BlockBuilder
+from dflash_sglang.drafting.draft_input import DFlashDraftInput, SlotReservation
+from dflash_sglang.drafting.parts import RowPacker
+from dflash_sglang.drafting.proposer import Proposer
+from dflash_sglang.drafting.window import DraftWindow, is_imposed
+from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.models.context_kv.target_features import ensure_capture
+from dflash_sglang.models.loading import updates
+from dflash_sglang.patches import stops
+from dflash_sglang.patches.flash3 import spare_launches
+from dflash_sglang.patches.flashinfer_windows import plan_windows
+from dflash_sglang.patches.graph_captures import heap_left_alone, warm_up_less
+from dflash_sglang.patches.half_precision_logits import TargetLogits
+from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.sglang_names.scheduler import (
     BaseSpecWorker,
     CaptureHiddenMode,
     GenerationBatchResult,
@@ -29,29 +42,19 @@ from dflash_sglang.compat import (
     model_draft_parallel_spec,
     resolve_draft_parallel_layout,
 )
-from dflash_sglang.config import DraftSpec, PluginConfig
-from dflash_sglang.drafting.block import BlockBuilder
-from dflash_sglang.drafting.parts import RowPacker
-from dflash_sglang.drafting.proposer import Proposer
-from dflash_sglang.drafting.window import DraftWindow, is_imposed
-from dflash_sglang.graph_captures import heap_left_alone, warm_up_less
-from dflash_sglang.models import updates
-from dflash_sglang.models.context_kv import ContextKV
-from dflash_sglang.observability import memory_line, startup_line
-from dflash_sglang.scheduling import first_requests, start_widths, stops
-from dflash_sglang.scheduling.adaptive import AdaptiveWidth
-from dflash_sglang.scheduling.draft_input import DFlashDraftInput, SlotReservation
-from dflash_sglang.scheduling.rehearsal import Rehearsal
-from dflash_sglang.scheduling.step_clock import StepClock
-from dflash_sglang.scheduling.step_result import StepResult
-from dflash_sglang.scheduling.width_ranks import width_group
-from dflash_sglang.token_map import read_token_map
-from dflash_sglang.validation import TargetFacts
-from dflash_sglang.verify.logits import TargetLogits
+from dflash_sglang.startup import TargetFacts
+from dflash_sglang.startup.lines import memory_line, startup_line
+from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
+from dflash_sglang.verify.step_clock import StepClock
+from dflash_sglang.verify.step_result import StepResult
 from dflash_sglang.verify.tables import Tables, most_rows
-from dflash_sglang.verify.tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.widths import Widths
+from dflash_sglang.warmup import first_requests
+from dflash_sglang.warmup.dummy_batches import Rehearsal
+from dflash_sglang.width import startup
+from dflash_sglang.width.controller import AdaptiveWidth
+from dflash_sglang.width.ranks import width_group
+from dflash_sglang.width.runtime_states import Widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,21 +212,21 @@ class DFlashWorker(BaseSpecWorker):
     def _start_widths(self) -> None:
         """Graphs of the widths that steps are to choose from, and what compiles or is measured at each of them."""
         runner, block = self.target_worker.model_runner, self.block_size
-        config = start_widths.servable(self._config.width, runner, block)
+        config = startup.servable(self._config.width, runner, block)
         lanes = Widths(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
         group = width_group(runner.server_args.nnodes)
-        parts = start_widths.in_parts(config, runner, group, self._proposer.confident)
-        config = start_widths.add_widths(config, lanes, block, start_widths.free_memory(runner), parts)
+        parts = startup.in_parts(config, runner, group, self._proposer.confident)
+        config = startup.add_widths(config, lanes, block, startup.free_memory(runner), parts)
         self._packer = RowPacker(runner, block, lanes.captured_requests)
         kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
         self._verifier.after_capture(kinds)
-        policy = start_widths.policy_of(config, runner, block, group, lanes)
+        policy = startup.policy_of(config, runner, block, group, lanes)
         self._lanes = lanes
         self._rehearsal = Rehearsal(
             runner, self._reservation, decode=self._rehearsed_step, prefill=self._rehearsed_prefill
         )
         if config.fixed is None:
-            start_widths.measure(policy, runner, self._rehearsal, group)
+            startup.measure(policy, runner, self._rehearsal, group)
         self._widths = AdaptiveWidth(
             policy,
             lanes,
@@ -335,7 +338,7 @@ class DFlashWorker(BaseSpecWorker):
         if logprobs is not None:
             logprobs = self._acceptor.worth(logprobs, block.requests)
         if tokens is not None:
-            assert logprobs is not None, "start_widths.in_parts"
+            assert logprobs is not None, "width.startup.in_parts"
             block = self._packer.pack(batch, block, proposals.tokens, logprobs, tokens)
         verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
         accepted = verified.accepted

@@ -69,9 +69,9 @@ def _built(runner: Any, name: str) -> Any:
     """As the worker and `Lane.built` make one."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from dflash_sglang.attention.flash3 import spare_launches
-    from dflash_sglang.attention.flashinfer_windows import plan_windows
-    from dflash_sglang.attention.room import room_for_blocks
+    from dflash_sglang.patches.attention_room import room_for_blocks
+    from dflash_sglang.patches.flash3 import spare_launches
+    from dflash_sglang.patches.flashinfer_windows import plan_windows
 
     with room_for_blocks(runner):
         backend = ATTENTION_BACKENDS[name](runner)
@@ -84,7 +84,7 @@ def _answer(runner: Any, model: Any, backend: Any, block_size: int, kind: str, a
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     from dflash_sglang.attention.visibility import eagerly, edges, seen_keys, visible
-    from dflash_sglang.config.layers import LayerAttention
+    from dflash_sglang.checkpoint.layers import LayerAttention
 
     sliding, causal = kind.startswith("sliding"), "not" not in kind
     window = model.get_attention_sliding_window_size() + 1 if sliding else None
@@ -114,7 +114,7 @@ def _answer(runner: Any, model: Any, backend: Any, block_size: int, kind: str, a
 
 def captured(backend: Any, forward_batch: Any, layer: Callable[[], Tensor]) -> Tensor:
     """A layer in a CUDA graph that is captured at SGLang's length for captures and replayed at the batch's."""
-    from dflash_sglang.compat import ForwardContext, forward_context
+    from dflash_sglang.sglang_names.scheduler import ForwardContext, forward_context
 
     tokens = forward_batch.positions.numel()
     backend.init_cuda_graph_state(1, tokens)

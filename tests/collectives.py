@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_sglang.config.plugin_config import REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests import scheduler_hooks
 
 DIRECTORY_ENV = "DFLASH_TEST_COLLECTIVES"
@@ -82,7 +82,7 @@ def _record(scheduler: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     from dflash_sglang.drafting.proposer import Proposer
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.worker import DFlashWorker
 
     path = Path(os.environ[DIRECTORY_ENV]) / f"steps-{get_parallel().tp_rank}.jsonl"

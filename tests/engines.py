@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server, free_port
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests import zygote
 
 LAUNCH = ("-m", "sglang.launch_server")

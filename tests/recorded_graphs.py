@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from dflash_sglang.config.plugin_config import REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests import scheduler_hooks
 
 DIRECTORY_ENV = "DFLASH_TEST_REPLAYS"
@@ -168,7 +168,7 @@ def _install() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
     from sglang.srt.platforms.interface import PlatformCapabilities
 
-    from dflash_sglang import graph_captures
+    from dflash_sglang.patches import graph_captures
 
     class Runner(module.DecodeCudaGraphRunner):
         def __init__(self, model_runner: Any, *, attn_backend: Any = None, **kwargs: Any) -> None:

@@ -247,10 +247,10 @@ def _proposals(worker: Any) -> None:
 
 
 def _widths(worker: Any) -> None:
-    from dflash_sglang.scheduling import start_widths
-    from dflash_sglang.scheduling.width.choice import Choice, Chooser
+    from dflash_sglang.width import startup
+    from dflash_sglang.width.choice import Choice, Chooser
 
-    start_widths.RUNS, start_widths.MOST_SECONDS = 1, 1.0  # nothing follows from the times
+    startup.RUNS, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
     draws = random.Random(0)  # the same on all ranks
 
     def at_some_width(self: Any, bucket: int, limit: int, *expected: Any) -> Choice:
@@ -262,7 +262,7 @@ def _widths(worker: Any) -> None:
 
 def _shares(worker: Any) -> None:
     from dflash_sglang.drafting.head import HeadProposals
-    from dflash_sglang.scheduling.width.ragged import Offers, RaggedSteps, Share
+    from dflash_sglang.width.ragged import Offers, RaggedSteps, Share
 
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
     offers = RaggedSteps.offers
@@ -286,7 +286,7 @@ def _shares(worker: Any) -> None:
 
 def _sentinels(worker: Any) -> None:
     from dflash_sglang.drafting.block import longest_prefix
-    from dflash_sglang.scheduling.draft_input import SlotReservation
+    from dflash_sglang.drafting.draft_input import SlotReservation
 
     forward = worker.forward_batch_generation
     reserve = SlotReservation.reserve
@@ -336,7 +336,7 @@ def _sentinels(worker: Any) -> None:
 
 
 def _rehearsals(worker: Any) -> None:
-    from dflash_sglang.scheduling.rehearsal import Rehearsal
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
 
     names = ("seconds", "prefill", "step")
     ran: dict[str, list[Any]] = {name: [] for name in names}
@@ -462,7 +462,7 @@ def _own_buffers(owner: Any) -> Iterator[tuple[str, int]]:
 def _seeds(worker: type) -> None:
     from sglang.srt.layers import sampler
 
-    from dflash_sglang.compat import SamplingBatchInfo
+    from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
 
     def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         noise = torch.empty_like(logprobs)

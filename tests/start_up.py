@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dflash_sglang import hooks, startup
-from dflash_sglang.validation import StartupError
+from dflash_sglang import hooks
+from dflash_sglang.startup import StartupError, decisions
 from tests.test_plugin import Algorithm, arguments, built_in, target_model
 
 
@@ -18,10 +18,10 @@ def launch(directory: Path, **overrides: Any) -> type:
     """The worker's class, for `target_model`; server arguments stand for SGLang's views of them."""
     config = target_model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "resolving_view", lambda args: args)
-        patch.setattr(startup, "model_config_of", lambda args: config)
-        patch.setattr(startup, "mambaish_config", lambda config: None)
-        patch.setattr(startup, "draft_model_config_of", lambda args, path: None)
+        patch.setattr(decisions, "resolving_view", lambda args: args)
+        patch.setattr(decisions, "model_config_of", lambda args: config)
+        patch.setattr(decisions, "mambaish_config", lambda config: None)
+        patch.setattr(decisions, "draft_model_config_of", lambda args, path: None)
         patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
         patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
         return hooks.create_worker(built_in, Algorithm(), arguments(directory, **overrides))

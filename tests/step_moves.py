@@ -51,7 +51,7 @@ def _count(scheduler: Any) -> None:
     from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 
     from dflash_sglang.drafting import block
-    from dflash_sglang.scheduling import step_result
+    from dflash_sglang.verify import step_result
 
     counter = _Counter(Path(os.environ[DIRECTORY_ENV]) / "moves.jsonl")
     for owner, name in (

@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash_sglang
-from dflash_sglang.config.plugin_config import REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests import scheduler_hooks
 
 DIRECTORY_ENV = "DFLASH_TEST_STEP_WORK"
@@ -89,8 +89,8 @@ def activate() -> None:
 def _record(scheduler: Any) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from dflash_sglang.models.context_kv import ContextKV
-    from dflash_sglang.scheduling import draft_input
+    from dflash_sglang.drafting import draft_input
+    from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.worker import DFlashWorker
 
     path = Path(os.environ[DIRECTORY_ENV]) / "work.jsonl"

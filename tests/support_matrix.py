@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_sglang.families import FOREIGN_ARCHITECTURES
+from dflash_sglang.checkpoint.families import FOREIGN_ARCHITECTURES
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
 HEAD = """# Support matrix

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_sglang.config.width import WidthConfig, WidthConfigError
-from dflash_sglang.request_errors import LONGEST, RequestError, shown
-from dflash_sglang.scheduling.request_checks import RequestChecks
-from dflash_sglang.scheduling.request_width import width_bounds
+from dflash_sglang.requests.checks import RequestChecks
+from dflash_sglang.requests.errors import LONGEST, RequestError, shown
+from dflash_sglang.requests.width_bounds import width_bounds
+from dflash_sglang.settings.width import WidthConfig, WidthConfigError
 
 BLOCK = 16
 
@@ -76,7 +76,7 @@ class Clock:
 
 
 def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, Policy, Clock]:
-    from dflash_sglang.scheduling.adaptive import AdaptiveWidth
+    from dflash_sglang.width.controller import AdaptiveWidth
 
     policy, clock, used = Policy(widths), Clock(), Widths()
     limits = [] if limits is None else limits
@@ -143,7 +143,7 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_unless_something
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device: str) -> None:
-    from dflash_sglang.scheduling.step_clock import StepClock
+    from dflash_sglang.verify.step_clock import StepClock
 
     clock = StepClock(device)
     start = clock.mark()
@@ -213,7 +213,7 @@ def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_
 
 
 def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed() -> None:
-    from dflash_sglang.scheduling.width.policy import MOST_IN_FLIGHT
+    from dflash_sglang.width.policy import MOST_IN_FLIGHT
 
     widths, policy, clock = adaptive([8] * 3 * MOST_IN_FLIGHT)
     for step in range(3 * MOST_IN_FLIGHT):
@@ -249,7 +249,7 @@ def test_a_rank_without_requests_counts_the_prefills_of_others() -> None:
 def test_changes_are_logged_once_in_ten_seconds(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash_sglang.scheduling import adaptive as module
+    from dflash_sglang.width import controller as module
 
     caplog.set_level("INFO")
     widths, policy, _ = adaptive([16, 8, 4, 2])
@@ -381,11 +381,10 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
 def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str | None
 ) -> None:
-    from dflash_sglang.scheduling import start_widths
-    from dflash_sglang.scheduling.width import Group
+    from dflash_sglang.width import Group, startup
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
     runner = SimpleNamespace(
         attn_backend=SimpleNamespace(
             supports_ragged_verify_graph=what not in ("attention", "pair"), is_xqa_impl=what == "xqa"
@@ -402,26 +401,26 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
         runner.attn_backend._select_backend = lambda mode: parts if mode.is_target_verify() else None
     group = Group(gather_loads=(lambda row: row) if what == "loads" else None)
     config, added = WidthConfig(per_request=what != "not asked"), []
-    parts = start_widths.in_parts(config, runner, group, confident=what != "selector")
+    parts = startup.in_parts(config, runner, group, confident=what != "selector")
     assert parts == (what in (None, "memory", "pair"))
     widths = SimpleNamespace(
         add_while_free=lambda *_: {1: 1.5}, served=[1, BLOCK], add_parts=lambda: added.append("parts")
     )
     free = 3.4 if what == "memory" else 3.6
-    served = start_widths.add_widths(config, widths, BLOCK, lambda: free, parts)
+    served = startup.add_widths(config, widths, BLOCK, lambda: free, parts)
     assert served.per_request == (what in (None, "pair")) and added == ["parts"] * (what in (None, "pair"))
     said = "one for all requests of a step, not per_request: " in caplog.text
     assert said == (what not in (None, "pair", "not asked"))
 
 
 def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_sglang.scheduling import start_widths
+    from dflash_sglang.width import startup
 
-    monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=1))
+    monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=1))
 
     def served(took: list[int]) -> Any:
         widths = SimpleNamespace(add_while_free=lambda *_: dict.fromkeys(took, 0.5), served=sorted([*took, BLOCK]))
-        return start_widths.add_widths(WidthConfig(margin=0.1), widths, BLOCK, lambda: 0.0)
+        return startup.add_widths(WidthConfig(margin=0.1), widths, BLOCK, lambda: 0.0)
 
     assert served([1, 4]) == WidthConfig(widths=(1, 4, 16), margin=0.1)
     assert served([1]).states(BLOCK) == (1, 16)
@@ -431,31 +430,31 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    from dflash_sglang.scheduling import start_widths
-    from dflash_sglang.validation import StartupError
+    from dflash_sglang.startup import StartupError
+    from dflash_sglang.width import startup
 
     caplog.set_level("INFO")
     exec_ = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=what == "deterministic"))
-    monkeypatch.setattr(start_widths, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
-    monkeypatch.setattr(start_widths, "mambaish_config", lambda config: config)
-    monkeypatch.setattr(start_widths, "get_exec", lambda: exec_)
+    monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    monkeypatch.setattr(startup, "mambaish_config", lambda config: config)
+    monkeypatch.setattr(startup, "get_exec", lambda: exec_)
     observed = SimpleNamespace(forward_hooks=[{}] if what == "hooks" else None)
-    monkeypatch.setattr(start_widths, "get_observability", lambda: observed)
+    monkeypatch.setattr(startup, "get_observability", lambda: observed)
     runner = SimpleNamespace(
         model_config="gated delta nets" if what == "recurrent" else None,
         lora_manager="adapters" if what == "adapters" else None,
         server_args=SimpleNamespace(disable_cuda_graph_padding=what == "padding"),
     )
-    assert start_widths.servable(WidthConfig(), runner, BLOCK).states(BLOCK) == (BLOCK,)
+    assert startup.servable(WidthConfig(), runner, BLOCK).states(BLOCK) == (BLOCK,)
     assert "always the block's, 16: " in caplog.text
     for same in (WidthConfig(fixed="block"), WidthConfig(fixed=BLOCK)):
-        assert start_widths.servable(same, runner, BLOCK) is same
+        assert startup.servable(same, runner, BLOCK) is same
     for other in (WidthConfig(fixed=8), WidthConfig(widths=(4, 8))):
         if what == "padding":  # they have graphs of all batches, or were asked for
-            assert start_widths.servable(other, runner, BLOCK) is other
+            assert startup.servable(other, runner, BLOCK) is other
             continue
         with pytest.raises(StartupError, match="DFLASH_SGLANG_CONFIG width=.*expected 'block' alone"):
-            start_widths.servable(other, runner, BLOCK)
+            startup.servable(other, runner, BLOCK)
     runner.model_config = runner.lora_manager = exec_.deterministic.enable_deterministic_inference = None
     runner.server_args.disable_cuda_graph_padding = observed.forward_hooks = None
-    assert start_widths.servable(WidthConfig(), runner, BLOCK) == WidthConfig()
+    assert startup.servable(WidthConfig(), runner, BLOCK) == WidthConfig()

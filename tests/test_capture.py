@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.capture import CaptureError, ensure_capture
+from dflash_sglang.models.context_kv.target_features import CaptureError, ensure_capture
 from tests import sglang_layers
 from tests.tiny import target_config, target_tensors, write_checkpoint
 

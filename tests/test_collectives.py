@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.collectives import Collective, Step, recorded, steps
 from tests.engines import greedy_params, serve
 from tests.test_parallel import ask, continuations

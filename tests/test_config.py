@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, Qwen3Config
 
-from dflash_sglang.config import (
-    DraftConfigError,
-    DraftSpec,
-    LayerAttention,
-    PluginConfig,
-    PluginConfigError,
-    RopeSpec,
-)
-from dflash_sglang.config.draft_spec import default_target_layer_ids
-from dflash_sglang.config.width import WidthConfig
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, LayerAttention, RopeSpec
+from dflash_sglang.checkpoint.draft_spec import default_target_layer_ids
+from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
+from dflash_sglang.settings.width import WidthConfig
 from tests.draft_formats import speculators_config
 from tests.tiny import draft_config
 

@@ -37,7 +37,7 @@ def features() -> Tensor:
 
 def written(model, form: str, features: Tensor, pool_dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """K and V of each layer at SLOTS after a write into a pool of 7s, none of whose other rows changed."""
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     pool = layers.make_pool(model, slots=40, dtype=pool_dtype)
     context = ContextKV(model, form)
@@ -79,19 +79,19 @@ def test_stacked_equals_per_layer_in_bfloat16(tmp_path, features, overrides, poo
 
 @layers.cpu_only
 def test_a_long_prefill_is_written_in_parts_that_add_up(tmp_path, features, monkeypatch):
-    from dflash_sglang.models import context_kv
+    from dflash_sglang.models.context_kv import projection
 
     model = layers.make_draft(tmp_path)
     whole = list(written(model, "auto", features, model.norm.weight.dtype))
     rows: list[int] = []
-    project = context_kv.ContextKV.project
+    project = projection.ContextKV.project
 
     def counting(self, features):
         rows.append(len(features))
         return project(self, features)
 
-    monkeypatch.setattr(context_kv.ContextKV, "project", counting)
-    monkeypatch.setattr(context_kv, "WRITE_ROWS", 2)
+    monkeypatch.setattr(projection.ContextKV, "project", counting)
+    monkeypatch.setattr(projection, "WRITE_ROWS", 2)
     in_parts = list(written(model, "auto", features, model.norm.weight.dtype))
     assert rows == [2, 2, 1]
     for expected, got in zip(whole, in_parts, strict=True):
@@ -124,7 +124,7 @@ def test_keys_of_the_block_and_of_the_context_are_rounded_alike(tmp_path, dtype)
 
 @layers.cpu_only
 def test_quantised_weights_go_through_their_method_and_equal_the_dequantised_draft(tmp_path, features):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     config = draft_config(attention_bias=True)
     checkpoint = quantised(draft_tensors(config))
@@ -149,7 +149,7 @@ def test_quantised_weights_go_through_their_method_and_equal_the_dequantised_dra
 
 @layers.cpu_only
 def test_a_quantised_draft_with_a_dense_attention_takes_the_stacked_form(tmp_path):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     ignored = tuple(f"layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkv")
     checkpoint = quantised(draft_tensors(draft_config()), ignored)
@@ -162,7 +162,7 @@ def test_a_quantised_draft_with_a_dense_attention_takes_the_stacked_form(tmp_pat
 def test_a_weight_update_of_the_draft_reaches_the_stacked_projection(tmp_path, features):
     config = draft_config(attention_bias=True)
     model = layers.make_draft(tmp_path, attention_bias=True)
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     context = ContextKV(model, "stacked")
     pool = layers.make_pool(model)
@@ -183,7 +183,7 @@ def test_a_weight_update_of_the_draft_reaches_the_stacked_projection(tmp_path, f
 def test_an_fp8_draft_writes_the_rows_that_its_own_layers_compute(tmp_path):
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     shape = dict(hidden_size=256, head_dim=64, intermediate_size=512)
     features = torch.randn(5, 3 * 256, generator=torch.Generator().manual_seed(11)).to(layers.DEVICE).bfloat16()
@@ -211,7 +211,7 @@ def test_an_fp8_draft_writes_the_rows_that_its_own_layers_compute(tmp_path):
 
 
 def test_features_of_another_width_than_fc_takes_are_refused_with_both(tmp_path: Path) -> None:
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     context = ContextKV(layers.make_draft(tmp_path))
     with pytest.raises(

@@ -16,8 +16,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from dflash_sglang.attention import dense
 from dflash_sglang.attention.torch_cpu import TorchCpuAttention, query_ranges
 from dflash_sglang.platforms import cpu
-from dflash_sglang.platforms.cpu_dp import mask_dp_pad_moe_topk_ids
-from dflash_sglang.platforms.cpu_ops import assign_req_to_token_pool, block_slots
+from dflash_sglang.platforms.cpu.dp import mask_dp_pad_moe_topk_ids
+from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, block_slots
 from tests import tiny
 from tests.engines import BUILT_IN_WORKER, greedy, serve
 
@@ -236,7 +236,7 @@ def test_the_platform_is_active_only_where_it_is_selected(monkeypatch: pytest.Mo
     monkeypatch.setenv("SGLANG_PLATFORM", "another")
     assert cpu.activate() is None
     monkeypatch.setenv("SGLANG_PLATFORM", "dflash_cpu")
-    assert cpu.activate() == "dflash_sglang.platforms.cpu.CpuPlatform"
+    assert cpu.activate() == "dflash_sglang.platforms.cpu.platform.CpuPlatform"
 
 
 PROMPT_LENS = (1, 2, 15, 16, 17, 33, 100, 300, 700)

@@ -87,7 +87,7 @@ def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_ac
     tmp_path, overrides, block
 ):
     from dflash_sglang.drafting.selector import SelectorProposals
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     config = dflash2_config(**{**overrides})
     model = make_draft(tmp_path, config)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.config import DraftConfigError, DraftSpec, PluginConfig
-from dflash_sglang.families import foreign
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint.families import foreign
+from dflash_sglang.settings.plugin_config import PluginConfig
 from tests.draft_formats import speculators_config
 from tests.reference_dflash2 import dflash2_config
 from tests.tiny import draft_config
@@ -50,7 +51,7 @@ def test_other_families_in_dflash2s_layout_stay_with_the_built_in_worker():
 
 
 def test_a_draft_for_muse_glimmer_counts_layers_otherwise_and_stays_with_the_built_in_worker():
-    from dflash_sglang.startup import _counts_layers_otherwise
+    from dflash_sglang.startup.decisions import _counts_layers_otherwise
 
     muse = SimpleNamespace(hf_config=SimpleNamespace(model_type="muse_glimmer"))
     assert "target config model_type='muse_glimmer'" in str(_counts_layers_otherwise(dflash2_config(), muse))

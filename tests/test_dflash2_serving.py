@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests import scheduler_hooks, test_parallel, tiny
 from tests.draft_formats import speculators_dflash2
 from tests.engines import greedy_params, serve

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dflash_sglang.config import DraftSpec
+from dflash_sglang.checkpoint import DraftSpec
 from tests import sglang_layers as layers
 from tests.reference_dflash2 import dflash2_config
 from tests.test_sampling import FILTERS, chi_square_bound, first_step_of_two_tokens, markov_target, sampling_info
@@ -34,7 +34,7 @@ class Walker:
 
     def __init__(self, drawn: bool = True) -> None:
         from dflash_sglang.drafting.selector import SelectorProposals
-        from dflash_sglang.models.heads import TargetHead
+        from dflash_sglang.models.head.target_head import TargetHead
         from dflash_sglang.models.selector import CandidateSelector
 
         nested = dict(selector_rank=6, selector_top_k=WIDTH)

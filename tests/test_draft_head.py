@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests import scheduler_hooks
 from tests import sglang_layers as layers
 from tests.engines import greedy_params, serve
@@ -59,14 +59,14 @@ def shard_of(weight: Tensor, ranks: int, i: int, together: Together, padding: in
 
 
 def unquantised(**changed: Any) -> Any:
-    from dflash_sglang.models.head_form import HeadFacts
+    from dflash_sglang.models.head.form import HeadFacts
 
     facts = dict(device="cuda", fp8_gemm=True, method=None, dtype=torch.bfloat16, nbytes=64 * MIB)
     return HeadFacts(**{**facts, **changed})
 
 
 def test_rows_and_weights_are_rounded_to_fp8_with_a_scale_each_and_multiplied_in_float32() -> None:
-    from dflash_sglang.kernels.fp8_linear import fp8_linear, quantise_rows
+    from dflash_sglang.kernels.head.fp8_linear import fp8_linear, quantise_rows
 
     # 2.1 * 448 / 4 = 235.2: steps of 16 from 128 on; 0.3 * 448 = 134.4.
     x, weight = torch.tensor([[4.0, 2.1, -1.0]]), torch.tensor([[1.0, 0.3, 0.5], [0.0, 0.0, 0.0]])
@@ -90,9 +90,9 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
 ) -> None:
     """On shards that keep no token, too; the lowest id among equals, never padding; with the new weights after a
     refresh."""
-    from dflash_sglang.config import VocabularySpec
-    from dflash_sglang.models.fp8_head import Fp8Head
-    from dflash_sglang.models.own_head import DraftHead
+    from dflash_sglang.checkpoint import VocabularySpec
+    from dflash_sglang.models.head.draft_head import DraftHead
+    from dflash_sglang.models.head.fp8_head import Fp8Head
 
     spec = VocabularySpec(None, None, None, 1.0, 1.0, None)
     ids = None if kept is None else torch.tensor(kept)
@@ -124,7 +124,7 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
 
 
 def test_a_head_of_many_rows_is_quantised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_sglang.models import fp8_head
+    from dflash_sglang.models.head import fp8_head
 
     monkeypatch.setattr(fp8_head, "_ROWS_AT_A_TIME", 7)
     lm_head = nn.Linear(8, 30, bias=False)
@@ -141,9 +141,9 @@ def test_a_head_of_many_rows_is_quantised_whole(monkeypatch: pytest.MonkeyPatch)
 def test_capped_logits_of_a_tied_embedding_are_those_of_its_fp8_copy() -> None:
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    from dflash_sglang.config import VocabularySpec
-    from dflash_sglang.models.head_form import drafting_head
-    from dflash_sglang.models.own_head import DraftHead
+    from dflash_sglang.checkpoint import VocabularySpec
+    from dflash_sglang.models.head.draft_head import DraftHead
+    from dflash_sglang.models.head.form import drafting_head
 
     with layers.defaults(torch.float32):
         table = VocabParallelEmbedding(300, 8).cpu()
@@ -180,7 +180,7 @@ def test_capped_logits_of_a_tied_embedding_are_those_of_its_fp8_copy() -> None:
 def test_what_is_asked_for_and_what_there_is_decide_on_the_copy(
     asked: Any, changed: dict[str, Any], fp8: bool, why: str
 ) -> None:
-    from dflash_sglang.models.head_form import choose_form
+    from dflash_sglang.models.head.form import choose_form
 
     assert choose_form(asked, unquantised(**changed)) == (fp8, why)
 
@@ -196,14 +196,14 @@ def test_what_is_asked_for_and_what_there_is_decide_on_the_copy(
     ids=str,
 )
 def test_an_fp8_copy_that_cannot_be_made_is_refused(changed: dict[str, Any], says: str) -> None:
-    from dflash_sglang.models.head_form import choose_form
+    from dflash_sglang.models.head.form import choose_form
 
     with pytest.raises(ValueError, match=rf"^{says}\. Set draft_head to 'auto' or 'as_is'\.$"):
         choose_form("fp8", unquantised(**changed))
 
 
 def test_the_facts_of_a_head_are_those_of_a_ranks_rows() -> None:
-    from dflash_sglang.models.head_form import HeadFacts, drafting_head
+    from dflash_sglang.models.head.form import HeadFacts, drafting_head
 
     class Method:
         def apply(self, layer: Any, x: Tensor, bias: Any) -> Tensor:
@@ -226,9 +226,9 @@ def test_the_facts_of_a_head_are_those_of_a_ranks_rows() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 15, 480, 2000])
 def test_the_gpus_gemm_gives_the_twins_logits_also_in_a_graph(rows: int) -> None:
-    from dflash_sglang.kernels.fp8_linear import fp8_linear_torch
-    from dflash_sglang.models.fp8_head import Fp8Head
-    from dflash_sglang.models.heads import TargetHead
+    from dflash_sglang.kernels.head.fp8_linear import fp8_linear_torch
+    from dflash_sglang.models.head.fp8_head import Fp8Head
+    from dflash_sglang.models.head.target_head import TargetHead
 
     tokens, hidden_size = 5003, 1024  # no multiple of 16, and padding rows that would win
     lm_head = nn.Linear(hidden_size, 5056, bias=False, dtype=torch.bfloat16, device="cuda")
@@ -291,7 +291,7 @@ def flipped_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_with_an_fp8_head_is_lossless_and_drafts_by_the_copy_of_its_present_weights(
     tmp_path: Path, flipped_head: Path
 ) -> None:
-    from dflash_sglang.kernels.fp8_linear import fp8_linear_torch, quantise_rows
+    from dflash_sglang.kernels.head.fp8_linear import fp8_linear_torch, quantise_rows
 
     with serve(TARGET) as plain:
         expected, _ = decode(plain)

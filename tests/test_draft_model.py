@@ -42,7 +42,7 @@ def rank() -> None:
 
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_draft_equals_the_reference_over_three_steps_of_different_accept_lengths(tmp_path, overrides):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     config = draft_config(**{**overrides})
     reference = ReferenceDraft.from_weights(config, draft_tensors(config))

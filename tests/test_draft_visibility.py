@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.config import DraftSpec
-from dflash_sglang.validation import StartupError
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.startup import StartupError
 from tests import scheduler_hooks
 from tests import sglang_layers as layers
 from tests.engines import serve

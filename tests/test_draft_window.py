@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.config import DraftSpec
-from dflash_sglang.config.plugin_config import CONFIG_ENV
+from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.validation import ServingFacts, window_problems
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from dflash_sglang.startup import ServingFacts, window_problems
 from tests import recorded_graphs, scheduler_hooks
 from tests import sglang_layers as layers
 from tests.engines import greedy_params, serve
@@ -37,7 +37,7 @@ def test_the_block_sees_sinks_window_and_block_and_nothing_else(tmp_path, window
     """Slots outside hold NaN; the reference gets the inside. The sliding layer's own window is 16."""
     from dflash_sglang.attention.torch_cpu import TorchCpuAttention
     from dflash_sglang.drafting.window import DraftWindow
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     layers.start_rank()
     config = draft_config()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.families import FOREIGN_ARCHITECTURES, check_family
+from dflash_sglang.checkpoint.families import FOREIGN_ARCHITECTURES, check_family
 from tests.start_up import change, refusal, refused
 from tests.test_dflash2_config import dflash2_config
 from tests.tiny import draft_config, make_pair

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.request_errors import RequestError
+from dflash_sglang.requests.errors import RequestError
 
 VOCAB = 320
 SAMPLING: dict[str, Any] = dict(stop_token_ids=None, min_new_tokens=0, top_k=1 << 30, logit_bias=None, min_p=0.0)
@@ -16,7 +16,7 @@ SAMPLING: dict[str, Any] = dict(stop_token_ids=None, min_new_tokens=0, top_k=1 <
 
 def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, **fields: Any) -> Any:
     """What SGLang would send to its scheduler; fields of the sampling parameters, and of the request."""
-    from dflash_sglang.scheduling import fatal_requests
+    from dflash_sglang.patches import fatal_requests
 
     execution = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=deterministic))
     monkeypatch.setattr(fatal_requests, "get_exec", lambda: execution)
@@ -96,7 +96,7 @@ def test_stop_tokens_outside_of_the_vocabulary_reach_no_scheduler(monkeypatch):
 
 
 def test_a_stop_regex_is_read_before_sglang_reads_it():
-    from dflash_sglang.scheduling.fatal_requests import LONGEST_STOP_REGEX, _check_stop_regex
+    from dflash_sglang.patches.fatal_requests import LONGEST_STOP_REGEX, _check_stop_regex
 
     for good in (None, "", "a+", ["a", r"\d\."], 5, {}, "(" * (LONGEST_STOP_REGEX + 1)):  # the others are SGLang's
         _check_stop_regex(good)

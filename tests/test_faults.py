@@ -14,7 +14,7 @@ import psutil
 import pytest
 from sglang.srt.utils.watchdog import SubprocessWatchdog
 
-from dflash_sglang import faults
+from dflash_sglang.patches import faults
 
 CONTEXT = multiprocessing.get_context("fork")
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import pair_directories
-from dflash_sglang.scheduling.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT, prompts
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.warmup.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT, prompts
 from tests import scheduler_hooks
 from tests.engines import greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, ON_DEVICE
@@ -59,7 +59,7 @@ def test_prompts_are_no_longer_than_a_server_takes_and_the_longest_comes_first(m
 @pytest.mark.parametrize("backed", [True, False])
 def test_rehearsed_contexts_are_read_from_slots_that_have_memory(backed: bool) -> None:
     """SGLANG_ENABLE_POST_CAPTURE_KV_SIZING gives memory to all others after start-up."""
-    from dflash_sglang.scheduling.rehearsal import Rehearsal
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
 
     table = torch.zeros(4, 32, dtype=torch.int32)
     runner: Any = SimpleNamespace(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.attention import flash3
-from dflash_sglang.attention.flash3 import spare_launches
-from dflash_sglang.attention.shared_schedule import SharedSchedules
+from dflash_sglang.patches import flash3
+from dflash_sglang.patches.flash3 import spare_launches
+from dflash_sglang.patches.shared_schedule import SharedSchedules
 
 HEADS, KV_HEADS, DIM, WIDTH = 32, 8, 128, 16
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.attention.flashinfer_windows import plan_windows
+from dflash_sglang.patches.flashinfer_windows import plan_windows
 
 
 def flashinfer_sees(context: int, block: int, window: int, planned: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.families import foreign
+from dflash_sglang.checkpoint.families import foreign
 from tests.draft_formats import FORMATS, speculators_config
 from tests.start_up import change, launch, refusal, refused
 from tests.test_plugin import BuiltInWorker

@@ -66,7 +66,7 @@ def loaded(directory: Path, target: nn.Module) -> Any:
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=row(name)) for name in FORMATS])
 def test_context_kv_and_proposals_equal_the_reference_reader(tmp_path: Path, name: str) -> None:
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     directory = FORMATS[name](tmp_path)
     target = Target()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang import fp8_drafts
-from dflash_sglang.checkpoint import TensorFacts
-from dflash_sglang.config import DraftSpec
-from dflash_sglang.fp8_drafts import LEAST_WEIGHTS, obstacle
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.files import TensorFacts
+from dflash_sglang.startup import fp8_drafts
+from dflash_sglang.startup.fp8_drafts import LEAST_WEIGHTS, obstacle
 from tests.tiny import draft_config
 
 LARGE: dict[str, Any] = dict(  # Qwen3-8B's

@@ -34,7 +34,7 @@ def rank() -> None:
 def test_the_argmax_over_shards_is_the_argmax_over_the_vocabulary_with_ties_to_the_lowest_id(
     shards, vocabulary, offset, values
 ):
-    from dflash_sglang.kernels.pack_shard import merge_shards, pack_shard
+    from dflash_sglang.kernels.head.pack_shard import merge_shards, pack_shard
 
     logits = torch.tensor(values).view(2, 40)[:, :vocabulary]
     rows = -(-vocabulary // shards)  # the last shards may be short or empty
@@ -56,8 +56,8 @@ class LastRank:
 
 @pytest.mark.parametrize(("ranks", "vocabulary", "rows"), [(2, 100, 64), (4, 100, 32), (4, 150_000, 37_504)])
 def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(ranks, vocabulary, rows):
-    from dflash_sglang.kernels.pack_shard import pack_shard
-    from dflash_sglang.models.heads import TargetHead
+    from dflash_sglang.kernels.head.pack_shard import pack_shard
+    from dflash_sglang.models.head.target_head import TargetHead
 
     weight = torch.randn(vocabulary, 16)
     hidden = torch.randn(30, 16)
@@ -97,7 +97,7 @@ class Together:
 @settings(max_examples=20, deadline=None)
 @given(ranks=st.integers(1, 4), vocabulary=st.integers(4, 40))
 def test_the_chance_of_a_sharded_heads_token_is_that_among_the_whole_vocabulary(ranks, vocabulary):
-    from dflash_sglang.models.heads import TargetHead
+    from dflash_sglang.models.head.target_head import TargetHead
 
     rows = -(-vocabulary // ranks)  # the last shards may be short or empty
     weight, hidden, together = torch.randn(vocabulary, 8), torch.randn(3, 8), Together(ranks)
@@ -126,7 +126,7 @@ def test_the_chance_of_a_sharded_heads_token_is_that_among_the_whole_vocabulary(
 )
 def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(rows, same_batch, likeliest):
     """Ranks with no rows are IDLE."""
-    from dflash_sglang.models.heads import TargetHead
+    from dflash_sglang.models.head.target_head import TargetHead
 
     ranks = len(rows) * same_batch
     weight = torch.randn(ranks * 5, 8)
@@ -157,7 +157,7 @@ def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(
 
 
 def test_a_quantised_head_proposes_through_its_quantisation_method():
-    from dflash_sglang.models.heads import TargetHead
+    from dflash_sglang.models.head.target_head import TargetHead
 
     class Method:
         def apply(self, layer, x, bias):
@@ -175,7 +175,7 @@ def test_a_quantised_head_proposes_through_its_quantisation_method():
 def test_head_and_embedding_are_found_tied_nested_behind_lora_or_by_their_weight():
     from sglang.srt.lora.layers import BaseLayerWithLoRA
 
-    from dflash_sglang.models.heads import find_embedding, find_head
+    from dflash_sglang.models.head.target_head import find_embedding, find_head
 
     def module(**children) -> nn.Module:
         made = nn.Module()

@@ -30,7 +30,7 @@ def test_an_idle_step_publishes_nothing_and_takes_part_only_for_data_parallel_ne
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from dflash_sglang import worker as module
-    from dflash_sglang.scheduling.draft_input import DFlashDraftInput
+    from dflash_sglang.drafting.draft_input import DFlashDraftInput
 
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=data_parallel_attention))
     worker = object.__new__(module.DFlashWorker)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.validation import ServingFacts, kv_problems, pool_problems
+from dflash_sglang.startup import ServingFacts, kv_problems, pool_problems
 from tests import sglang_layers as layers
 from tests.engines import greedy_params, serve
 from tests.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
@@ -35,7 +35,7 @@ def test_context_rows_and_block_rows_have_the_same_bytes_and_are_read_with_their
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     from dflash_sglang.attention.torch_cpu import TorchCpuAttention
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     model = layers.make_draft(tmp_path, dtype, attention_bias=True)
     pool = layers.make_pool(model, slots=40, dtype=fmt)
@@ -217,7 +217,7 @@ def test_formats_that_can_be_served_are_no_problem(serving):
 @pytest.mark.parametrize("scales", [None, (0.37, 2.5)], ids=["no scales", "scales"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_one_write_of_all_layers_stores_the_bytes_of_the_write_per_layer_captured_too(tmp_path, rank, fmt, scales):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     model = layers.make_draft(tmp_path, torch.bfloat16, attention_bias=True)
     if scales is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from bench.like_for_like import GROUPS, candidate, claims, expected_length, others
 from bench.widths import ACCEPTANCE
-from dflash_sglang.config.plugin_config import CONFIG_ENV, PluginConfig
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 
 [GOOD] = ACCEPTANCE["good"]
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests import recorded_graphs, scheduler_hooks
 from tests.engines import serve
 from tests.test_width_serving import assert_shares_are_drawn

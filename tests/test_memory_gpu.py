@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from bench import device_memory, memory
-from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests import scheduler_hooks
 from tests.engines import serve
 from tests.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET

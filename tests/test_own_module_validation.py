@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.checkpoint import tensor_facts, weights_directory
-from dflash_sglang.own_modules import own_modules
+from dflash_sglang.checkpoint.files import tensor_facts, weights_directory
+from dflash_sglang.checkpoint.own_modules import own_modules
 from tests.draft_formats import FORMATS, KEPT, matrix
 from tests.start_up import change, refusal, refused
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server, ServerFailed
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests import scheduler_hooks, tiny
 from tests.engines import greedy_params, serve, serve_on_nodes
 from tests.faults import NO_DUMPS, end_of, lose

@@ -12,7 +12,7 @@ from bench import cluster, layouts, parallel, uneven
 from bench.load import Load, Outcome, by_figure
 from dflash_sglang.bench import random_pair
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
-from dflash_sglang.config import DraftSpec
+from dflash_sglang.checkpoint import DraftSpec
 from tests.soak.requests import corpus_of
 
 MODEL = ["--model-path", "TARGET"]
@@ -160,7 +160,7 @@ def test_a_random_draft_reads_layers_that_its_target_has(name, ids):
 def test_a_random_pair_with_experts_has_the_tensors_that_its_config_names(tmp_path):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from dflash_sglang.checkpoint import tensor_facts
+    from dflash_sglang.checkpoint.files import tensor_facts
 
     directories = random_pair.write_pair(tmp_path, "small-moe")
     config = Qwen3MoeConfig.from_pretrained(directories["target"])

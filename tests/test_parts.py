@@ -107,10 +107,10 @@ def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_whole_blocks(what: 
 def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:
     from torch import nn
 
-    from dflash_sglang.config import VocabularySpec
-    from dflash_sglang.config.vocabulary import DRAWN_FROM
+    from dflash_sglang.checkpoint import VocabularySpec
+    from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
     from dflash_sglang.drafting.head import HeadProposals
-    from dflash_sglang.models.own_head import DraftHead
+    from dflash_sglang.models.head.draft_head import DraftHead
 
     torch.manual_seed(0)
     linear, ids = nn.Linear(8, DRAWN_FROM, bias=False), torch.arange(DRAWN_FROM) * 3
@@ -144,7 +144,7 @@ def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requ
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_graph_that_is_padded_beyond_the_rows_of_requests_accepts_those_that_have_one(ragged: bool) -> None:
     """Ranks that share a batch of 5 take parts of one size each: 8 requests, of which 3 are nobody's."""
-    from dflash_sglang.kernels.accept import Ragged
+    from dflash_sglang.kernels.block.accept import Ragged
     from dflash_sglang.verify.acceptance import Acceptor
 
     rows, padded, block = 6, 8, 4

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.config import DraftConfigError
-from dflash_sglang.own_modules import MASK_EMBEDDING_FILE, own_modules
-from dflash_sglang.token_map import TokenMapError, read_token_map
+from dflash_sglang.checkpoint import DraftConfigError
+from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING_FILE, own_modules
+from dflash_sglang.checkpoint.token_map import TokenMapError, read_token_map
 
 
 class Touches:

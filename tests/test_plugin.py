@@ -14,9 +14,11 @@ from unittest import mock
 
 import pytest
 
-from dflash_sglang import faults, hooks, plugin, probe
-from dflash_sglang.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
-from dflash_sglang.validation import UNSERVED, StartupError
+from dflash_sglang import hooks, plugin
+from dflash_sglang.checkpoint.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
+from dflash_sglang.patches import faults
+from dflash_sglang.sglang_names import probe
+from dflash_sglang.startup import UNSERVED, StartupError
 from tests.tiny import draft_config, make_pair
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -144,13 +146,13 @@ def built_in(algorithm: Algorithm, server_args: Any) -> type:
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Drafts on disk, and SGLang's views of server arguments replaced by the arguments themselves."""
-    from dflash_sglang import startup
+    from dflash_sglang.startup import decisions
 
-    monkeypatch.setattr(startup, "resolving_view", lambda args: args)
+    monkeypatch.setattr(decisions, "resolving_view", lambda args: args)
     model_config = target_model()
-    monkeypatch.setattr(startup, "model_config_of", lambda args: model_config)
-    monkeypatch.setattr(startup, "mambaish_config", lambda config: None)
-    monkeypatch.setattr(startup, "draft_model_config_of", lambda args, path: None)
+    monkeypatch.setattr(decisions, "model_config_of", lambda args: model_config)
+    monkeypatch.setattr(decisions, "mambaish_config", lambda config: None)
+    monkeypatch.setattr(decisions, "draft_model_config_of", lambda args, path: None)
     monkeypatch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
     monkeypatch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
     return SimpleNamespace(
@@ -324,12 +326,12 @@ def test_dflash_on_another_sglang_version_is_an_error_that_names_both(
 def test_a_missing_symbol_is_named_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.arg_groups import model_override_base
 
-    monkeypatch.delitem(sys.modules, "dflash_sglang.compat_args", raising=False)
+    monkeypatch.delitem(sys.modules, "dflash_sglang.sglang_names.launcher", raising=False)
     monkeypatch.delattr(model_override_base, "model_config_of")
     with pytest.raises(
         probe.SGLangMismatchError, match="'model_config_of' from 'sglang.srt.arg_groups.model_over"
     ):
-        probe.check_symbols("dflash_sglang.compat_args")
+        probe.check_symbols("dflash_sglang.sglang_names.launcher")
 
 
 def test_a_misspelt_plugin_config_ends_start_up(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,8 +365,8 @@ def test_activation_is_light() -> None:
     """Every SGLang process activates the plugin; only the scheduler may pay for models and kernels."""
     code = (
         "import sys, dflash_sglang.plugin; dflash_sglang.plugin.activate();"
-        "heavy = ('dflash_sglang.compat', 'dflash_sglang.models', 'dflash_sglang.worker', "
-        "'sglang.srt.models', 'sglang.srt.managers.scheduler');"
+        "heavy = ('dflash_sglang.sglang_names.scheduler', 'dflash_sglang.sglang_names.launcher', "
+        "'dflash_sglang.models', 'dflash_sglang.worker', 'sglang.srt.models', 'sglang.srt.managers.scheduler');"
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -373,7 +375,7 @@ def test_activation_is_light() -> None:
 
 BREAKAGES = {
     "SGLang has no such method": "del sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
-    "a module of the package does not import": "sys.modules['dflash_sglang.families'] = None",
+    "a module of the package does not import": "sys.modules['dflash_sglang.checkpoint.families'] = None",
 }
 
 

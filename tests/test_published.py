@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from dflash_sglang import hooks
-from dflash_sglang.config import DraftSpec, read_config
-from dflash_sglang.families import Foreign
-from dflash_sglang.own_modules import own_modules
-from dflash_sglang.startup import check_startup
-from dflash_sglang.validation import StartupError, TargetFacts
+from dflash_sglang.checkpoint import DraftSpec, read_config
+from dflash_sglang.checkpoint.families import Foreign
+from dflash_sglang.checkpoint.own_modules import own_modules
+from dflash_sglang.startup import StartupError, TargetFacts
+from dflash_sglang.startup.decisions import check_startup
 from tests.start_up import hook_config_parser
 
 PUBLISHED = {path.stem: path for path in sorted((Path(__file__).parent / "data" / "published").glob("*.json"))}
@@ -94,7 +94,7 @@ def write_header(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) ->
 
 def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
     """What is read of a draft, in the terms of `expect`."""
-    from dflash_sglang.checkpoint import tensor_facts
+    from dflash_sglang.checkpoint.files import tensor_facts
 
     spec = DraftSpec.from_config(read_config(directory))
     own = own_modules(directory, tensor_facts(directory))

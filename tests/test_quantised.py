@@ -102,7 +102,7 @@ def test_every_linear_layer_computes_what_an_independent_reader_of_the_checkpoin
 @ALL
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_context_kv_takes_k_and_v_alone_and_equals_the_layers_own(tmp_path, scheme, bias):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     raw, tensors = SCHEMES[scheme].config, drafts.checkpoint(scheme, attention_bias=bias)
     model = drafts.build(tmp_path, raw, tensors, attention_bias=bias)
@@ -128,7 +128,7 @@ def test_context_kv_takes_k_and_v_alone_and_equals_the_layers_own(tmp_path, sche
 
 @pytest.mark.parametrize("form", ["stacked", "per_layer"])
 def test_the_operator_can_ask_for_a_form_and_is_told_when_the_weights_do_not_allow_it(tmp_path, form):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     model = drafts.build(tmp_path / "a", SCHEMES["ct-w4a16"].config, drafts.checkpoint("ct-w4a16"))
     assert ContextKV(model, form).form == form
@@ -144,7 +144,7 @@ def test_the_operator_can_ask_for_a_form_and_is_told_when_the_weights_do_not_all
 
 @layers.cpu_only  # on a GPU Marlin refuses the rows of such heads in o_proj, unless that is dense
 def test_rows_that_end_inside_of_a_kernels_tile_go_through_the_whole_layer(tmp_path):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     heads = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=32)  # q 96 rows, kv 64: no multiple of 64
     scheme = "ct-w4a16"
@@ -166,8 +166,8 @@ class Updater:
 
 @ALL
 def test_an_update_of_a_quantised_draft_reaches_block_and_context_in_the_same_memory(tmp_path, scheme):
-    from dflash_sglang.models.context_kv import ContextKV
-    from dflash_sglang.models.updates import DraftWeightUpdater
+    from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.models.loading.updates import DraftWeightUpdater
 
     raw, old, new = SCHEMES[scheme].config, drafts.checkpoint(scheme), drafts.checkpoint(scheme, seed=99)
     model = drafts.build(tmp_path / "old", raw, old)
@@ -217,8 +217,8 @@ def dense(seed: int = 1) -> dict[str, Tensor]:
 
 @pytest.mark.matrix(target="any", draft="dense, read in fp8", kv="model dtype", outcome="works")
 def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_updated_as_one(tmp_path):
-    from dflash_sglang.models.context_kv import ContextKV
-    from dflash_sglang.models.updates import DraftWeightUpdater
+    from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.models.loading.updates import DraftWeightUpdater
 
     model = drafts.build(tmp_path, {}, dense())
     context = ContextKV(model)
@@ -249,7 +249,7 @@ def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_update
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_context_kv_takes_at_most_three_launches_per_layer(tmp_path, scheme, bias):
     from bench.launches import launches
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     tensors = drafts.checkpoint(scheme, attention_bias=bias)
     model = drafts.build(tmp_path, SCHEMES[scheme].config, tensors, attention_bias=bias)
@@ -326,7 +326,7 @@ def test_scales_of_a_quantised_kv_cache_reach_the_attention_of_their_layer(tmp_p
 def test_a_quantised_head_proposes_the_argmax_of_its_own_logits(tmp_path):
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
-    from dflash_sglang.models.heads import TargetHead
+    from dflash_sglang.models.head.target_head import TargetHead
 
     vocabulary, hidden = 320, 256
     weight = torch.randn(vocabulary, hidden, generator=torch.Generator().manual_seed(3))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.validation import quantisation_problems
-from dflash_sglang.validation.quantisation import FLAG
+from dflash_sglang.startup import quantisation_problems
+from dflash_sglang.startup.quantisation_checks import FLAG
 from tests.start_up import launch, refusal
 from tests.tiny import make_pair
 from training.quantise import SCHEMES

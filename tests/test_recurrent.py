@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_sglang import hooks
-from dflash_sglang.validation import StartupError
+from dflash_sglang.startup import StartupError
 from dflash_sglang.verify import recurrent
 from dflash_sglang.verify.recurrent import RecurrentStates
 from tests.test_plugin import Algorithm, BuiltInWorker, arguments, built_in, pair
@@ -70,7 +70,7 @@ def recurrent_target() -> Any:
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
     from sglang.srt.speculative import spec_utils
 
-    from dflash_sglang.platforms.cpu_recurrent import scatter_mamba_states_after_mtp_verify
+    from dflash_sglang.platforms.cpu.recurrent import scatter_mamba_states_after_mtp_verify
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (spec_utils, recurrent):
@@ -191,10 +191,10 @@ def test_a_pool_without_a_state_per_row_ends_start_up():
     target="Mamba, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
 )
 def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, monkeypatch):
-    from dflash_sglang import startup
+    from dflash_sglang.startup import decisions
 
-    monkeypatch.setattr(startup, "mambaish_config", lambda config: object())
-    monkeypatch.setattr(startup, "hybrid_gdn_config", lambda config: None)
+    monkeypatch.setattr(decisions, "mambaish_config", lambda config: object())
+    monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: None)
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
         assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain)) is BuiltInWorker
     assert (
@@ -204,11 +204,11 @@ def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, 
 
 
 def test_a_target_with_gated_delta_nets_is_ours(pair, monkeypatch):
-    from dflash_sglang import startup
+    from dflash_sglang.startup import decisions
 
-    monkeypatch.setattr(startup, "mambaish_config", lambda config: object())
-    monkeypatch.setattr(startup, "hybrid_gdn_config", lambda config: object())
-    assert startup.check_startup(arguments(pair.plain)) is None
+    monkeypatch.setattr(decisions, "mambaish_config", lambda config: object())
+    monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: object())
+    assert decisions.check_startup(arguments(pair.plain)) is None
 
 
 @pytest.mark.matrix(

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang import hooks
-from dflash_sglang.validation import StartupError
+from dflash_sglang.startup import StartupError
 from tests.start_up import hook_config_parser, refused
 from tests.test_dflash2_config import dflash2_config
 from tests.test_validation import launch_arguments
@@ -239,7 +239,7 @@ def test_a_draft_for_both_is_refused_as_a_target(launcher: Launcher) -> None:
 def test_the_class_of_a_target_is_the_one_that_sglang_takes() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
-    from dflash_sglang.target_class import CAPTURE_METHODS, defined_classes
+    from dflash_sglang.startup.target_class import CAPTURE_METHODS, defined_classes
 
     able = {n: m for n, m in ModelRegistry.models.items() if any(hasattr(m, method) for method in CAPTURE_METHODS)}
     assert len(able) > 40 and able.keys() < ModelRegistry.models.keys()

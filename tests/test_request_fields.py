@@ -18,9 +18,9 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests import scheduler_hooks
 from tests.engines import serve
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_sglang.config import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests import sglang_layers as layers
 from tests.engines import greedy_params, serve

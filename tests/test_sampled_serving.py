@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests import scheduler_hooks
 from tests.engines import greedy, serve
 from tests.test_sampling import chi_square_bound

@@ -29,7 +29,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 def sampling_info(requests: int, temperature=1.0, top_k=OFF["top_k"], top_p=1.0, min_p=0.0, **fields: Any) -> Any:
-    from dflash_sglang.compat import SamplingBatchInfo
+    from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
 
     defaults = dict(
         temperatures=torch.full((requests, 1), temperature),
@@ -166,7 +166,7 @@ class Launches(TorchDispatchMode):
     """Counts what reaches the device: kernels in place of the Triton ones, and tensor operations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        from dflash_sglang.kernels import sampled
+        from dflash_sglang.kernels.sampled import tokens as sampled
 
         super().__init__()
         self.kernels: list[str] = []
@@ -199,7 +199,7 @@ class Launches(TorchDispatchMode):
 )
 def test_a_sampled_step_takes_few_launches_and_nothing_of_it_waits_for_the_device(filters, launches, monkeypatch):
     """Its tensor operations are views and the allocation of its result: a CUDA graph can capture it."""
-    from dflash_sglang.kernels.sampled import Workspace
+    from dflash_sglang.kernels.sampled.tokens import Workspace
     from dflash_sglang.verify.rejection import RejectionSampler
 
     sampler = RejectionSampler(4, BLOCK, VOCAB, "cpu")
@@ -214,7 +214,7 @@ def test_a_sampled_step_takes_few_launches_and_nothing_of_it_waits_for_the_devic
 
 
 def test_a_batch_larger_than_one_sequence_of_launches_takes_is_sampled_in_parts(monkeypatch):
-    from dflash_sglang.kernels.sampled import RowFilters, SampledRows, Workspace
+    from dflash_sglang.kernels.sampled.tokens import RowFilters, SampledRows, Workspace
     from dflash_sglang.verify import rejection
 
     sizes = []
@@ -238,7 +238,7 @@ def test_a_batch_larger_than_one_sequence_of_launches_takes_is_sampled_in_parts(
 
 
 def test_a_batch_that_does_not_fit_the_workspace_is_refused():
-    from dflash_sglang.kernels.sampled import Workspace
+    from dflash_sglang.kernels.sampled.tokens import Workspace
     from dflash_sglang.verify.rejection import RejectionSampler
 
     sampler = RejectionSampler(2, BLOCK, VOCAB, "cpu")

@@ -24,7 +24,7 @@ def cap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def info(top_ks: list[int], top_p: float = 1.0, asking: list[int] | None = None, **fields: Any) -> Any:
-    from dflash_sglang.compat import SamplingBatchInfo
+    from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
 
     number, asking = len(top_ks), list(range(len(top_ks))) if asking is None else asking
     return SamplingBatchInfo(

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests import scheduler_hooks
 from tests.engines import serve
 from tests.test_recurrent_serving import random_ids

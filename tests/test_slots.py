@@ -92,7 +92,7 @@ def test_a_prompt_that_cannot_fit_is_refused_and_releases_its_slots(tiny):
 
 
 def reservation(block: int, row_width: int, page: int) -> Any:
-    from dflash_sglang.scheduling.draft_input import SlotReservation
+    from dflash_sglang.drafting.draft_input import SlotReservation
 
     return SlotReservation(8, block, row_width, page, "cpu")
 
@@ -114,7 +114,7 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
         for c, a in zip(committed, allocated, strict=True)
     ]
     alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH))
-    with mock.patch("dflash_sglang.scheduling.draft_input.alloc_for_spec_decode", alloc):
+    with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode", alloc):
         reserved = reservation(block, row_width, page).reserve(given)
     asked = alloc.call_args.kwargs
     assert reserved.committed.tolist() == committed
@@ -138,10 +138,10 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
 )
 def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer, exact):
     """FlashInfer's graphs of width 1 have room for so many keys of each request, its own among them."""
-    from dflash_sglang.compat import DFlashVerifyInput
     from dflash_sglang.drafting.block import BlockBuilder
-    from dflash_sglang.kernels.accept import Relay
-    from dflash_sglang.kernels.prepare_block import Turn
+    from dflash_sglang.kernels.block.accept import Relay
+    from dflash_sglang.kernels.block.prepare_block import Turn
+    from dflash_sglang.sglang_names.scheduler import DFlashVerifyInput
 
     rows = torch.arange(len(committed))
     translator = mock.Mock()
@@ -183,7 +183,7 @@ def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
         return slots.reserve(SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH)))
 
     slots = reservation(4, 100, 1)
-    with mock.patch("dflash_sglang.scheduling.draft_input.alloc_for_spec_decode"):
+    with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"):
         steps = [reserve(10, 20, 30), reserve(11, 21, 31), reserve(22, 32), reserve(23, 33, 1, 2)]
         assert [step.lengths.tolist() for step in steps] == [[18, 28, 38], [19, 29, 39], [30, 40], [31, 41, 9, 10]]
         again = reserve(24, 34)  # in the buffers of the first
@@ -195,7 +195,7 @@ def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_draft_input_is_filtered_and_merged_with_its_batch(overlap):
     """Tokens and lengths are the relay's, by the requests' rows; without overlap SGLang names no rows."""
-    from dflash_sglang.scheduling.draft_input import DFlashDraftInput
+    from dflash_sglang.drafting.draft_input import DFlashDraftInput
 
     def of(*requests: int) -> DFlashDraftInput:
         made = DFlashDraftInput.create(torch.tensor(requests) + 100, torch.tensor(requests) + 200, None)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_sglang import hooks
-from dflash_sglang.config import DraftConfigError, DraftSpec, read_config
-from dflash_sglang.families import foreign
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, read_config
+from dflash_sglang.checkpoint.families import foreign
 from tests import sglang_layers as layers
 from tests.draft_formats import FORMATS, KEPT, speculators_config, speculators_dflash2, vocabulary_tensors
 from tests.reference_dflash2 import dflash2_config, dflash2_tensors
@@ -261,7 +261,7 @@ def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Te
 def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens: Tensor) -> Tensor:
     """The same of the served model, loaded from the package's export: one batch with a request per anchor."""
     from dflash_sglang.drafting.selector import SelectorProposals
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.models.dflash2 import DFlash2DraftModel
     from dflash_sglang.models.draft import DFlashDraftModel
 

@@ -29,7 +29,7 @@ class Tokenizer:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.managers.schedule_batch import Req
 
-    from dflash_sglang.scheduling import stops
+    from dflash_sglang.patches import stops
 
     monkeypatch.setattr(Req, "update_finish_state", Req.update_finish_state)  # undone afterwards
     stops.install()
@@ -85,7 +85,7 @@ def test_what_is_reported_ends_with_the_first_stop(sampling: dict[str, Any], siz
 def test_the_next_turn_of_a_session_goes_on_from_the_stop(sizes: list[int], drops: bool) -> None:
     from sglang.srt.session.session_controller import Session
 
-    from dflash_sglang.scheduling.sessions import concat_token_arrays
+    from dflash_sglang.patches.sessions import concat_token_arrays
 
     params = SimpleNamespace(drop_previous_output=drops, offset=None)
     turn = SimpleNamespace(input_ids=array("q", [11, 12]))

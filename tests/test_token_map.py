@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_sglang import cli, token_map
+from dflash_sglang import cli
+from dflash_sglang.checkpoint import token_map
+from dflash_sglang.checkpoint.token_map import TokenMapError, read_token_map
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from dflash_sglang.token_map import TokenMapError, read_token_map
 from tests import sglang_layers as layers
 from tests.draft_formats import speculators, zlab
 from tests.engines import greedy_params, serve
@@ -188,9 +189,9 @@ def test_a_token_map_that_fits_is_ours_to_serve(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [(0, 1, 5, 6, 7, 19), (17, 18, 19), tuple(range(20))], ids=str)
 def test_every_rank_proposes_the_likeliest_of_the_kept_tokens(ranks: int, kept: tuple[int, ...]) -> None:
     """On shards that keep no token, too; the lowest id among equals; with the new weights after a refresh."""
-    from dflash_sglang.config import VocabularySpec
-    from dflash_sglang.models.hot_rows import HotRows
-    from dflash_sglang.models.own_head import DraftHead
+    from dflash_sglang.checkpoint import VocabularySpec
+    from dflash_sglang.models.head.draft_head import DraftHead
+    from dflash_sglang.models.head.hot_rows import HotRows
 
     layers.start_rank()
     spec = VocabularySpec(None, None, None, 1.0, 1.0, None)

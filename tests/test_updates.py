@@ -78,7 +78,7 @@ class Server:
     def __init__(self, draft: Any, refresh_head: bool = True) -> None:
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-        from dflash_sglang.models import updates
+        from dflash_sglang.models.loading import updates
 
         self.head, self.draft = Head(), draft
         self.copy = self.head.weight.clone()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.checkpoint import TensorFacts, config_directory, tensor_facts
-from dflash_sglang.config import DraftConfigError, DraftSpec
-from dflash_sglang.own_modules import OwnModules
-from dflash_sglang.validation import (
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint.files import TensorFacts, config_directory, tensor_facts
+from dflash_sglang.checkpoint.own_modules import OwnModules
+from dflash_sglang.startup import (
     COORDINATION,
     UNSERVED,
     ParallelFacts,

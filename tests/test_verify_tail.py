@@ -105,10 +105,10 @@ class Graph:
 
 
 def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tmp_path):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.logits import TargetLogits
-    from dflash_sglang.verify.tail import VerifyTail
+    from dflash_sglang.verify.graph_tail import VerifyTail
 
     model = layers.make_draft(tmp_path, DTYPE)
     context, eager_context = (ContextKV(model) for _ in range(2))
@@ -163,10 +163,10 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
 
 
 def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows_say(tmp_path):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.logits import TargetLogits
-    from dflash_sglang.verify.tail import VerifyTail
+    from dflash_sglang.verify.graph_tail import VerifyTail
 
     model = layers.make_draft(tmp_path, DTYPE)
     context = ContextKV(model)
@@ -240,7 +240,7 @@ def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch):
 
 @pytest.mark.parametrize("requests", [12, 13])
 def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, requests):
-    from dflash_sglang.scheduling import step_result
+    from dflash_sglang.verify import step_result
     from dflash_sglang.verify.acceptance import Acceptor
 
     copies: list[torch.Tensor] = []
@@ -274,9 +274,9 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
 
 
 def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.logits import TargetLogits
-    from dflash_sglang.verify.tail import VerifyTail
+    from dflash_sglang.verify.graph_tail import VerifyTail
 
     target, draft = Runner(translates=True), Runner()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_sglang.scheduling.width.confidence import BINS, EDGES, MIDDLES, Confidence, _bins
+from dflash_sglang.width.confidence import BINS, EDGES, MIDDLES, Confidence, _bins
 
 WIDTHS = (1, 4, 16)
 

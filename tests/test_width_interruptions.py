@@ -7,8 +7,8 @@ import functools
 import numpy as np
 import pytest
 
-from dflash_sglang.scheduling.width import WidthConfig
-from dflash_sglang.scheduling.width.interruptions import Interruptions
+from dflash_sglang.width import WidthConfig
+from dflash_sglang.width.interruptions import Interruptions
 from tests.width_simulation import QUIET, Fixed, Machine, Run, adaptive, between_prefills, heedless
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.scheduling.width import (
+from dflash_sglang.width import (
     Group,
     OneStepLate,
     StepTimes,
@@ -19,8 +19,8 @@ from dflash_sglang.scheduling.width import (
     WidthPolicy,
     startup_cells,
 )
-from dflash_sglang.scheduling.width.acceptance import Acceptance
-from dflash_sglang.scheduling.width.choice import Chooser
+from dflash_sglang.width.acceptance import Acceptance
+from dflash_sglang.width.choice import Chooser
 from tests.width_simulation import BUCKETS, EASY, GOOD, HARD, WIDTHS, Draft, Machine, adaptive, serve
 
 # ---- Step times --------------------------------------------------------------------------------------------

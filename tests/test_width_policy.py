@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.scheduling.width import Group, OneStepLate, WidthConfig
-from dflash_sglang.scheduling.width.policy import MOST_IN_FLIGHT
+from dflash_sglang.width import Group, OneStepLate, WidthConfig
+from dflash_sglang.width.policy import MOST_IN_FLIGHT
 from tests.width_simulation import (
     BUCKETS,
     EASY,

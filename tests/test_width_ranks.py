@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.collectives import Step, recorded, steps
 from tests.engines import greedy_params, serve
 from tests.test_parallel import ask, continuations

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_sglang.config.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests import scheduler_hooks
 from tests.engines import greedy_params, serve
 

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from dflash_sglang.scheduling.width import Group, StepTimes, WidthConfig, WidthPolicy
-from dflash_sglang.scheduling.width.acceptance import Acceptance
-from dflash_sglang.scheduling.width.ragged_times import RaggedTimes
+from dflash_sglang.width import Group, StepTimes, WidthConfig, WidthPolicy
+from dflash_sglang.width.acceptance import Acceptance
+from dflash_sglang.width.ragged_times import RaggedTimes
 from tests.width_simulation import (
     EASY,
     HARD,

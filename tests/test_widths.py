@@ -31,22 +31,25 @@ class Garbage:
 
 
 def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_but_their_own(monkeypatch):
-    from dflash_sglang import graph_captures, widths
+    from dflash_sglang.patches import graph_captures
+    from dflash_sglang.width import runtime_states
 
     graph = Graph(enable_cudagraph_gc=False)
     seen: list[tuple[int, bool, bool, bool]] = []
     left: list[weakref.ref[Garbage]] = []
     kept = [[] for _ in range(1000)]
 
-    def built(runner: Any, width: int, sizes: list[int]) -> widths.Lane:
+    def built(runner: Any, width: int, sizes: list[int]) -> runtime_states.Lane:
         left.append(weakref.ref(Garbage()))
         seen.append((width, gc.get_freeze_count() > len(kept), gc.isenabled(), graph.enable_cudagraph_gc))
-        return widths.Lane(None, None)
+        return runtime_states.Lane(None, None)
 
-    monkeypatch.setattr(widths.Lane, "built", built)
+    monkeypatch.setattr(runtime_states.Lane, "built", built)
     monkeypatch.setattr(graph_captures, "get_exec", lambda: SimpleNamespace(graph=graph))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
-    served = widths.Widths(runner, runner, SimpleNamespace(serve_blocks_of=lambda width: None), 8, nullcontext)
+    served = runtime_states.Widths(
+        runner, runner, SimpleNamespace(serve_blocks_of=lambda width: None), 8, nullcontext
+    )
     gc.unfreeze()
     with graph_captures.heap_left_alone():
         served.add([1, 4], [1, 2])
@@ -57,8 +60,8 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
 
 
 def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:
-    from dflash_sglang.widths import Widths as Built
-    from dflash_sglang.widths import by_use, sparse
+    from dflash_sglang.width.runtime_states import Widths as Built
+    from dflash_sglang.width.runtime_states import by_use, sparse
 
     captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)]
     assert sparse(captured) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64]
@@ -86,18 +89,19 @@ def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> 
 def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dflash_sglang import graph_captures, widths
+    from dflash_sglang.patches import graph_captures
+    from dflash_sglang.width import runtime_states
 
-    built = object.__new__(widths.Widths)
+    built = object.__new__(runtime_states.Widths)
     built._widest, built._target = 16, Runner()
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda **_: 1)
-    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
+    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
     assert built._sizes(1) == [1, 2, 4, 8, 14], "one batch of an octave within 64 rows"
     assert built._sizes(2) == [8, 14] and built._sizes(4) == [4, 8, 14]
     assert built._sizes(6) == [4, 8, 10, 12, 14] and built._sizes(12) == [2, 4, 5, 6, 8, 10, 12, 14]
-    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [3, 6, 12, 24, 48])
+    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [3, 6, 12, 24, 48])
     assert built._sizes(1) == [3, 6, 12, 24, 48] and built._sizes(2) == [12, 24, 48]
-    monkeypatch.setattr(widths, "captured_sizes", lambda runner: [1, 2])
+    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [1, 2])
     assert built._sizes(2) == [2] and built._sizes(8) == [2]
 
 
@@ -158,8 +162,8 @@ class Spec:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
-    from dflash_sglang import graph_captures, widths
-    from dflash_sglang.attention import room
+    from dflash_sglang.patches import attention_room, graph_captures
+    from dflash_sglang.width import runtime_states
 
     Graphs.settings = SimpleNamespace(bs=Graphs.capture_bs)
     graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=Graphs.settings)))
@@ -167,9 +171,9 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
     monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", Graphs.Backend)
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
-    for module in (widths, room):
+    for module in (runtime_states, attention_room):
         monkeypatch.setattr(module, "get_spec", lambda: spec)
-    monkeypatch.setattr(widths, "DecodeCudaGraphRunner", Graphs)
+    monkeypatch.setattr(runtime_states, "DecodeCudaGraphRunner", Graphs)
     runner = Runner()
     runner.decode_cuda_graph_runner = object.__new__(Graphs)
     return runner
@@ -178,11 +182,11 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
 def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
     monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
-    from dflash_sglang import widths
+    from dflash_sglang.width import runtime_states
 
     planned: list[Any] = []
-    monkeypatch.setattr(widths, "plan_windows", planned.append)
-    lane = widths.Lane.built(runner, 4, widths.sparse(widths.captured_sizes(runner)))
+    monkeypatch.setattr(runtime_states, "plan_windows", planned.append)
+    lane = runtime_states.Lane.built(runner, 4, runtime_states.sparse(runtime_states.captured_sizes(runner)))
     assert lane.attention == "of 103 tokens" and lane.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
     assert planned == ["of 103 tokens"]
     assert Graphs.settings.bs is Graphs.capture_bs
@@ -190,8 +194,8 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
 
 def test_attention_backends_have_room_for_a_block_beyond_the_context(runner: Any) -> None:
     """FlashInfer's MLA graphs would write behind what they hold of a request, FlashAttention's read behind it."""
-    from dflash_sglang.attention.room import init_attention_backends
     from dflash_sglang.drafting.block import longest_prefix
+    from dflash_sglang.patches.attention_room import init_attention_backends
 
     made: list[int] = []
     init_attention_backends(lambda runner: made.append(runner.model_config.context_len), runner)
@@ -215,7 +219,8 @@ def test_attention_backends_have_room_for_a_block_beyond_the_context(runner: Any
 def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
     monkeypatch: pytest.MonkeyPatch, ranks: int, block: int, width: int, captured: list[int], sizes: list[int]
 ) -> None:
-    from dflash_sglang import graph_captures, widths
+    from dflash_sglang.patches import graph_captures
+    from dflash_sglang.width import runtime_states as widths
 
     def alignment(gathered_buffer_required: bool) -> int:
         return ranks if gathered_buffer_required else 1
@@ -237,10 +242,11 @@ def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
 def test_a_forward_runs_once_before_its_capture_and_twice_before_a_runners_first(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash_sglang import graph_captures, widths
+    from dflash_sglang.patches import graph_captures
+    from dflash_sglang.width import runtime_states
 
     def built(width: int, in_parts: bool = False) -> list[tuple[int, list[int | None]]]:
-        return widths.Lane.built(runner, width, [1, 2, 7], in_parts).graphs.captured
+        return runtime_states.Lane.built(runner, width, [1, 2, 7], in_parts).graphs.captured
 
     twice = [(size, [size, size, size]) for size in (7, 2, 1)]
     once = [(size, [None, size, size]) for size in (7, 2, 1)]
@@ -251,14 +257,14 @@ def test_a_forward_runs_once_before_its_capture_and_twice_before_a_runners_first
     with monkeypatch.context() as compiled:
         compiled.setattr(Graphs, "enable_torch_compile", True)
         assert built(4) == twice
-    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", widths.Lane)
+    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", runtime_states.Lane)
     assert built(4) == twice, "pieces of a forward"
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dflash_sglang import widths
+    from dflash_sglang.width import runtime_states
 
     class InParts:
         capture_num_tokens = (16, 32, 96)
@@ -266,13 +272,13 @@ def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_non
         def _ragged_capture_slots(self, tokens: int) -> int:
             return min(tokens, 6)
 
-    monkeypatch.setattr(widths, "DecodeCudaGraphRunner", InParts)
-    built = object.__new__(widths.Widths)
-    built._widest, built._parts = 16, widths.Lane(None, InParts())
+    monkeypatch.setattr(runtime_states, "DecodeCudaGraphRunner", InParts)
+    built = object.__new__(runtime_states.Widths)
+    built._widest, built._parts = 16, runtime_states.Lane(None, InParts())
     assert built.totals(6) == [16, 32, 96] and built.totals(2) == [16, 32]
     assert built.totals(20) == [16, 32, 96, 128, 160, 192, 256, 320]
     assert built.captured_requests(32, 6) == 6 and built.captured_requests(32, 7) is None
     assert built.captured_requests(128, 6) is None
-    built._parts = widths.Lane(None, None)
+    built._parts = runtime_states.Lane(None, None)
     assert built.totals(3) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
     assert built.captured_requests(16, 1) is None

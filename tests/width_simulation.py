@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dflash_sglang.kernels.share_rows import share_rows
-from dflash_sglang.scheduling.width import Group, WidthConfig, WidthPolicy, startup_cells
+from dflash_sglang.kernels.block.share_rows import share_rows
+from dflash_sglang.width import Group, WidthConfig, WidthPolicy, startup_cells
 
 BLOCK = 16
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
@@ -455,7 +455,7 @@ class Server:
 
 
 def shared(chances: np.ndarray, tokens: int) -> np.ndarray:
-    """[n] tokens of each request, the likeliest of the batch (`kernels.share_rows`). chances: [n, proposals]"""
+    """[n] tokens of each request, the likeliest of the batch (`share_rows`). chances: [n, proposals]"""
     lens, starts = torch.zeros(len(chances), dtype=torch.int32), torch.zeros(len(chances) + 1, dtype=torch.int32)
     share_rows(torch.from_numpy(np.log(chances.clip(1e-9))), tokens, lens, starts)
     return lens.numpy().astype(np.int64)

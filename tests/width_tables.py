@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_sglang.scheduling.width import WidthConfig
+from dflash_sglang.width import WidthConfig
 from tests.width_simulation import (
     EASY,
     GOOD,

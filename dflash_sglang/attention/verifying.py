@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dflash_sglang.compat import ForwardMode
-from dflash_sglang.validation import Problem
+from dflash_sglang.sglang_names.scheduler import ForwardMode
+from dflash_sglang.startup import Problem
 
 
 def verifying(backend: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dflash_sglang.compat import (
+from dflash_sglang.checkpoint.layers import LayerAttention
+from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
     ForwardBatch,
@@ -19,8 +20,7 @@ from dflash_sglang.compat import (
     SpeculativeAlgorithm,
     forward_context,
 )
-from dflash_sglang.config.layers import LayerAttention
-from dflash_sglang.validation import GPU_DRAFT_BACKENDS, Problem, StartupError
+from dflash_sglang.startup import GPU_DRAFT_BACKENDS, Problem, StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

@@ -13,8 +13,8 @@ from dflash_sglang.bench.checkpoints import Pair
 from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN, environment
 from dflash_sglang.bench.settings import PROFILED_TOKENS, BadSetting, Settings
 from dflash_sglang.bench.versions import nvidia_smi
-from dflash_sglang.config.plugin_config import PluginConfigError
 from dflash_sglang.pair import held_out_prompts
+from dflash_sglang.settings.plugin_config import PluginConfigError
 
 NAMES = {"plain": PLAIN, "built-in": BUILT_IN, "ours": OURS}
 RANDOM_INPUT = 256  # tokens of a prompt of random ids

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench.settings import BadSetting
-from dflash_sglang.checkpoint import config_directory
-from dflash_sglang.config import DraftConfigError, DraftSpec, read_config
-from dflash_sglang.families import check_family, foreign
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, read_config
+from dflash_sglang.checkpoint.families import check_family, foreign
+from dflash_sglang.checkpoint.files import config_directory
 from dflash_sglang.pair import pair_directories
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dflash_sglang import __version__
-from dflash_sglang.config.plugin_config import CONFIG_ENV, PluginConfig, decoded
 from dflash_sglang.demo.server import Server, ServerFailed
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, decoded
 
 PLAIN, BUILT_IN, OURS = "plain", "built_in", "ours"
 # What a DFLASH worker writes into the log once it is up.

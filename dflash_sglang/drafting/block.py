@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.graph_inputs import GraphInputs
-from dflash_sglang.kernels.accept import Relay
-from dflash_sglang.kernels.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
+from dflash_sglang.kernels.block.accept import Relay
+from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
+from dflash_sglang.patches.graph_inputs import GraphInputs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def longest_prefix(runner: ModelRunner) -> int:
     """Committed tokens of a request that needs another step, at most: SGLang ends it before its context is full.
 
-    Attention backends have room for a block after it (`attention.room`).
+    Attention backends have room for a block after it (`patches.attention_room`).
     """
     return runner.model_config.context_len - 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_sglang.config.vocabulary import DRAWN_FROM
+from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.models.heads import TargetHead
+from dflash_sglang.models.head.target_head import TargetHead
 
 
 class HeadProposals:

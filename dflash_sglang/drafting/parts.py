@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.compat import RaggedVerifyLayout
 from dflash_sglang.drafting.block import Block, Rows
-from dflash_sglang.kernels import pack_rows as packing
-from dflash_sglang.kernels.accept import Ragged
-from dflash_sglang.kernels.share_rows import share_rows
+from dflash_sglang.kernels.block import pack_rows as packing
+from dflash_sglang.kernels.block.accept import Ragged
+from dflash_sglang.kernels.block.share_rows import share_rows
+from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

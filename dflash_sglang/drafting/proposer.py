@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.compat import (
+from dflash_sglang.drafting.head import HeadProposals
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.selector import SelectorProposals
+from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
     ForwardBatch,
@@ -18,9 +21,6 @@ from dflash_sglang.compat import (
     enable_num_token_non_padded,
     get_dp_tp_group,
 )
-from dflash_sglang.drafting.head import HeadProposals
-from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.drafting.selector import SelectorProposals
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals, exponential_like
-from dflash_sglang.kernels.selector_walk import Draw, Lattice
-from dflash_sglang.models.heads import TargetHead
+from dflash_sglang.kernels.head.selector_walk import Draw, Lattice
+from dflash_sglang.models.head.target_head import TargetHead
 from dflash_sglang.models.selector import CandidateSelector
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.compat import get_spec
-from dflash_sglang.kernels.window_rows import Span, WindowRows, window_rows
+from dflash_sglang.kernels.block.window_rows import Span, WindowRows, window_rows
+from dflash_sglang.sglang_names.scheduler import get_spec
 
 if TYPE_CHECKING:
     from dflash_sglang.drafting.block import Block

@@ -6,8 +6,8 @@ import torch
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from dflash_sglang.compat import UnquantizedEmbeddingMethod
-from dflash_sglang.kernels.gather_rows import gather_rows
+from dflash_sglang.kernels.block.gather_rows import gather_rows
+from dflash_sglang.sglang_names.scheduler import UnquantizedEmbeddingMethod
 
 
 class BlockEmbedding:

@@ -9,9 +9,9 @@ convolution of its own on both sides:
     x = x + y
 
 `base_kernel` is [2, taps, hidden], d is shared by the hidden / groups channels of a group, and both sides of f
-take their d from u, before anything is convolved. The convolution (`kernels/grouped_conv.py`) is depthwise over
-the rows of one block: tap 0 is the row itself, tap k the k-th row before it, zero before the block's first row
-(the anchor's), which thus sees itself alone and never the context. Context rows go straight from `fc` and
+take their d from u, before anything is convolved. The convolution (`kernels/block/grouped_conv.py`) is depthwise
+over the rows of one block: tap 0 is the row itself, tap k the k-th row before it, zero before the block's first
+row (the anchor's), which thus sees itself alone and never the context. Context rows go straight from `fc` and
 `hidden_norm` to the K and V projections, as in a plain draft: no convolution touches them, while the block's own
 keys and values are those of convolved rows. A block that is served narrower than trained is convolved within the
 served width.
@@ -30,9 +30,9 @@ import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
-from dflash_sglang.config import DraftSpec
-from dflash_sglang.config.dflash2 import ConvolutionSpec
-from dflash_sglang.kernels.grouped_conv import grouped_conv
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.dflash2 import ConvolutionSpec
+from dflash_sglang.kernels.block.grouped_conv import grouped_conv
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.selector import CandidateSelector

@@ -12,26 +12,26 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
 
-from dflash_sglang.checkpoint import draft_config, tensor_facts, weights_directory
-from dflash_sglang.compat import (
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
+from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
+from dflash_sglang.models.block_embedding import BlockEmbedding
+from dflash_sglang.models.head.draft_head import DraftHead
+from dflash_sglang.models.head.form import HeadCopy, drafting_head
+from dflash_sglang.models.head.target_head import TargetHead, find_embedding, find_head
+from dflash_sglang.models.layers import DraftLayer
+from dflash_sglang.models.loading.stacking import STACKED, still_missing
+from dflash_sglang.models.loading.weights import load_checkpoint, load_update
+from dflash_sglang.models.selector import CandidateSelector
+from dflash_sglang.settings.plugin_config import DraftHeadForm
+from dflash_sglang.sglang_names.scheduler import (
     DraftParallelSpec,
     DraftTPExecution,
     LogitsProcessorOutput,
     WeightsMapper,
     get_model,
 )
-from dflash_sglang.config import DraftSpec
-from dflash_sglang.config.plugin_config import DraftHeadForm
-from dflash_sglang.models.block_embedding import BlockEmbedding
-from dflash_sglang.models.head_form import HeadCopy, drafting_head
-from dflash_sglang.models.heads import TargetHead, find_embedding, find_head
-from dflash_sglang.models.layers import DraftLayer
-from dflash_sglang.models.own_head import DraftHead
-from dflash_sglang.models.selector import CandidateSelector
-from dflash_sglang.models.stacking import STACKED, still_missing
-from dflash_sglang.models.weights import load_checkpoint, load_update
-from dflash_sglang.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
-from dflash_sglang.validation.layer_shapes import layer_shapes
+from dflash_sglang.startup.layer_checks import layer_shapes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

@@ -14,8 +14,8 @@ from sglang.srt.model_loader.weight_utils import sharded_weight_loader
 from sglang.srt.utils.common import set_weight_attrs
 from torch import Tensor, nn
 
-from dflash_sglang.config import DraftSpec
-from dflash_sglang.kernels.qk_norm_rope import qk_norm_rope_
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.kernels.context.qk_norm_rope import qk_norm_rope_
 from dflash_sglang.models.rope import draft_rope
 
 if TYPE_CHECKING:

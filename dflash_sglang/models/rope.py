@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, get_rope
 
-from dflash_sglang.config import DraftSpec
+from dflash_sglang.checkpoint import DraftSpec
 
 
 def draft_rope(spec: DraftSpec) -> RotaryEmbedding:

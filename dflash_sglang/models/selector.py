@@ -8,9 +8,9 @@ import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
-from dflash_sglang.config.dflash2 import DFlash2Spec
-from dflash_sglang.kernels.selector_walk import Codebooks, Draw, Lattice, Walk, selector_walk
-from dflash_sglang.models.heads import TargetHead
+from dflash_sglang.checkpoint.dflash2 import DFlash2Spec
+from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, Walk, selector_walk
+from dflash_sglang.models.head.target_head import TargetHead
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -27,7 +27,7 @@ class CandidateSelector(nn.Module):
         logit[s, y] + sum over r of predecessor[x, r] * (hidden_projection h_s)[r] * successor[y, r]
 
     The walk starts at the anchor, the last committed token, and each step's token is the next one's x
-    (`kernels/selector_walk.py`). Codebooks and projection are whole on every rank of a tensor-parallel group:
+    (`kernels/head/selector_walk.py`). Codebooks and projection are whole on every rank of a tensor-parallel group:
     candidates are tokens of the whole vocabulary.
     """
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.compat import FutureRelayBuffers, async_h2d, offer_future_relay_buffers
-from dflash_sglang.config.plugin_config import Profile
-from dflash_sglang.kernels.accept import COIN_BITS, Outcomes, Ragged, Relay, Verification, accept
-from dflash_sglang.kernels.prepare_block import Turn
+from dflash_sglang.kernels.block.accept import COIN_BITS, Outcomes, Ragged, Relay, Verification, accept
+from dflash_sglang.kernels.block.prepare_block import Turn
+from dflash_sglang.settings.plugin_config import Profile
+from dflash_sglang.sglang_names.scheduler import FutureRelayBuffers, async_h2d, offer_future_relay_buffers
 from dflash_sglang.verify.simulate import forced_acceptance
 
 # Overlap scheduling copies an outcome to the host while the next step runs, and waits before the one after.
@@ -116,7 +116,7 @@ class Acceptor:
         requests: torch.Tensor,  # [bs] rows of req_to_token
         ragged: Ragged | None = None,  # where the first two are [rows] of different numbers for each request
     ) -> None:
-        """In one launch, capturable in a CUDA graph. See `kernels.accept`.
+        """In one launch, capturable in a CUDA graph. See `kernels.block.accept`.
 
         A graph may be padded beyond the rows of req_to_token, where ranks that share a batch take parts of one
         size each; such requests are nobody's, and have no room among the outcomes.

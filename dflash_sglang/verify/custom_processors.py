@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.compat import ProcessorEntry, apply_custom_logit_processor, async_h2d
+from dflash_sglang.sglang_names.scheduler import ProcessorEntry, apply_custom_logit_processor, async_h2d
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

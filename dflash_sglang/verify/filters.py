@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dflash_sglang.kernels.sampled import RowFilters
+from dflash_sglang.kernels.sampled.tokens import RowFilters
 
 if TYPE_CHECKING:
-    from dflash_sglang.compat import SamplingBatchInfo
+    from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
 
 
 class Filters(RowFilters):

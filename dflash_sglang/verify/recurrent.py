@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.compat import (
+from dflash_sglang.sglang_names.scheduler import (
     MambaPool,
     commit_mamba_states_after_verify,
     get_exec,
     mamba_track_grid,
     mambaish_config,
 )
-from dflash_sglang.validation import Problem, StartupError
+from dflash_sglang.startup import Problem, StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

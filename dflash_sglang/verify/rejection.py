@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels.sampled import CHUNK, SampledRows, Workspace, target_tokens_triton
+from dflash_sglang.kernels.sampled.tokens import CHUNK, SampledRows, Workspace, target_tokens_triton
 from dflash_sglang.verify.filters import Filters, filtered_probs
 
 if TYPE_CHECKING:
-    from dflash_sglang.compat import SamplingBatchInfo
+    from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
 
 NOT_COMMITTED = -1
 AT_ONCE = 256  # requests that one sequence of launches takes: they share its buffers

@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.compat import (
-    GrammarMask,
-    LogitsProcessorOutput,
-    SamplingBatchInfo,
-)
+from dflash_sglang.sglang_names.scheduler import GrammarMask, LogitsProcessorOutput, SamplingBatchInfo
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampler import Sampler

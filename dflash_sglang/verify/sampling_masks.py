@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_sglang.compat import SamplingMaskOutput, SamplingMaskStatus, get_exec
+from dflash_sglang.sglang_names.scheduler import SamplingMaskOutput, SamplingMaskStatus, get_exec
 from dflash_sglang.verify.filters import Filters, filtered_probs
 
 if TYPE_CHECKING:
-    from dflash_sglang.compat import SamplingBatchInfo
+    from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
 
 AT_ONCE = 8  # requests, of whose rows a handful of copies is made
 HEADROOM, LEAST = 4, 256  # times the largest top_k, and at least: tokens that tie with the last one are kept

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from dflash_sglang.compat import (
+from dflash_sglang.kernels.block.accept import COIN_BITS, Forced
+from dflash_sglang.settings.plugin_config import Profile
+from dflash_sglang.sglang_names.scheduler import (
     SIMULATE_ACC_LEN,
     SIMULATE_ACC_METHOD,
     SIMULATE_ACC_TOKEN_MODE,
     check_simulate_acc_token_mode,
 )
-from dflash_sglang.config.plugin_config import Profile
-from dflash_sglang.kernels.accept import COIN_BITS, Forced
 
 FIXED_TOKEN_ID = 100  # what SGLang's workers emit in its token mode "fixed"
 

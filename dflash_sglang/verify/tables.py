@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from dflash_sglang.compat import get_parallel, get_schedule
-from dflash_sglang.config.plugin_config import Profile
+from dflash_sglang.settings.plugin_config import Profile
+from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.custom_processors import CustomProcessors
 from dflash_sglang.verify.penalties import Penalties

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dflash_sglang.attention.verifying import verify_problems
-from dflash_sglang.compat import (
+from dflash_sglang.patches.graph_inputs import load_inputs_once
+from dflash_sglang.patches.half_precision_logits import TargetLogits
+from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
     GrammarMask,
@@ -24,16 +26,14 @@ from dflash_sglang.compat import (
     get_schedule,
     sanitize_nan_logits,
 )
-from dflash_sglang.graph_inputs import load_inputs_once
-from dflash_sglang.validation import StartupError, reported_rows_problems
+from dflash_sglang.startup import StartupError, reported_rows_problems
 from dflash_sglang.verify.acceptance import Accepted
-from dflash_sglang.verify.logits import TargetLogits
+from dflash_sglang.verify.graph_tail import VerifyTail
 from dflash_sglang.verify.penalties import PenalisedRequests
 from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.sampling_masks import sampling_mask_output
 from dflash_sglang.verify.tables import Tables
-from dflash_sglang.verify.tail import VerifyTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

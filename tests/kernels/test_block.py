@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.kernels import accept as accept_kernels
-from dflash_sglang.kernels import pack_rows as pack_kernels
-from dflash_sglang.kernels import prepare_block as block_kernels
+from dflash_sglang.kernels.block import accept as accept_kernels
+from dflash_sglang.kernels.block import pack_rows as pack_kernels
+from dflash_sglang.kernels.block import prepare_block as block_kernels
 
 MASK = 259
 TURN = block_kernels.Turn(place=1, coin=2**31 - 1)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from dflash_sglang.kernels.accept import COIN_BITS, GOLDEN
+from dflash_sglang.kernels.block.accept import COIN_BITS, GOLDEN
 from dflash_sglang.verify.simulate import FIXED_TOKEN_ID
 
 PROFILE, SHARES = [0.9, 0.5, 0.8], [0.9, 0.45, 0.36]

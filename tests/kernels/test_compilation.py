@@ -21,20 +21,18 @@ from triton.runtime.jit import JITFunction
 
 from dflash_sglang import kernels
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels import (
+from dflash_sglang.kernels.block import (
     accept,
-    context_write,
     gather_rows,
     grouped_conv,
     pack_rows,
-    pack_shard,
     prepare_block,
-    qk_norm_rope,
-    sampled,
-    selector_walk,
     share_rows,
     window_rows,
 )
+from dflash_sglang.kernels.context import context_write, qk_norm_rope
+from dflash_sglang.kernels.head import pack_shard, selector_walk
+from dflash_sglang.kernels.sampled import tokens
 from dflash_sglang.verify.filters import Filters
 from tests.kernels.conftest import INTERPRETED
 
@@ -72,7 +70,7 @@ class AbsentGPU(DriverBase):
 @pytest.fixture(scope="module")
 def kernel_names() -> set[str]:
     """Of what is launched, which ends so; other compiled functions are parts of these."""
-    found = pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")
+    found = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
     modules = [importlib.import_module(module.name) for module in found]
     compiled = (name for one in modules for name, value in vars(one).items() if isinstance(value, JITFunction))
     return {name for name in compiled if name.endswith("_kernel")}
@@ -159,13 +157,13 @@ def walks() -> None:
 
 
 def samples() -> None:
-    work, ones = sampled.Workspace(BS, BLOCK, VOCAB, "cpu"), torch.ones(BS)
+    work, ones = tokens.Workspace(BS, BLOCK, VOCAB, "cpu"), torch.ones(BS)
     logits = torch.zeros(BS * BLOCK, VOCAB)
     for candidates, filtered, renormalised in ((1, False, False), (1, True, False), (8, True, True)):
         shape = (BS, BLOCK - 1, candidates)
         proposals = Proposals(ids(BS, BLOCK), ids(*shape), torch.zeros(shape))
         filters = Filters(ones, counts(BS), ones, ones, *[filtered] * 3, renormalised)
-        sampled.target_tokens_triton(sampled.SampledRows(logits, *proposals), filters, work, ids(BS, BLOCK))
+        tokens.target_tokens_triton(tokens.SampledRows(logits, *proposals), filters, work, ids(BS, BLOCK))
 
 
 def context(dtype: torch.dtype) -> None:
@@ -188,7 +186,7 @@ def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_context_is_written_in_float8_e4m3_by_gpus_that_convert_to_it_and_by_no_other(compiled, capability):
-    """The bound at which `kv_writers.py` leaves the write to SGLang's pool."""
+    """The bound at which `models/context_kv/writers.py` leaves the write to SGLang's pool."""
     if capability < 89:
         with pytest.raises(CompilationError):
             context(torch.float8_e4m3fn)

@@ -25,7 +25,7 @@ def kernels_everywhere(monkeypatch):
 def test_block_and_context_keys_have_the_same_bits_whichever_kernel_makes_them(
     tmp_path, kernels_everywhere, scale
 ):
-    from dflash_sglang.models import context_kv, kv_writers
+    from dflash_sglang.models.context_kv import projection, writers
 
     overrides = {"attention_bias": True, "dflash_config": {"attention_value_scale": scale}}
     model = layers.make_draft(tmp_path, torch.bfloat16, **overrides)
@@ -35,14 +35,14 @@ def test_block_and_context_keys_have_the_same_bits_whichever_kernel_makes_them(
     slots = torch.tensor([9, 4, 31, 2, 17], device=layers.DEVICE)
     pool = layers.make_pool(model, slots=40, dtype=torch.bfloat16)
     with torch.no_grad():
-        stack = context_kv._Stack(attentions)
-        k_norms = context_kv._shared([attention.k_norm.weight for attention in attentions])
-        buffers = [kv_writers._buffers(pool, attention) for attention in attentions]
+        stack = projection._Stack(attentions)
+        k_norms = projection._shared([attention.k_norm.weight for attention in attentions])
+        buffers = [writers._buffers(pool, attention) for attention in attentions]
         projected = stack.project(rows)
         if layers.DEVICE == "cpu":
             # Squares add up to the same in any order: numpy, in the interpreter, has one of its own per kernel.
             projected = (8 * projected).round() / 8
-        kv_writers._Bfloat16Writer(attentions, k_norms, buffers).write(projected.clone(), positions, slots)
+        writers._Bfloat16Writer(attentions, k_norms, buffers).write(projected.clone(), positions, slots)
         for layer, attention in enumerate(attentions):
             k, v = projected[:, layer].clone().chunk(2, dim=-1)
             # The block's rows: queries before the keys, one launch for both.
@@ -73,7 +73,7 @@ def test_the_kernels_norm_and_rotate_as_the_modules_do(tmp_path, kernels_everywh
 @pytest.mark.gpu
 @pytest.mark.skipif(layers.DEVICE == "cpu", reason="needs a CUDA GPU: CUDA graph capture")
 def test_a_captured_write_of_all_layers_equals_the_eager_one(tmp_path):
-    from dflash_sglang.models.context_kv import ContextKV
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     model = layers.make_draft(tmp_path, torch.bfloat16)
     pool = layers.make_pool(model, slots=40, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dflash_sglang.kernels import gather_rows as kernels
+from dflash_sglang.kernels.block import gather_rows as kernels
 from tests import sglang_layers as layers
 
 

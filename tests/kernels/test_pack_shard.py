@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.kernels import pack_shard as kernels
+from dflash_sglang.kernels.head import pack_shard as kernels
 
 INF = float("inf")
 

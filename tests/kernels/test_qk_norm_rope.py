@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_sglang.kernels import qk_norm_rope as kernels
+from dflash_sglang.kernels.context import qk_norm_rope as kernels
 from tests import sglang_layers as layers
 
 POSITIONS = 64

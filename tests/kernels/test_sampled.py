@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels.sampled import SampledRows, Workspace, target_tokens_triton
-from dflash_sglang.kernels.sampled_cuts import cut_kernel
-from dflash_sglang.kernels.sampled_draw import pick_kernel, residual_kernel
-from dflash_sglang.kernels.sampled_rows import chunk_stats_kernel, verdict_kernel
+from dflash_sglang.kernels.sampled.cuts import cut_kernel
+from dflash_sglang.kernels.sampled.draw import pick_kernel, residual_kernel
+from dflash_sglang.kernels.sampled.rows import chunk_stats_kernel, verdict_kernel
+from dflash_sglang.kernels.sampled.tokens import SampledRows, Workspace, target_tokens_triton
 from dflash_sglang.verify.filters import Filters, filtered_probs
 from dflash_sglang.verify.rejection import sample_with
 

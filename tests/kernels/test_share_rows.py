@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.kernels import share_rows as kernels
+from dflash_sglang.kernels.block import share_rows as kernels
 
 GRID = 64  # sums of multiples of 1 / GRID are exact, in any order
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_sglang.kernels import window_rows as kernels
+from dflash_sglang.kernels.block import window_rows as kernels
 
 
 def seen_columns(prefix: int, span: kernels.Span) -> list[int]:

@@ -1,0 +1,116 @@
+"""DFlash2Spec: what a DFlash2 checkpoint's config.json adds to a plain draft's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, as_int, shown
+from dflash_sglang.checkpoint.speculators import ALGORITHM, DFLASH2, is_speculators
+
+DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+"""Names under which checkpoints declare one and the same model."""
+
+MAX_CANDIDATES = 32
+"""Candidates per position that the kernel of the selector's walk holds in registers."""
+MAX_TAPS = 16
+"""Taps that the kernel of the convolution unrolls."""
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """A grouped dynamic convolution over the rows of a block: ``taps`` rows, its own and the ones before;
+    ``group_size`` neighbouring channels share the dynamic part of their coefficients."""
+
+    taps: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class DFlash2Spec:
+    """``convolution``: around attention and MLP of every layer, or None. ``selector_rank``: width of the
+    selector's codebooks. ``selector_top_k``: candidates per position. What shapes embeddings and logits is in the
+    draft's VocabularySpec.
+    """
+
+    convolution: ConvolutionSpec | None
+    selector_rank: int
+    selector_top_k: int
+
+
+def is_dflash2(config: Mapping[str, Any]) -> bool:
+    """Whether a raw config.json declares a DFlash2 draft: by its algorithm in the speculators format, else by its
+    first architecture."""
+    if is_speculators(config):
+        return bool(config.get(ALGORITHM) == DFLASH2)
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in DFLASH2_ARCHITECTURES
+
+
+def dflash2(fields: Fields, hidden_size: int, vocab_size: int) -> DFlash2Spec:
+    """Raises DraftConfigError for a field that is missing, malformed or not servable."""
+    top_k = _selector_field(fields, "selector_top_k", "selector_rank")
+    expected = min(MAX_CANDIDATES, vocab_size)
+    if top_k > expected:
+        raise DraftConfigError(
+            fields.draft("selector_top_k")[0],
+            top_k,
+            f"at most {expected} candidates per position",
+            "Correct selector_top_k in the draft's config.json, or serve a checkpoint trained with fewer.",
+        )
+    field, size = fields.draft("draft_vocab_size")
+    if size not in (None, vocab_size):
+        raise DraftConfigError(
+            field,
+            size,
+            f"none, or vocab_size={vocab_size}: the selector's codebooks hold every token",
+            f"Correct {field} in the draft's config.json, or serve a DFlash2 draft of the whole vocabulary.",
+        )
+    return DFlash2Spec(
+        convolution=_convolution(fields, hidden_size),
+        selector_rank=_selector_field(fields, "selector_rank", "selector_top_k"),
+        selector_top_k=top_k,
+    )
+
+
+def _selector_field(fields: Fields, name: str, other: str) -> int:
+    field, value = fields.draft(name)
+    if not value:
+        field = field if value is not None else f"dflash_config.{name}"
+        beside = f"{other}={shown(fields.draft(other)[1])}"
+        raise DraftConfigError(
+            field,
+            value,
+            f"the size of the candidate selector, which DFlash2 has, beside {beside}",
+            f"Add {field} (the one it was trained with) to the draft's config.json.",
+        )
+    return as_int((field, value), 1)
+
+
+def _convolution(fields: Fields, hidden_size: int) -> ConvolutionSpec | None:
+    taps, group_size = fields.draft("conv_kernel_size"), fields.draft("conv_group_size")
+    if not taps[1] and not group_size[1]:
+        return None
+    for (field, value), other in ((taps, group_size), (group_size, taps)):
+        if not value:
+            field = field if value is not None else f"dflash_config.{field}"
+            raise DraftConfigError(
+                field,
+                value,
+                f"its value beside {other[0]}={shown(other[1])}: a convolution has both",
+                f"Add {field} (the one it was trained with) to the draft's config.json.",
+            )
+    spec = ConvolutionSpec(as_int(taps, 1), as_int(group_size, 1))
+    if spec.taps > MAX_TAPS:
+        raise DraftConfigError(
+            taps[0], spec.taps, f"at most {MAX_TAPS} taps", f"Correct {taps[0]} in the draft's config.json."
+        )
+    if hidden_size % spec.group_size:
+        raise DraftConfigError(
+            group_size[0],
+            spec.group_size,
+            f"a divisor of hidden_size={hidden_size}",
+            f"Correct {group_size[0]} or hidden_size in the draft's config.json.",
+        )
+    return spec

@@ -1,0 +1,221 @@
+"""DraftSpec: a DFlash checkpoint's config.json, every spelling of it, as one typed record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2, is_dflash2
+from dflash_sglang.checkpoint.features import check_features
+from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_bool, as_float, as_int
+from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
+from dflash_sglang.checkpoint.model_type import class_default
+from dflash_sglang.checkpoint.rope import RopeSpec, rope
+from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
+from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
+
+QWEN3_HEAD_DIM = 128  # of transformers' Qwen3 where a config has none
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """A DFlash draft as its checkpoint describes it.
+
+    ``speculators``: whether it is in the speculators format, else in z-lab's.
+    ``block_size``: trained block length (last token + masks). ``target_layer_ids``: 0-based target
+    layers whose outputs are the features, in the order in which `fc` was trained on them; None where the
+    checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in the embedding
+    table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
+    ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
+    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``: what makes
+    it a DFlash2 draft, or None of a plain one.
+    """
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+    attention_bias: bool
+    hidden_act: str
+    block_size: int
+    mask_token_id: int | None
+    target_layer_ids: tuple[int, ...] | None
+    num_target_layers: int | None
+    layers: tuple[LayerAttention, ...]
+    rope: RopeSpec
+    attention_value_scale: float | None
+    quantization: str | None
+    speculators: bool
+    vocabulary: VocabularySpec
+    attention_sinks: bool
+    dflash2: DFlash2Spec | None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
+        """DraftSpec of a raw config.json (not of a transformers config object, which rewrites fields).
+
+        Raises DraftConfigError for a field that is missing, malformed or not servable.
+        """
+        speculators = is_speculators(config)
+        if speculators:
+            config = flattened(config)
+        fields = Fields(config)
+        num_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
+        hidden_size = as_int(fields.shape("hidden_size"), 1)
+        num_heads = as_int(fields.shape("num_attention_heads"), 1)
+        unsaid = QWEN3_HEAD_DIM if fields.text.get("model_type") == "qwen3" else hidden_size // num_heads
+        head_dim = as_int(fields.shape("head_dim", unsaid), 2)
+        value_scale = fields.draft("attention_value_scale")
+        num_target_layers = fields.draft("num_target_layers")
+        vocab_size = as_int(fields.shape("vocab_size"), 1)
+        norm_eps = fields.shape("rms_norm_eps", None)
+        if norm_eps[1] is None:
+            norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
+        target_layer_ids = _target_layer_ids(fields)
+        check_features(fields, target_layer_ids)
+        return cls(
+            architecture=_architecture(config),
+            hidden_size=hidden_size,
+            intermediate_size=as_int(fields.shape("intermediate_size"), 1),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=as_int(fields.shape("num_key_value_heads", num_heads), 1),
+            head_dim=head_dim,
+            rms_norm_eps=as_float(norm_eps),
+            vocab_size=vocab_size,
+            max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
+            attention_bias=as_bool(fields.shape("attention_bias", False)),
+            hidden_act=_hidden_act(fields),
+            block_size=_block_size(fields),
+            mask_token_id=_mask_token_id(fields),
+            target_layer_ids=target_layer_ids,
+            num_target_layers=None if num_target_layers[1] is None else as_int(num_target_layers, 1),
+            layers=layer_attention(fields, num_layers),
+            rope=rope(fields, head_dim, whole_head=speculators),
+            attention_value_scale=None if value_scale[1] is None else as_float(value_scale),
+            quantization=_quantization(config),
+            speculators=speculators,
+            vocabulary=vocabulary(fields),
+            attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
+            dflash2=dflash2(fields, hidden_size, vocab_size) if is_dflash2(config) else None,
+        )
+
+    def named_layer_ids(self, ids: tuple[int, ...]) -> tuple[str, list[int]]:
+        """(field, value) with which the checkpoint's format names the target layers `ids`."""
+        if self.speculators:
+            return LAYER_IDS, [i + 1 for i in ids]
+        return "target_layer_ids", list(ids)
+
+    def feature_layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        """Target layers to capture, in the checkpoint's order, for a target of `num_target_layers`."""
+        if self.target_layer_ids is not None:
+            return self.target_layer_ids
+        return default_target_layer_ids(num_target_layers, self.num_layers)
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The layers a checkpoint without `target_layer_ids` was trained on, one per draft layer.
+
+    Evenly spaced from 1 to num_target_layers - 3, both included; a single one is the middle layer
+    (the rule of the published DFlash reference). Raises DraftConfigError where there is no such range.
+    """
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    last = num_target_layers - 3
+    if last < 1:
+        raise DraftConfigError(
+            "target_layer_ids",
+            None,
+            f"the target layers of the features (a target of {num_target_layers} layers has no default)",
+            "Add dflash_config.target_layer_ids to the draft's config.json.",
+        )
+    step = (last - 1) / (num_draft_layers - 1)
+    return tuple(round(1 + i * step) for i in range(num_draft_layers))
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The raw config.json of a checkpoint directory. Raises OSError and ValueError where it cannot be read."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path}: expected JSON whose objects and lists are nested less deeply.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(config).__name__}.")
+    return config
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise DraftConfigError(
+            "architectures",
+            names,
+            'a list with one name, such as ["DFlashDraftModel"]',
+            "Add architectures to the draft's config.json.",
+        )
+    return names[0]
+
+
+def _hidden_act(fields: Fields) -> str:
+    _, act = fields.shape("hidden_act", "silu")
+    if act != "silu":
+        raise DraftConfigError(
+            "hidden_act", act, "silu", "The draft's MLP is a SwiGLU; serve a checkpoint trained with it."
+        )
+    return act
+
+
+def _block_size(fields: Fields) -> int:
+    field, size = fields.draft("block_size")
+    if size is None:
+        raise DraftConfigError(
+            "block_size",
+            None,
+            "the trained block length, nested in dflash_config or at the top level",
+            "Add dflash_config.block_size to the draft's config.json.",
+        )
+    return as_int((field, size), 1)
+
+
+def _mask_token_id(fields: Fields) -> int | None:
+    field, mask = fields.draft("mask_token_id")
+    return None if mask is None else as_int((field, mask), 0)
+
+
+def _target_layer_ids(fields: Fields) -> tuple[int, ...] | None:
+    field, ids = fields.draft("target_layer_ids")
+    if ids is None:
+        return None
+    valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not valid or not ids:
+        raise DraftConfigError(
+            field, ids, "a non-empty list of integers", f"Correct {field} in the draft's config.json."
+        )
+    return tuple(ids)
+
+
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization is None:
+        return None
+    method = None
+    if isinstance(quantization, Mapping):
+        method = quantization.get("quant_method") or quantization.get("quant_algo")
+    if not isinstance(method, str):
+        raise DraftConfigError(
+            "quantization_config",
+            quantization,
+            "an object with a quant_method",
+            "Add quantization_config.quant_method to the draft's config.json.",
+        )
+    return method

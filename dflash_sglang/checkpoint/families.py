@@ -1,0 +1,150 @@
+"""Which worker serves a draft checkpoint: this package's, SGLang's built-in one, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint import DraftConfigError, is_speculators
+from dflash_sglang.checkpoint.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
+from dflash_sglang.checkpoint.fields import shown
+from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
+
+PLAIN_ARCHITECTURE = "DFlashDraftModel"
+BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
+
+# Architectures that are served under the DFLASH name and are neither plain DFlash nor DFlash2 drafts.
+FOREIGN_ARCHITECTURES = {
+    "LiLiCorrDraftModel": "LiLiCorr: a candidate scorer beside the draft",
+    "DFlashLagunaForCausalLM": "Laguna: per-feature norms and an output gate",
+    "MuseGlimmerAssistantModel": "Muse: another numbering of the target's layers",
+    "Qwen3DSparkModel": "DSpark: a Markov head and a confidence head",
+    "LingDSparkModel": "DSpark: a Markov head and a confidence head",
+    "DSparkDraftModel": "DSpark: a Markov head and a confidence head",
+    "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
+    "Lfm2DSparkDraftModel": "DSpark: a Markov head and a confidence head",
+}
+# Values of `attention_mode` that some worker has layers for; unset means the same.
+_ATTENTION_MODES = ("mha", "gqa", "mqa")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A launch that the built-in worker serves: the field that tells, its value, and what it means."""
+
+    field: str
+    value: object
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={shown(self.value)}: {self.reason}. {BUILT_IN_WORKER} serves it, not dflash_sglang."
+
+
+@dataclass(frozen=True)
+class _Row:
+    field: str
+    is_foreign: Callable[[Any], bool]  # of the field's value
+    reason: str
+    part_of_dflash2: bool = False
+
+
+# Looked up in dflash_config and then at the top level, in this order; the first match is reported.
+_ROWS = (
+    _Row(
+        "speculators_model_type",
+        lambda value: value not in (None, "dflash", "dflash2"),
+        "another algorithm in the speculators format",
+    ),
+    _Row(
+        "projector_type",
+        lambda value: value not in (None, "", "dflash"),
+        "a head that corrects the proposals, such as Domino",
+    ),
+    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of_dflash2=True),
+    _Row("selector_rank", bool, "DFlash2's candidate selector", part_of_dflash2=True),
+    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer"),
+    _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block"),
+    _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block"),
+    _Row("use_gemma_norm", bool, "Gemma's norms"),
+    _Row("hidden_act", lambda value: value == "swigluoai", "gpt-oss's clamped activation"),
+)
+
+
+def check_family(config: Mapping[str, Any]) -> None:
+    """Raise DraftConfigError for a draft that no worker of SGLang serves: another architecture, or MLA layers.
+
+    ``config``: the raw config.json. The built-in worker does not check: it ends after the target is loaded where
+    SGLang has no such model, and it builds GQA layers for an MLA draft, whose tensors it skips.
+    """
+    names = config.get("architectures")
+    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
+    if is_speculators(config):
+        known.update(SPECULATORS_ARCHITECTURES)
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not listed or not names or names[0] not in known:
+        raise DraftConfigError(
+            "architectures",
+            names,
+            f"a DFLASH draft: {', '.join(sorted(known))}",
+            "Give --speculative-draft-model-path a draft of one of these architectures.",
+        )
+    nested = config.get("dflash_config")
+    for path, fields in (("dflash_config.", nested), ("", config)):
+        mode = fields.get("attention_mode") if isinstance(fields, Mapping) else None
+        if mode is not None and mode not in _ATTENTION_MODES:
+            raise DraftConfigError(
+                f"{path}attention_mode",
+                mode,
+                f"none, or one of {', '.join(_ATTENTION_MODES)}: no worker has other attention for drafts",
+                "Serve a draft trained with grouped-query attention.",
+            )
+
+
+def foreign(config: Mapping[str, Any]) -> Foreign | None:
+    """Why the built-in worker serves this draft, or None for a DFlash or DFlash2 draft in a format of ours.
+
+    ``config``: the raw config.json of a draft that `check_family` lets pass.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list):
+        names = []  # which DraftSpec refuses, as it does a malformed dflash_config
+    for name in names:
+        if name in FOREIGN_ARCHITECTURES:
+            return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
+    plain = SPECULATORS_ARCHITECTURES if is_speculators(config) else (PLAIN_ARCHITECTURE,)
+    dflash2 = is_dflash2(config)
+    if names and not set(DFLASH2_ARCHITECTURES if dflash2 else plain) & set(names):
+        return Foreign("draft config architectures", names[0], "neither a plain DFlash draft nor a DFlash2 draft")
+    nested = config.get("dflash_config")
+    if not isinstance(nested, Mapping):
+        nested = {}
+    for row in _ROWS:
+        if row.part_of_dflash2 and dflash2:
+            continue
+        value = nested.get(row.field)
+        path = f"dflash_config.{row.field}"
+        if value is None:
+            path, value = row.field, config.get(row.field)
+        if row.is_foreign(value):
+            return Foreign(f"draft config {path}", value, row.reason)
+    return _converted_speculators(config) or _packed_embedding(config)
+
+
+def _converted_speculators(config: Mapping[str, Any]) -> Foreign | None:
+    """A speculators config that was rewritten for another server, by rules that its fields do not tell."""
+    for field in ("speculators_model_type", "speculators_config"):
+        if config.get(field) and not is_speculators(config):
+            return Foreign(f"draft config {field}", config[field], "the speculators format without its decoder")
+    return None
+
+
+def _packed_embedding(config: Mapping[str, Any]) -> Foreign | None:
+    """An embedding of the draft's own in 4 bits: Nemotron 3.5."""
+    quantization = config.get("quantization_config") or {}
+    algorithm = quantization.get("quant_algo") if isinstance(quantization, Mapping) else None
+    if config.get("has_embed_tokens") and isinstance(algorithm, str) and "NVFP4" in algorithm:
+        return Foreign(
+            "draft config quantization_config.quant_algo", algorithm, "an NVFP4 draft with its own embedding"
+        )
+    return None

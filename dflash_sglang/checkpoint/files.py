@@ -1,0 +1,146 @@
+"""Reads a draft checkpoint without loading it: its raw config.json and its tensors' dtypes and shapes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from dflash_sglang.checkpoint import DraftConfigError, read_config
+from dflash_sglang.checkpoint.fields import MOST_LAYERS
+
+LARGEST_CONFIG = 1 << 22  # bytes of a config.json; published ones have a few thousand
+DEEPEST_CONFIG = 32  # objects and lists inside of one another
+# Transformers makes a list or a table with an entry for each.
+_COUNTED = re.compile(r"(layers?|labels)$")
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """``dtype``: the safetensors name (BF16, F8_E4M3, U8, ...); ``shape``: as stored."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def config_directory(path: str, revision: str | None) -> Path:
+    """The local directory of a checkpoint's config.json: `path` itself, or a hub repository's snapshot.
+
+    Raises OSError where neither has a config.json.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).exists():
+        raise OSError(f"{path} is a file.")
+    if "://" in path:
+        raise OSError(
+            f"{path} is not on this machine, and DFLASH reads a draft's tensors before it builds the draft. Copy "
+            "it here, or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it in z-lab's format."
+        )
+    from transformers.utils import cached_file
+
+    return Path(cached_file(path, "config.json", revision=revision)).parent
+
+
+def weights_directory(path: str, revision: str | None, download_dir: str | None) -> Path:
+    """The local directory of a checkpoint's *.safetensors files: `path` itself, or a hub repository's
+    snapshot, downloaded to `download_dir` (--download-dir, None for the hub's cache) if it is not there yet."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "*.safetensors", INDEX, "mask_embedding.pt"]
+    return Path(snapshot_download(path, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
+
+
+def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any], Path]:
+    """(raw config.json, its directory) of a draft checkpoint.
+
+    Raises OSError and ValueError where there is none, and DraftConfigError for one that takes long to work with:
+    a large file, deep nesting, thousands of layers.
+    """
+    directory = config_directory(path, revision)
+    size = (directory / "config.json").stat().st_size
+    if size > LARGEST_CONFIG:
+        raise DraftConfigError(
+            "file", f"{size} bytes", f"a config.json of at most {LARGEST_CONFIG} bytes", "Serve another draft."
+        )
+    config = read_config(directory)
+    _check_bounds(config)
+    return config, directory
+
+
+def _check_bounds(config: dict[str, Any]) -> None:
+    level: list[tuple[str, object]] = [("", config)]
+    for _ in range(DEEPEST_CONFIG):
+        entries = [
+            (f"{path}{'.' if path else ''}{key}", key, value)
+            for path, outer in level
+            for key, value in (outer.items() if isinstance(outer, Mapping) else enumerate(outer))  # type: ignore
+        ]
+        for path, key, value in entries:
+            if isinstance(value, int) and value > MOST_LAYERS and _COUNTED.search(str(key)):
+                raise DraftConfigError(
+                    path,
+                    value,
+                    f"an integer of at most {MOST_LAYERS}",
+                    f"Correct {path} in the draft's config.json.",
+                )
+        level = [(path, value) for path, _, value in entries if isinstance(value, Mapping | list)]
+        if not level:
+            return
+    raise DraftConfigError(
+        level[0][0].split(".")[0],
+        "objects and lists inside of one another",
+        f"at most {DEEPEST_CONFIG} levels of them",
+        "Serve a draft with a config.json of the usual form.",
+    )
+
+
+def missing_files(directory: Path) -> list[str]:
+    """The files that a directory's model.safetensors.index.json names and that are not there, sorted.
+
+    Empty without such an index. Raises DraftConfigError for one that is malformed.
+    """
+    path = directory / INDEX
+    if not path.is_file():
+        return []
+    try:
+        files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(name for name in files if not (directory / name).is_file())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        raise DraftConfigError(
+            INDEX,
+            f"{path.stat().st_size} bytes",
+            "a JSON object whose weight_map has the file of each tensor",
+            "Download it again.",
+        ) from error
+
+
+def tensor_facts(directory: Path) -> dict[str, TensorFacts]:
+    """Every tensor of the *.safetensors files of a directory by name, from their headers alone.
+
+    Empty where the weights are in another format, or not on this machine yet. Raises DraftConfigError for a file
+    that is not whole.
+    """
+    facts: dict[str, TensorFacts] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+                    tensor = file.get_slice(name)
+                    facts[name] = TensorFacts(tensor.get_dtype(), tuple(tensor.get_shape()))
+        except SafetensorError as error:
+            raise DraftConfigError(
+                path.name,
+                f"{path.stat().st_size} bytes",
+                f"a whole safetensors file ({error})",
+                "Download it again; a pointer of Git LFS becomes the file with `git lfs pull`.",
+            ) from error
+    return facts

@@ -1,0 +1,136 @@
+"""What a draft checkpoint holds of its own instead of the target's: embedding, head, vocabulary, mask row.
+
+Decided by the tensors in its files. Shapes tell nothing: a trained head is as large as the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint.files import TensorFacts
+
+MASK_EMBEDDING = "mask_embedding"
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+# Read here, not by the loader of the weights; the last two belong to training.
+VOCABULARY_TENSORS = ("d2t", "t2d")
+TRAINING_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
+
+
+@dataclass(frozen=True)
+class MaskEmbedding:
+    """``row``: the embedding of a mask token as stored; ``token_id``: the id that it was trained as, or None."""
+
+    source: str
+    row: Tensor
+    token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class OwnModules:
+    """``head`` and ``embedding``: facts of their weight (of any of their tensors, where it is packed).
+
+    ``d2t`` [draft vocabulary]: offset from a row of the head to the target's id. ``t2d`` [target vocabulary]:
+    which ids of the target the head knows.
+    """
+
+    head: TensorFacts | None = None
+    embedding: TensorFacts | None = None
+    d2t: Tensor | None = None
+    t2d: Tensor | None = None
+    mask_embedding: MaskEmbedding | None = None
+
+    def target_ids(self) -> Tensor | None:
+        """The target's id of each row of the head [draft vocabulary] int64; None where rows are ids."""
+        if self.d2t is None or self.head is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t.long()
+
+
+def own_modules(directory: Path, tensors: Mapping[str, TensorFacts]) -> OwnModules:
+    """From the `tensors` of a checkpoint directory, as `tensor_facts` has them, and its mask_embedding.pt.
+
+    Raises DraftConfigError for a mask_embedding.pt that is no tensor.
+    """
+    facts = {name.removeprefix("model."): fact for name, fact in tensors.items()}
+    small = _read(directory, facts.keys() & {*VOCABULARY_TENSORS, MASK_EMBEDDING})
+    return OwnModules(
+        head=_module(facts, "lm_head"),
+        embedding=_module(facts, "embed_tokens"),
+        d2t=small.get("d2t"),
+        t2d=small.get("t2d"),
+        mask_embedding=_mask_embedding(directory, small),
+    )
+
+
+def head_rows(spec: DraftSpec, own: OwnModules) -> int:
+    """Rows of a head of the draft's own: the config's draft_vocab_size, those that d2t maps, or the vocabulary."""
+    if spec.vocabulary.draft_vocab_size is not None:
+        return spec.vocabulary.draft_vocab_size
+    return spec.vocab_size if own.d2t is None else own.d2t.numel()
+
+
+def _module(facts: Mapping[str, TensorFacts], name: str) -> TensorFacts | None:
+    parts = [fact for tensor, fact in facts.items() if tensor.startswith(f"{name}.")]
+    return facts.get(f"{name}.weight", parts[0] if parts else None)
+
+
+def _read(directory: Path, names: Set[str]) -> dict[str, Tensor]:
+    """The tensors themselves, from the files; these are opened only where there is something to read."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")) if names else ():
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+                if name.removeprefix("model.") in names:
+                    found[name.removeprefix("model.")] = file.get_tensor(name)
+    return found
+
+
+def _mask_embedding(directory: Path, tensors: Mapping[str, Tensor]) -> MaskEmbedding | None:
+    path = directory / MASK_EMBEDDING_FILE
+    if path.is_file():
+        return _from_file(path)
+    row = tensors.get(MASK_EMBEDDING)
+    return None if row is None else MaskEmbedding(f"draft tensor {MASK_EMBEDDING}", row.squeeze())
+
+
+def _from_file(path: Path) -> MaskEmbedding:
+    """A tensor, or a dict with it as `embedding` and, as published, `mask_token_id` and `per_position`."""
+    try:
+        saved: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file of another kind fails anywhere in the unpickler
+        raise _unreadable(f"a file of another kind ({type(error).__name__}: {error})") from error
+    entries = saved if isinstance(saved, dict) else {"embedding": saved}
+    row = entries.get("embedding", entries.get(MASK_EMBEDDING))
+    if not isinstance(row, Tensor):
+        raise _unreadable(f"{type(saved).__name__} with {sorted(map(str, entries))}")
+    per_position = entries.get("per_position")
+    if per_position is not None and per_position is not False:
+        raise _unreadable("one row per position of the block")
+    token_id = entries.get("mask_token_id")
+    if isinstance(token_id, Tensor) and token_id.numel() == 1:
+        token_id = token_id.item()
+    if token_id is not None and (isinstance(token_id, bool) or not isinstance(token_id, int)):
+        raise DraftConfigError(
+            f"{path.name} mask_token_id",
+            token_id,
+            "the id of the mask token, an integer",
+            "Save it again with the id that the draft was trained with.",
+        )
+    return MaskEmbedding(f"draft file {path.name}", row.squeeze(), token_id)
+
+
+def _unreadable(found: str) -> DraftConfigError:
+    return DraftConfigError(
+        MASK_EMBEDDING_FILE,
+        found,
+        "one embedding row for every mask token, saved as a tensor or as {'embedding': tensor}",
+        "Save it again from the embedding that the draft was trained with.",
+    )

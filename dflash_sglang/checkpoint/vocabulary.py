@@ -1,0 +1,54 @@
+"""What the config says of a draft's embedding, head and vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint.fields import Fields, as_bool, as_float, as_int
+
+DRAWN_FROM = 16
+"""The likeliest tokens of a draft that a drawn proposal comes from."""
+
+
+@dataclass(frozen=True)
+class VocabularySpec:
+    """Embedding, head and logits of a draft.
+
+    ``draft_vocab_size``: rows of a head of the draft's own, None where the config does not say.
+    ``has_head``, ``has_embedding``: whether the checkpoint is to hold one, None where the config does not
+    say. ``embedding_scale``: factor on the block's embeddings. A logit x of the head becomes
+    ``logit_multiplier`` * x and then, with a ``logit_softcap`` c, c * tanh(x / c).
+    """
+
+    draft_vocab_size: int | None
+    has_head: bool | None
+    has_embedding: bool | None
+    embedding_scale: float
+    logit_multiplier: float
+    logit_softcap: float | None
+
+
+def vocabulary(fields: Fields) -> VocabularySpec:
+    """VocabularySpec of a draft. Scales and caps count in `dflash_config` alone: the top level holds those
+    that were copied from the target. Raises DraftConfigError for a malformed field."""
+    size = fields.draft("draft_vocab_size")
+    cap = _nested(fields, "final_logit_softcapping", 0)
+    return VocabularySpec(
+        draft_vocab_size=None if size[1] is None else as_int(size, 1),
+        has_head=_flag(fields, "has_lm_head"),
+        has_embedding=_flag(fields, "has_embed_tokens"),
+        embedding_scale=as_float(_nested(fields, "input_embedding_scale", 1.0)),
+        logit_multiplier=as_float(_nested(fields, "output_multiplier", 1.0)),
+        logit_softcap=None if cap[1] == 0 else as_float(cap),
+    )
+
+
+def _flag(fields: Fields, name: str) -> bool | None:
+    found = fields.draft(name)
+    return None if found[1] is None else as_bool(found)
+
+
+def _nested(fields: Fields, name: str, default: float) -> tuple[str, Any]:
+    value = fields.nested.get(name)
+    return f"dflash_config.{name}", default if value is None else value

@@ -1,0 +1,1 @@
+"""Kernels over the blocks of a step: built, packed, convolved, accepted."""

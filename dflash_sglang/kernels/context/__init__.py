@@ -1,0 +1,1 @@
+"""Kernels that norm, rotate and write context keys and values."""

@@ -1,0 +1,1 @@
+"""Kernels over a head's rows and logits."""

@@ -1,0 +1,224 @@
+"""ContextKV: keys and values of the target's hidden states, projected and written to the draft's KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dflash_sglang.models.context_kv.quantised_projection import QuantisedKV, not_sliceable
+from dflash_sglang.models.context_kv.writers import AllLayerWriter
+from dflash_sglang.models.layers import DraftAttention
+from dflash_sglang.settings.plugin_config import ContextKVForm
+from dflash_sglang.sglang_names.scheduler import KVWriteLoc, UnquantizedLinearMethod
+
+if TYPE_CHECKING:
+    from dflash_sglang.models.draft import DFlashDraftModel
+
+Form = Literal["stacked", "sliced", "per_layer"]
+WRITE_ROWS = 2048  # context rows projected at once: more of them make no GEMM faster, and take memory
+
+
+class Projection(Protocol):
+    """K and V of context rows, of all layers."""
+
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; before k_norm and RoPE.
+
+        Into `out` of this shape where it is given and the form can.
+        """
+
+    def refresh(self) -> None:
+        """Takes the layers' present weights over."""
+
+
+class ContextKV:
+    """Context K/V of all draft layers.
+
+    Three forms of the projection, equal up to the order of a GEMM's sums:
+    per_layer  each layer's whole qkv_proj through its quantisation method, Q thrown away; any quantisation.
+    sliced     each layer's K and V rows through that method; quantisations that `quantised_projection` can repack.
+    stacked    one GEMM over all layers' K and V rows. Unquantised: a batched one, and the layers' weights
+               become slices of its tensor. Quantised: the method's own, over a repacked copy of the rows.
+
+    Two ways to the pool: one launch that norms, rotates and writes all layers (`writers.py`: CUDA, bf16 norms,
+    bf16 or fp8 pool, whole-head RoPE), or `set_kv_buffer` per layer. ``form`` and ``reason`` say what was
+    taken and why. All methods are capturable in a CUDA graph after `bind`.
+    """
+
+    def __init__(self, model: DFlashDraftModel, form: ContextKVForm = "auto") -> None:
+        """Once, after the weights are loaded and processed. Raises ValueError for `stacked` on weights that
+        do not allow it."""
+        self._model = model
+        self._attentions: list[DraftAttention] = [layer.self_attn for layer in model.layers]
+        self._pool: Any = None
+        self._writer: AllLayerWriter | None = None
+        self.form: Form
+        self.form, self._projection, self._why = _projection(self._attentions, form)
+        self._k_norms = _shared([a.k_norm.weight for a in self._attentions])  # [L, head_dim]
+        # Taken now: SGLang gives the KV pools what is free once the weights are there.
+        shape = (WRITE_ROWS, len(self._attentions), 2 * self._attentions[0].kv_size)
+        self._workspace = model.hidden_norm.weight.data.new_empty(shape)
+        self._why_writer: str | None = None
+
+    @property
+    def reason(self) -> str:
+        """Form of the projection and way to the pool with their reasons, for the start-up line."""
+        projection = f"{self.form} ({self._why})"
+        return projection if self._why_writer is None else f"{projection}, {self._why_writer}"
+
+    def refresh(self) -> None:
+        """After an update of the draft's weights: the projection has them, in the same memory."""
+        self._projection.refresh()
+
+    def bind(self, pool: Any) -> None:
+        """pool: the draft's token-to-KV pool, when its buffers have their final addresses; before capture."""
+        self._pool = pool
+        writer = AllLayerWriter.of(self._attentions, self._k_norms, pool)
+        if isinstance(writer, str):
+            self._writer, self._why_writer = None, f"one write per layer ({writer})"
+        else:
+            self._writer, self._why_writer = writer, "one write for all layers"
+
+    @torch.no_grad()
+    def project(self, features: Tensor) -> Tensor:
+        """features [T, n_ids * hidden], in the checkpoint's layer order -> context rows [T, hidden].
+
+        Raises ValueError for features of another width.
+        """
+        width = self._model.fc.input_size
+        if features.shape[-1] != width:
+            raise ValueError(
+                f"features of the target are {features.shape[-1]} wide: expected {width}, which the draft's fc "
+                f"takes: {self._model.num_features} layers (target_layer_ids) of the target's hidden_size. The "
+                "target's class captures something else; serve the draft on another target."
+            )
+        rows, _ = self._model.fc(features.to(self._model.hidden_norm.weight.dtype))
+        return self._model.hidden_norm(rows)
+
+    @torch.no_grad()
+    def keys_values(self, rows: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per layer k (after k_norm and RoPE) and v (after the value scale), [T, kv_size] each.
+
+        rows: context rows [T, hidden], positions [T].
+        """
+        kv = self._projection.project(rows)
+        for layer, attention in enumerate(self._attentions):
+            k, v = kv[:, layer].chunk(2, dim=-1)
+            yield attention.finished_keys(k, positions), attention.scaled_values(v)
+
+    @torch.no_grad()
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Writes K and V of every layer for T tokens into the bound pool.
+
+        features [T, n_ids * hidden], positions [T] int64, slots [T] int64: rows of the pool, none negative.
+        Rows that belong to no request go to slot 0, the pool's padding page. Later rows of a slot given
+        twice do not reliably win.
+        """
+        for start in range(0, features.shape[0], WRITE_ROWS):
+            part = slice(start, start + WRITE_ROWS)
+            self._write(features[part], positions[part], slots[part])
+
+    def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """`write` of at most WRITE_ROWS rows."""
+        rows = self.project(features)
+        if self._writer is not None:
+            kv = self._projection.project(rows, self._workspace[: len(rows)])
+            self._writer.write(kv, positions, slots)
+            return
+        loc = KVWriteLoc(slots, physical=True)
+        for attention, (k, v) in zip(self._attentions, self.keys_values(rows, positions), strict=True):
+            heads = (-1, attention.num_kv_heads, attention.head_dim)
+            cache = attention.attn
+            self._pool.set_kv_buffer(cache, loc, k.view(heads), v.view(heads), cache.k_scale, cache.v_scale)
+
+
+class _Stack:
+    """Every layer's K and V rows of an unquantised qkv_proj, in tensors that share the layers' memory."""
+
+    def __init__(self, attentions: list[DraftAttention]) -> None:
+        kv_rows = slice(attentions[0].q_size, None)
+        weights = _shared([a.qkv_proj.weight for a in attentions])
+        self.weight = weights[:, kv_rows].transpose(1, 2)  # [L, hidden, 2 * kv_size]
+        self.bias: Tensor | None = None
+        if attentions[0].qkv_proj.bias is not None:
+            biases = _shared([a.qkv_proj.bias for a in attentions])
+            self.bias = biases[:, None, kv_rows]  # [L, 1, 2 * kv_size]
+
+    def refresh(self) -> None:
+        """Nothing to do: an update of a layer's weight is one of the stack's."""
+
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V."""
+        layers, _, width = self.weight.shape
+        kv = rows.new_empty(rows.shape[0], layers, width) if out is None else out
+        by_layer, rows = kv.transpose(0, 1), rows.expand(layers, -1, -1)
+        if self.bias is None:
+            torch.bmm(rows, self.weight, out=by_layer)
+        else:
+            torch.baddbmm(self.bias, rows, self.weight, out=by_layer)
+        return kv
+
+
+class _WholeLayers:
+    """Each layer's qkv_proj as the block runs it; Q is thrown away."""
+
+    def __init__(self, attentions: list[DraftAttention]) -> None:
+        self._attentions = attentions
+
+    def refresh(self) -> None:
+        """Nothing to do: the weights are the layers'."""
+
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V."""
+        shape = (rows.shape[0], len(self._attentions), 2 * self._attentions[0].kv_size)
+        kv = rows.new_empty(shape) if out is None else out
+        for layer, attention in enumerate(self._attentions):
+            qkv, _ = attention.qkv_proj(rows)
+            kv[:, layer].copy_(qkv[:, attention.q_size :])
+        return kv
+
+
+def _shared(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor [L, ...] that the parameters become rows of: an in-place update of one is seen in it."""
+    rows = torch.stack([parameter.data for parameter in parameters])
+    for parameter, row in zip(parameters, rows, strict=True):
+        parameter.data = row
+    return rows
+
+
+def _projection(attentions: list[DraftAttention], asked: ContextKVForm) -> tuple[Form, Projection, str]:
+    """The form of the projection, the projection and why; `asked` is the operator's wish."""
+    wished = "context_kv asks for it"
+    obstacle = _not_unquantised(attentions)
+    if asked == "per_layer":
+        return "per_layer", _WholeLayers(attentions), wished
+    if obstacle is None:
+        why = "no qkv_proj is quantised" if asked == "auto" else wished
+        return "stacked", _Stack(attentions), why
+    obstacle = not_sliceable(attentions)
+    if obstacle is None:
+        quantised = QuantisedKV(attentions)
+        obstacle = quantised.obstacle_to_joining
+        repacked = f"{quantised.method}, K and V repacked in {quantised.bytes / 2**20:.1f} MiB"
+        if obstacle is None:
+            return "stacked", quantised, repacked if asked == "auto" else f"{wished}; {repacked}"
+        if asked == "auto":
+            return "sliced", quantised, f"{repacked}; {obstacle}"
+    if asked == "stacked":
+        raise ValueError(
+            "context_kv='stacked': expected weights that one GEMM can take over all layers, but "
+            f"{obstacle}. Set context_kv to 'auto' or 'per_layer'."
+        )
+    return "per_layer", _WholeLayers(attentions), obstacle
+
+
+def _not_unquantised(attentions: list[DraftAttention]) -> str | None:
+    """Which layer's weights are quantised, or None."""
+    for layer, attention in enumerate(attentions):
+        method = type(attention.qkv_proj.quant_method)
+        if method is not UnquantizedLinearMethod:
+            return f"layers.{layer}.self_attn.qkv_proj is served by {method.__name__}"
+    return None

@@ -1,0 +1,64 @@
+"""A dense head in fp8, for drafting alone: it reads half of the bytes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_sglang.kernels.head.fp8_linear import FP8, fp8_linear, quantise_rows
+from dflash_sglang.models.head.hot_rows import kept_rows
+from dflash_sglang.models.head.target_head import TargetHead
+
+_GRANULE = 16  # rows that the GEMM takes at once
+_ROWS_AT_A_TIME = 4096  # quantised at once: in float32 they take memory
+
+
+class Fp8Head:
+    """A head's rows in float8_e4m3fn with a scale each, as `TargetHead` takes a quantised head.
+
+    Sharded as the head is. Rows of zeros fill up the last granule. `refresh` brings the copy up to date.
+    Verification makes the output the target's whatever is proposed.
+    """
+
+    def __init__(self, lm_head: nn.Module, token_ids: Tensor | None = None) -> None:
+        """lm_head: dense, as for `TargetHead`. token_ids [n] int64, ascending: row i is that of token_ids[i], None
+        for the rows of all tokens."""
+        self._lm_head: Any = lm_head
+        self._rows: Tensor | None = None
+        if token_ids is None:
+            head = TargetHead(lm_head)
+            shard = SimpleNamespace(org_vocab_start_index=head.first_id, num_org_elements=head.rows)
+        else:
+            self._rows, shard = kept_rows(lm_head, token_ids)
+        self.shard_indices = shard
+        self.tp_group = getattr(lm_head, "tp_group", None)
+        self.quant_method = Fp8HeadMethod()
+        granules = max(1, -(-shard.num_org_elements // _GRANULE))
+        device, hidden = self._lm_head.weight.device, self._lm_head.weight.shape[1]
+        self.weight = torch.zeros((granules * _GRANULE, hidden), dtype=FP8, device=device)
+        self.weight_scale = torch.ones((len(self.weight), 1), dtype=torch.float32, device=device)
+        self.refresh()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight, self.weight_scale)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes the head's present weights over, into the memory that the graphs know."""
+        source, count = self._lm_head.weight, self.shard_indices.num_org_elements
+        for start in range(0, count, _ROWS_AT_A_TIME):
+            part = slice(start, min(start + _ROWS_AT_A_TIME, count))
+            rows = source[part] if self._rows is None else source[self._rows[part]]
+            self.weight[part], self.weight_scale[part] = quantise_rows(rows)
+
+
+class Fp8HeadMethod:
+    """What stands for SGLang's quantisation method of an `Fp8Head`."""
+
+    def apply(self, layer: Fp8Head, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [N, hidden] -> logits [N, rows of the copy]. A head has no bias."""
+        return fp8_linear(x, layer.weight, layer.weight_scale)

@@ -1,0 +1,180 @@
+"""The target's embedding and head as the draft borrows them, and the likeliest tokens of a sharded head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_sglang.kernels.head.largest import largest
+from dflash_sglang.kernels.head.pack_shard import best_ids, merge_chances, merge_shards, pack_chances, pack_shard
+from dflash_sglang.models.head.collectives import RowGather
+from dflash_sglang.sglang_names.scheduler import should_apply_lm_head_quant_method, unwrap_lora_layer
+
+_NESTED = ("language_model", "model", "text_model", "thinker", "llm")
+_DENSE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def find_embedding(target_model: nn.Module, same_batch: int | None = None) -> nn.Module:
+    """The target's token embedding, unwrapped of LoRA, wherever the target nests it.
+
+    same_batch: ranks that look up the same tokens, None for all.
+    Raises ValueError where no `get_input_embeddings()` or `embed_tokens` gives a module, and for a table that is
+    sharded over ranks with other tokens.
+    """
+    for model in _nested(target_model):
+        getter = getattr(model, "get_input_embeddings", None)
+        found = getter() if callable(getter) else getattr(model, "embed_tokens", None)
+        if isinstance(found, nn.Module):
+            table = unwrap_lora_layer(found)
+            shards = getattr(table, "tp_size", 1)
+            if same_batch is not None and shards > same_batch:
+                raise ValueError(
+                    f"{type(target_model).__name__} shards its embedding over {shards} ranks: expected at most "
+                    f"{same_batch}, which have the same batch. Serve this target without --attn-dp-size."
+                )
+            return table
+    raise ValueError(
+        f"{type(target_model).__name__} has no token embedding for the draft: looked for "
+        f"get_input_embeddings() and embed_tokens on the model and in {', '.join(_NESTED)}. "
+        "Serve a target that has one."
+    )
+
+
+def find_head(target_model: nn.Module) -> nn.Module:
+    """The target's LM head (the embedding where they are tied), unwrapped of LoRA, wherever it is nested.
+
+    Raises ValueError where neither `lm_head` nor the owner of `get_embed_and_head()`'s weight is found.
+    """
+    for model in _nested(target_model):
+        found = getattr(model, "lm_head", None)
+        if isinstance(found, nn.Module):
+            return unwrap_lora_layer(found)
+    getter = getattr(target_model, "get_embed_and_head", None)
+    if callable(getter):
+        _, weight = getter()
+        for module in target_model.modules():
+            if weight is not None and getattr(module, "weight", None) is weight:
+                return unwrap_lora_layer(module)
+    raise ValueError(
+        f"{type(target_model).__name__} has no LM head for the draft: looked for lm_head on the model and in "
+        f"{', '.join(_NESTED)}, and for the module of get_embed_and_head()'s weight. "
+        "Serve a target that has one."
+    )
+
+
+def _nested(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and the models nested in it, outermost first."""
+    level = [model]
+    while level:
+        yield from level
+        level = [
+            inner
+            for outer in level
+            for name in _NESTED
+            if isinstance(inner := getattr(outer, name, None), nn.Module)
+        ]
+
+
+def is_dense(lm_head: nn.Module) -> bool:
+    """Whether the logits of a head are the product with its weight, no method's or adapter's."""
+    weight: Any = getattr(lm_head, "weight", None)
+    quantised = should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
+    is_wrapped = unwrap_lora_layer(lm_head) is not lm_head
+    return weight is not None and weight.dtype in _DENSE and not quantised and not is_wrapped
+
+
+class TargetHead:
+    """Proposals with the target's head, dense or quantised, sharded over the vocabulary or not.
+
+    lm_head: a ParallelLMHead, a tied VocabParallelEmbedding or a linear module with a weight [vocab, hidden].
+    same_batch: ranks of the head's group that draft the same batch, None for all of them.
+    Raises ValueError for a head whose weight is neither dense nor served by its quantisation method.
+    """
+
+    def __init__(self, lm_head: nn.Module, same_batch: int | None = None) -> None:
+        self.lm_head = lm_head
+        weight: Any = getattr(lm_head, "weight", None)
+        self.quantised = should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
+        if not self.quantised and (weight is None or weight.dtype not in _DENSE):
+            raise ValueError(
+                f"the target's LM head ({type(lm_head).__name__}) has a weight of "
+                f"{getattr(weight, 'dtype', None)}: expected float16, bfloat16 or float32, or a quantisation "
+                "method that SGLang applies to heads. Serve a target with such a head."
+            )
+        shard = getattr(lm_head, "shard_indices", None)
+        self.first_id: int = 0 if shard is None else shard.org_vocab_start_index
+        # Rows of this rank's shard that are tokens; padding follows them.
+        self.rows: int = weight.shape[0] if shard is None else shard.num_org_elements
+        group = getattr(lm_head, "tp_group", None)
+        self.group = group if group is not None and group.world_size > 1 else None
+        # Of a head that is sharded over ranks with batches of their own.
+        self.all_rows: RowGather | None = None
+        if self.group is not None and same_batch is not None and same_batch < self.group.world_size:
+            self.all_rows = RowGather(self.group, same_batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> [N, rows] over this rank's tokens, without a gather."""
+        if self.quantised:
+            return self.lm_head.quant_method.apply(self.lm_head, hidden, None)[:, : self.rows]
+        weight = self.lm_head.weight[: self.rows]
+        return torch.matmul(hidden.to(weight.dtype), weight.T)
+
+    @torch.no_grad()
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> ids [N] int64 of the largest logit over the whole vocabulary, the lowest id
+        among equals. Collective over the head's TP group; capturable in a CUDA graph."""
+        rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
+        ids = self.best(self.logits(rows))
+        return ids if self.all_rows is None else self.all_rows.own(ids, len(hidden))
+
+    def best(self, logits: Tensor) -> Tensor:
+        """logits [N, rows] of this rank's tokens -> ids [N] int64 as of `greedy`, with its collective."""
+        if self.group is None:
+            return best_ids(logits, self.first_id)
+        return merge_shards(self._of_all_ranks(pack_shard(logits, self.first_id)))
+
+    @torch.no_grad()
+    def chances(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [N, hidden] -> ids [N] int64 as of `greedy`, and their logprobs [N] float32 over the whole
+        vocabulary. Of a head whose ranks have the same batch; collective and capturable as `greedy`."""
+        packed, sums = pack_chances(self._shaped(self.logits(hidden)), self.first_id)
+        if self.group is not None:
+            packed, sums = (self._of_all_ranks(of) for of in (packed.amax(dim=0), sums.logsumexp(dim=0)))
+        return merge_chances(packed, sums)
+
+    def _of_all_ranks(self, of_rank: Tensor) -> Tensor:
+        """[N] -> [ranks, N]"""
+        assert self.group is not None
+        gathered = of_rank.new_empty(self.group.world_size * len(of_rank))
+        self.group.all_gather_into_tensor(gathered, of_rank.contiguous())
+        return gathered.view(self.group.world_size, -1)
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """What a probability is the softmax of."""
+        return logits
+
+    @torch.no_grad()
+    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """hidden [N, hidden] -> ids [N, count] int64 and logits [N, count] float32 of the largest logits over the
+        whole vocabulary, descending. Collective over the head's TP group; capturable in a CUDA graph."""
+        rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
+        values, ids = largest(self.logits(rows), count if self.group is None else min(count, self.rows))
+        values = values.float()
+        if self.group is None:
+            return ids, values
+        shape = (self.group.world_size, len(rows), count)
+        values, ids = (
+            nn.functional.pad(values, (0, count - values.shape[1]), value=float("-inf")),
+            nn.functional.pad(ids + self.first_id, (0, count - ids.shape[1])),
+        )
+        all_values, all_ids = values.new_empty(shape), ids.new_empty(shape)
+        self.group.all_gather_into_tensor(all_values, values.contiguous())
+        self.group.all_gather_into_tensor(all_ids, ids.contiguous())
+        values, best = all_values.transpose(0, 1).flatten(1).topk(count, dim=-1)
+        ids = all_ids.transpose(0, 1).flatten(1).gather(1, best)
+        if self.all_rows is None:
+            return ids, values
+        return self.all_rows.own(ids, len(hidden)), self.all_rows.own(values, len(hidden))

@@ -1,0 +1,1 @@
+"""Weights from a checkpoint or an update into the draft model, strictly."""

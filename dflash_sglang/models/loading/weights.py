@@ -1,0 +1,180 @@
+"""Strict loading of a draft checkpoint: every tensor has a place, every place gets its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import Tensor, nn
+
+from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
+from dflash_sglang.models.loading.checkpoint_form import CheckpointForm, quantised_layers
+from dflash_sglang.models.loading.stacking import Shard, stacked, still_missing
+from dflash_sglang.sglang_names.scheduler import maybe_remap_kv_scale_name
+
+if TYPE_CHECKING:
+    from dflash_sglang.models.draft import DFlashDraftModel
+
+_RECOMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+"""Rotary tables that some exporters save; RoPE is computed from the config."""
+
+_ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
+"""Tensors of the speculators format that are read when the model is built, or belong to training."""
+
+_ACTIVATION_ORDERS = (".g_idx", ".weight_g_idx")
+"""One for all the modules that are stacked: the order in which the stack's inputs are read."""
+
+
+_PACKED = (torch.uint8, torch.int32, torch.int64)
+"""Dtypes that hold several weights in a number, in a shape that the quantisation decides."""
+
+_NAMED = 8  # of the tensors that an error is about: those of a whole target are many
+
+
+class Placed(NamedTuple):
+    """A tensor of a checkpoint and where it goes: into a shard of a parameter, None for the whole of it."""
+
+    name: str
+    tensor: Tensor
+    target: str
+    shard: Shard
+
+
+def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Loads a whole checkpoint by its tensors' names, with or without the prefix `model.`.
+
+    Tensors of a quantisation method (scales, zero points, packed weights, g_idx) go to its parameters like
+    any other. Raises ValueError naming each missing or unexpected tensor, or the one whose shape does not fit.
+    """
+    params = dict(model.named_parameters())
+    unexpected: list[str] = []
+    loaded: dict[str, set[Shard]] = {}
+    for placed in _places(model, params, weights, unexpected):
+        _load(params[placed.target], placed)
+        loaded.setdefault(placed.target, set()).add(placed.shard)
+    if unexpected:
+        raise ValueError(
+            f"draft checkpoint: unexpected tensors {listed(unexpected)}. Expected only those of the "
+            "draft that its config.json describes. "
+            "Remove them, or correct config.json (layers, biases, quantization_config). A head, an embedding or a "
+            "mask row of the draft's own is found in *.safetensors files alone: convert a checkpoint of others."
+        )
+    missing = [name for target in params for name in still_missing(target, loaded.get(target, set()))]
+    if missing:
+        raise ValueError(
+            f"draft checkpoint: missing tensors {sorted(missing)}. Expected every tensor that its "
+            "config.json describes. Use a complete checkpoint, or correct config.json (layers, biases, "
+            "quantization_config)."
+        )
+
+
+def load_update(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Loads any part of a checkpoint into a loaded model, of a quantised module all of it.
+
+    Raises ValueError as `load_checkpoint`, and for a part of a quantised module, before anything is changed; a
+    tensor that belongs to a quantisation alone is judged by its loader, and the module is as it was.
+    """
+    weights, served = list(weights), dict(model.named_parameters())
+    targets = {_place(name.removeprefix("model."), served)[0] for name, _ in weights}
+    touched = {target.rpartition(".")[0] for target in targets if not target.endswith(".bias")}
+    quantised = {name: layer for name, layer in quantised_layers(model).items() if name in touched}
+    with CheckpointForm(quantised) as form:
+        params = dict(model.named_parameters())
+        unexpected: list[str] = []
+        update = list(_places(model, params, weights, unexpected))
+        if unexpected:
+            raise ValueError(unexpected_in_update(unexpected))
+        shards: dict[str, set[Shard]] = {}
+        for placed in update:
+            shards.setdefault(placed.target, set()).add(placed.shard)
+        form.require_whole_modules(shards)
+        for placed in update:
+            _load(params[placed.target], placed)
+
+
+def of_others(model: DFlashDraftModel, names: Iterable[str]) -> list[str]:
+    """The names that are, as they stand, neither of a parameter of the draft nor of one of its modules."""
+    parameters = dict(model.named_parameters()).keys()
+    modules = {f"{name}." for name, _ in model.named_modules() if name}
+    own = ((name, stacked(name)[0]) for name in names)
+    return [name for name, to in own if to not in parameters and to[: to.rfind(".") + 1] not in modules]
+
+
+def _places(
+    model: DFlashDraftModel,
+    params: Mapping[str, nn.Parameter],
+    weights: Iterable[tuple[str, Tensor]],
+    unexpected: list[str],
+) -> Iterator[Placed]:
+    """The place of each tensor that has one, as they come; `unexpected` gets the names of the others. Raises
+    ValueError for one that does not fit its place."""
+    shapes = model.checkpoint_shapes
+    orders: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        own = name.removeprefix("model.")
+        if name.endswith(_RECOMPUTED) or own in _ELSEWHERE:
+            continue
+        target, shard = _place(own, params)
+        if target not in params:
+            unexpected.append(name)
+            continue
+        if target.endswith(_ACTIVATION_ORDERS) and not torch.equal(orders.setdefault(target, tensor), tensor):
+            raise _other_order(name, target)
+        if target == MASK_EMBEDDING:
+            tensor = tensor.squeeze()
+        expected = shapes.get(own, tuple(tensor.shape))
+        if tensor.dtype not in _PACKED and tensor.shape != expected:
+            raise ValueError(
+                f"draft checkpoint: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}: expected "
+                f"shape {expected}, which config.json describes. Make the checkpoint and its config.json agree."
+            )
+        yield Placed(name, tensor, target, shard)
+
+
+def unexpected_in_update(names: Collection[str]) -> str:
+    return (
+        f"weight update of the draft: unexpected tensors {listed(names)}. Expected only those of the "
+        "draft's checkpoint. Send tensors of the target with selector='target', and the draft's with "
+        "selector='draft'. The draft keeps its weights."
+    )
+
+
+def listed(names: Collection[str]) -> str:
+    """The first of the names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{sorted(names)[:_NAMED]}{more}"
+
+
+def _other_order(name: str, target: str) -> ValueError:
+    return ValueError(
+        f"draft checkpoint: tensor {name!r} is another activation order than that of the modules stacked with it "
+        f"in {target!r}. Expected one order for all of them, because one kernel reads their inputs. Quantise "
+        "without an activation order (desc_act false, actorder null or 'static')."
+    )
+
+
+def _place(name: str, params: Mapping[str, nn.Parameter]) -> tuple[str, Shard]:
+    """(parameter, shard) that a checkpoint tensor belongs to; the parameter may not exist."""
+    if name in params:
+        return name, None
+    if name.endswith((".k_scale", ".v_scale", ".kv_scale", ".output_scale")):
+        return maybe_remap_kv_scale_name(name, dict(params)) or name, None
+    return stacked(name)
+
+
+def _load(param: nn.Parameter, placed: Placed) -> None:
+    name, tensor, _, shard = placed
+    loader = getattr(param, "weight_loader", default_weight_loader)
+    try:
+        if shard is None:
+            loader(param, tensor)
+        else:
+            loader(param, tensor, shard)
+    except (AssertionError, RuntimeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"draft checkpoint: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype} does not "
+            f"fit its parameter of shape {tuple(param.shape)} and {param.dtype} on this rank ({error}). "
+            "Make the checkpoint and its config.json agree."
+        ) from error

@@ -1,0 +1,95 @@
+"""Requests that would end SGLang's scheduler, or get no answer: refused where they are tokenized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dflash_sglang.requests.errors import RequestError, shown
+from dflash_sglang.sglang_names.launcher import PositionalEmbeds, get_exec
+
+HIGHEST_TOP_K = 2**31 - 1  # SGLang keeps it in 32 bits
+HIGHEST_BIAS = 1e30  # finite in float32 when it is divided by the lowest temperature, 1e-6
+LONGEST_STOP_REGEX = 256  # bytes; SGLang refuses longer ones
+
+
+def create_tokenized_object(
+    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND TokenizerManager._create_tokenized_object: runs for every request, before a scheduler has it.
+
+    Raises RequestError, which every endpoint answers with HTTP status 400.
+    """
+    _check_stop_regex(obj.sampling_params.get("stop_regex"))
+    try:
+        tokenized = original(manager, obj, *args, **kwargs)
+    except TypeError as error:  # endpoints answer a ValueError; to a stream they answer nothing else
+        raise RequestError(f"request: expected fields of known names and types, but: {error}.") from error
+    deterministic = get_exec().deterministic.enable_deterministic_inference
+    _check(tokenized, manager.model_config.vocab_size, deterministic)
+    return tokenized
+
+
+def _check_stop_regex(patterns: Any) -> None:
+    for pattern in patterns if isinstance(patterns, list) else [patterns]:
+        if isinstance(pattern, str) and len(pattern.encode(errors="replace")) <= LONGEST_STOP_REGEX:
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError) as error:
+                expected = f"a regular expression that Python's re can read (it says: {error})"
+                raise _unexpected("stop_regex", pattern, expected) from error
+
+
+def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
+    """request: a TokenizedGenerateReqInput."""
+    sampling = request.sampling_params
+    _check_prompt(request, vocab_size)
+    if request.lora_id is not None and request.lora_name is None:
+        raise _unexpected("lora_id", request.lora_id, "none, since SGLang finds it itself. Give lora_path")
+    if stops := sampling.stop_token_ids:
+        if sampling.min_new_tokens > 0:
+            _check_tokens("stop_token_ids", min(stops), max(stops), vocab_size)
+        # No token outside of the vocabulary ever comes, so none of them stops a request. Another request's
+        # min_new_tokens would have SGLang look them up.
+        sampling.stop_token_ids = {token for token in stops if 0 <= token < vocab_size} or None
+    if sampling.top_k > HIGHEST_TOP_K:
+        raise _unexpected("top_k", sampling.top_k, f"at most {HIGHEST_TOP_K}, or -1 for all tokens")
+    for token, bias in (sampling.logit_bias or {}).items():
+        if not bias <= HIGHEST_BIAS:
+            raise _unexpected(f"logit_bias of {token}", bias, f"a number of at most {HIGHEST_BIAS:g}")
+    if deterministic and sampling.min_p > 0:
+        raise _unexpected("min_p", sampling.min_p, "0 on a server with --enable-deterministic-inference")
+    if request.return_logprob:
+        if request.top_logprobs_num > vocab_size:
+            raise _unexpected(
+                "top_logprobs_num", request.top_logprobs_num, f"at most {vocab_size}, the vocabulary"
+            )
+        if request.logprob_start_len < -1:
+            raise _unexpected("logprob_start_len", request.logprob_start_len, "-1 (no prompt logprobs) or more")
+
+
+def _check_prompt(request: Any, vocab_size: int) -> None:
+    overrides = request.positional_embed_overrides
+    if overrides is not None and not isinstance(overrides, PositionalEmbeds):
+        raise _unexpected("positional_embed_overrides", overrides, "none, since JSON cannot hold them")
+    if request.input_embeds is not None or request.mm_inputs is not None:
+        return  # placeholders, whose embeddings are not looked up
+    if request.input_ids:
+        ids = np.frombuffer(request.input_ids, np.int64)
+        _check_tokens("input_ids", int(ids.min()), int(ids.max()), vocab_size)
+    elif request.session_params is None:  # a session may have the prompt, and SGLang refuses it without
+        raise _unexpected("input_ids", [], "a prompt of one token at least")
+
+
+def _check_tokens(field: str, lowest: int, highest: int, vocab_size: int) -> None:
+    """They become indices of the device's tensors, where one outside ends the process."""
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise _unexpected(field, wrong, f"tokens of the vocabulary, 0 to {vocab_size - 1}")
+
+
+def _unexpected(field: str, value: object, expected: str) -> RequestError:
+    return RequestError(f"{field}={shown(value)}: expected {expected}. Change it.")

@@ -1,0 +1,105 @@
+"""How SGLang's graph runners capture: at which sizes, after how many warm-ups, and what happens meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import math
+from contextlib import contextmanager
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
+
+from dflash_sglang.sglang_names.scheduler import (
+    FullCudaGraphBackend,
+    get_cuda_graph_batch_size_alignment,
+    get_exec,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
+
+
+@contextmanager
+def captured_at(sizes: Sequence[int]) -> Iterator[None]:
+    """SGLang's graphs that are made meanwhile are for these batch sizes, if it makes any."""
+    config = get_exec().graph.cuda_graph_config.decode
+    usual = config.bs
+    if sizes:
+        config.bs = list(sizes)
+    try:
+        yield
+    finally:
+        config.bs = usual
+
+
+def shared_evenly(sizes: Sequence[int], runner: ModelRunner, width: int) -> list[int]:
+    """These batch sizes, each raised to the next of which ranks that share its rows have as many each: SGLang
+    captures no others."""
+    if not sizes:
+        return []
+    gathers = any(runner.decode_graph_gather_requirements())
+    ranks = get_cuda_graph_batch_size_alignment(gathered_buffer_required=gathers)
+    multiple = ranks // math.gcd(ranks, width)
+    return sorted({-(-size // multiple) * multiple for size in sizes})
+
+
+@contextmanager
+def heap_left_alone() -> Iterator[None]:
+    """SGLang collects garbage before and after the captures of a runner, each time among all objects of the
+    process, a million: half a second. Meanwhile among new ones alone, and by nobody else."""
+    by_itself = gc.isenabled()
+    gc.freeze()
+    gc.disable()
+    try:
+        with get_exec().graph.override(enable_cudagraph_gc=True):  # else SGLang unfreezes after a capture
+            yield
+    finally:
+        gc.unfreeze()
+        if by_itself:
+            gc.enable()
+
+
+def warm_up_less(runner: ModelRunner) -> None:
+    """From now on this runner's graphs run once what they are to capture, save the first, which runs twice. SGLang
+    runs every forward twice before it captures it, each time for as long as the capture takes. None would be too
+    few: a form of a Triton kernel is loaded when it is first launched, which CUDA forbids in a capture, and other
+    batch sizes of as many rows may launch other forms.
+
+    SGLang's two are left where it captures pieces of a forward, for it keeps what the second returns, and where it
+    compiles a forward for its batch size.
+    """
+    graphs: Any = runner._decode_cuda_graph_runner_cls()
+    warm = False
+
+    class WarmedUpLess(graphs):
+        def capture(self) -> None:
+            if self.enable_torch_compile or not isinstance(self.backend, FullCudaGraphBackend):
+                super().capture()
+                return
+            whole = self.backend.capture_one
+
+            def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
+                nonlocal warm
+                runs = chain([lambda: None] if warm else [], repeat(forward))  # called twice, then captured
+                whole(key, lambda: next(runs)(), **more)
+                warm = True
+
+            self.backend.capture_one = capture_one
+            try:
+                super().capture()
+            finally:
+                del self.backend.capture_one
+
+    runner._decode_cuda_graph_runner_cls = lambda: WarmedUpLess
+
+
+def by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
+    """SGLang's graphs of a ragged verify, which it makes for algorithms that ask for them by the environment."""
+
+    class ByTokens(graphs):
+        ragged_verify_mode = property(lambda self: True, lambda self, mode: None)
+
+    return ByTokens

@@ -1,0 +1,59 @@
+"""Inputs of captured graphs: what a step finds in them is not copied into them again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class GraphInputs(NamedTuple):
+    """Static inputs of a runner's graphs, by SGLang's names. Target and draft share them where their sizes are
+    alike."""
+
+    input_ids: torch.Tensor  # [rows], as the next two
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    seq_lens: torch.Tensor  # [requests], as the next
+    req_pool_indices: torch.Tensor
+
+    @classmethod
+    def of(cls, runner: ModelRunner, requests: int) -> GraphInputs | None:
+        """Those of the graphs in use; None without, or where none is large enough."""
+        graphs = runner.decode_cuda_graph_runner
+        if not isinstance(graphs, DecodeCudaGraphRunner) or requests > graphs.max_bs:
+            return None
+        return cls(*(getattr(graphs.buffers, name) for name in cls._fields))
+
+
+def leave_in_place(graphs: Any) -> None:
+    """Spares the copies of inputs that lie where they would be copied to.
+
+    graphs: what runs decode steps, graphs or not.
+    """
+    if isinstance(graphs, DecodeCudaGraphRunner):
+        for name in GraphInputs._fields:
+            slot = graphs.buffer_registry.get_slot(name)
+            slot.source_fn = partial(_unless_in_place, slot)
+
+
+def _unless_in_place(slot: Any, forward_batch: Any, context: Any) -> torch.Tensor | None:
+    """SGLang's hook on what is copied into a graph's input."""
+    del context
+    source = getattr(forward_batch, slot.name)
+    return None if source.data_ptr() == slot.buffer.data_ptr() else source
+
+
+def load_inputs_once(graphs: Any) -> None:
+    """Verify loads ids and positions before it replays (`prepare_for_verify`): SGLang need not load them again.
+
+    graphs: what runs the target's decode steps, graphs or not.
+    """
+    if isinstance(graphs, DecodeCudaGraphRunner):
+        graphs._skips_prefilled_inputs = True

@@ -1,0 +1,1 @@
+"""What requests may ask for, and how those that ask for something else are refused."""

@@ -1,0 +1,45 @@
+"""Requests that cannot be, or that SGLang would take and answer wrongly under speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dflash_sglang.requests.errors import RequestError
+from dflash_sglang.requests.width_bounds import check_width
+from dflash_sglang.settings.width import WidthConfig
+
+
+class RequestChecks:
+    """AROUND dflash_utils.validate_dflash_request: runs in the scheduler for every request.
+
+    What it returns is the error with which this request alone ends, HTTP status 400.
+    """
+
+    def __init__(self, widths: WidthConfig) -> None:
+        """widths: what requests may ask of the width of steps."""
+        self._widths = widths
+
+    def __call__(self, original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+        error = original(req, enable_overlap)
+        if error is not None:
+            return error
+        try:
+            check_width(req.sampling_params.custom_params, self._widths)
+            _check_served(req)
+        except RequestError as refused:
+            return str(refused)
+        return None
+
+
+def _check_served(req: Any) -> None:
+    if req.token_indices_to_pool is not None:
+        raise RequestError(
+            "score_extraction_token: expected none with DFLASH, because SGLang scores the positions of a token in "
+            "servers without speculation alone. Score with label_token_ids, or on such a server."
+        )
+    if req.return_sampling_mask and req.session is not None and req.session.streaming:
+        raise RequestError(
+            "return_sampling_mask: expected no streaming session with DFLASH, because SGLang counts the masks of "
+            "an answer that stops inside a step by what the session has cut already. Leave out one of them."
+        )

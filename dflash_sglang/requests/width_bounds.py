@@ -1,0 +1,54 @@
+"""A request's `custom_params={"dflash": {"min_width": N, "max_width": M}}`: its steps are not narrower than N, and
+commit at most M tokens of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_sglang.requests.errors import RequestError, shown
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from dflash_sglang.settings.width import WidthConfig
+
+KEY = "dflash"
+MIN, MAX = "min_width", "max_width"
+
+
+def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
+    """The `min_width` and the `max_width` that a request asks for, None without. Raises RequestError."""
+    if not isinstance(custom_params, dict) or KEY not in custom_params:
+        return None, None
+    asked = custom_params[KEY]
+    if not isinstance(asked, dict) or not asked or set(asked) - {MIN, MAX}:
+        raise RequestError(
+            f'custom_params {KEY}={shown(asked)}: expected {{"{MIN}": N, "{MAX}": M}}, one or both, and nothing '
+            "else."
+        )
+    for name, value in asked.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RequestError(
+                f"custom_params {KEY}: {name}={shown(value)}: expected a whole number from 1 (one token at a "
+                "time) on."
+            )
+    least, most = asked.get(MIN), asked.get(MAX)
+    if least is not None and most is not None and least > most:
+        raise RequestError(
+            f"custom_params {KEY}: {MIN}={shown(least)}: expected at most {MAX}={shown(most)}. Lower it, or raise "
+            f"{MAX}."
+        )
+    return least, most
+
+
+def check_width(custom_params: Any, allowed: WidthConfig) -> None:
+    """Raises RequestError where a request asks for what cannot be, or for what the server's settings forbid."""
+    least, most = width_bounds(custom_params)
+    if least is not None and least > allowed.highest_min_width:
+        raise _forbidden(MIN, least, f"at most {allowed.highest_min_width}", "Lower", "highest_min_width")
+    if most is not None and most < allowed.lowest_max_width:
+        raise _forbidden(MAX, most, f"at least {allowed.lowest_max_width}", "Raise", "lowest_max_width")
+
+
+def _forbidden(name: str, value: int, expected: str, change: str, setting: str) -> RequestError:
+    return RequestError(
+        f"custom_params {KEY}: {name}={shown(value)}: expected {expected} on this server. {change} it, leave it "
+        f'out, or have the server\'s operator change {setting} of "width" in {CONFIG_ENV}.'
+    )

@@ -1,1 +1,0 @@
-"""What the scheduler calls: the draft input carried between steps and the slots it reserves."""

@@ -1,0 +1,1 @@
+"""What operators set: the plugin's configuration and its schema."""

@@ -1,0 +1,132 @@
+"""PluginConfig: the operator's settings from DFLASH_SGLANG_CONFIG, checked against a schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from dflash_sglang.settings.schema import known_settings
+from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+
+CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
+REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
+
+ContextKVForm = Literal["auto", "stacked", "per_layer"]
+DraftHeadForm = Literal["auto", "as_is", "fp8"]
+Profile = tuple[float, ...]
+ProposalKind = Literal["auto", "argmax", "drawn"]
+
+
+class PluginConfigError(ValueError):
+    """DFLASH_SGLANG_CONFIG cannot be read, or names a key or value that does not exist."""
+
+
+@dataclass(frozen=True)
+class PluginConfig:
+    """Settings of the plugin.
+
+    ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers),
+    "per_layer" (each layer's whole qkv_proj), or "auto" (stacked where the weights allow it, else K and V of
+    each layer where its quantisation can be sliced, else per layer).
+
+    ``draft_head``: the weights of the head that proposals come from, the target's or the draft's own: "as_is",
+    "fp8" (a copy for drafting alone, in float8_e4m3fn with a scale per row), or "auto": fp8 on a GPU that has fp8
+    GEMMs, for a head in bfloat16 or float16 that is large enough to gain from it.
+
+    ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest tokens), "drawn" (from
+    the draft's own distribution, verified against it), or "auto": drawn where a selector makes that a joint
+    distribution of the block (DFlash2), argmax where each position has one of its own (a plain draft).
+
+    ``simulated_acceptance``: for measurements without a trained draft: the probability that proposal 1, 2, ... is
+    accepted once those before it are; one such list, or several that requests take by the row that SGLang gives
+    them, modulo their number. Outputs then follow neither the draft nor the target.
+
+    ``width``: how the verify width of each step is chosen (WidthConfig); a number or "block" alone is the width of
+    every step.
+    """
+
+    context_kv: ContextKVForm = "auto"
+    draft_head: DraftHeadForm = "auto"
+    proposals: ProposalKind = "auto"
+    simulated_acceptance: tuple[Profile, ...] | None = None
+    width: WidthConfig = WidthConfig()
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:
+        """From DFLASH_SGLANG_CONFIG: inline JSON, or the path of a JSON file; unset gives the defaults."""
+        return cls.from_mapping(decoded((os.environ if environ is None else environ).get(CONFIG_ENV, "")))
+
+    @classmethod
+    def from_mapping(cls, values: object) -> PluginConfig:
+        """From a decoded JSON object. Raises PluginConfigError naming the key and what is known."""
+        checked = known_settings(values, cls, CONFIG_ENV, PluginConfigError)
+        return cls(**{key: _checked(key, value) for key, value in checked.items()})
+
+    def draws(self, joint: bool) -> bool:
+        """Whether proposals to sampled requests are drawn. ``joint``: the draft has a joint distribution."""
+        return joint if self.proposals == "auto" else self.proposals == "drawn"
+
+
+def decoded(source: str) -> object:
+    """A value of DFLASH_SGLANG_CONFIG as JSON, an empty object where it is empty. Raises PluginConfigError."""
+    source = source.strip()
+    text = source if not source or source.startswith("{") else _read(source)
+    try:
+        return json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise PluginConfigError(f"{CONFIG_ENV}={source!r} is not JSON: {error}.") from error
+
+
+def required(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether DFLASH_SGLANG_REQUIRE=1: DFLASH ends start-up unless this package's worker runs it."""
+    value = (os.environ if environ is None else environ).get(REQUIRE_ENV, "0").strip()
+    if value not in ("", "0", "1"):
+        raise PluginConfigError(f"{REQUIRE_ENV}={value!r}: expected 1 (require this worker) or 0.")
+    return value == "1"
+
+
+def _checked(key: str, value: Any) -> Any:
+    if key == "simulated_acceptance":
+        return _profiles(value)
+    if key == "width":
+        return _width(value)
+    choices = get_args(get_type_hints(PluginConfig)[key])
+    if value not in choices:
+        raise PluginConfigError(
+            f"{CONFIG_ENV}: {key}={value!r} ({type(value).__name__}): expected one of {', '.join(choices)}."
+        )
+    return value
+
+
+def _profiles(value: Any) -> tuple[Profile, ...]:
+    """One list of probabilities, one for each proposal of a block, or several."""
+    lists = value if isinstance(value, list) and value and all(isinstance(one, list) for one in value) else [value]
+    for one in lists:
+        numbers = one if isinstance(one, list) else []
+        if not numbers or not all(type(p) in (int, float) and 0 <= p <= 1 for p in numbers):
+            raise PluginConfigError(
+                f"{CONFIG_ENV}: simulated_acceptance={value!r}: expected a list of probabilities, 0 to 1, "
+                "one for each proposal of a block, or a list of such lists."
+            )
+    return tuple(tuple(map(float, one)) for one in lists)
+
+
+def _width(value: Any) -> WidthConfig:
+    """An object of WidthConfig's settings, or its `fixed` alone."""
+    try:
+        return WidthConfig.from_mapping(value if isinstance(value, dict) else {"fixed": value})
+    except WidthConfigError as error:
+        raise PluginConfigError(f"{CONFIG_ENV}: {error}") from error
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PluginConfigError(
+            f"{CONFIG_ENV}={path!r} is neither inline JSON (in braces) nor a readable file: {error}."
+        ) from error

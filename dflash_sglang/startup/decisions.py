@@ -1,0 +1,260 @@
+"""Gathers the facts of a launch from SGLang's server arguments and decides which worker runs it, if any."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
+from dflash_sglang.checkpoint.dflash2 import is_dflash2
+from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
+from dflash_sglang.checkpoint.fields import one_line
+from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
+from dflash_sglang.checkpoint.own_modules import OwnModules, own_modules
+from dflash_sglang.checkpoint.token_map import FLAG, TokenMapError, read_token_map
+from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.sglang_names.launcher import (
+    check_gguf_file,
+    draft_model_config_of,
+    envs,
+    has_hf_quant_config,
+    hybrid_gdn_config,
+    mambaish_config,
+    model_config_of,
+    resolving_view,
+)
+from dflash_sglang.startup import (
+    COORDINATION,
+    GPU_DRAFT_BACKENDS,
+    MODELOPT,
+    UNSERVED,
+    ParallelFacts,
+    Problem,
+    ServingFacts,
+    StartupError,
+    TargetFacts,
+    config_problem,
+    draft_problems,
+    kv_problems,
+    launch_problems,
+    own_problems,
+    pool_problems,
+    quantisation_problems,
+    serving_problems,
+    token_map_problems,
+    unread_problems,
+    weights_problems,
+    window_problems,
+)
+from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
+
+_KV_POOL_FLAGS = {
+    "enable_unified_memory": "--enable-unified-memory",
+    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+}
+
+
+def check_startup(server_args: Any) -> Foreign | None:
+    """None when this package's worker can run the launch, else why the built-in worker does.
+
+    Works on server arguments before and after SGLang resolved the speculative ones. Raises StartupError
+    listing every problem, and PluginConfigError.
+    """
+    cfg = resolving_view(server_args)
+    other = _check(cfg, server_args)
+    if other is not None and cfg.speculative_draft_model_path is not None:
+        _refuse_what_no_worker_reads(cfg, other, server_args)
+    return other
+
+
+def _check(cfg: Any, server_args: Any) -> Foreign | None:
+    if not _our_device(cfg.device):
+        return Foreign("--device", cfg.device, "a device without kernels of this package")
+    serving, parallel = _serving_facts(cfg), parallel_facts(cfg)
+    problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving), *kv_problems(serving)]
+    if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
+        raise StartupError(problems)
+    config = _draft_config(cfg, problems)
+    try:
+        check_family(config)
+    except DraftConfigError as error:
+        raise StartupError([*problems, config_problem(error)]) from error
+    target_config = model_config_of(server_args)
+    other = (
+        foreign(config)
+        or _recurrent(target_config, cfg.attn_dp_size)
+        or _counts_layers_otherwise(config, target_config)
+    )
+    if other is not None:
+        return other
+    problems += _target_problems(target_config)
+    asked = cfg.speculative_draft_model_quantization
+    inherited = not cfg._speculative_draft_quantization_explicitly_set
+    described = asked in MODELOPT and has_hf_quant_config(serving.draft_path)
+    problems += quantisation_problems(config, asked, cfg.device, inherited, described)
+    try:
+        spec = DraftSpec.from_config(config)
+        directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
+        load_format = cfg.speculative_draft_load_format or cfg.load_format
+        problems += weights_problems(serving.draft_path, directory, load_format)
+        tensors = tensor_facts(directory)
+        own = own_modules(directory, tensors)
+    except DraftConfigError as error:
+        raise StartupError([*problems, config_problem(error)]) from error
+    target = TargetFacts.from_config(target_config.hf_text_config)
+    problems += draft_problems(spec, target, parallel, serving, tensors, own)
+    problems += [*window_problems(spec, serving), *pool_problems(config)]
+    problems += own_problems(spec, target, own) if tensors else unread_problems(spec, target)
+    if cfg.speculative_token_map is not None:
+        problems += _token_map_problems(cfg.speculative_token_map, spec, target, own)
+    if problems:
+        raise StartupError(problems)
+    _check_sglang_reads(config, serving.draft_path, server_args)
+    return None
+
+
+def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
+    """The draft's raw config.json. Raises StartupError with these problems where it cannot be read."""
+    path = cfg.speculative_draft_model_path
+    try:
+        config, _ = draft_config(path, cfg.speculative_draft_model_revision)
+    except DraftConfigError as error:
+        raise StartupError([*problems, config_problem(error)]) from error
+    except (OSError, ValueError) as error:
+        what = "a DFlash draft's directory, or its repository on the hub, with a config.json"
+        fix = f"Correct it: {error}"
+        raise StartupError([*problems, Problem("--speculative-draft-model-path", path, what, fix)]) from error
+    return config
+
+
+def _token_map_problems(path: str, spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
+    try:
+        token_ids = read_token_map(path)
+    except TokenMapError as error:
+        yield Problem(FLAG, path, error.expected, error.fix)
+        return
+    yield from token_map_problems(path, token_ids, spec, target, own)
+
+
+def _check_sglang_reads(config: dict[str, Any], path: str, server_args: Any) -> None:
+    """Raise StartupError where SGLang, or transformers beneath it, cannot read the draft's config.json (`config`),
+    which they do after this."""
+    error = _failure(draft_model_config_of, server_args, path)
+    if error is None:
+        return
+    for field, value in config.items():  # the one without which, or as Qwen3, it can be read
+        with tempfile.TemporaryDirectory() as directory:
+            others = {"model_type": "qwen3", **{name: other for name, other in config.items() if name != field}}
+            Path(directory, "config.json").write_text(json.dumps(others))
+            if _failure(draft_model_config_of, server_args, directory) is None:
+                expected = f"a value that SGLang can read ({one_line(f'{type(error).__name__}: {error}')})"
+                fix = f"Correct {field} in the draft's config.json, or remove it."
+                raise StartupError([Problem(f"draft config {field}", value, expected, fix)]) from error
+    expected = f"a draft whose config.json SGLang can read ({one_line(f'{type(error).__name__}: {error}')})"
+    raise StartupError([Problem("--speculative-draft-model-path", path, expected, "Correct it.")]) from error
+
+
+def _failure(read: Callable[..., object], *args: Any) -> Exception | None:
+    """What a reader raises, which is whatever its libraries do."""
+    try:
+        read(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> None:
+    """The built-in worker cannot read a config.json of the speculators format, which has no model type."""
+    config = _draft_config(cfg, [])
+    if is_speculators(config):
+        expected = f"a launch of dflash_sglang, which alone reads the speculators format (not so: {other.reason})"
+        fix = "Change it, or serve the draft in z-lab's format."
+        raise StartupError([Problem(other.field, other.value, expected, fix)])
+    _check_sglang_reads(config, cfg.speculative_draft_model_path, server_args)
+
+
+def _recurrent(target_config: Any, attn_dp_size: int) -> Foreign | None:
+    """A target with recurrent layers of another kind: Mamba, KDA, lightning attention, short convolutions; any
+    under data-parallel attention, whose padding steps through states."""
+    if mambaish_config(target_config) is None:
+        return None
+    if hybrid_gdn_config(target_config) is not None:
+        if attn_dp_size == 1:
+            return None
+        return Foreign("--attn-dp-size", attn_dp_size, "data-parallel attention over recurrent layers")
+    architectures = target_config.hf_config.architectures
+    return Foreign("target config architectures", architectures, "recurrent layers other than gated delta nets")
+
+
+def _target_problems(target_config: Any) -> Iterator[Problem]:
+    """Targets that hand out no features, and those whose verify is not their plain decoding."""
+    field, names = "target config architectures", target_config.hf_config.architectures
+    model = target_class(names or [], target_config.model_impl)
+    if model is None or not any(hasattr(model, method) for method in CAPTURE_METHODS):
+        expected = f"a target whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"
+        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
+    if target_config.is_local_attention_model:
+        expected = "a target whose layers attend to the whole context or a window, and not to chunks of it"
+        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
+    if target_config.use_ngram_embedding:
+        expected = "a target that embeds tokens one by one, and not n-grams, which SGLang does not do in a verify"
+        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
+
+
+def _counts_layers_otherwise(config: dict[str, Any], target_config: Any) -> Foreign | None:
+    """DFlash2 drafts of Muse-Glimmer number the target's layers from another point than all others."""
+    model_type = getattr(target_config.hf_config, "model_type", None)
+    if is_dflash2(config) and model_type == "muse_glimmer":
+        return Foreign("target config model_type", model_type, "DFlash2 drafts that number its layers otherwise")
+    return None
+
+
+def _our_device(device: str) -> bool:
+    """CUDA, and the CPU through this package's own platform."""
+    return device.startswith("cuda") or device == "cpu"
+
+
+def _serving_facts(cfg: Any) -> ServingFacts:
+    block, flag = cfg.speculative_dflash_block_size, "--speculative-dflash-block-size"
+    if block is None:
+        block, flag = cfg.speculative_num_draft_tokens, "--speculative-num-draft-tokens"
+    return ServingFacts(
+        draft_path=cfg.speculative_draft_model_path,
+        block_size=block,
+        block_flag=flag,
+        draft_attention_backend=cfg.speculative_draft_attention_backend,
+        supported_backends=("torch_native",) if cfg.device == "cpu" else GPU_DRAFT_BACKENDS,
+        kv_pool_flag=next((flag for field, flag in _KV_POOL_FLAGS.items() if getattr(cfg, field)), None),
+        kv_dtype=cfg.kv_cache_dtype,
+        draft_kv_dtype=cfg.speculative_draft_kv_cache_dtype,
+        draft_reader=(
+            cfg.speculative_draft_attention_backend or cfg.prefill_attention_backend or cfg.attention_backend
+        ),
+        draft_window=cfg.speculative_draft_window_size,
+        draft_sinks=cfg.speculative_draft_sink_size,
+        widest=PluginConfig.from_env().width.widest,
+        draft_as_gguf=cfg.speculative_draft_load_format is None and _loads_gguf(cfg),
+    )
+
+
+def _loads_gguf(cfg: Any) -> bool:
+    """As SGLang resolves --load-format once the speculative arguments are, for the target and for a draft that has
+    none of its own."""
+    return cfg.load_format == "gguf" or (cfg.load_format == "auto" and check_gguf_file(cfg.model_path))
+
+
+def parallel_facts(cfg: Any) -> ParallelFacts:
+    """Of server arguments as `resolving_view` shows them."""
+    return ParallelFacts(draft_tp_size=max(1, cfg.tp_size // (cfg.attn_dp_size * cfg.attn_cp_size)))
+
+
+def _launch_settings(cfg: Any) -> dict[str, object]:
+    settings = {row.field: getattr(cfg, row.field) for row in UNSERVED if row.field != COORDINATION}
+    settings["grammar_backend"] = cfg.grammar_backend if cfg.grammar_backend == "outlines" else None
+    # Data-parallel attention alone reads it.
+    settings[COORDINATION] = cfg.attn_dp_size > 1 and envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
+    return settings

@@ -1,0 +1,87 @@
+"""What is known of a launch before anything is loaded, and the form of what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint.fields import one_line, shown
+
+GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why start-up ends: the field, its value, what was expected, and what to change."""
+
+    field: str
+    value: object
+    expected: str
+    fix: str
+
+    def __str__(self) -> str:
+        return one_line(f"{self.field}={shown(self.value)}: expected {self.expected}. {self.fix}", 2000)
+
+
+class StartupError(ValueError):
+    """DFLASH cannot start with this draft, target and server; the message lists every problem."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("DFLASH cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """The target's text model."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def from_config(cls, config: Any) -> TargetFacts:
+        """From a transformers config of the text model, or a config.json (its `text_config` if nested)."""
+        if isinstance(config, Mapping):
+            config = {**config, **(config.get("text_config") or {})}
+            return cls(config["num_hidden_layers"], config["hidden_size"], config["vocab_size"])
+        # A looped target numbers its layers through all loops.
+        layers = config.num_hidden_layers * getattr(config, "num_loops", 1)
+        return cls(layers, config.hidden_size, config.vocab_size)
+
+
+@dataclass(frozen=True)
+class ParallelFacts:
+    """``draft_tp_size``: ranks over which one draft is split (the attention TP group)."""
+
+    draft_tp_size: int = 1
+
+
+@dataclass(frozen=True)
+class ServingFacts:
+    """The operator's side.
+
+    ``block_size``: what ``block_flag`` asks for, None for the trained block. ``draft_attention_backend``:
+    --speculative-draft-attention-backend, None to follow the target's. ``supported_backends``: those that run the
+    draft on this platform. ``kv_pool_flag``: a flag that changes the layout of KV pools, or None. ``kv_dtype``:
+    --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool, None to follow it. ``draft_reader``: the
+    attention backend that will read it, None where SGLang chooses. ``draft_window``, ``draft_sinks``:
+    --speculative-draft-window-size and --speculative-draft-sink-size, None where unset. ``widest``: the widest
+    block that DFLASH_SGLANG_CONFIG asks for by number. ``draft_as_gguf``: whether SGLang would load the draft as
+    the .gguf file that the target is.
+    """
+
+    draft_path: str | None
+    block_size: int | None = None
+    block_flag: str = "--speculative-dflash-block-size"
+    draft_attention_backend: str | None = None
+    supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS
+    kv_pool_flag: str | None = None
+    kv_dtype: str = "auto"
+    draft_kv_dtype: str | None = None
+    draft_reader: str | None = None
+    draft_window: int | None = None
+    draft_sinks: int | None = None
+    widest: int = 1
+    draft_as_gguf: bool = False

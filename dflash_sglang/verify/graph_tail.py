@@ -1,0 +1,73 @@
+"""The last nodes of the target's verify graph: context KV of every verified row, and what greedy blocks commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_sglang.kernels.block.accept import Ragged
+from dflash_sglang.sglang_names.scheduler import IdSpaceKind
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.acceptance import Acceptor
+
+# features [rows, n_layers * hidden], positions [rows], slots [rows]
+ContextWriter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class VerifyTail:
+    """Installed before the target's graphs are captured; a forward that runs eagerly runs without it.
+
+    Every replay accepts its blocks as greedy ones. For a batch whose logits are adjusted or sampled from, the
+    outcome is overwritten by what is accepted after the graph.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        draft: ModelRunner,
+        logits: TargetLogits,
+        acceptor: Acceptor,
+        write: ContextWriter,
+    ) -> None:
+        self._logits, self._acceptor, self._write = logits, acceptor, write
+        # A graph has the slots as the target's pool names them.
+        self.writes_context = names_slots_alike(target, draft)
+        target.capture_tail_hooks.append(self._capture)
+
+    def _capture(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
+        """SGLang's capture hook. Padding rows belong to request 0 and slot 0, which are nobody's."""
+        del runner
+        if self.writes_context:
+            self._write(
+                out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc[:num_tokens]
+            )
+        bs = forward_batch.batch_size
+        target_ids = self._logits.best(out.next_token_logits[:num_tokens])
+        layout = forward_batch.spec_info.ragged_verify_layout
+        if layout is not None:  # its tensors are the capture's: SGLang renews them before each replay
+            self._acceptor.accept(
+                forward_batch.input_ids,
+                target_ids,
+                forward_batch.seq_lens,
+                forward_batch.req_pool_indices,
+                Ragged(layout.qo_indptr_device, layout.verify_lens, self._acceptor.block_size),
+            )
+            return
+        self._acceptor.accept(
+            forward_batch.input_ids.view(bs, -1),
+            target_ids.view(bs, -1),
+            forward_batch.seq_lens,
+            forward_batch.req_pool_indices,
+        )
+
+
+def names_slots_alike(target: ModelRunner, draft: ModelRunner) -> bool:
+    """Whether both write keys and values to the slots that req_to_token names."""
+    return all(runner.kv_index_translator.space(IdSpaceKind.FULL).write is None for runner in (target, draft))

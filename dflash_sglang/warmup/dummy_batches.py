@@ -1,0 +1,182 @@
+"""Prefills and decode steps of requests that nobody sent, before there are others: they compile and load kernels
+and say how long a step takes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_sglang.drafting.block import longest_prefix
+from dflash_sglang.drafting.draft_input import DFlashDraftInput, SlotReservation
+from dflash_sglang.sglang_names.scheduler import (
+    ForwardMode,
+    Req,
+    SamplingBatchInfo,
+    SamplingParams,
+    ScheduleBatch,
+    assign_req_to_token_pool_func,
+    get_parallel,
+    require_mlp_sync,
+    require_mlp_tp_gather,
+    write_cache_indices,
+)
+from dflash_sglang.verify.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+_SPREAD = 7919  # a prime: tokens that differ from request to request, so that experts share the work
+
+
+GREEDY: Mapping[str, Any] = {"temperature": 0}  # as SamplingParams
+
+
+class Rehearsal:
+    """Requests in rows 1, 2, ... of `req_to_token`, while none of the rows is taken.
+
+    Decode steps read slots all over the pool, as real ones would. Keys and values are written to slot 0, and
+    outcomes to rows of requests that are still to come: whatever reads one of either was written before by its own
+    request. Ranks that share forwards rehearse alike, at the same time.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        reservation: SlotReservation,
+        decode: Callable[[ScheduleBatch, int, int | None], object],
+        prefill: Callable[[ScheduleBatch], object],
+    ) -> None:
+        """prefill, decode: one step of a batch; the latter in blocks of a width, of which so many tokens are
+        verified together, or all."""
+        self._runner, self._reservation = runner, reservation
+        self._decode, self._prefill = decode, prefill
+        self._table = runner.req_to_token_pool.req_to_token
+        self._device = runner.device
+        self._clock = StepClock(runner.device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of context that a request's step may have."""
+        return longest_prefix(self._runner)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether every request is sampled by a seed, as under --enable-deterministic-inference."""
+        return self._batch(1, 1, GREEDY).sampling_info.sampling_seed is not None
+
+    def reserve(self) -> None:
+        """What writes the slots of a prompt, and of blocks in batches of every size, to rows; it writes none."""
+        most = self._table.shape[0]
+        rows = torch.zeros(most, dtype=torch.int64, device=self._device)
+        prompt = [rows[:1], rows[:1].cpu()]  # a row or a length, as SGLang has each on the device and the host
+        allocated = torch.zeros(most, dtype=torch.int32, device=self._device)
+        for offset in (0, 1):
+            slots = self._slots(1, offset)
+            write_cache_indices(slots, *prompt, *prompt, *prompt, *prompt, [slots], self._runner.req_to_token_pool)
+            for power in range((most - 1).bit_length() + 1):
+                bs = min(1 << power, most)
+                assign_req_to_token_pool_func(rows[:bs], self._table, allocated[:bs], allocated[:bs], slots, bs)
+
+    def prefill(self, tokens: int, sampling: Mapping[str, Any], offset: int = 0) -> None:
+        """A whole prompt of one request, all of it written to slot 0 and read from there; offset: see `_slots`."""
+        with torch.no_grad():
+            self._prefill(self._prompt(tokens, sampling, offset))
+
+    def step(self, context: int, sampling: Mapping[str, Any], width: int) -> None:
+        """A decode step of one request with `context` tokens."""
+        with torch.no_grad(), self._contexts(1, context):
+            self._decode(self._decoding(1, context, sampling), width, None)
+
+    def seconds(
+        self, requests: int, context: int, runs: int, width: int, tokens: int | None = None
+    ) -> list[float]:
+        """Of `runs` greedy steps of so many requests with `context` tokens each; one more before them is not
+        timed."""
+        with torch.no_grad(), self._contexts(requests, context):
+            batch, marks = self._decoding(requests, context, GREEDY), []
+            for _ in range(runs + 1):
+                self._decode(copy(batch), width, tokens)
+                marks.append(self._clock.mark())
+            return [self._clock.seconds(start, end) for start, end in pairwise(marks)]
+
+    @contextmanager
+    def _contexts(self, requests: int, context: int) -> Iterator[None]:
+        """Rows name a slot for each token of their context, another one each as far as there are; columns after
+        it, where blocks are written, name slot 0; and so does everything while no other slot has memory
+        (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING): contexts then seem to be read sooner than they are."""
+        page = self._reservation.page_size
+        slots = torch.arange(requests * context, device=self._device)
+        slots = page + slots % (self._runner.max_total_num_tokens // page * page)
+        if self._runner.token_to_kv_pool.post_capture_active:
+            slots.zero_()
+        rows = self._table[1 : requests + 1, :context]
+        rows.copy_(slots.view(requests, context))
+        try:
+            yield
+        finally:
+            rows.zero_()
+
+    def _slots(self, tokens: int, offset: int) -> torch.Tensor:
+        """[tokens] int64: slot 0. A pool without pages gives slots as a view from anywhere in the free ones, and
+        Triton compiles a kernel anew for odd offsets."""
+        return torch.zeros(offset + tokens, dtype=torch.int64, device=self._device)[offset:]
+
+    def _prompt(self, tokens: int, sampling: Mapping[str, Any], offset: int) -> ScheduleBatch:
+        batch = self._batch(1, tokens, sampling)
+        (request,) = batch.reqs
+        request.full_untruncated_fill_ids, request.extend_end = request.origin_input_ids, tokens
+        batch.forward_mode, batch.is_extend_in_batch = ForwardMode.EXTEND, True
+        batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens = [0], [tokens], tokens
+        batch.extend_logprob_start_lens = [tokens]
+        batch.input_ids = self._ids(tokens)
+        batch.out_cache_loc = self._slots(tokens, offset)
+        self._tell_ranks(batch, tokens)
+        return batch
+
+    def _decoding(self, requests: int, context: int, sampling: Mapping[str, Any]) -> ScheduleBatch:
+        batch = self._batch(requests, context, sampling)
+        batch.forward_mode, batch.can_run_decode_cuda_graph = ForwardMode.DECODE, True
+        self._tell_ranks(batch, requests)
+        batch.spec_info = DFlashDraftInput.create(self._ids(requests), batch.seq_lens, self._reservation)
+        return batch
+
+    def _batch(self, requests: int, length: int, sampling: Mapping[str, Any]) -> ScheduleBatch:
+        """Requests of `length` tokens each, for either."""
+        runner = self._runner
+        params = SamplingParams(**sampling)
+        params.normalize(None)
+        batch = ScheduleBatch.init_new(
+            [Req("", "", array("q", [0]) * length, params) for _ in range(requests)],
+            runner.req_to_token_pool,
+            None,
+            None,
+            runner.model_config,
+            False,
+            runner.spec_algorithm,
+        )
+        batch.req_pool_indices_cpu = torch.arange(1, requests + 1)
+        batch.req_pool_indices = batch.req_pool_indices_cpu.to(self._device)
+        batch.seq_lens_cpu = torch.full((requests,), length)
+        batch.seq_lens, batch.seq_lens_sum = batch.seq_lens_cpu.to(self._device), requests * length
+        batch.orig_seq_lens = batch.seq_lens.int()
+        batch.multimodal_inputs = [None] * requests
+        batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, runner.model_config.vocab_size)
+        return batch
+
+    def _ids(self, count: int) -> torch.Tensor:
+        """[count] int64"""
+        return torch.arange(count, device=self._device) * _SPREAD % self._runner.model_config.vocab_size
+
+    def _tell_ranks(self, batch: ScheduleBatch, tokens: int) -> None:
+        """What data-parallel ranks tell each other of their batches; all have `tokens`."""
+        if require_mlp_sync():
+            ranks = get_parallel().num_dp_ranks if require_mlp_tp_gather() else 1
+            batch.global_num_tokens = [tokens] * ranks
+            batch.global_num_tokens_for_logprob = [len(batch.reqs)] * ranks

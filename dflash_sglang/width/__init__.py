@@ -1,0 +1,21 @@
+"""Which verify width the next step has: two estimates, a choice, and how the ranks of a group agree on it.
+
+`WidthPolicy` is what the worker holds. Pure Python and numpy, no device, no clock.
+"""
+
+from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.width.group import Group, OneStepLate
+from dflash_sglang.width.policy import Decision, WidthPolicy
+from dflash_sglang.width.step_times import StepTimes, StepTimesError, startup_cells
+
+__all__ = [
+    "Decision",
+    "Group",
+    "OneStepLate",
+    "StepTimes",
+    "StepTimesError",
+    "WidthConfig",
+    "WidthConfigError",
+    "WidthPolicy",
+    "startup_cells",
+]

@@ -1,0 +1,218 @@
+"""Start-up of the width policy: which widths are served, what they take, how long their steps are."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dflash_sglang.attention.verifying import verifies_parts, verifying
+from dflash_sglang.settings.width import BLOCK, PLAIN, WidthConfig
+from dflash_sglang.sglang_names.scheduler import (
+    get_available_gpu_memory,
+    get_exec,
+    get_observability,
+    get_parallel,
+    get_tp_group,
+    mambaish_config,
+)
+from dflash_sglang.startup import Problem, StartupError
+from dflash_sglang.width import Group, WidthPolicy, startup_cells
+from dflash_sglang.width.runtime_states import captured_sizes, sparse
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
+    from dflash_sglang.width.runtime_states import Widths
+
+logger = logging.getLogger(__name__)
+
+RUNS = 3  # of each cell
+MOST_SECONDS = 10.0  # after which only batches of the smallest size are still measured
+LONG_CONTEXT = 4096  # tokens of each request
+EAGER_CONTEXT, EAGER_TOKENS = 512, 1024  # where nothing is captured; the second ones are verified at once at most
+
+
+def servable(config: WidthConfig, runner: ModelRunner, block: int) -> WidthConfig:
+    """These settings, or those of the block's width alone where a launch has but one width; the log says why.
+
+    Raises StartupError if another width was asked for.
+    """
+    reason = _only_the_block(runner)
+    unasked = config.fixed is None and config.widths is None
+    if reason is None and unasked and runner.server_args.disable_cuda_graph_padding:
+        reason = "without padding, graphs of other widths fit few batches"
+    if reason is None or config.fixed in (BLOCK, block):
+        return config
+    if not unasked:
+        raise StartupError([
+            Problem(
+                "DFLASH_SGLANG_CONFIG width",
+                config.widths or config.fixed,
+                f"{BLOCK!r} alone: {reason}",
+                "Leave it out.",
+            )
+        ])  # fmt: skip
+    if get_parallel().tp_rank == 0:
+        logger.info("dflash_sglang verify width: always the block's, %d: %s", block, reason)
+    return WidthConfig(fixed=BLOCK)
+
+
+def _only_the_block(runner: ModelRunner) -> str | None:
+    if mambaish_config(runner.model_config) is not None:
+        return "the target's recurrent layers keep their states of verified rows in blocks of one width"
+    if runner.lora_manager is not None:
+        return "SGLang keeps one width for the adapters of captured graphs"
+    if get_observability().forward_hooks:
+        return "SGLang has registered --forward-hooks by now, which graphs of other widths would capture"
+    if get_exec().deterministic.enable_deterministic_inference:
+        return "--enable-deterministic-inference, and the widths that are chosen follow measured times"
+    return None
+
+
+def add_widths(
+    config: WidthConfig, widths: Widths, block: int, free: Callable[[], float], parts: bool = False
+) -> WidthConfig:
+    """Builds what these settings ask for, blocks that are verified in part (`parts`) among it, as far as memory
+    allows; returns settings of what is served."""
+    wanted = config.states(block)
+    if config.fixed is not None:
+        widths.add(wanted)  # at all batch sizes: its steps are all there are
+        return config
+    took = widths.add_while_free(wanted, free, config.memory_reserve)
+    served = tuple(width for width in wanted if width in widths.served)
+    if get_parallel().tp_rank == 0:
+        left_out = sorted(set(wanted) - set(served))
+        note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
+        prices = ", ".join(f"{width}: {price:.3f}" for width, price in took.items())
+        logger.info("dflash_sglang verify widths: %s%s; memory that was added, in GB: %s", served, note, prices)
+    if parts:
+        # As a width: the same forwards, of fewer requests or more.
+        parts = free() - max(took.values(), default=0.0) >= config.memory_reserve
+        if parts:
+            widths.add_parts()
+        elif get_parallel().tp_rank == 0:
+            logger.warning(
+                "dflash_sglang verify width: one for all requests of a step, not per_request: its graphs would "
+                "not leave %g GB free. Lower memory_reserve, or --mem-fraction-static.",
+                config.memory_reserve,
+            )
+    return replace(config, widths=served, per_request=parts)
+
+
+def free_memory(runner: ModelRunner) -> Callable[[], float]:
+    """GB that are free on the device of the rank with least; on a CPU more than anyone asks for."""
+    if runner.device != "cuda":
+        return lambda: 1e6
+    ranks = get_tp_group()
+    return lambda: get_available_gpu_memory(
+        runner.device, runner.gpu_id, distributed=ranks.world_size > 1, cpu_group=ranks.cpu_group
+    )
+
+
+def in_parts(config: WidthConfig, runner: ModelRunner, group: Group, confident: bool) -> bool:
+    """Whether the tokens of a step are shared out among its requests; confident: whether the draft gives
+    probabilities. The log says why not, where it was asked."""
+    if not config.per_request:
+        return False
+    reason = _only_whole_blocks(runner, group, confident)
+    if reason is not None and get_parallel().tp_rank == 0:
+        logger.warning("dflash_sglang verify width: one for all requests of a step, not per_request: %s", reason)
+    return reason is None
+
+
+def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> str | None:
+    if not verifies_parts(runner.attn_backend):
+        return f"{type(verifying(runner.attn_backend)).__name__} verifies as many rows of each request"
+    if group.gather_loads is not None:
+        return "ranks hold requests of their own, or are on several nodes"
+    if not confident:
+        return "the draft's selector gives walks, and no probability of each proposal"
+    if runner.server_args.disable_cuda_graph_padding:
+        return "SGLang has graphs of such blocks with padding alone"
+    if runner.model_config.model_is_mrope:
+        return "SGLang gives the target's positions of three axes to blocks of one width"
+    if runner.server_args.enable_return_routed_experts or runner.server_args.enable_return_indexer_topk:
+        return "what layers chose is reported for blocks of one width"
+    return None
+
+
+def policy_of(config: WidthConfig, runner: ModelRunner, block: int, group: Group, widths: Widths) -> WidthPolicy:
+    pool, sizes = runner.req_to_token_pool, _sizes(runner)
+    buckets = [size for size in sizes if size < pool.size]
+    at_most = next((size for size in sizes if size >= pool.size), pool.size)
+    totals = widths.totals(pool.size) if config.per_request else None
+    slots = pool.req_to_token.shape[0]
+    return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=slots, totals=totals)
+
+
+def _sizes(runner: ModelRunner) -> list[int]:
+    """Batch sizes that steps of every width are padded to; powers of two where nothing is captured."""
+    most = runner.req_to_token_pool.size
+    return sparse(captured_sizes(runner)) or [1 << power for power in range(most.bit_length())]
+
+
+def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, group: Group) -> None:
+    """Fills the policy's tables from rehearsed steps, for `MOST_SECONDS` and a batch each at most; starts it."""
+    start, cells = time.perf_counter(), _cells(policy, runner)
+
+    def rehearse(
+        cells: list[tuple[int, int, int]],
+        tokens: Callable[[int, int], int | None],
+        record: Callable[[int, int, int, float], None],
+    ) -> int:
+        """tokens: verified together of so many requests in blocks of this width, or all."""
+        begin, measured = time.perf_counter(), 0
+        for requests, width, context in cells:
+            elapsed = np.array([time.perf_counter() - begin])
+            if group.share_times is not None:
+                elapsed = group.share_times(elapsed)  # all ranks stop alike
+            if requests > cells[0][0] and elapsed[0] > MOST_SECONDS:
+                continue
+            each = min(max(context // requests, 1), rehearsal.longest)
+            for seconds in rehearsal.seconds(requests, each, RUNS, width, tokens(requests, width)):
+                record(requests, width, requests * each, seconds)
+            measured += 1
+        return measured
+
+    measured = rehearse(cells, lambda *block: None, policy.step_times.record)
+    policy.start()
+    if policy.ragged is not None:
+        least = policy.ragged.least
+        parts = [cell for cell in cells if cell[1] > PLAIN and not cell[2] and least(*cell[:2]) is not None]
+        rehearse(parts, least, policy.ragged.times.record)
+        policy.ragged.start()
+    if get_parallel().tp_rank == 0:
+        logger.info(
+            "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by width: %s",
+            measured,
+            len(cells),
+            time.perf_counter() - start,
+            "; ".join(_row(policy, bucket) for bucket in (0, len(policy.step_times.buckets) - 1)),
+        )
+
+
+def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int]]:
+    """(batch, width, context tokens), small batches first. A batch that runs without a graph where others have one
+    is left to what serving measures: its buffers are not."""
+    captured = captured_sizes(runner)
+    most = runner.req_to_token_pool.size
+    buckets = policy.step_times.buckets
+    sizes = sorted({min(size, most) for size in buckets if not captured or size in captured})
+    if captured:
+        cells = startup_cells(sizes, policy.widths, long_context=LONG_CONTEXT)
+    else:
+        cells = startup_cells(sizes, policy.widths, long_context=EAGER_CONTEXT, max_tokens=EAGER_TOKENS)
+    return sorted(cells, key=lambda cell: (cell[0], cell[2]))
+
+
+def _row(policy: WidthPolicy, bucket: int) -> str:
+    times = policy.step_times
+    shown = zip(policy.widths, times.seconds(bucket, 0), strict=True)
+    by_width = ", ".join(f"{width}: {1000 * seconds:.2f}" for width, seconds in shown)
+    return f"{times.buckets[bucket]} requests {by_width}"
