@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.kernels.block.accept import Relay
+from dflash_sglang.kernels.block.accept import Ragged, Relay
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
 from dflash_sglang.patches.graph_inputs import GraphInputs
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from dflash_sglang.drafting.parts import VerifiedPart
+    from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
 
 
 def longest_prefix(runner: ModelRunner) -> int:
@@ -34,6 +34,14 @@ class Rows(NamedTuple):
     ids: torch.Tensor  # [rows], as the next two
     positions: torch.Tensor
     slots: torch.Tensor
+
+
+@dataclass
+class VerifiedPart:
+    """Of a batch's blocks, for attention and for the accept."""
+
+    layout: RaggedVerifyLayout
+    ragged: Ragged
 
 
 @dataclass

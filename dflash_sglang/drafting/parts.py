@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.drafting.block import Block, Rows
+from dflash_sglang.drafting.block import Block, Rows, VerifiedPart
 from dflash_sglang.kernels.block import pack_rows as packing
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.share_rows import share_rows
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-@dataclass
-class VerifiedPart:
-    """Of a batch's blocks, for attention and for the accept."""
-
-    layout: RaggedVerifyLayout
-    ragged: Ragged
 
 
 class RowPacker:

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.parts import VerifiedPart
+    from dflash_sglang.drafting.block import Block, VerifiedPart
     from dflash_sglang.drafting.proposals import Proposals
 
 
