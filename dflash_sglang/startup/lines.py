@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_sglang import __version__
-from dflash_sglang.drafting.window import is_imposed
 from dflash_sglang.sglang_names.scheduler import get_spec
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from dflash_sglang.checkpoint import DraftSpec
-    from dflash_sglang.models.head.form import HeadCopy
-    from dflash_sglang.verify.tables import Tables
-    from dflash_sglang.worker import DFlashWorker
 
 GB = 1 << 30
 
 
-def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
+class Decided(Protocol):
+    """What the worker has decided by the end of its construction."""
+
+    draft_spec: DraftSpec
+    block_size: int
+    feature_layer_ids: Sequence[int]
+    head_decision: str
+    target_worker: Any
+
+    @property
+    def own_modules(self) -> str: ...
+
+    @property
+    def context_kv_decision(self) -> str: ...
+
+    @property
+    def draws_proposals(self) -> bool: ...
+
+    @property
+    def proposed_tokens(self) -> int | None: ...
+
+
+class TakesMemory(Protocol):
+    """Tensors beside the draft's weights."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+
+class KeepsRequests(Protocol):
+    """What is kept of requests: bytes of how many."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def requests(self) -> int: ...
+
+
+def startup_line(worker: Decided, draft_backend: str) -> str:
     """`dflash_sglang <version> worker active: ...`, as one line of key=value pairs."""
     spec = worker.draft_spec
     decisions = {
@@ -39,7 +75,7 @@ def startup_line(worker: DFlashWorker, draft_backend: str) -> str:
     context = worker.target_worker.model_runner.model_config.context_len
     if context > spec.max_position_embeddings:
         decisions["positions"] = f"{context} (max_position_embeddings {spec.max_position_embeddings})"
-    if is_imposed():
+    if get_spec().speculative_draft_window_size is not None:
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     if spec.dflash2 is not None:
@@ -79,14 +115,14 @@ def rope_read(spec: DraftSpec) -> str:
     return ", ".join(parts)
 
 
-def _head(worker: DFlashWorker) -> str:
+def _head(worker: Decided) -> str:
     """The form of the head's weights and, with a token map, how many tokens it has."""
     path = get_spec().speculative_token_map
     tokens = "" if path is None else f"{worker.proposed_tokens} tokens ({path}), "
     return tokens + worker.head_decision
 
 
-def memory_line(runner: Any, model: nn.Module, head_copy: HeadCopy | None, tables: Tables) -> str:
+def memory_line(runner: Any, model: nn.Module, head_copy: TakesMemory | None, tables: KeepsRequests) -> str:
     """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
 
     Weights are those it does not borrow, KV its own pool, tables what verification keeps of requests, graphs what
