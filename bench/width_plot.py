@@ -1,6 +1,6 @@
 """Draws figures of `bench.widths`: throughput against concurrency, and the speed of one user against throughput.
 
-python -m bench.width_plot FILE... PNG [--fixed 4 8 16]
+python -m bench.width_plot FILE... PNG [--fixed 4]
 
 Beside our policy, no speculation and the built-in worker it has the fixed widths that are asked for.
 """
@@ -29,7 +29,7 @@ def panels_of(
         BUILT_IN: ("built-in worker", BUILT_IN),
         PLAIN: ("no speculation", PLAIN),
     }
-    named |= {f"{OURS}_{width}": (f"width {width} of this package", FIXED) for width in fixed}
+    named |= {f"{OURS}_{width}": (f"fixed width {width}", FIXED) for width in fixed}
     lines: dict[str, dict[str, Any]] = {}
     for name, (label, kind) in named.items():
         points = [(int(at), measured[name]) for at, measured in figures.items() if name in measured]
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", metavar="file", help="of different concurrencies")
     parser.add_argument("png", type=Path)
-    parser.add_argument("--fixed", type=int, nargs="*", default=[4, 8, 16], help="widths")
+    parser.add_argument("--fixed", type=int, nargs="*", default=[4], help="widths")
     parser.add_argument("--title", default="Qwen3-8B shapes, one H200, accept length 6.4 at width 16")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}

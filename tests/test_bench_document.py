@@ -64,6 +64,13 @@ def test_the_plot_shows_throughput_and_speed_by_concurrency():
     assert len(panels["texts as they are, greedy"]) == 5
 
 
+def test_names_at_the_ends_of_lines_keep_apart():
+    assert plot.apart([0.9, 0.1, 0.5]) == [0.9, 0.1, 0.5]
+    close = plot.apart([0.52, 0.5, 0.0, 0.51])
+    assert close[1:3] == [0.5, 0.0]
+    assert close[3] == pytest.approx(0.5 + plot.LABEL) and close[0] == pytest.approx(0.5 + 2 * plot.LABEL)
+
+
 def test_a_run_without_matplotlib_says_how_to_get_it_and_draws_again_from_its_figures(
     monkeypatch, tmp_path, capsys
 ):

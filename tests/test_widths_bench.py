@@ -247,7 +247,7 @@ def test_the_plot_has_medians_by_concurrency_of_who_was_measured_there():
     assert list(panels) == ["title"] and list(panels["title"]) == [
         "this package",
         "no speculation",
-        "width 4 of this package",
+        "fixed width 4",
     ]
     assert panels["title"]["this package"] == dict(
         kind="ours",
@@ -255,4 +255,4 @@ def test_the_plot_has_medians_by_concurrency_of_who_was_measured_there():
         tokens_per_second=[100, 900],
         user_tokens_per_second=[100.0, 112.5],
     )
-    assert panels["title"]["width 4 of this package"]["concurrency"] == [8]
+    assert panels["title"]["fixed width 4"]["concurrency"] == [8]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ STYLE = {
     "fixed": ("tab:green", "^"),
 }
 DASHES = ("-", "--", ":", "-.")
+LABEL = 0.06  # height of a label, of the axis
 
 
 def can_draw() -> bool:
@@ -43,10 +44,10 @@ def series(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def draw(panels: Panels, path: Path) -> None:
-    """Two pictures for each panel. Raises ImportError without matplotlib."""
+    """Two pictures for each panel. Lines have their names at their ends. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2 * len(panels)), layout="constrained")
+    figure = Figure(figsize=(13, 4.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 2, squeeze=False)
     for (title, lines), (left, right) in zip(panels.items(), axes, strict=True):
         drawn: list[str] = []  # widths of one kind differ in their lines
@@ -66,5 +67,26 @@ def draw(panels: Panels, path: Path) -> None:
         for axis in (left, right):
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
-            axis.legend()
+            _name_ends(axis)
     figure.savefig(path, dpi=150)
+
+
+def _name_ends(axis: Any) -> None:
+    """Writes each line's name in the right margin, at the height of its last point."""
+    lines = axis.get_lines()
+    top = axis.get_ylim()[1]
+    heights = apart([line.get_ydata()[-1] / top for line in lines])
+    for line, height in zip(lines, heights, strict=True):
+        place = dict(xy=(1.02, height), xycoords="axes fraction", va="center", annotation_clip=False)
+        axis.annotate(line.get_label(), color=line.get_color(), **place)
+
+
+def apart(heights: Sequence[float]) -> list[float]:
+    """Heights of labels, of the axis: as given, the lower ones first, each at least a line of text above the
+    one below it."""
+    out = list(heights)
+    lowest = 0.0
+    for i in sorted(range(len(out)), key=out.__getitem__):
+        out[i] = max(out[i], lowest)
+        lowest = out[i] + LABEL
+    return out
