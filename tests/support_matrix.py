@@ -1,4 +1,4 @@
-"""The support matrix in the docs, from the tests that show its cells: python -m tests.support_matrix [--check]
+"""The tests behind the support matrix, as a page of the docs: python -m tests.support_matrix [--check]
 
 A test marked `matrix(target=..., draft=..., kv=..., outcome=...)` is the proof of a row: "works", "refused" or
 "built-in worker". `--check` fails where the page says something else.
@@ -17,8 +17,8 @@ import pytest
 
 from dflash_sglang.checkpoint.families import FOREIGN_ARCHITECTURES
 
-PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
-HEAD = """# Support matrix
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "support-tests.md"
+HEAD = """# Tests behind the support matrix
 
 Made by `python -m tests.support_matrix` from the tests that show each row. "works": output equals decoding \
 without speculation, or the draft's numbers equal the reference's, as the test says; "refused": start-up ends \

@@ -1,4 +1,4 @@
-"""The support matrix of the docs is what the tests' marks say."""
+"""The page of the tests behind the support matrix is what their marks say."""
 
 from __future__ import annotations
 
