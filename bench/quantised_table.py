@@ -1,4 +1,4 @@
-"""The table of docs/quantised-drafts.md, in Markdown, from a report of bench.quantised.
+"""The table of docs/results/quantised-drafts.md, in Markdown, from a report of bench.quantised.
 
 python -m bench.quantised_table FILE
 """

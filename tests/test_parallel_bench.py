@@ -43,7 +43,7 @@ def test_the_processes_of_a_layout_use_all_of_its_gpus_and_ports_of_their_own(la
 
 
 def test_the_layouts_are_those_of_the_docs():
-    text = (random_pair.Path(__file__).parents[1] / "docs" / "many-gpus.md").read_text()
+    text = (random_pair.Path(__file__).parents[1] / "docs" / "guide" / "many-gpus.md").read_text()
     for layout in layouts.LAYOUTS.values():
         assert f"`{layout.name}`" in text
         assert " ".join(layout.flags) in text

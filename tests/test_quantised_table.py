@@ -1,4 +1,4 @@
-"""The table of docs/quantised-drafts.md from a report, complete or not."""
+"""The table of docs/results/quantised-drafts.md from a report, complete or not."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def test_a_step_is_its_draft_at_a_width_and_its_verified_tokens() -> None:
 def test_a_mixed_batch_goes_better_than_at_any_single_width(
     concurrency: int, hard: float, width: int, spread: float | None, gain: float
 ) -> None:
-    best = steady_mix(Fixed(width), concurrency, hard, seed=0, spread=spread).rate  # of all, see docs/width.md
+    # The best fixed width, by docs/results/width-simulated.md.
+    best = steady_mix(Fixed(width), concurrency, hard, seed=0, spread=spread).rate
     ours = steady_mix(adaptive(QUIET, concurrency, ragged=True), concurrency, hard, seed=0, spread=spread).rate
     assert ours > gain * best
 

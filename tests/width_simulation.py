@@ -2,7 +2,7 @@
 
 A closed loop of requests of several kinds, a machine that is a table of step times with noise, a draft that is a
 conditional acceptance per position (per kind and width), and results that reach the policy some steps late. Time
-is the sum of the steps' times. `python -m tests.width_tables` prints what docs/width.md quotes.
+is the sum of the steps' times. `python -m tests.width_tables` prints what docs/results/width-simulated.md quotes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/width.md: `python -m tests.width_tables`. Simulated, but for the last one."""
+"""Prints the tables of docs/results/width-simulated.md; the last one is measured: python -m tests.width_tables"""
 
 from __future__ import annotations
 

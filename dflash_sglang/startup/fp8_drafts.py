@@ -1,6 +1,6 @@
 """Dense drafts that are read in fp8: quantised while they are loaded, where that shortens a step.
 
-The target verifies every token, so all it can cost is accept length (`docs/quantised-drafts.md`).
+The target verifies every token, so all it can cost is accept length (`docs/guide/quantised-drafts.md`).
 """
 
 from __future__ import annotations
