@@ -3,7 +3,7 @@
 #
 #   on one GPU       wide wide_dense narrow long profile startup_widths startup rope
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
-#                    width_good_admission_64 width_good_shares width_poor width_poor_built_in
+#                    width_good_admission_64 width_good_shares like_for_like like_for_like_poor memory
 #                    width_mixed width_mixed_busy
 #                    pair proposals quantised long_context
 #   on two, "0,1"    tp2 tp2_again dpa2
@@ -48,6 +48,10 @@ width() { # ACCEPTANCE ARGUMENTS...
   with_pair "width_$1" widths "--flags=$serving" --input 128 --mem-fraction 0.9 --acceptance "${1%%_*}" "${@:2}"
 }
 
+alike() { # NAME ARGUMENTS...
+  with_pair "$1" like_for_like "--flags=$serving" --input 128 --mem-fraction 0.97 "${@:2}"
+}
+
 parallel() { # NAME PREFILL_GRAPHS ARGUMENTS...
   part "parallel_$1" parallel --layouts "${1%%_*}" --gpus "$gpus" --logs "$logs/$1" \
     --flags="--enforce-disable-flashinfer-allreduce-fusion $2" "${@:3}"
@@ -77,8 +81,11 @@ for name in "$@"; do
     width_good_admission_64) width good_admission_64 --kinds ours built_in --concurrency 64 --fixed 8 4 \
       "--flags=$serving --min-free-slots-delay 4" ;;
     width_good_shares) width good_shares --per-request --kinds ours --concurrency 8 64 128 --fixed 16 8 4 ;;
-    width_poor) width poor --kinds ours plain --concurrency 256 64 --output 384 --fixed 4 2 ;;
-    width_poor_built_in) width poor_built_in --concurrency 64 256 --output 384 --fixed 4 2 ;;
+    like_for_like) alike like_for_like --concurrency 8 1 32 64 128 --whole 32 64 128 \
+      --seconds 1.6 2.5 1.5 1.5 1.5 --profile 8 --groups defaults dense fp8_target fp8 ;;
+    like_for_like_poor) alike like_for_like_poor --acceptance poor --groups defaults --concurrency 64 256 \
+      --output 384 --seconds 2 ;;
+    memory) with_pair memory memory "--flags=--load-format dummy" ;;
     width_mixed) width mixed --per-request --kinds ours --concurrency 32 64 --fixed 16 8 6 4 ;;
     width_mixed_busy) width mixed_busy --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
     pair) part serve_pair pair ;;
