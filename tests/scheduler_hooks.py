@@ -395,22 +395,27 @@ def _firsts(worker: Any) -> None:
     forward, prewarm_sampling = worker.forward_batch_generation, worker.prewarm_sampling
     alloc_memory_pool = worker.alloc_memory_pool
     there: list[set[Any]] = []
+    storages: set[tuple[int, int]] = set()  # of all tensors at the end of the start-up, graphs' inputs among them
 
     def now(self: Any) -> list[set[Any]]:
         modules = {name for name in sys.modules if name.startswith("dflash_sglang")}
-        return [modules, set(_own_buffers(self))]
+        found = ((where, _storage(tensor)) for where, tensor in _own_tensors(self))
+        return [modules, {(where, storage[1]) for where, storage in found if storage not in storages}]
 
     def loaded(*args: Any) -> None:
         with (Path(os.environ[RECORDS_ENV]) / "kernels.jsonl").open("a") as file:
             file.write(json.dumps(["request" if there else "start-up", str(args[2])]) + "\n")
 
     def sized(self: Any, **pools: Any) -> None:
-        (Path(os.environ[RECORDS_ENV]) / "taken.json").write_text(json.dumps(list(_own_buffers(self))))
+        (Path(os.environ[RECORDS_ENV]) / "taken.json").write_text(
+            json.dumps([(where, _storage(tensor)[1]) for where, tensor in _own_tensors(self)])
+        )
         alloc_memory_pool(self, **pools)
 
     def prewarmed(self: Any) -> Any:
         result = prewarm_sampling(self)
         there[:] = now(self)
+        storages.update(_storage(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
         return result
 
     def watched(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -443,8 +448,13 @@ def _tell_imports(original: Any, manager: Any, request: Any, *args: Any, **kwarg
     return answers()
 
 
-def _own_buffers(owner: Any) -> Iterator[tuple[str, int]]:
-    """(where, bytes) of the tensors that this package's objects hold, at any depth."""
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes, which a view shares with the tensor that it looks at."""
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+
+
+def _own_tensors(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(where, tensor) of the tensors that this package's objects hold, at any depth."""
     seen, found = set(), [("worker", owner)]
     while found:
         where, thing = found.pop()
@@ -452,7 +462,7 @@ def _own_buffers(owner: Any) -> Iterator[tuple[str, int]]:
             continue
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
-            yield where, thing.untyped_storage().nbytes()
+            yield where, thing
         elif isinstance(thing, list | tuple):
             found += [(f"{where}[{i}]", item) for i, item in enumerate(thing)]
         elif type(thing).__module__.startswith("dflash_sglang") and hasattr(thing, "__dict__"):
