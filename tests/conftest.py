@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests import sglang_layers  # noqa: E402, F401  it names the platform before a test module imports SGLang
+from tests.support import sglang_layers  # noqa: E402, F401  it names the platform before a test module imports SGLang
 
 # Time says nothing on a busy machine: the first example imports SGLang.
 settings.register_profile("untimed", deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import sglang_layers as layers
+from tests.support import sglang_layers as layers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.kernels.context import context_write
-from tests import sglang_layers as layers
+from tests.support import sglang_layers as layers
 
 POSITIONS, SLOTS = (0, 1, 70, 300, 4000), (9, 4, 31, 2, 17)
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]

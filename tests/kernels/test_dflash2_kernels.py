@@ -10,7 +10,7 @@ from dflash_sglang.kernels.block import grouped_conv as conv_kernels
 from dflash_sglang.kernels.head import selector_walk as walk_kernels
 from dflash_sglang.kernels.head.largest import largest
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice
-from tests.reference_dflash2 import convolution_loop, walk_loop
+from tests.support.reference_dflash2 import convolution_loop, walk_loop
 
 HIDDEN, VOCAB = 48, 40
 

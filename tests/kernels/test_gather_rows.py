@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_sglang.kernels.block import gather_rows as kernels
-from tests import sglang_layers as layers
+from tests.support import sglang_layers as layers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

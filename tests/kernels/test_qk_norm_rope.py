@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.kernels.context import qk_norm_rope as kernels
-from tests import sglang_layers as layers
+from tests.support import sglang_layers as layers
 
 POSITIONS = 64
 EPS = 1e-6

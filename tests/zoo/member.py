@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from tests.tiny import draft_config, draft_tensors, write_checkpoint
+from tests.support.tiny import draft_config, draft_tensors, write_checkpoint
 
 LAYERS = 5
 BLOCK = 8
 FEATURES = (2, 4, 0)  # unsorted: a middle layer, the last, the first
-# Fields of a text model; a draft of `tests.tiny` fits it.
+# Fields of a text model; a draft of `tests.support.tiny` fits it.
 TEXT: dict[str, Any] = dict(
     hidden_size=64,
     intermediate_size=96,

@@ -1,0 +1,129 @@
+"""`dflash-sglang bench`: its files: figures, table and plot, and what is kept of a run that failed."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from dflash_sglang.bench import plot, run, sweep, table
+from dflash_sglang.bench.document import medians
+from dflash_sglang.bench.settings import Served, Settings
+from dflash_sglang.cli import main
+from dflash_sglang.demo.progress import Progress
+from dflash_sglang.demo.server import ServerFailed
+from tests.support.bench_runs import outcome, rows_of, settings_of
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    rates = {
+        ("plain", None): {1: 100.0, 8: 400.0}, ("built_in", 16): {1: 400.0, 8: 1000.0},
+        ("ours", 8): {1: 380.0, 8: 1200.0}, ("ours", 16): {1: 500.0, 8: 1100.0},
+        ("ours", None): {1: 480.0, 8: 1300.0},
+    }  # fmt: skip
+    figures = [
+        dict(server=str(Served(kind, width)), kind=kind, width=width, concurrency=concurrency, input=None,
+             temperature=temperature, rounds=[],
+             median=medians([outcome(rate * scale, 6.0) for scale in (0.5, 1.0, 1.1)]))
+        for temperature in (0.0, 0.7)
+        for (kind, width), by_concurrency in rates.items()
+        for concurrency, rate in by_concurrency.items()
+    ]  # fmt: skip
+    versions = dict(gpu="NVIDIA H200, 580", dflash_sglang="1", sglang="2", torch="3")
+    settings = dict(output=64, together=True, rounds=3, accept_length=None, dtype="auto")
+    outputs = dict(prompts=4, new_tokens=64, equal_to_plain={"ours, width 16": 3})
+    made = dict(versions=versions, date="today", target="T", draft="D", settings=settings, figures=figures)
+    return {**made, "incomplete": None, "skipped": [], "outputs": outputs, "profile": [], **changes}
+
+
+def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_load_and_width():
+    text = table.markdown(document())
+    assert re.findall("^## (.*)$", text, re.M) == [
+        "texts as they are, greedy",
+        "texts as they are, temperature 0.7",
+    ]
+    rows = rows_of(text)
+    assert len(rows) == 2 * (2 + 10) and all(len(row) == len(table.COLUMNS) for row in rows)
+    assert rows[2] == ["1", "plain", "100.0", "50.0", "40.0", "5.00", "", "", ""]
+    assert rows[3] == ["1", "built-in, width 16", "400.0", "200.0", "40.0", "5.00", "6.00", "4.000", ""]
+    assert rows[4] == ["1", "ours, width 8", "380.0", "190.0", "40.0", "5.00", "6.00", "3.800", ""]
+    assert rows[5] == ["1", "ours, width 16", "500.0", "250.0", "40.0", "5.00", "6.00", "5.000", "1.250"]
+    assert rows[6] == ["1", "ours", "480.0", "240.0", "40.0", "5.00", "6.00", "4.800", "1.200"]  # width by width
+    assert rows[10][-2:] == ["2.750", "1.100"]  # 8 at a time
+    assert "Greedy outputs of 64 tokens equal to those without speculation, ours, width 16: 3 of 4." in text
+
+
+def test_the_plot_shows_throughput_and_speed_by_concurrency():
+    panels = plot.series(document())
+    assert list(panels) == ["texts as they are, greedy", "texts as they are, temperature 0.7"]
+    assert panels["texts as they are, greedy"]["ours, width 8"] == dict(
+        kind="ours", concurrency=[1, 8], tokens_per_second=[380.0, 1200.0], user_tokens_per_second=[190.0, 600.0]
+    )
+    assert len(panels["texts as they are, greedy"]) == 5
+
+
+def test_names_at_the_ends_of_lines_keep_apart():
+    assert plot.apart([0.9, 0.1, 0.5]) == [0.9, 0.1, 0.5]
+    close = plot.apart([0.52, 0.5, 0.0, 0.51])
+    assert close[1:3] == [0.5, 0.0]
+    assert close[3] == pytest.approx(0.5 + plot.LABEL) and close[0] == pytest.approx(0.5 + 2 * plot.LABEL)
+
+
+def test_a_run_without_matplotlib_says_how_to_get_it_and_draws_again_from_its_figures(
+    monkeypatch, tmp_path, capsys
+):
+    measured = tmp_path / "bench.json"
+    measured.write_text(json.dumps(document()))
+    monkeypatch.setattr(plot, "can_draw", lambda: False)
+    assert main(["bench", "--redraw", str(measured), "--out", str(tmp_path / "again")]) == 0
+    assert "pip install 'dflash_sglang[bench]'" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "again").iterdir()] == ["bench.md"]
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "--redraw", str(measured), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_what_is_written_is_said_and_nothing_else(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(plot, "can_draw", lambda: False)
+    figures, text = tmp_path / "bench.json", tmp_path / "bench.md"
+    run.write(document(), tmp_path, figures)
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {figures}, {text}"
+    figures.write_text(json.dumps(document()))
+    (tmp_path / "bench.png").write_text("of an earlier run")
+    assert main(["bench", "--redraw", str(figures), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {text}"
+
+
+def test_float32_outputs_that_differ_fail_the_run(monkeypatch, tmp_path, capsys):
+    settings = settings_of("--output", "8", out=tmp_path)
+    outputs = {}
+
+    def measured(settings: Settings, results: dict[Served, sweep.Measured], progress: Progress) -> None:
+        for served, one in results.items():
+            one.outputs = outputs.get(served.kind, [[1, 2]])
+            one.rounds = {cell: [outcome(10.0)] for cell in settings.cells}
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    assert run.measure(settings) == 0
+    outputs["ours"] = [[1, 3]]
+    assert run.measure(settings) == 1
+    assert "outputs differ from plain decoding: ['ours']" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_failure_is_kept_and_called_incomplete(monkeypatch, tmp_path):
+    settings = settings_of("--concurrency", "1", out=tmp_path)
+
+    def fails(settings: Settings, results: dict[Served, sweep.Measured], progress: Progress) -> None:
+        results[settings.served[0]].rounds = {cell: [outcome(10.0)] for cell in settings.cells}
+        raise ServerFailed("ours, width 16: out of memory\nits log")
+
+    monkeypatch.setattr(sweep, "measure", fails)
+    with pytest.raises(ServerFailed):
+        run.measure(settings)
+    measured = json.loads((tmp_path / "bench.json").read_text())
+    assert [one["server"] for one in measured["figures"]] == ["plain"]
+    assert measured["incomplete"] == "ours, width 16: out of memory\nits log" and measured["outputs"] is None
+    assert "\nIncomplete: ours, width 16: out of memory\n" in (tmp_path / "bench.md").read_text()

@@ -1,0 +1,98 @@
+"""`dflash-sglang bench --profile`: a trace taken apart, and its table."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import threading
+
+import pytest
+
+from dflash_sglang.bench import profile, table, trace
+from dflash_sglang.demo.progress import Progress
+from tests.support.bench_runs import kernel, rows_of, steps
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    path = tmp_path / "1763-TP-0.trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": steps(3)[::-1]}, file)
+    return path
+
+
+def test_a_trace_is_split_into_verify_draft_other_kernels_and_gaps(trace_file):
+    step = trace.read(trace_file)
+    assert step.steps == 2
+    assert step.step_ms == pytest.approx(0.2)
+    assert step.verify_ms == pytest.approx(0.090)
+    assert step.draft_ms == pytest.approx(0.020)
+    assert step.other_graphs_ms == pytest.approx(0.002)
+    assert step.outside_ms == pytest.approx(0.019)  # 105 to 114, and 140 to 150: beside the draft is the draft's
+    assert step.gaps_ms == pytest.approx(0.069) and step.gaps_in_graphs_ms == pytest.approx(0.009)
+    assert step.idle == pytest.approx(0.345)
+    assert step.kernels == {"verify": 10, "draft": 4, "other_graphs": 1, "outside": 3}
+    assert step.outside_kernels == [("fill", 1, 20), ("accept", 1, 6), ("copy", 1, 5)]
+    assert step.verify_span_ms == pytest.approx(0.099)  # 10 kernels and the gaps between them
+    assert step.graph_kernels == {
+        "verify": [("gemm", 10, 90)], "draft": [("gemm", 4, 20)], "other_graphs": [("one", 1, 2)],
+    }  # fmt: skip
+
+
+def test_the_split_is_printed_with_shares_that_sum_up(trace_file):
+    step = trace.read(trace_file)
+    text = table.step_table({"server": "ours, width 16", "concurrency": 8, **vars(step), "idle": step.idle})
+    assert text.startswith("## A step of ours, width 16, 8 at a time\n\n0.200 ms, average of 2 steps;")
+    assert "the GPU is idle for 34.5%." in text
+    rows = rows_of(text)
+    assert rows[2] == ["verify graph", "0.090", "45.0%", "10.0"]
+    assert sum(float(row[1]) for row in rows[2:8]) == pytest.approx(0.2)
+    assert rows[-1] == ["`copy`", "1.0", "5.0"]
+
+
+@pytest.mark.parametrize("recorded", [4, 9])
+def test_a_verify_graph_that_the_profile_began_in_is_no_step(recorded):
+    begun = [kernel(10 * i - 200, 9, -1) for i in range(10 - recorded, 10)]
+    assert trace.step_of([*begun, *steps(4)]) == trace.step_of(steps(4))
+
+
+@pytest.mark.parametrize("events, lacks", [
+    ([dict(cat="cpu_op", name="aten::mm", ts=0, dur=1)], "no kernel of a GPU"),
+    ([kernel(10 * i, 5, i) for i in range(9)], "0 launches of a verify graph"),
+    (steps(1), "1 launches of a verify graph"),
+])  # fmt: skip
+def test_a_trace_without_whole_steps_says_what_it_lacks(events, lacks):
+    with pytest.raises(trace.TraceError, match=lacks):
+        trace.step_of(events)
+
+
+def test_a_trace_is_read_when_it_is_whole(trace_file):
+    whole = trace_file.read_bytes()
+    trace_file.write_bytes(whole[:-20])
+    with pytest.raises(trace.TraceError, match="no complete trace"):
+        profile.wait_for_trace(trace_file.parent, Progress(io.StringIO()), timeout=0)
+    trace_file.write_bytes(whole)
+    path, step = profile.wait_for_trace(trace_file.parent, Progress(io.StringIO()), timeout=0)
+    assert path == trace_file and step.steps == 2
+
+
+def test_an_interrupt_waits_for_no_request(tmp_path):
+    """The server ends its requests, after the profile was left."""
+    stopped, ended = threading.Event(), []
+
+    class Server:
+        def stream(self, **request):
+            yield {}
+            stopped.wait(5)
+            ended.append(request["text"])
+
+        def post(self, path, **body):
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            profile.take_apart(Server(), "ours", [{"text": "a"}, {"text": "b"}], tmp_path, Progress(io.StringIO()))
+        assert ended == []
+    finally:
+        stopped.set()

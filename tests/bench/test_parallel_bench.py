@@ -1,0 +1,176 @@
+"""The pure parts of `bench.parallel` and `bench.parallel_soak`: commands, load, claims, memory of a log."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+
+import pytest
+
+from bench import cluster, layouts, parallel, uneven
+from bench.load import Load, Outcome, by_figure
+from dflash_sglang.bench import random_pair
+from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.checkpoint import DraftSpec
+from tests.soak.requests import corpus_of
+
+MODEL = ["--model-path", "TARGET"]
+
+
+def flags_of(command: list[str]) -> dict[str, str | None]:
+    """`--flag value` pairs of a command; None for a bare flag."""
+    pairs = itertools.pairwise([*command, "--end"])
+    return {a: (None if b.startswith("--") else b) for a, b in pairs if a.startswith("--") and a != "--end"}
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_the_processes_of_a_layout_use_all_of_its_gpus_and_ports_of_their_own(layout):
+    commands = [flags_of(command) for command in layout.commands(MODEL, 12000)]
+    assert len(commands) == layout.nodes
+    for node, command in enumerate(commands):
+        sizes = {name: int(command.get(f"--{name}-size") or 1) for name in ("tp", "dp")}
+        attention = "--enable-dp-attention" in command
+        assert sizes["tp"] * (1 if attention else sizes["dp"]) == layout.gpus
+        assert sizes["dp"] == layout.replicas
+        assert command["--model-path"] == "TARGET"
+        assert command.get("--node-rank") == (str(node) if layout.nodes > 1 else None)
+        # A port for the group of ranks, but where each replica has a group of its own.
+        assert ("--nccl-port" in command) == (layout.nodes == 1 and not layout.independent_replicas)
+    assert [command["--port"] for command in commands] == [str(12000 + node) for node in range(layout.nodes)]
+    assert len({command.get("--dist-init-addr") for command in commands}) == 1
+    assert len({command.get("--base-gpu-id") for command in commands}) == layout.nodes
+
+
+def test_the_layouts_are_those_of_the_docs():
+    text = (random_pair.Path(__file__).parents[2] / "docs" / "guide" / "many-gpus.md").read_text()
+    for layout in layouts.LAYOUTS.values():
+        assert f"`{layout.name}`" in text
+        assert " ".join(layout.flags) in text
+
+
+def test_every_round_of_load_singles_out_the_next_rank_and_ends_nothing_but_the_aborted_phase():
+    corpus = corpus_of(random_pair.pair_directories()["target"])
+    for replicas in (1, 2, 4):
+        rounds = list(itertools.islice(uneven.phases(replicas), uneven.PHASES * replicas))
+        ranks = [phase.rank for phase in rounds if phase.name == "burst to one rank"]
+        assert ranks == ([None] if replicas == 1 else list(range(replicas)))
+    for seed, phase in enumerate(rounds[: uneven.PHASES]):
+        asked = phase.requests(seed, corpus)
+        assert len(asked) == phase.count
+        assert {one.body.get("routed_dp_rank") for one in asked} == {phase.rank}
+        assert all(one.abort for one in asked) == phase.all_aborted
+    compared = uneven.compared(20, 7, corpus, 2)
+    assert [one.body["routed_dp_rank"] for one in compared] == [0, 1] * 10
+    assert all(one.greedy and one.abort is None for one in compared)
+    assert uneven.astray(
+        {"routed_dp_rank": 1}, [{"meta_info": {"dp_rank": 0}}, {"meta_info": {"dp_rank": 1}}]
+    ) == [0]
+
+
+def outcomes(tokens_per_second: list[float], step_ms: float = 10.0) -> dict[str, list[float]]:
+    return by_figure([Outcome(rate, 6.02, step_ms) for rate in tokens_per_second])
+
+
+def test_claims_compare_round_by_round_and_ask_more_of_data_parallel_attention():
+    figures = {
+        "16": {OURS: [1300, 2800, 1400], BUILT_IN: [1000, 2000, 1000], PLAIN: [1, 1, 1]},
+        "64": {OURS: [980, 980, 1000], BUILT_IN: [1000, 1000, 1000]},
+    }
+    figures = {at: {kind: outcomes(rates) for kind, rates in kinds.items()} for at, kinds in figures.items()}
+    figures["64"][BUILT_IN]["accept_length"][1] = 5.0
+    claimed = parallel.claims("dpa2", figures, 6.0)
+    assert [(one["value"], one["bound"], one["ok"]) for one in claimed[::2]] == [
+        (1.4, ">= 1.3", True),
+        (0.98, ">= 0.99", False),
+    ]
+    assert [one["ok"] for one in claimed[1::2]] == [True, False]
+    assert parallel.claims("tp2", figures, 6.0)[0]["bound"] == ">= 0.99"
+
+
+def test_a_step_on_two_ranks_of_a_tensor_parallel_group_is_compared_at_32():
+    figures = {at: {OURS: outcomes([1.0] * 3, 9.1), BUILT_IN: outcomes([1.0] * 3)} for at in ("1", "32")}
+    [claimed] = [one for one in parallel.claims("tp2", figures, 6.0) if "step time" in one["what"]]
+    assert "at concurrency 32" in claimed["what"]
+    assert (claimed["value"], claimed["bound"], claimed["ok"]) == (0.91, "<= 0.9", False)
+    assert not any("step time" in one["what"] for one in parallel.claims("dpa2", figures, 6.0))
+
+
+def test_each_load_that_is_measured_is_kept_when_the_next_one_fails(monkeypatch, tmp_path):
+    out = tmp_path / "parallel.json"
+    asked: list[tuple[Load, int]] = []
+
+    def take_turns(servers: dict, load: Load, rounds: int) -> dict[str, dict[str, list[float]]]:
+        asked.append((load, rounds))
+        if load.output_tokens == 601:
+            raise RuntimeError("a rank is gone")
+        return {kind: outcomes([1000.0]) for kind in (OURS, BUILT_IN)}
+
+    monkeypatch.setattr(parallel, "take_turns", take_turns)
+    for name in ("servers_of", "start", "stop_on_sigterm", "stop_together"):
+        monkeypatch.setattr(parallel, name, lambda *_: {})
+    loads = ["--concurrency", "1", "--also", "16:1021", "16:601", "--rounds", "2"]
+    options = ["--layouts", "dpa2", *loads, "--pair", "DIR", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["parallel", *options])
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        parallel.main()
+    assert [(load.concurrency, load.requests, load.output_tokens, rounds) for load, rounds in asked] == [
+        (1, 2, 253, 2),
+        (16, 32, 1021, 2),
+        (16, 32, 601, 2),
+    ]
+    written = json.loads(out.read_text())
+    assert list(written["figures"]["dpa2"]) == ["1", "16:1021"]
+    assert [one["bound"] for one in written["claims"][::2]] == [">= 0.99", ">= 1.3"]
+
+
+def test_pools_hold_every_load_and_a_step_that_is_taken_apart():
+    arguments = argparse.Namespace(concurrency=[1, 64], input=256, output=253, also=[(16, 1021)], profile=[])
+    assert parallel.tokens_at_once(arguments) == 64 * (256 + 253 + 64)
+    arguments.profile = [32]
+    assert parallel.tokens_at_once(arguments) == 32 * (256 + 1536 + 64)
+
+
+def test_memory_is_read_by_rank_from_the_start_up_log():
+    log = """
+[2026-11-21 19:00:00 DP0 TP0] Load weight end. elapsed=1.00 s, type=Qwen3ForCausalLM, avail mem=100.00 GB, mem usage=8.12 GB.
+[2026-11-21 19:00:00 DP1 TP1] Load weight end. elapsed=1.00 s, type=Qwen3ForCausalLM, avail mem=100.00 GB, mem usage=8.13 GB.
+[2026-11-21 19:00:01 DP0 TP0] KV Cache is allocated. dtype: torch.bfloat16, #tokens: 8000, K size: 0.50 GB, V size: 0.25 GB
+Loading shards: 0% Completed | 0/1 [00:00<?, ?it/s][2026-11-21 19:00:02 DP0 TP0] Load weight end. elapsed=1.00 s, type=DFlashDraftModel, avail mem=90.00 GB, mem usage=1.02 GB.
+"""  # noqa: E501
+    assert cluster.memory_of(log) == {
+        "DP0 TP0": {
+            "weights_gb": {"Qwen3ForCausalLM": 8.12, "DFlashDraftModel": 1.02},
+            "kv": [{"tokens": 8000, "gb": 0.75}],
+        },
+        "DP1 TP1": {"weights_gb": {"Qwen3ForCausalLM": 8.13}, "kv": []},
+    }
+
+
+@pytest.mark.parametrize("name, ids", [
+    ("qwen3-8b", [1, 9, 17, 25, 33]), ("qwen3-30b-a3b", [1, 12, 23, 34, 45]), ("small-moe", [1, 2, 3]),
+])  # fmt: skip
+def test_a_random_draft_reads_layers_that_its_target_has(name, ids):
+    shape = random_pair.SHAPES[name]
+    target = random_pair.target_config(shape, None)
+    spec = DraftSpec.from_config(random_pair.draft_config(shape, target))
+    assert list(spec.feature_layer_ids(target["num_hidden_layers"])) == ids
+
+
+def test_a_random_pair_with_experts_has_the_tensors_that_its_config_names(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from dflash_sglang.checkpoint.files import tensor_facts
+
+    directories = random_pair.write_pair(tmp_path, "small-moe")
+    config = Qwen3MoeConfig.from_pretrained(directories["target"])
+    model, found = Qwen3MoeForCausalLM.from_pretrained(directories["target"], output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    draft = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert draft["num_target_layers"] == config.num_hidden_layers == len(model.model.layers)
+    assert "num_experts" not in draft
+    facts = tensor_facts(tmp_path / "draft")
+    features = len(draft["dflash_config"]["target_layer_ids"])
+    assert facts["fc.weight"].shape == (draft["hidden_size"], features * draft["hidden_size"])
+    only = random_pair.write_pair(tmp_path / "only", "small-moe", config_only=True)
+    assert tensor_facts(random_pair.Path(only["target"])) == {}

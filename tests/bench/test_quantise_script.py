@@ -1,0 +1,120 @@
+"""The quantisation script: real checkpoint layouts, read back by readers that share nothing with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.quantised_layouts import dequantised
+from tests.support.tiny import draft_config, draft_tensors, write_checkpoint
+from training.calibrate import Inputs
+from training.packing import group_round
+from training.quantise import GROUP_SIZE, SCHEMES, quantise, quantise_checkpoint
+
+CONFIG = draft_config(hidden_size=128, head_dim=32, intermediate_size=256)
+WEIGHTS = {name: tensor.bfloat16() for name, tensor in draft_tensors(CONFIG).items()}
+MATRICES = [name for name, tensor in WEIGHTS.items() if tensor.ndim == 2]
+# Relative error of round-to-nearest: half a step of the levels that a matrix, row or group of normal weights has.
+ERROR = {"fp8-dynamic": 0.03, "ct-w8a8-int8": 0.012, "ct-w4a16": 0.1}
+
+
+def calibration(correlated: bool = False) -> dict[str, Inputs]:
+    """As if every layer had read 4000 rows; `correlated`: their inputs tell of each other."""
+    generator = torch.Generator().manual_seed(0)
+    read = {}
+    for name in MATRICES:
+        inputs = WEIGHTS[name].shape[1]
+        rows = torch.randn(4000, inputs, generator=generator)
+        if correlated:
+            rows = (
+                rows @ torch.randn(inputs, inputs, generator=generator) * torch.rand(inputs, generator=generator)
+            )
+        read[name.removesuffix(".weight")] = Inputs(float(rows.abs().max()), rows.T @ rows)
+    return read
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_independent_reader_gets_the_weights_back_to_within_the_rounding(scheme):
+    tensors = quantise(WEIGHTS, SCHEMES[scheme], calibration() if SCHEMES[scheme].static else None)
+    back = dequantised(tensors, SCHEMES[scheme].config)
+    assert back.keys() == WEIGHTS.keys()
+    limit = ERROR["fp8-dynamic" if "fp8" in scheme else "ct-w8a8-int8" if "int8" in scheme else "ct-w4a16"]
+    for name, weight in WEIGHTS.items():
+        if weight.ndim == 1:
+            assert torch.equal(tensors[name], weight)
+        else:
+            error = (back[name] - weight.float()).norm() / weight.float().norm()
+            assert limit / 6 < error < limit, name
+
+
+@pytest.mark.parametrize("scheme", ["ct-w4a16", "ct-w4a16-asym"])
+def test_the_library_of_the_format_unpacks_the_same_levels(scheme):
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    tensors = quantise(WEIGHTS, SCHEMES[scheme])
+    own = {n.removeprefix("fc."): t for n, t in tensors.items() if n.startswith("fc.")}
+    levels = unpack_from_int32(own["weight_packed"], 4, torch.Size(own["weight_shape"].tolist())).float()
+    zeros = torch.zeros(own["weight_scale"].shape)
+    if "weight_zero_point" in own:
+        zeros = unpack_from_int32(own["weight_zero_point"], 4, own["weight_scale"].shape, packed_dim=0).float()
+    matrix = (levels - zeros.repeat_interleave(GROUP_SIZE, 1)) * own["weight_scale"].float().repeat_interleave(
+        GROUP_SIZE, 1
+    )
+    assert torch.equal(matrix, dequantised(tensors, SCHEMES[scheme].config)["fc.weight"])
+
+
+@pytest.mark.parametrize("scheme", ["ct-w4a16-actorder", "gptq-actorder"])
+def test_stacked_modules_have_one_activation_order_with_groups_of_one_size(scheme):
+    tensors = quantise(WEIGHTS, SCHEMES[scheme], calibration(correlated=True))
+    suffix = "weight_g_idx" if scheme.startswith("ct") else "g_idx"
+    for layer in range(2):
+        for stacked in (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+        ):
+            first, *others = (tensors[f"layers.{layer}.{name}.{suffix}"] for name in stacked)
+            assert all(torch.equal(first, other) for other in others)
+            assert first.bincount().tolist() == [GROUP_SIZE] * (len(first) // GROUP_SIZE)
+            assert not torch.equal(first, first.sort().values)
+
+
+def test_gptqs_rounding_disturbs_the_output_less_than_plain_rounding():
+    weight, moments = WEIGHTS["fc.weight"].float(), calibration(correlated=True)["fc"].moments
+
+    def disturbance(moments_given):
+        rounded = group_round(weight, GROUP_SIZE, False, torch.bfloat16, None, moments_given)
+        matrix = (
+            rounded.levels - rounded.zeros.repeat_interleave(GROUP_SIZE, 1)
+        ) * rounded.scales.repeat_interleave(GROUP_SIZE, 1)
+        error = matrix - weight
+        return float((error @ moments * error).sum())
+
+    assert disturbance(moments) < 0.6 * disturbance(None)
+
+
+def test_static_scales_come_from_a_calibration_and_are_not_made_up():
+    with pytest.raises(ValueError, match="static activation scales: expected a calibration"):
+        quantise(WEIGHTS, SCHEMES["fp8-static"])
+    read = calibration()
+    tensors = quantise(WEIGHTS, SCHEMES["fp8-static"], read)
+    assert float(tensors["fc.input_scale"]) == pytest.approx(read["fc"].largest / 448)
+
+
+def test_groups_that_do_not_divide_the_inputs_are_an_error():
+    with pytest.raises(ValueError, match="48 inputs: expected a multiple of the group size 32"):
+        group_round(torch.zeros(8, 48), 32, False, torch.bfloat16)
+
+
+def test_a_checkpoint_is_written_whole(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "draft", CONFIG, WEIGHTS)
+    out = quantise_checkpoint("awq", tmp_path / "awq", source)
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "awq"
+    assert config == json.loads((source / "config.json").read_text())
+    written = load_file(out / "model.safetensors")
+    assert written["layers.0.self_attn.k_proj.qweight"].shape == (128, 64 // 8)
+    assert {name for name in written if name.endswith("norm.weight")} == {n for n in WEIGHTS if "norm" in n}

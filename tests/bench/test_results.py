@@ -1,0 +1,57 @@
+"""What `bench/results` claims and misses is told in the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "results" / "missed-goals.md"
+Missed = tuple[str, str, str]  # file, value, bound
+
+
+def claimed() -> list[Missed]:
+    return [
+        (path.name, str(claim["value"]), claim["bound"])
+        for path in RESULTS.glob("*.json")
+        for claim in json.loads(path.read_text())["claims"]
+        if not claim["ok"]
+    ]
+
+
+def told() -> list[Missed]:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text().splitlines()]
+    return [(row[0].strip("`"), row[2], row[3]) for row in rows if len(row) == 5 and row[0].endswith(".json`")]
+
+
+def test_the_page_of_missed_goals_has_each_claim_that_does_not_hold_and_no_other() -> None:
+    assert claimed()
+    assert sorted(told()) == sorted(claimed())
+
+
+def test_every_missed_goal_has_a_reason() -> None:
+    for line in PAGE.read_text().splitlines():
+        if re.match(r"\| `\w+\.json`", line):
+            assert len(line.strip("|").split("|")[-1].split()) >= 2, line
+
+
+def test_every_claim_is_judged_by_its_bound() -> None:
+    for path in RESULTS.glob("*.json"):
+        for claim in json.loads(path.read_text())["claims"]:
+            found = re.fullmatch(r"(<=|>=) (-?[\d.]+)", claim["bound"])
+            if found:
+                holds = (
+                    claim["value"] <= float(found[2]) if found[1] == "<=" else claim["value"] >= float(found[2])
+                )
+                assert claim["ok"] == holds, (path.name, claim)
+
+
+def test_every_result_that_a_document_names_is_there() -> None:
+    """A star stands for several files, NAME for one of the reader's."""
+    names = re.compile(r"bench/results/([\w*]+\.json)|`((?:step|width|parallel|like)_[\w*]+\.json)`")
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+        for found in names.finditer(page.read_text()):
+            name = found[1] or found[2]
+            assert "NAME" in name or list(RESULTS.glob(name)), (page.name, name)

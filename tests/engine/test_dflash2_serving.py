@@ -1,0 +1,247 @@
+"""A DFlash2 draft behind a real server in float32: lossless, accepted as the reference loop accepts (C18, C25),
+sampled output of the target's distribution (C16), tensor parallel (C21).
+
+The draft is the trained one with random convolutions and a random selector, near enough to nothing that it is
+still accepted. What is expected comes from `transformers` and the reference in loops.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine import test_parallel
+from tests.support import scheduler_hooks, tiny
+from tests.support.draft_formats import speculators_dflash2
+from tests.support.engines import greedy_params, serve
+from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.support.reference_dflash2 import ReferenceDFlash2, added_tensors, dflash2_config, dflash2_tensors
+from tests.support.tiny import write_checkpoint
+from tests.unit.verify.test_sampling import chi_square_bound
+from training.reference import generate, plain_generate
+
+pytestmark = pytest.mark.slow
+
+TARGET, PLAIN_DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
+BLOCK, NEW_TOKENS = 16, 48
+SIZES = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=32, selector_top_k=16)
+SCALE = 0.15  # of the random additions: about half of the plain draft's acceptance is left
+TOP_K, TEMPERATURE, DRAWS = 3, 1.6, 800
+SAMPLING = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=3, ignore_eos=True)
+LOOPED = slice(2, 5)  # of the prompts, those that the reference decodes too
+SAMPLED_PROMPT = list(held_out_prompts()[2].encode())  # no near tie at the edge of the top-k
+works = pytest.mark.matrix(target="Qwen3", draft="DFlash2", kv="model dtype", outcome="works")
+
+
+def prompts() -> list[list[int]]:
+    """Of 1 to 300 tokens; a token is a byte."""
+    text = "\n".join(held_out_prompts()).encode()
+    return [list(text[1000 * i : 1000 * i + length]) for i, length in enumerate((1, 3, 16, 33, 127, 300))]
+
+
+def request(prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    return dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS, **sampling))
+
+
+def config_and_tensors(scale: float = SCALE) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config = json.loads((PLAIN_DRAFT / "config.json").read_text())
+    config["dflash_config"] |= {**SIZES, "block_size": config.pop("block_size")}
+    config["architectures"] = ["DFlash2DraftModel"]
+    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
+    added = {name: tensor.bfloat16() for name, tensor in added_tensors(config, scale=scale).items()}
+    return config, {**tensors, **added}
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("dflash2") / "draft", *config_and_tensors())
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(target: Any) -> list[list[int]]:
+    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
+
+
+@pytest.fixture(scope="module")
+def ours(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """(server, directory of the oracle's records); rejected rows are poisoned after every step."""
+    records = tmp_path_factory.mktemp("records")
+    environment = {
+        "DFLASH_SGLANG_REQUIRE": "1",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
+        scheduler_hooks.HOOKS_ENV: "oracle,poison",
+        scheduler_hooks.RECORDS_ENV: str(records),
+    }
+    with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
+        yield server, records
+        print(server.log_tail(60))  # shown with a failure
+
+
+def test_the_start_up_line_says_what_the_draft_is_and_what_is_proposed(ours):
+    log = ours[0].log_text()
+    assert "worker active: draft=DFlash2DraftModel (3 layers); layers=0-1 sliding(128) causal" in log
+    assert "convolution=2 taps, groups of 16; selector=rank 32 over 16 candidates; proposals=drawn;" in log
+
+
+@works
+def test_greedy_output_is_plain_decodings_and_accepted_as_the_reference_loop_accepts(ours, target, expected):
+    server, _ = ours
+    reference = ReferenceDFlash2.from_weights(*config_and_tensors())
+    answers = [server.generate(**request(prompt)) for prompt in prompts()]
+    assert [answer["output_ids"] for answer in answers] == expected
+    lengths: list[int] = []
+    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
+        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
+        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
+        lengths += result.accept_lengths
+    assert sum(lengths) / len(lengths) > 2, "the draft is of use"
+
+
+@works
+def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(ours, expected):
+    server, records = ours
+    for prompt, output in zip(prompts(), expected, strict=True):
+        scheduler_hooks.record(records, prompt, output)
+    with ThreadPoolExecutor(len(expected)) as pool:
+        answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+    for path in records.iterdir():
+        path.unlink()
+    assert [answer["output_ids"] for answer in answers] == expected
+    histogram = [0] * BLOCK
+    for answer in answers:
+        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+            histogram[accepted] += count
+    assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
+
+
+@works
+def test_blocks_of_any_width_are_plain_decodings_and_distributed_as_the_targets(draft, target, expected, tmp_path):
+    environment = {
+        "DFLASH_SGLANG_REQUIRE": "1",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path),
+        scheduler_hooks.HOOKS_ENV: "widths,poison",
+        CONFIG_ENV: '{"width": {}}',
+    }
+    with serve(TARGET, draft, environment=environment, max_running_requests=48) as server:
+        with ThreadPoolExecutor(len(expected)) as pool:
+            answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+        assert [answer["output_ids"] for answer in answers] == expected
+        assert_distributed(draws(server), three_tokens(target))
+        (state,) = server.get("/server_info")["internal_states"]
+    assert min(state["dflash_width"]["steps"].values()) > 0
+
+
+@works
+def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, target, expected):
+    server, _ = ours
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: [server.generate(**request(prompt))["output_ids"] for prompt in prompts()])
+        sampled = draws(server)
+        assert beside.result() == expected
+    assert_distributed(sampled, three_tokens(target))
+
+
+def draws(server: Server) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(2) as pool:
+        answers = pool.map(
+            lambda _: server.generate(input_ids=SAMPLED_PROMPT, sampling_params=dict(SAMPLING, n=100)),
+            range(DRAWS // 100),
+        )
+        return [one for answer in answers for one in answer]
+
+
+def assert_distributed(sampled: list[dict[str, Any]], distribution: dict[tuple[int, ...], float]) -> None:
+    """By chi-square at 0.001, outputs of which fewer than five are expected as one. Walks are accepted in part."""
+    observed = Counter(tuple(one["output_ids"]) for one in sampled)
+    assert set(observed) <= set(distribution)
+    often = {key for key, p in distribution.items() if p * DRAWS >= 5}
+    counts = [(observed[key], distribution[key] * DRAWS) for key in often]
+    counts.append((DRAWS - sum(got for got, _ in counts), DRAWS - sum(count for _, count in counts)))
+    chi_square = sum((got - count) ** 2 / count for got, count in counts if count > 1e-3)
+    assert chi_square <= chi_square_bound(len(counts) - 1)
+    steps = [one["meta_info"]["spec_verify_ct"] for one in sampled]
+    assert 0.1 * DRAWS < steps.count(1) < DRAWS, "two tokens of one step, and of two"
+
+
+@torch.no_grad()
+def three_tokens(target: Any) -> dict[tuple[int, ...], float]:
+    """{sampled tokens: probability}."""
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, p in distribution.items():
+            logits = target(torch.tensor([[*SAMPLED_PROMPT, *tokens]])).logits[0, -1]
+            top, ids = logits.topk(TOP_K)
+            weights = [math.exp(x / TEMPERATURE) for x in (top - top[0]).tolist()]
+            for token, weight in zip(ids.tolist(), weights, strict=True):
+                longer[(*tokens, token)] = p * weight / sum(weights)
+        distribution = longer
+    return distribution
+
+
+@pytest.mark.matrix(target="Qwen3", draft="speculators DFlash2", kv="model dtype, two ranks", outcome="works")
+def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
+    """Random models, whose tokens lie in the shards of both ranks: keys and values of a walk that only one of them
+    took would be wrong. The draft is in the speculators format."""
+    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
+    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
+    config = dflash2_config(**shape)
+    draft = write_checkpoint(tmp_path / "draft", speculators_dflash2(config), dflash2_tensors(config))
+    ids = random.Random(0)
+    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
+    expected = test_parallel.continuations(target, [one["input_ids"] for one in asked])
+    environment = test_parallel.watched(tmp_path)
+    with serve(target, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
+        sampled = test_parallel.ask(server, test_parallel.sampled_requests(asked[0]), together=True)
+        turns = test_parallel.next_turns(asked[0], sampled)
+        after_hit = test_parallel.ask(server, turns, together=True)
+        server.post("/flush_cache?timeout=60")
+        cold = test_parallel.ask(server, turns, together=True)
+        greedy = test_parallel.ask(server, asked, together=True)
+    assert [answer["output_ids"] for answer in greedy] == expected
+    test_parallel.assert_sampled(sampled, expected[0])
+    test_parallel.assert_same_on_all_ranks(
+        dict(sampled=sampled, after_hit=after_hit, cold=cold, directory=tmp_path)
+    )
+
+
+@pytest.mark.gpu
+@works
+def test_a_gpu_walks_in_the_drafts_graph_as_it_walks_eagerly(draft, target):
+    """bfloat16: near ties may fall otherwise than in float32, so that most outputs are equal, not all."""
+    environment = {**DEVICE_ENVIRONMENT, "DFLASH_SGLANG_REQUIRE": "1"}
+    everything = [list(text.encode()) for text in held_out_prompts()[:24]]
+    asked = dict(input_ids=everything, sampling_params=greedy_params(NEW_TOKENS))
+    outputs, steps = [], []
+    for graphs in (dict(cuda_graph_max_bs_decode=48), dict(disable_cuda_graph=True)):
+        with serve(TARGET, draft, environment=environment, **ON_DEVICE, **graphs) as server:
+            answers = server.generate(**asked)
+            outputs.append([answer["output_ids"] for answer in answers])
+            steps.append(sum(answer["meta_info"]["spec_verify_ct"] for answer in answers))
+            assert_distributed(draws(server), three_tokens(target))
+            print(server.log_tail(30))
+    plain = [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in everything]
+    for of_server in outputs:
+        equal = sum(a == b for a, b in zip(of_server, plain, strict=True))
+        assert equal >= 14, f"{equal} of 24 outputs equal float32's"
+    assert steps[0] == pytest.approx(steps[1], rel=0.1)
+    assert sum(len(ids) - 1 for ids in outputs[0]) > 2 * steps[0]

@@ -1,0 +1,205 @@
+"""What start-up runs so that first requests run nothing for the first time, and what is left of it: nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.warmup.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT, prompts
+from tests.support import scheduler_hooks
+from tests.support.engines import greedy_params, serve
+from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.zoo.member import pair
+
+TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
+SAMPLED = dict(temperature=1.0, ignore_eos=True)
+REQUESTS: tuple[dict[str, Any], ...] = (
+    greedy_params(20),
+    dict(**SAMPLED, max_new_tokens=20),
+    dict(**SAMPLED, max_new_tokens=20, top_k=20, top_p=0.9),
+    dict(**SAMPLED, max_new_tokens=20, top_k=20, top_p=0.9, min_p=0.05),
+)
+# What else requests ask of the logits; the last fields are those of the request.
+KINDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    (dict(frequency_penalty=0.5, presence_penalty=0.2), {}),
+    (dict(repetition_penalty=1.2), {}),
+    (dict(logit_bias={"11": 2.0}), {}),
+    ({}, dict(return_logprob=True, top_logprobs_num=2)),
+)
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "overlap": dict(),
+    "synchronous_pages_of_16": dict(disable_overlap_schedule=True, page_size=16),
+    "chunks_of_8": dict(chunked_prefill_size=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1 << 20, [2048, 1000, 512, 256, 128, 64, 37, 16, 1]),
+        (600, [600, 512, 256, 128, 64, 37, 16, 1]),
+        (16, [16, 1]),
+    ],
+)
+def test_prompts_are_no_longer_than_a_server_takes_and_the_longest_comes_first(most, expected):
+    assert prompts(PROMPTS_ON_GPU, most) == expected
+
+
+@pytest.mark.parametrize("backed", [True, False])
+def test_rehearsed_contexts_are_read_from_slots_that_have_memory(backed: bool) -> None:
+    """SGLANG_ENABLE_POST_CAPTURE_KV_SIZING gives memory to all others after start-up."""
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
+
+    table = torch.zeros(4, 32, dtype=torch.int32)
+    runner: Any = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=SimpleNamespace(post_capture_active=not backed),
+        device="cpu",
+        max_total_num_tokens=40,
+    )
+    nothing: Any = None
+    rehearsal = Rehearsal(runner, SimpleNamespace(page_size=4), nothing, nothing)  # type: ignore[arg-type]
+    with rehearsal._contexts(2, 16):
+        slots = table[1:3, :16].flatten().tolist()
+        assert slots == (list(range(4, 36)) if backed else [0] * 32)
+    assert not table.any()
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """(name of the configuration, server that had no request, directory of its records)"""
+    hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")
+    arguments = dict(skip_server_warmup=True, **CONFIGURATIONS[request.param])
+    with serve(TARGET, DRAFT, environment=watching(hooks, records), **arguments) as server:
+        yield request.param, server, records
+        print(server.log_tail(40))
+
+
+def watching(hooks: Path, records: Path, **settings: Any) -> dict[str, str]:
+    return {
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps(settings),
+        "PYTHONPATH": scheduler_hooks.install(hooks),
+        scheduler_hooks.HOOKS_ENV: "rehearsals,firsts",
+        scheduler_hooks.RECORDS_ENV: str(records),
+    }
+
+
+def rehearsed(records: Path) -> dict[str, Any]:
+    """There once nothing was found changed."""
+    ran, _ = json.loads((records / "rehearsed").read_text())
+    return ran
+
+
+def firsts(records: Path) -> list[tuple[str, list[str], list[Any]]]:
+    """(forward mode, modules imported since start-up, buffers made since) of each forward."""
+    return [tuple(line) for line in lines(records / "firsts.jsonl")]
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def generate(server: Server, sampling: dict[str, Any], tokens: int = 60, **fields: Any) -> list[int]:
+    return server.generate(input_ids=list(range(5, 5 + tokens)), sampling_params=sampling, **fields)["output_ids"]
+
+
+@pytest.mark.slow
+def test_start_up_prefills_and_decodes_in_every_sampling_and_leaves_no_trace(served):
+    name, _, records = served
+    ran, samplings = rehearsed(records), [dict(sampling) for sampling in SAMPLINGS]
+    tokens = 8 if name == "chunks_of_8" else SHORT
+    assert ran == dict(
+        seconds=[],
+        prefill=[[tokens, sampling] for sampling in samplings],
+        step=[[tokens, sampling, 16] for sampling in samplings],
+    )
+
+
+@pytest.mark.slow
+def test_first_requests_import_nothing_of_this_package_and_make_no_buffer(served):
+    _, server, records = served
+    for sampling in REQUESTS:
+        assert len(generate(server, sampling)) == 20
+    seen = firsts(records)
+    assert {"EXTEND", "DECODE"} <= {mode for mode, *_ in seen}
+    assert all(modules == [] == buffers for _, modules, buffers in seen), seen
+
+
+@pytest.mark.slow
+def test_no_kind_of_request_makes_a_buffer_or_lets_one_grow(served):
+    """Nor many of them at once: on a GPU it would be memory that the KV pools do not leave."""
+    _, server, records = served
+    asked = [
+        (dict(sampling, **more), fields) for more, fields in KINDS for sampling in (REQUESTS[0], REQUESTS[-1])
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for _ in pool.map(lambda one: generate(server, one[0], **one[1]), asked):
+            pass
+    taken = {where.rpartition(".")[2]: size for where, size in json.loads((records / "taken.json").read_text())}
+    rows, vocabulary = 49, 320  # of SGLang's 48 requests
+    assert taken["_counts"] == 4 * rows * vocabulary and taken["_ends"] == rows * vocabulary
+    assert {"_packed", "_most", "_last"} <= set(taken), "outcomes, limits, what processors are told"
+    made = {where for _, _, buffers in firsts(records) for where in map(tuple, buffers)}
+    assert made == set()
+
+
+@pytest.mark.slow
+def test_the_first_stream_imports_nothing(served):
+    _, server, records = served
+    generate(server, REQUESTS[0])
+    assert len(list(server.stream(input_ids=[5, 6, 7], sampling_params=REQUESTS[0]))) > 1
+    assert lines(records / "streams.jsonl") == [[]]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("width", ["block", {"widths": [1, 4, 16]}], ids=["block", "widths"])
+def test_requests_launch_no_kernel_of_triton_that_start_up_has_not(tmp_path, width):
+    """SGLang's warm-up request among them."""
+    records = tmp_path / "records"
+    records.mkdir()
+    environment = {**watching(tmp_path / "hooks", records, width=width), **DEVICE_ENVIRONMENT}
+    environment[scheduler_hooks.HOOKS_ENV] = "firsts"
+    graphs = dict(cuda_graph_max_bs_decode=8, max_running_requests=8, min_free_slots_delay=1)
+    with serve(TARGET, DRAFT, environment=environment, **graphs, **ON_DEVICE) as server:
+        for requests, length, sampling in itertools.product((1, 2, 3, 8), (1, 40, 300), REQUESTS):
+            prompts = [[5 + i] * (length + i) for i in range(requests)]
+            server.generate(input_ids=prompts, sampling_params={**sampling, "max_new_tokens": 33 + requests})
+        launched = lines(records / "kernels.jsonl")
+        assert [name for when, name in launched if when == "start-up"]
+        late = [name for when, name in launched if when == "request"]
+        assert not late, f"first launched by a request: {late}"
+
+
+@pytest.mark.slow
+def test_steps_of_every_served_width_are_rehearsed(tmp_path):
+    records = tmp_path / "records"
+    records.mkdir()
+    environment = watching(tmp_path / "hooks", records, width={"widths": [1, 4, 16]})
+    with serve(TARGET, DRAFT, environment=environment, skip_server_warmup=True) as server:
+        ran = rehearsed(records)
+        assert len(ran["step"]) == 3 * len(SAMPLINGS) and len(ran["seconds"]) >= 3
+        generate(server, REQUESTS[0])
+        assert all(modules == [] == buffers for _, modules, buffers in firsts(records))
+
+
+@pytest.mark.slow
+def test_recurrent_targets_rehearse_prefills_alone(tmp_path):
+    records = tmp_path / "records"
+    records.mkdir()
+    arguments = dict(skip_server_warmup=True, max_mamba_cache_size=16)
+    with serve(*pair("Qwen3.5"), environment=watching(tmp_path / "hooks", records), **arguments):
+        ran = rehearsed(records)
+        assert len(ran["prefill"]) == len(SAMPLINGS) and ran["step"] == []

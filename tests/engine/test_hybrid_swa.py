@@ -1,0 +1,62 @@
+"""Targets whose sliding layers have a KV pool of their own: the draft's slots are the full layers' everywhere.
+
+Output equality with such a target is `test_zoo.py`'s. Here the draft's own rows: a wrong one would change what is
+proposed, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import scheduler_hooks
+from tests.support.engines import greedy, serve
+from tests.zoo import ZOO, pair
+
+pytestmark = pytest.mark.slow
+
+GPT_OSS = "gpt-oss"  # a window of 24
+NEW_TOKENS = 40
+
+
+def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[Any]]:
+    """Outputs, and (prefix length, proposals) of every block, of prompts and the next turn of the last.
+
+    Together they need the sliding layers' pool several times over: its slots part from the full layers'.
+    """
+    directory.mkdir()
+    environment = {
+        "DFLASH_SGLANG_REQUIRE": "1",
+        "PYTHONPATH": scheduler_hooks.install(directory),
+        scheduler_hooks.HOOKS_ENV: "proposals",
+        scheduler_hooks.RECORDS_ENV: str(directory),
+    }
+    arguments |= dict(ZOO[GPT_OSS].arguments, chunked_prefill_size=64, max_total_tokens=4096)
+    arguments["swa_full_tokens_ratio"] = 0.15
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(4, 250, (n,), generator=generator).tolist() for n in (33, 200, 150, 250, 90, 220)]
+    with serve(*pair(GPT_OSS), environment=environment, disable_overlap_schedule=True, **arguments) as server:
+        outputs = [greedy(server, [prompt], NEW_TOKENS)[0] for prompt in prompts]
+        outputs += greedy(server, [prompts[-1] + outputs[-1] + [9, 8, 7]], NEW_TOKENS)
+        hybrid = "SWAKVPool" in server.log_text()
+    assert hybrid == ("disable_hybrid_swa_memory" not in arguments)
+    return outputs, [json.loads(line) for line in (directory / "proposals.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return proposals(tmp_path_factory.mktemp("one") / "pool", disable_hybrid_swa_memory=True)
+
+
+@pytest.mark.matrix(target="gpt-oss, hybrid pool", draft="z-lab", kv="model dtype", outcome="works")
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_proposals_beside_a_hybrid_pool_are_those_beside_one_pool(one_pool, tmp_path, page_size):
+    outputs, blocks = proposals(tmp_path / "hybrid", page_size=page_size)
+    assert outputs == one_pool[0]
+    assert blocks == one_pool[1]
+    assert len(blocks) > 3 * NEW_TOKENS
+    assert len({tuple(tokens) for _, tokens in blocks}) > 10

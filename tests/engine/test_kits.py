@@ -1,0 +1,320 @@
+"""SGLang's own test kits (`sglang.test.kits`) as judges of our worker, serving the trained pair.
+
+A class here is a kit, or some, on one of the servers of `kits.py`; tests carry the kits' names and check what the
+kits check. `kits.fitted` translates their requests for the tiny target, and a docstring says where an adapter
+changes more than a number.
+
+On a GPU: `DFLASH_TEST_DEVICE=cuda pytest -m gpu tests/engine/test_kits.py` runs the same in bfloat16 with CUDA
+graphs.
+
+Run: abort_timeout (abort of all, running timeout), basic_api_contract, basic_decode_correctness,
+basic_scheduler_stress, cache_hit, ebnf_constrained, eval_accuracy (GSM8K's client, asking the pair's known
+answers), json_constrained, json_mode, kl_divergence, matched_stop, pause_generation, radix_cache_server,
+regex_constrained, spec_decoding, spec_server_kits (correctness, parity, logprob, penalty, feature, grammar;
+sampling mask on a GPU), streaming_session, unified_radix_cache_kit.
+
+Left out:
+
+- the rest of eval_accuracy, lm_eval, mmmu_vlm, GSM8K in spec_server_kits and in unified_radix_cache_kit, the
+  throughput of SpecPerfKit: data sets to download, and a target that could solve them
+- reasoning: a target that reasons; vlm_perf: images; perf_bench: no kit, helpers for figures of SGLang's machines
+- anthropic_messages: another form of the same HTTP requests, which no worker sees
+- fwd_occupancy: how busy a GPU is with a model of billions of parameters
+- SpecHiddenStatesKit: `--enable-return-hidden-states` is refused at start-up
+- SpecSamplingMaskKit on the CPU: SGLang refuses masks of sampled DFLASH requests without its CUDA sampler
+- waiting timeout in abort_timeout: the request that times out never reaches a worker
+- AccuracyTwoPassMixin in unified_radix_cache_kit: GSM8K, and a hierarchical cache
+- prefix_cache_branching, dsa_metadata: recurrent state and sparse attention, which no DFLASH target here has
+- pd_parity: disaggregated prefill, which is refused at start-up
+- attention_unittest, unified_radix_cache (the directory): units of SGLang's own backends and tree, no worker
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import TestCase, mock
+
+import openai
+import pytest
+import requests
+from sglang.test import kl_test_utils
+from sglang.test import simple_eval_mixed_prefix_gsm8k as gsm8k
+from sglang.test.kits import cache_hit_kit, eval_accuracy_kit, radix_cache_server_kit, streaming_session_kit
+from sglang.test.kits import spec_server_kits as spec_kits
+from sglang.test.kits import unified_radix_cache_kit as unified_kit
+from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin
+from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
+from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
+from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+from sglang.test.kits.json_mode_kit import JSONModeMixin
+from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
+from sglang.test.kits.matched_stop_kit import MatchedStopMixin
+from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
+from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
+from sglang.test.kits.spec_decoding_kit import SpecDecodingMixin
+from sglang.test.server_fixtures import spec_eagle_fixture, streaming_session_fixture
+from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
+
+from dflash_sglang.bench import kinds
+from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts
+from tests.support.kits import MOST_NEW_TOKENS, ON_GPU, PROMPTS, TARGET, OnServer, Servers, fitted
+from training.known_answers import NEW_TOKENS
+
+pytestmark = [pytest.mark.slow, pytest.mark.gpu] if ON_GPU else [pytest.mark.slow]
+
+TEXT = OnServer.tokenizer.encode("\n".join(held_out_prompts()))
+KL_DIVERGENCE = 0.003 if ON_GPU else 1e-6  # of logprobs while decoding from those of a prefill
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    running = Servers(tmp_path_factory.mktemp("kits"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def requests_are_fitted() -> Iterator[None]:
+    post = requests.post
+
+    def fitted_post(url: str, data: Any = None, json: Any = None, **options: Any) -> requests.Response:
+        return post(url, data=data, json=fitted(json), **options)
+
+    with mock.patch.object(requests, "post", fitted_post):
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(servers: Servers) -> dict[str, str]:
+    """Outputs of a server without speculation, for the parity kit."""
+    server = servers.get("plain")
+    return {prompt: spec_kits._greedy(server.url, prompt) for prompt in TestParity.parity_prompts}
+
+
+@pytest.mark.skipif(ON_GPU, reason="bfloat16 rounds a verify forward and a decode forward differently")
+class TestParity(spec_kits.SpecParityKit, OnServer):
+    parity_prompts = [*spec_kits.SpecParityKit.parity_prompts, *PROMPTS.values(), *held_out_prompts()[::8]]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """The kit would start its reference server here."""
+
+    @pytest.fixture(autouse=True)
+    def attached(self, plain: dict[str, str], servers: Servers) -> None:
+        self.parity_ref_outputs = plain
+        self.attach(servers.get(self.serves))
+
+
+class TestSpecDecoding(SpecDecodingMixin, OnServer):
+    accept_length_thres = 3.1
+    bs_1_speed_thres = 0.0  # tokens/s are for `bench.pair` to judge
+
+    def flush_cache_for_spec_benchmark(self) -> None:
+        """Waits until the server is idle, as other kits do."""
+        kl_test_utils._flush_cache(self.base_url)
+
+
+class TestKnownAnswers(eval_accuracy_kit.GSM8KMixin, OnServer):
+    """GSM8K's client over held-out prompts. An answer scores 1 where all of it is the known continuation."""
+
+    gsm8k_num_shots = 0
+    gsm8k_score_threshold = 0.75 if ON_GPU else 1.0  # bfloat16 rounds otherwise than the float32 of the answers
+
+    def setUp(self) -> None:
+        """The data set and its length; whole texts are compared in place of the last number in them."""
+        evaluate = eval_accuracy_kit._run_accuracy_eval
+        ours = dict(gsm8k_data_path=str(KNOWN_ANSWERS), max_tokens=NEW_TOKENS)
+        self.replace(eval_accuracy_kit, "_run_accuracy_eval", lambda case, **asked: evaluate(case, **asked | ours))
+        self.replace(gsm8k, "get_one_example", lambda lines, i, include_answer: lines[i]["question"])
+        self.replace(gsm8k, "get_answer_value", str)
+
+
+class TestBasics(BasicDecodeCorrectnessMixin, BasicSchedulerStressMixin, BasicAPIContractMixin, OnServer):
+    pass
+
+
+class TestSpecCorrectness(spec_kits.SpecCorrectnessKit, OnServer):
+    pass
+
+
+class TestMatchedStop(MatchedStopMixin, OnServer):
+    def test_finish_stop_eos(self) -> None:
+        """The kit names the EOS tokens of Llama. Here EOS comes 20 tokens on, after `unittest.main()`."""
+        end = "if __name__ == '__main__':"
+        stopped = dict(max_tokens=1000, finish_reason="stop", matched_stop=self.tokenizer.eos_token_id)
+        self._run_completions_generation(end + "\n", **stopped)
+        self._run_chat_completions_generation(end, **stopped)
+
+
+class TestGrammars(
+    EBNFConstrainedMixin,
+    RegexConstrainedMixin,
+    JSONConstrainedMixin,
+    JSONModeMixin,
+    spec_kits.SpecGrammarKit,
+    OnServer,
+):
+    def setUp(self) -> None:
+        self.client = openai.Client(api_key=self.api_key, base_url=f"{self.base_url}/v1")
+
+    def _run_decode_ebnf(self, ebnf: str, *args: Any, **options: Any) -> None:
+        """A grammar that leaves the order of name, age and city to the model's wits gets the order expected."""
+        pair = r'"\"{}\"" ws ":" ws {}'.format
+        ordered = [pair("name", "string"), pair("age", "number"), pair("city", "string")]
+        ebnf = ebnf.replace('pair (ws "," ws pair)*', ' ws "," ws '.join(ordered))
+        super()._run_decode_ebnf(ebnf, *args, **options)
+
+
+class TestSpecLogprob(spec_kits.SpecLogprobKit, OnServer):
+    logprob_match_delta = 0.5 if ON_GPU else 1e-3
+
+    def test_logprob_mixed(self) -> None:
+        """Prompts of a quarter of the kit's lengths: 50 to 500 tokens."""
+        check = spec_kits.run_logprob_check
+
+        def check_quarter(case: TestCase, arguments: tuple[int, ...]) -> None:
+            length, new_tokens, temperature, start, *rest = arguments
+            check(case, (length // 4, new_tokens, temperature, start // 4, *rest))
+
+        self.replace(spec_kits, "run_logprob_check", check_quarter)
+        super().test_logprob_mixed()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="SGLang refuses these requests without its CUDA sampler")
+class TestSpecSamplingMask(spec_kits.SpecSamplingMaskKit, OnServer):
+    pass
+
+
+class TestSpecPenalty(spec_kits.SpecPenaltyKit, OnServer):
+    def run_decode(self, sampling_params: dict[str, Any]) -> None:
+        """As the kit's fixture, which looks at the status alone; EOS comes as soon as `min_new_tokens` lets it."""
+        wait = sampling_params.get("min_new_tokens")
+        eos = {"ignore_eos": True} if wait is None else {"logit_bias": {str(self.tokenizer.eos_token_id): 100}}
+        answer = self.server.generate(
+            text="Human: Write a travel blog post to Hawaii.\n\nAssistant:",
+            sampling_params={"max_new_tokens": 48, "temperature": 0.7, **eos, **sampling_params},
+            return_logprob=True,
+            top_logprobs_num=5,
+            return_text_in_logprobs=True,
+            logprob_start_len=0,
+        )
+        logprobs = answer["meta_info"]["output_token_logprobs"]
+        self.assertEqual([token for _, token, _ in logprobs], answer["output_ids"])
+        self.assertTrue(all(math.isfinite(logprob) and logprob <= 0 for logprob, _, _ in logprobs))
+        self.assertEqual(len(logprobs), 48 if wait is None else wait + 1)
+
+
+class TestSpecFeature(spec_kits.SpecFeatureKit, OnServer):
+    send_requests_abort = SpecEagleServerBase.send_requests_abort
+
+    def test_radix_attention(self) -> None:
+        """A tree of 40 nodes; the kit's has 400."""
+        tree = radix_cache_server_kit.gen_radix_tree(num_nodes=40, chunk_len=64)
+        self.replace(radix_cache_server_kit, "gen_radix_tree", lambda: tree)
+        super().test_radix_attention()
+
+    def test_request_abort(self) -> None:
+        """Two prompts per client in place of four. The kit's threads keep their failures to themselves."""
+        self.finished: list[int] = []
+        self.replace(spec_eagle_fixture, "PROMPTS", spec_eagle_fixture.PROMPTS[:2])
+        left = self.server.log_text().count("Request is disconnected")
+        super().test_request_abort()
+        self.assertEqual(len(self.finished), 4)
+        if not ON_GPU:  # where a request outlasts its client, who leaves after a second
+            self.assertGreater(self.server.log_text().count("Request is disconnected"), left)
+        self.assertIsNone(self.process.poll())
+
+    def send_request(self) -> None:
+        SpecEagleServerBase.send_request(self)
+        self.finished.append(1)
+
+
+class TestKLDivergence(KLDivergenceMixin, OnServer):
+    kl_div_thres = KL_DIVERGENCE
+    kl_div_max_samples = 8
+    kl_div_prefill_max_new_tokens = kl_div_decode_max_new_tokens = 48
+
+    def setUp(self) -> None:
+        """Held-out text in place of a data set to download."""
+        prompts = [TEXT[1000 * i : 1000 * i + 100 + 50 * i] for i in range(self.kl_div_max_samples)]
+        self.replace(kl_test_utils, "get_input_ids", lambda **_: prompts)
+
+
+class TestUnifiedRadixTree(unified_kit.UnifiedRadixTreeTestMixin, OnServer):
+    test_gsm8k = None
+    kl_threshold = KL_DIVERGENCE
+    num_groups, branches_per_group, prefix_len, max_new_tokens = 2, 2, 200, 32
+    input_ids = [TEXT[1000 * i : 1000 * i + 300] for i in range(4)]
+
+    def setUp(self) -> None:
+        """Turns of a quarter of the kit's lengths."""
+        suffixes = unified_kit._random_suffixes
+        self.replace(unified_kit, "_random_suffixes", lambda n, length, seed: suffixes(n, length // 4, seed))
+
+
+def test_every_turn_of_a_conversation_hits_the_turns_before(servers: Servers, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.json"
+    texts.write_text(json.dumps([{"conversations": [{"value": text}] * 2} for text in held_out_prompts()]))
+    result = cache_hit_kit.run_multiturn_cache_hit_test(
+        servers.get("ours").url, str(TARGET), num_clients=4, request_length=200, dataset_path=str(texts)
+    )
+    assert result["overall"]["cache_hit_rate"] > 0.5
+
+
+class TestAbortAll(AbortAllMixin, OnServer):
+    abort_all_num_requests = 16
+    abort_all_sleep = 0.4 if ON_GPU else 1.0
+
+
+class TestPauseResume(PauseResumeInPlaceMixin, OnServer):
+    pause_num_requests = 8
+    pause_max_new_tokens = MOST_NEW_TOKENS if ON_GPU else 400
+    pause_ignore_eos = True
+    pause_duration = 1.0
+
+
+class TestStreamingSession(streaming_session_kit.StreamingSessionKitMixin, OnServer):
+    def setUp(self) -> None:
+        """Sessions that fit into the context and the pool; shorter waits before the server's health is asked."""
+        self.replace(streaming_session_fixture, "CONCURRENT_LOGPROB_ROUNDS", 2)
+        self.replace(streaming_session_fixture, "STRESS_NUM_SESSIONS", 4)
+        self.replace(streaming_session_fixture, "STRESS_NUM_TURNS", 4)
+        self.replace(
+            streaming_session_kit, "time", SimpleNamespace(sleep=lambda s, wait=time.sleep: wait(min(s, 1)))
+        )
+
+
+class TestAbortLeakRepro(streaming_session_kit.AbortLeakReproKitMixin, OnServer):
+    serves = "ours, harried"
+
+    def setUp(self) -> None:
+        """Half of the kit's rounds, and prompts for refusal that are longer than this context."""
+        self.replace(streaming_session_fixture, "ABORT_REPRO_ROUNDS", 4)
+        self.replace(streaming_session_fixture, "ABORT_REPRO_ABORT_TOKENS", 4200)
+
+
+class TestRunningTimeout(RunningTimeoutTwoWaveMixin, OnServer):
+    serves = "ours, harried"
+    running_timeout_max_new_tokens = MOST_NEW_TOKENS
+    running_timeout_sleep = 1.0
+
+    def test_running_timeout_no_crash(self) -> None:
+        super().test_running_timeout_no_crash()
+        if not ON_GPU:  # where all of them could end in time
+            self.assertGreaterEqual(self.server.log_text().count("503 Service Unavailable"), 1)
+
+
+class TestKnownAnswersOfTheBuiltInWorker(TestKnownAnswers):
+    serves = "built-in"
+
+    def test_gsm8k(self) -> None:
+        super().test_gsm8k()
+        self.assertIn(kinds.SIGNATURE["built_in"], self.server.log_text())

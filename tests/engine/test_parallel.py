@@ -1,0 +1,383 @@
+"""Tensor-parallel ranks, data-parallel replicas and nodes over gloo, lossless on the CPU platform (C21).
+
+The servers run one after the other. What they are asked, and the answers, outlive them; each loses a rank at last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.demo.server import Server, ServerFailed
+from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from tests.support import scheduler_hooks, tiny
+from tests.support.engines import greedy_params, serve, serve_on_nodes
+from tests.support.faults import NO_DUMPS, end_of, lose
+
+pytestmark = pytest.mark.slow
+
+TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 127, 700)
+NEW_TOKENS = 48
+SAMPLED_PROMPT = LENGTHS.index(2)  # many tokens may follow it, from the first on
+PATIENCE = 120.0  # seconds for the answers to one round of requests
+RANKS = dict(
+    mem_fraction_static=0.5,  # of the memory free at the start: the other rank takes its own meanwhile
+    watchdog_timeout=60,  # seconds: ranks that disagree wait for each other
+)
+SHORT_WATCHDOG = 10  # seconds
+RANKS_ENV = "DFLASH_TEST_RANKS"
+SAMPLED: tuple[dict[str, Any], ...] = (
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_p=0.9),
+    dict(temperature=1.3, top_k=40),
+    dict(temperature=1.0, min_p=0.05),
+    dict(temperature=0.9, top_p=0.95, top_k=20, repetition_penalty=1.1),
+    dict(temperature=0),
+)
+
+
+def requests() -> list[dict[str, Any]]:
+    """Greedy requests of 1 to 700 tokens of held-out text (a token is a byte), and one with a grammar."""
+    text = "\n".join(held_out_prompts()).encode()
+    prompts = [list(text[1000 * i : 1000 * i + length]) for i, length in enumerate(LENGTHS)]
+    asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
+    grammar = greedy_params(NEW_TOKENS, regex="(ab|cd){4,9}!", ignore_eos=False)
+    return [*asked, dict(input_ids=prompts[6], sampling_params=grammar)]
+
+
+def sampled_requests(greedy: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(greedy, sampling_params=greedy["sampling_params"] | params) for params in SAMPLED]
+
+
+def long_request() -> dict[str, Any]:
+    """One that runs for seconds: long enough to lose a rank meanwhile."""
+    return dict(requests()[6], sampling_params=greedy_params(3000))
+
+
+def next_turns(asked: dict[str, Any], answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(asked, input_ids=asked["input_ids"] + answer["output_ids"]) for answer in answers]
+
+
+def ask(server: Server, asked: Sequence[dict[str, Any]], *, together: bool) -> list[dict[str, Any]]:
+    """The answers, in order. Raises ServerFailed with the server's log where one fails or does not come."""
+    pool = ThreadPoolExecutor(len(asked) if together else 1)
+    try:
+        futures = [pool.submit(server.generate, **one) for one in asked]
+        done, missing = wait(futures, PATIENCE, FIRST_EXCEPTION)
+        failed = [error for future in done if (error := future.exception())]
+        if failed or missing:
+            raise ServerFailed(f"{len(missing)} answers missing, errors: {failed}\n{server.log_tail(80)}")
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def essence(answers: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]) for answer in answers]
+
+
+def steps(answers: list[dict[str, Any]]) -> int:
+    return sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+
+
+def watched(directory: Path, **environment: str) -> dict[str, str]:
+    """The environment of a server of ours whose ranks write into `directory` and may read an oracle's records."""
+    return {
+        REQUIRE_ENV: "1",
+        "PYTHONPATH": scheduler_hooks.install(directory, "engine.test_parallel"),
+        RANKS_ENV: str(directory),
+        scheduler_hooks.RECORDS_ENV: str(directory),
+        **NO_DUMPS,
+        **environment,
+    }
+
+
+def activate() -> None:
+    """Entry point in a scheduler: the ranks draw different random numbers, and write down what they commit."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # Not earlier: the scheduler seeds all ranks alike at the end of its construction.
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_event_loop", _watch_rank, HookType.BEFORE)
+
+
+def _watch_rank(scheduler: Any) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    from dflash_sglang.worker import DFlashWorker
+
+    rank = get_parallel().tp_rank
+    torch.manual_seed(rank)
+    commits = _commits(Path(os.environ[RANKS_ENV]), rank).open("w", buffering=1)
+    forward = DFlashWorker.forward_batch_generation
+
+    def then_write(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        requests = [req.rid for req in batch.reqs]
+        result = forward(self, batch, *args, **kwargs)
+        tokens = result.next_token_ids.view(len(requests), -1).tolist()
+        lens = [1] * len(requests) if result.accept_lens is None else result.accept_lens.tolist()
+        for request, row, commit_len in zip(requests, tokens, lens, strict=True):
+            print(json.dumps([request, row[:commit_len]]), file=commits)
+        return result
+
+    DFlashWorker.forward_batch_generation = then_write
+
+
+def _commits(directory: Path, rank: int) -> Path:
+    return directory / f"commits-{rank}.jsonl"
+
+
+def committed(directory: Path, rank: int, request: str) -> list[int]:
+    """All that a rank committed for a request; overlap scheduling runs a step past its end."""
+    steps = map(json.loads, _commits(directory, rank).read_text().splitlines())
+    return [token for name, tokens in steps if name == request for token in tokens]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Any]]:
+    """What two tensor-parallel ranks answer without speculation."""
+    with serve(TARGET, tp_size=2, skip_tokenizer_init=None, **RANKS) as server:
+        return ask(server, requests(), together=False)
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("ranks")
+    arguments = {**RANKS, "watchdog_timeout": SHORT_WATCHDOG, "tp_size": 2, "skip_tokenizer_init": None}
+    with serve(TARGET, DRAFT, environment=watched(directory), **arguments) as server:
+        greedy = {"singly": ask(server, requests(), together=False)}
+        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        turns = next_turns(requests()[SAMPLED_PROMPT], sampled)
+        after_hit = ask(server, turns, together=True)
+        greedy["together, warm"] = ask(server, requests(), together=True)
+        server.post("/flush_cache?timeout=60")  # waits for the scheduler to be idle
+        greedy["together, cold"] = ask(server, requests() + turns, together=True)
+        cold = [greedy["together, cold"].pop() for _ in turns][::-1]
+        log = server.log_text()
+        end = lose(server, "scheduler_TP1", signal.SIGSTOP, long_request(), patience=PATIENCE)
+    return dict(
+        greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory, log=log, end=end
+    )
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each has one query head of four, one of two KV heads that are there twice, and 80 of the head's rows."""
+    directory = tmp_path_factory.mktemp("four_ranks")
+    arguments = {**RANKS, "mem_fraction_static": 0.3, "tp_size": 4, "skip_tokenizer_init": None}
+    with serve(TARGET, DRAFT, environment=watched(directory), **arguments) as server:
+        greedy = ask(server, requests(), together=True)
+        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        end = lose(server, "scheduler_TP2", signal.SIGKILL, long_request(), patience=PATIENCE)
+    return dict(greedy=greedy, sampled=sampled, directory=directory, end=end)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two launchers of one tensor-parallel rank each; at last the second one dies."""
+    directory = tmp_path_factory.mktemp("nodes")
+    arguments = {**RANKS, "mem_fraction_static": 0.4, "tp_size": 2, "skip_tokenizer_init": None}
+    with serve_on_nodes(2, TARGET, DRAFT, environment=watched(directory), **arguments) as (first, second):
+        greedy = ask(first, requests(), together=True)
+        sampled = ask(first, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        end = end_of(first, second.process.pid, signal.SIGKILL, long_request(), patience=PATIENCE)
+        second.process.wait(PATIENCE)
+    return dict(greedy=greedy, sampled=sampled, directory=directory, end=end)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Random models that do not divide by two: one KV head, and a tied head of 32 tokens and 8.
+
+    Sampled requests get drawn proposals, greedy ones an oracle's. `expected` is the greedy output by transformers.
+    """
+    directory = tmp_path_factory.mktemp("uneven")
+    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
+    target, draft = tiny.make_pair(directory, target=shape, draft=shape)
+    ids = random.Random(0)
+    prompts = [[ids.randrange(4, 40) for _ in range(length)] for length in LENGTHS]
+    expected = continuations(target, prompts)
+    asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
+    environment = watched(directory, **{scheduler_hooks.HOOKS_ENV: "oracle", CONFIG_ENV: '{"proposals": "drawn"}'})
+    with serve(target, draft, environment=environment, tp_size=2, **RANKS) as server:
+        sampled = ask(server, sampled_requests(asked[SAMPLED_PROMPT]), together=True)
+        turns = next_turns(asked[SAMPLED_PROMPT], sampled)
+        after_hit = ask(server, turns, together=True)
+        server.post("/flush_cache?timeout=60")
+        cold = ask(server, turns, together=True)
+        for prompt, output in zip(prompts, expected, strict=True):
+            scheduler_hooks.record(directory, prompt, output)
+        greedy = {
+            "together": ask(server, asked, together=True),
+            "singly": ask(server, asked, together=False),
+        }
+    return dict(
+        expected=expected, greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory
+    )
+
+
+def continuations(target: Path, prompts: list[list[int]], max_new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    settings = dict(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    outputs = [model.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in prompts]
+    return [output[len(prompt) :] for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def data_parallel() -> dict[str, Any]:
+    environment = {REQUIRE_ENV: "1", **NO_DUMPS}
+    with serve(TARGET, DRAFT, environment=environment, dp_size=2, skip_tokenizer_init=None, **RANKS) as server:
+        singly = [
+            ask(server, [dict(one, routed_dp_rank=rank) for one in requests()], together=False)
+            for rank in range(2)
+        ]
+        together = ask(server, requests(), together=True)
+        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        log = server.log_text()
+        asked = dict(long_request(), routed_dp_rank=0)
+        end = lose(server, "scheduler_DP1", signal.SIGKILL, asked, patience=PATIENCE)
+    return dict(singly=singly, together=together, sampled=sampled, log=log, end=end)
+
+
+def test_two_tensor_parallel_ranks_output_what_they_output_without_speculation(plain, tensor_parallel):
+    assert tensor_parallel["log"].count("worker active") == 1
+    for how, answers in tensor_parallel["greedy"].items():
+        assert essence(answers) == essence(plain), how
+
+
+def test_two_ranks_verify_as_many_tokens_of_each_request_as_the_other(plain, tmp_path):
+    """The tokens that they share out follow from times that each of them measures."""
+    config = {CONFIG_ENV: '{"width": {"per_request": true}}', scheduler_hooks.HOOKS_ENV: "widths,oracle"}
+    with serve(
+        TARGET, DRAFT, environment=watched(tmp_path, **config), tp_size=2, skip_tokenizer_init=None, **RANKS
+    ) as server:
+        greedy = ask(server, requests(), together=True)
+        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        easy = ask(server, requests()[2:4], together=True)
+        for asked, answer in zip(requests()[2:4], plain[2:4], strict=True):
+            scheduler_hooks.record(tmp_path, asked["input_ids"], answer["output_ids"])
+        mixed = ask(server, requests()[:6], together=True)
+        (state,) = server.get("/server_info")["internal_states"]
+    assert essence(greedy) == essence(plain)
+    assert essence(mixed) == essence(plain[:6]) and essence(easy) == essence(plain[2:4])
+    whole = [answer for answer in (*greedy, *sampled, *mixed) if len(answer["output_ids"]) == NEW_TOKENS]
+    assert_same_tokens_on(range(2), dict(sampled=whole, directory=tmp_path))
+    told = state["dflash_width"]
+    assert sum(count > 0 for count in told["steps"].values()) >= 4
+
+
+def test_four_tensor_parallel_ranks_that_share_kv_heads_are_lossless(plain, four_ranks):
+    assert essence(four_ranks["greedy"]) == essence(plain)
+    assert_sampled(four_ranks["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_tokens_on(range(4), four_ranks)
+
+
+def test_two_nodes_output_what_two_ranks_output_without_speculation(plain, two_nodes):
+    assert essence(two_nodes["greedy"]) == essence(plain)
+    assert_sampled(two_nodes["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_tokens_on(range(2), two_nodes)
+
+
+def test_a_rank_that_dies_ends_the_server_and_is_named(four_ranks):
+    end = four_ranks["end"]
+    assert end.seconds < 30 and end.left == []
+    assert re.search(
+        r"sglang::scheduler_TP2 \(pid \d+\) (was ended by SIGKILL|crashed with exit code -9)", end.log
+    )
+
+
+def test_a_rank_that_stops_ends_the_server_after_the_watchdogs_time_and_is_named(tensor_parallel):
+    end = tensor_parallel["end"]
+    # SGLang looks every half of it, and gives the launcher five seconds.
+    assert SHORT_WATCHDOG <= end.seconds < 2 * SHORT_WATCHDOG + 30 and end.left == []
+    assert "TP0] Scheduler watchdog timeout" in end.log
+    assert re.search(r"sglang::scheduler_TP1 \(pid \d+\) is stopped\.", end.log)
+
+
+def test_a_replica_that_dies_ends_the_server_and_is_named(data_parallel):
+    end = data_parallel["end"]
+    assert end.seconds < 30 and end.left == []
+    assert re.search(r"sglang::scheduler_DP1 \(pid \d+\) was ended by SIGKILL\. The server ends\.", end.log)
+
+
+def test_a_node_that_dies_ends_the_other_with_an_error(two_nodes):
+    end = two_nodes["end"]
+    assert end.seconds < 30 and end.left == []
+    assert re.search(r"TP0\] Scheduler hit an exception: (.|\n)*(Connection|closed|reset|remote)", end.log)
+
+
+def test_models_that_do_not_divide_by_the_ranks_are_lossless_at_every_accept_length(uneven):
+    histogram = [0] * 8
+    for how, answers in uneven["greedy"].items():
+        assert [answer["output_ids"] for answer in answers] == uneven["expected"], how
+        for answer in answers:
+            for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+                histogram[accepted] += count
+    assert min(histogram) > 0, f"accepted proposals per step: {histogram}"
+
+
+def test_ranks_that_draw_apart_commit_the_same_sampled_tokens(plain, tensor_parallel):
+    assert_sampled(tensor_parallel["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_on_all_ranks(tensor_parallel)
+
+
+def test_ranks_that_draw_their_proposals_apart_commit_the_same_sampled_tokens(uneven):
+    assert_sampled(uneven["sampled"], uneven["expected"][SAMPLED_PROMPT])
+    assert_same_on_all_ranks(uneven)
+
+
+def test_each_data_parallel_replica_outputs_what_plain_decoding_outputs(plain, data_parallel):
+    assert data_parallel["log"].count("worker active") == 2
+    for rank, answers in enumerate(data_parallel["singly"]):
+        assert replicas(answers) == {rank}
+        assert essence(answers) == essence(plain), f"replica {rank}"
+    assert replicas(data_parallel["together"]) == {0, 1}
+    assert essence(data_parallel["together"]) == essence(plain)
+    assert_sampled(data_parallel["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
+
+
+def test_a_sharded_draft_is_accepted_as_often_as_a_whole_one(tensor_parallel, four_ranks, data_parallel):
+    sharded, whole = tensor_parallel["greedy"]["singly"], data_parallel["singly"][0]
+    assert steps(sharded) == pytest.approx(steps(whole), rel=0.02)
+    assert steps(four_ranks["greedy"]) == pytest.approx(steps(whole), rel=0.02)
+    assert sum(len(answer["output_ids"]) - 1 for answer in sharded) >= 3 * steps(sharded)
+
+
+def replicas(answers: list[dict[str, Any]]) -> set[int]:
+    return {answer["meta_info"]["dp_rank"] for answer in answers}
+
+
+def assert_sampled(answers: list[dict[str, Any]], greedy: list[int]) -> None:
+    """Of `sampled_requests()`: full length, drawn where asked to, and `greedy` where asked to."""
+    *drawn, undrawn = [answer["output_ids"] for answer in answers]
+    assert {len(ids) for ids in drawn} == {NEW_TOKENS}
+    assert undrawn == greedy
+    assert sum(ids != greedy for ids in drawn) >= len(drawn) // 2
+
+
+def assert_same_on_all_ranks(served: dict[str, Any]) -> None:
+    """All ranks committed what was answered, and keep the keys and values of those very tokens."""
+    assert_same_tokens_on(range(2), served)
+    assert all(answer["meta_info"]["cached_tokens"] >= NEW_TOKENS for answer in served["after_hit"])
+    for after_hit, cold in zip(served["after_hit"], served["cold"], strict=True):
+        assert after_hit["output_ids"] == cold["output_ids"]
+
+
+def assert_same_tokens_on(ranks: Sequence[int], served: dict[str, Any]) -> None:
+    for answer in served["sampled"]:
+        for rank in ranks:
+            ids = committed(served["directory"], rank, answer["meta_info"]["id"])
+            assert ids[:NEW_TOKENS] == answer["output_ids"], f"rank {rank}"

@@ -1,0 +1,90 @@
+"""C16 on the engine: both kinds of proposals give the target's filtered distribution, in blocks of one width and
+of another in each step, and greedy requests beside sampled ones their greedy output."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from tests.support import scheduler_hooks
+from tests.support.engines import greedy, serve
+from tests.support.tiny import make_pair
+from tests.unit.verify.test_sampling import chi_square_bound
+
+pytestmark = pytest.mark.slow
+
+PROMPT = list(range(40, 60))
+TOP_K, TEMPERATURE, DRAWS = 3, 1.6, 4000
+SAMPLING = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=3, ignore_eos=True)
+GREEDY_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny) -> dict[str, Any]:
+    """Greedy output after the prompt, and the distribution of three sampled tokens from the server's logprobs."""
+    with serve(tiny[0]) as server:
+        return dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=distribution(server, PROMPT))
+
+
+def distribution(server: Server, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """{three tokens: probability} of what is sampled after the prompt, from greedy logprobs."""
+    return {
+        (a, b, c): p_a * p_b * p_c
+        for a, p_a in next_token(server, prompt).items()
+        for b, p_b in next_token(server, [*prompt, a]).items()
+        for c, p_c in next_token(server, [*prompt, a, b]).items()
+    }
+
+
+def next_token(server: Server, prompt: list[int]) -> dict[int, float]:
+    """{token: probability} of the sampled next token, from greedy logprobs."""
+    answer = server.generate(
+        input_ids=prompt,
+        sampling_params=dict(temperature=0, max_new_tokens=1),
+        return_logprob=True,
+        top_logprobs_num=TOP_K,
+    )
+    (top,) = answer["meta_info"]["output_top_logprobs"]
+    weights = {token: math.exp(logprob / TEMPERATURE) for logprob, token, _ in top}
+    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+
+def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[int, ...], float]) -> None:
+    """`DRAWS` outputs, three at a time, follow the distribution."""
+    asked = dict(input_ids=prompt, sampling_params=dict(SAMPLING, n=100))
+    with ThreadPoolExecutor(3) as pool:
+        answers = pool.map(lambda _: server.generate(**asked), range(DRAWS // 100))
+        observed = Counter(tuple(one["output_ids"]) for answer in answers for one in answer)
+    assert set(observed) <= set(expected)
+    chi_square = sum((observed[key] - DRAWS * p) ** 2 / (DRAWS * p) for key, p in expected.items())
+    assert chi_square <= chi_square_bound(len(expected) - 1)
+
+
+@pytest.mark.parametrize("width", ["block", {}], ids=["blocks of one width", "blocks of any width"])
+@pytest.mark.parametrize("proposals", ["argmax", "drawn"])
+def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, proposals, width, tmp_path):
+    environment = {
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"proposals": proposals, "width": width}),
+        "PYTHONPATH": scheduler_hooks.install(tmp_path),
+        scheduler_hooks.HOOKS_ENV: "" if width else "widths",
+    }
+    with serve(*tiny, environment=environment, max_running_requests=48) as server, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(greedy, server, [PROMPT] * 3, GREEDY_TOKENS)
+        assert_sampled_from(server, PROMPT, plain["expected"])
+        assert beside.result() == [plain["greedy"]] * 3
+        (state,) = server.get("/server_info")["internal_states"]
+        assert sum(count > 0 for count in state["dflash_width"]["steps"].values()) == (1 if width else 5)

@@ -1,0 +1,121 @@
+"""Turns of a streaming session equal the same prompts sent whole to an empty prefix cache, float32 on the CPU.
+
+Between turns SGLang keeps the slots of what it takes for written: rows that no step wrote are NaN (`poison`).
+Recurrent states go through the prefix cache: an oracle has steps accept past the stop of a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine.test_recurrent_serving import random_ids
+from tests.support import scheduler_hooks
+from tests.support.engines import serve
+from tests.zoo.member import pair
+
+pytestmark = pytest.mark.slow
+
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "width_1": dict(hooks="poison", env={CONFIG_ENV: '{"width": 1}'}),
+    "synchronous_pages_of_16_retracting": dict(
+        hooks="poison,oracle", disable_overlap_schedule=True, page_size=16, env=RETRACTING
+    ),
+    "recurrent": dict(recurrent=True, hooks="oracle"),
+    "recurrent_synchronous_retracting": dict(
+        recurrent=True, hooks="oracle", disable_overlap_schedule=True, env=RETRACTING
+    ),
+}
+# (prompt tokens, new tokens, the output token that ends it or None) of each session's turns
+SESSIONS = [
+    [(20, 3, None), (9, 8, None), (1, 13, None)],
+    [(41, 40, 21), (5, 40, 4), (30, 9, None)],
+    [(70, 40, None), (12, 40, 17), (3, 40, None)],
+    [(110, 30, 24), (2, 1, None), (15, 40, 31)],
+]
+TOLERANCE = 1e-3  # of a logprob
+
+Answer = dict[str, Any]
+Turn = tuple[dict[str, Any], Answer]  # what is asked in the session, what is answered
+_names = count()
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
+def conversations(request, tmp_path_factory) -> Iterator[tuple[Server, list[list[Turn]]]]:
+    """A server, and the turns of every session as they ought to be."""
+    arguments = dict(CONFIGURATIONS[request.param])
+    trained = pair_directories()
+    target, draft = pair("Qwen3.5") if arguments.pop("recurrent", False) else (trained["target"], trained["draft"])
+    records = tmp_path_factory.mktemp("records")
+    environment = {
+        "DFLASH_SGLANG_REQUIRE": "1",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
+        scheduler_hooks.HOOKS_ENV: arguments.pop("hooks"),
+        scheduler_hooks.RECORDS_ENV: str(records),
+        **arguments.pop("env", {}),
+    }
+    with serve(target, draft, environment=environment, enable_streaming_session=True, **arguments) as server:
+        yield server, [list(turns_of(server, number, records)) for number in range(len(SESSIONS))]
+        print(server.log_tail(40))  # shown with a failure
+
+
+def turns_of(server: Server, number: int, records: Path) -> Iterator[Turn]:
+    """A session's turns with what their whole prompts give without a session; the oracle proposes what follows."""
+    history: list[int] = []
+    for length, new_tokens, end in SESSIONS[number]:
+        asked = random_ids(length, seed=1000 * number + len(history))
+        sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+        server.post("/flush_cache?timeout=60")
+        whole = server.generate(input_ids=history + asked, sampling_params=sampling, return_logprob=True)
+        output = whole["output_ids"]
+        scheduler_hooks.record(records, history + asked, output)
+        if end is not None:
+            sampling = dict(temperature=0, max_new_tokens=new_tokens, stop_token_ids=[output[end]])
+            output = output[: output.index(output[end]) + 1]
+        yield dict(input_ids=asked, sampling_params=sampling), whole | dict(output_ids=output)
+        history += asked + output
+
+
+def logprobs(answer: Answer) -> torch.Tensor:
+    return torch.tensor([logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]])
+
+
+def converse(server: Server, turns: list[Turn]) -> int:
+    """Asks a session's turns; returns how many tokens of their prompts were kept from turns before."""
+    name, before, kept = f"session-{next(_names)}", None, 0
+    server.post("/open_session", capacity_of_str_len=4096, streaming=True, session_id=name)
+    for asked, expected in turns:
+        answer = server.generate(**asked, session_params=dict(id=name, rid=before), return_logprob=True)
+        about = answer["meta_info"]
+        assert about["prompt_tokens"] == expected["meta_info"]["prompt_tokens"]
+        assert answer["output_ids"] == expected["output_ids"], about
+        length = len(answer["output_ids"])
+        torch.testing.assert_close(logprobs(answer), logprobs(expected)[:length], atol=TOLERANCE, rtol=0)
+        before, kept = about["id"], kept + about["cached_tokens"]
+    server.post("/close_session", session_id=name)
+    return kept
+
+
+def test_turns_equal_their_whole_prompts_one_session_after_the_other(conversations):
+    server, sessions = conversations
+    for turns in sessions:
+        server.post("/flush_cache?timeout=60")
+        assert converse(server, turns) > 0 or len(turns[0][0]["input_ids"]) < 64
+
+
+def test_turns_equal_their_whole_prompts_in_sessions_at_once(conversations, request):
+    server, sessions = conversations
+    server.post("/flush_cache?timeout=60")
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        assert sum(pool.map(lambda turns: converse(server, turns), sessions * 2)) > 0
+    assert ("Testing retraction" in server.log_text()) == ("retracting" in request.node.name)

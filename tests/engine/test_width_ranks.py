@@ -1,0 +1,100 @@
+"""Ranks choose one width for every step, over gloo: those of tensor parallelism by shared step times, those of
+data-parallel attention by shared loads, IDLE ranks included. C16, C20 and C21 with the width policy on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine.test_parallel import ask, continuations
+from tests.support.collectives import Step, recorded, steps
+from tests.support.engines import greedy_params, serve
+
+pytestmark = pytest.mark.slow
+
+TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
+RANKS, EXCHANGE_EVERY, NEW_TOKENS = 2, 8, 96
+SETTINGS = f'{{"width": {{"exchange_every": {EXCHANGE_EVERY}, "probe_budget": 0.1}}}}'
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor parallel": dict(),
+    "data-parallel attention": dict(dp_size=RANKS, enable_dp_attention=True, enable_dp_lm_head=True),
+    "data-parallel attention, head sharded over all ranks": dict(dp_size=RANKS, enable_dp_attention=True),
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    text = "\n".join(held_out_prompts()).encode()
+    return [list(text[900 * i : 900 * i + 20 + 31 * i]) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]]) -> list[list[int]]:
+    return continuations(TARGET, prompts, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
+) -> tuple[str, list[tuple[Step, ...]], list[dict[str, Any]]]:
+    """The layout, [steps][ranks] and the answers to all prompts, of one request, then all together."""
+    directory = tmp_path_factory.mktemp("steps")
+    arguments = dict(tp_size=RANKS, mem_fraction_static=0.3, max_total_tokens=4096, watchdog_timeout=60)
+    environment = recorded(directory, **{CONFIG_ENV: SETTINGS})
+    with serve(TARGET, DRAFT, environment=environment, **arguments, **LAYOUTS[request.param]) as server:
+        apart = "dp_size" in LAYOUTS[request.param]
+        asked = []
+        for number, prompt in enumerate(prompts):
+            rank = dict(routed_dp_rank=int(number > 1)) if apart else {}
+            asked.append(dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS), **rank))
+        answers = [*ask(server, asked[-1:], together=True), *ask(server, asked, together=True)]
+        return request.param, _all_ended(directory), answers
+
+
+def _all_ended(directory: Path) -> list[tuple[Step, ...]]:
+    """Once every rank has ended the same number of steps for a while."""
+    deadline, before = time.monotonic() + 30, None
+    while time.monotonic() < deadline:
+        of_ranks = [steps(directory, rank) for rank in range(RANKS)]
+        counts = [len(of_rank) for of_rank in of_ranks]
+        if len(set(counts)) == 1 and counts == before:
+            return list(zip(*of_ranks, strict=True))
+        before = counts
+        time.sleep(0.2)
+    raise AssertionError(f"steps that each rank ended: {counts}")
+
+
+def decodes(served: Any) -> list[tuple[Step, ...]]:
+    return [step for step in served[1] if any(of_rank.mode == "decode" for of_rank in step)]
+
+
+def test_all_ranks_choose_one_width_for_every_step_and_not_always_the_same(served):
+    widths = [{of_rank.width for of_rank in step} for step in decodes(served)]
+    assert [number for number, of_step in enumerate(widths) if len(of_step) > 1] == []
+    assert len(set.union(*widths)) >= 3
+    if served[0] != "tensor parallel":
+        assert any(of_rank.mode == "idle" for step in decodes(served) for of_rank in step)
+
+
+def test_the_exchange_is_one_gather_a_step_at_most_and_now_and_then_rank_zeros_times(served):
+    times = loads = 0
+    for number, step in enumerate(decodes(served)):
+        sequences = [
+            [one.operation for one in of_rank.collectives if one.issuer == "worker" and "(cpu)" in one.group]
+            for of_rank in step
+        ]
+        assert sequences[0] == sequences[1], f"step {number}"
+        loads += sequences[0].count("allgather")
+        times += sequences[0].count("broadcast")
+    count = len(decodes(served))
+    assert loads == (0 if served[0] == "tensor parallel" else count)
+    assert times == (count - 1) // EXCHANGE_EVERY > 0
+
+
+def test_output_equals_plain_decoding(served, plain):
+    assert [answer["output_ids"] for answer in served[2]] == [plain[-1], *plain]

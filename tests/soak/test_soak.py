@@ -1,0 +1,186 @@
+"""The soak of `soak.py` on the CPU, float32, in a pool too small for it; and its checks notice what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.pair import pair_directories
+from tests.soak import checks, requests, run
+from tests.soak.driver import Outcome
+from tests.soak.requests import Request
+from tests.support.engines import serve
+
+REQUESTS, CONCURRENCY, SEED = 1000, 24, 1
+TIE = 1e-4  # of two logprobs; float32 rounds them by a third of that
+# Checks of SGLang's own, after every step: all slots accounted for, none freed twice, none free that is in use.
+CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+FLAGS = dict(skip_tokenizer_init=None, context_length=512)
+
+
+@pytest.fixture(scope="module")
+def soaked() -> dict[str, Any]:
+    """What the soak of our server gave, its log, and plain decoding's answers to the greedy requests."""
+    target, draft = (Path(pair_directories()[name]) for name in ("target", "draft"))
+    with serve(
+        target,
+        draft,
+        environment={"DFLASH_SGLANG_REQUIRE": "1", **CHECKED, **RETRACTING},
+        **FLAGS,
+        speculative_num_draft_tokens=8,  # half the work of 16 for the CPU
+        chunked_prefill_size=256,
+        max_total_tokens=1800,
+    ) as server:
+        ours = run.soak(server.url, REQUESTS, CONCURRENCY, SEED)
+        # Before that line a server that skips its warm-up logs that nobody answers its /freeze_gc yet.
+        log = server.log_text().partition("The server is fired up")[2]
+        print(server.log_tail(60))  # shown with a failure
+    with serve(target, environment=CHECKED, **FLAGS, disable_overlap_schedule=True) as server:
+        plain = run.plain_answers(server.url, ours.greedy, CONCURRENCY)
+    return {"ours": ours, "log": log, "comparison": checks.compare(ours.greedy, plain)}
+
+
+@pytest.mark.slow
+def test_every_request_that_no_abort_met_is_answered_properly(soaked):
+    ours, figures = soaked["ours"], soaked["ours"].figures()
+    assert ours.problems() == {}
+    assert len(ours.outcomes) == REQUESTS and len(ours.finished) >= 0.8 * REQUESTS
+    assert {way: count >= 0.01 * REQUESTS for way, count in figures["aborted"].items()} == {
+        "disconnect": True,
+        "abort_request": True,
+    }
+    assert figures["finish_reasons"]["stop"] >= 0.05 * REQUESTS
+    assert figures["tokens_per_verify_step"] >= 2
+
+
+@pytest.mark.slow
+def test_the_pools_are_as_full_after_the_soak_as_before(soaked):
+    ours, log = soaked["ours"], soaked["log"]
+    assert (ours.held_before, ours.held_after, ours.alive) == (0, 0, True)
+    assert "Testing retraction" in log
+    assert "memory leak" not in log and "Mem Leak" not in log and "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_greedy_outputs_of_the_soak_equal_plain_decoding(soaked):
+    comparison = soaked["comparison"]
+    assert comparison.compared >= 0.45 * REQUESTS
+    assert [(one.what, one.gap, one.request.sampling) for one in comparison.defects(TIE)] == []
+    assert len(comparison.divergences) <= 2
+    assert comparison.logprob_error < 1e-3
+
+
+# ---- The checks themselves -----------------------------------------------------------------------------------
+
+REQUEST = Request(
+    dict(
+        rid="a",
+        input_ids=[1, 2, 3],
+        sampling_params=dict(temperature=0, max_new_tokens=4, stop_token_ids=[9], ignore_eos=False),
+        stream=True,
+        return_logprob=True,
+        top_logprobs_num=1,
+        logprob_start_len=1,
+    )
+)
+
+
+def answer(ids: list[int], finish: dict[str, Any], **meta: Any) -> dict[str, Any]:
+    top = [[[-0.5, token, None], [-1.5, token + 1, None]] for token in ids]
+    meta = {
+        "id": "a",
+        "prompt_tokens": 3,
+        "completion_tokens": len(ids),
+        "finish_reason": finish,
+        "input_token_logprobs": [[None, 2, None], [-2.0, 3, None]],
+        "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        "output_top_logprobs": [row[:1] for row in top],
+        **meta,
+    }
+    return {"text": "".join(map(chr, ids)), "output_ids": ids, "meta_info": meta}
+
+
+LENGTH = {"type": "length", "length": 4}
+STOPPED = {"type": "stop", "matched": 9}
+
+
+def outcome(*answers: dict[str, Any], **sampling: Any) -> Outcome:
+    request = copy.deepcopy(REQUEST)
+    request.body["sampling_params"].update(sampling)
+    return Outcome(request, 200, list(answers), [one["output_ids"] for one in answers])
+
+
+def test_a_proper_answer_has_no_problems():
+    eos = frozenset([257])
+    assert checks.problems(outcome(answer([5, 6, 7, 8], LENGTH)), eos) == []
+    assert checks.problems(outcome(answer([5, 9], STOPPED)), eos) == []
+    assert checks.problems(outcome(answer([5, 257], {"type": "stop", "matched": 257})), eos) == []
+    in_name = answer([88, 257], {"type": "stop", "matched": "e"})  # of <|eos|>
+    assert checks.problems(outcome(in_name, stop=["e"], no_stop_trim=True), eos) == []
+
+
+@pytest.mark.parametrize(
+    "wrong, problem",
+    [
+        (outcome(answer([5, 6, 7, 8, 5], LENGTH)), "at most 4"),
+        (outcome(answer([5, 6], LENGTH)), "length after 2"),
+        (outcome(answer([], STOPPED)), "0 tokens"),
+        (outcome(answer([5, 9, 5, 5], LENGTH)), "in the middle"),
+        (outcome(answer([5, 6], STOPPED)), "stopped at token 9"),
+        (outcome(answer([5, 6], {"type": "stop", "matched": 6})), "stopped at token 6"),
+        (outcome(answer([5, 6], {"type": "stop", "matched": "x"})), "stopped at 'x'"),
+        (outcome(answer([88, 97], {"type": "stop", "matched": "a"}), stop=["a"]), "stopped at 'a'"),
+        (outcome(answer([88], {"type": "stop", "matched": "a"}), stop=["a"], no_stop_trim=True), "stopped at 'a'"),
+        (outcome(answer([88, 97], {"type": "stop", "matched": 9})), "stopped at token 9"),
+        (outcome(answer([5, 9], STOPPED), min_new_tokens=3), "at least 3"),
+        (outcome(answer([97, 257], {"type": "stop", "matched": 257}), regex="b.*"), "obey the grammar"),
+        (outcome(answer([5, 9], {"type": "abort", "message": "?"})), "finish_reason"),
+        (outcome(answer([5, 9], STOPPED, completion_tokens=3)), "completion_tokens 3"),
+        (outcome(answer([5, 9], STOPPED, prompt_tokens=4)), "prompt_tokens 4"),
+        (outcome(answer([5, 9], STOPPED, id="b")), "answer of b"),
+        (outcome(answer([5, 9], STOPPED, output_token_logprobs=[[-0.5, 5, None]])), "of other tokens"),
+        (outcome(answer([5, 9], STOPPED, output_top_logprobs=[[], []])), "another size"),
+        (outcome(answer([5, 9], STOPPED, input_token_logprobs=[])), "input_token_logprobs"),
+        (outcome(answer([5, 9], STOPPED), answer([5, 9], STOPPED)), "2 answers"),
+        (Outcome(REQUEST, 200, [answer([5, 9], STOPPED)], [[6], [5, 9]]), "took back"),
+        (Outcome(REQUEST, 500, error="no"), "status 500: no"),
+    ],
+)
+def test_a_wrong_answer_is_a_problem(wrong, problem):
+    assert problem in " ".join(checks.problems(wrong, frozenset([257])))
+
+
+def test_a_divergence_is_a_tie_only_where_plains_two_best_tokens_are_close():
+    plain = answer([5, 6, 7, 8], LENGTH)
+    rows = plain["meta_info"]["output_top_logprobs"] = [[[-0.5, i, None], [-1.5, 0, None]] for i in [5, 6, 7, 8]]
+    other = outcome(answer([5, 6, 1, 8], LENGTH))
+    assert len(checks.compare([other], [outcome(plain)]).defects(tie=0.9)) == 1
+    rows[2] = [[-0.5, 7, None], [-0.6, 1, None]]
+    compared = checks.compare([other], [outcome(plain)])
+    assert compared.defects(tie=0.2) == [] and len(compared.divergences) == 1
+    assert len(compared.defects(tie=0.05)) == 1
+    shorter = outcome(answer([5, 6], {"type": "stop", "matched": 6}))
+    assert len(checks.compare([shorter], [outcome(plain)]).defects(tie=100)) == 1
+    assert checks.compare([outcome(answer([5, 6, 7, 8], LENGTH))], [outcome(plain)]).divergences == []
+
+
+def test_a_request_refused_with_its_abort_is_aborted_and_another_one_is_not():
+    refusal = '{"error":{"message":"Aborted by AbortReq."}}'
+    aborted = Request(REQUEST.body, "abort_request")
+    assert Outcome(aborted, 400, error=refusal).aborted
+    assert Outcome(aborted, error=f"ValueError: {refusal}").aborted
+    assert not Outcome(REQUEST, 400, error=refusal).aborted
+    assert not Outcome(aborted, 400, error="the prompt is too long").aborted
+
+
+def test_the_same_seed_gives_the_same_requests():
+    corpus = requests.corpus_of(pair_directories()["target"])
+    asked = requests.requests(300, 5, corpus)
+    assert asked == requests.requests(300, 5, corpus) != requests.requests(300, 6, corpus)
+    lengths = [len(one.body["input_ids"]) for one in asked]
+    assert min(lengths) == 1 and 300 < max(lengths) <= requests.LONGEST_PROMPT
+    assert {one.abort for one in asked} == {None, "disconnect", "abort_request"}

@@ -1,0 +1,228 @@
+"""Real SGLang engines on the CPU platform: a server or `sgl.Engine`, float32, ended with the test.
+
+They are forked from a process that has SGLang imported (`zygote.py`). `fresh=True` starts a new interpreter
+instead, for a test about the launch itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.demo.server import Server, free_port
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.support import zygote
+
+LAUNCH = ("-m", "sglang.launch_server")
+READY_TIMEOUT = 400.0  # seconds; importing SGLang alone takes tens on a busy machine
+BUILT_IN_WORKER = {"SGLANG_PLUGINS": "none"}  # the CPU platform stays, our plugin does not load
+
+
+class EngineFailed(AssertionError):
+    """A driver process that runs `sgl.Engine` ended with an error; the message ends with its output."""
+
+
+def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Every step has the block's width, unless a test's own DFLASH_SGLANG_CONFIG asks for another: what most tests
+    count would depend on the machine's speed otherwise, and every start-up would measure it."""
+    settings = json.loads((extra or {}).get(CONFIG_ENV, "{}"))
+    return {
+        **os.environ,
+        "SGLANG_PLATFORM": "dflash_cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        **(extra or {}),
+        CONFIG_ENV: json.dumps({"width": "block", **settings}),
+    }
+
+
+def engine_arguments(target: Path, draft: Path | None, **overrides: Any) -> dict[str, Any]:
+    """Server arguments by their Python names; an override of None removes one.
+
+    An idle scheduler sleeps, where by default it takes a core from the servers of other tests.
+    """
+    arguments: dict[str, Any] = dict(
+        model_path=str(target),
+        device="cpu",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        mem_fraction_static=0.5,
+        max_total_tokens=20000,
+        max_mamba_cache_size=512,  # without it recurrent states take half of the memory, and seconds to be zeroed
+        sleep_on_idle=True,
+    )
+    if draft is not None:
+        arguments |= dict(speculative_algorithm="DFLASH", speculative_draft_model_path=str(draft))
+    return {key: value for key, value in {**arguments, **overrides}.items() if value is not None}
+
+
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """`page_size=16` -> `--page-size 16`; True gives the bare flag, False none, a list its items."""
+    flags: list[str] = []
+    for key, value in arguments.items():
+        if value is False:
+            continue
+        flags.append("--" + key.replace("_", "-"))
+        if value is not True:
+            flags += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return flags
+
+
+@contextmanager
+def serve(
+    target: Path,
+    draft: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    command: Sequence[str] = LAUNCH,
+    fresh: bool = False,
+    **arguments: Any,
+) -> Iterator[Server]:
+    """A ready `sglang.launch_server` on a free port; everything it started is ended on leaving the block.
+
+    A `command` of its own is always a fresh interpreter.
+    """
+    with _started(target, draft, environment, command, fresh, arguments) as server:
+        server.wait_ready(READY_TIMEOUT)
+        yield server
+
+
+@contextmanager
+def serve_on_nodes(
+    count: int,
+    target: Path,
+    draft: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Iterator[list[Server]]:
+    """One server by `count` launchers, which stand for nodes; the first one is ready and answers requests."""
+    address = f"127.0.0.1:{free_port()}"
+    with ExitStack() as nodes:
+        servers = [
+            nodes.enter_context(
+                _started(
+                    target,
+                    draft,
+                    environment,
+                    LAUNCH,
+                    False,
+                    dict(arguments, nnodes=count, node_rank=rank, dist_init_addr=address),
+                )
+            )
+            for rank in range(count)
+        ]
+        servers[0].wait_ready(READY_TIMEOUT)
+        yield servers
+
+
+@contextmanager
+def _started(
+    target: Path,
+    draft: Path | None,
+    environment: Mapping[str, str] | None,
+    command: Sequence[str],
+    fresh: bool,
+    arguments: Mapping[str, Any],
+) -> Iterator[Server]:
+    kind = Server if fresh or command != LAUNCH else _ForkedServer
+    port = free_port()
+    if kind is _ForkedServer:
+        arguments = {"skip_server_warmup": True, **arguments}
+    flags = as_flags(engine_arguments(target, draft, **arguments))
+    with tempfile.TemporaryDirectory() as directory:
+        with kind(
+            [sys.executable, *command, *flags, "--port", str(port)],
+            port=port,
+            environment=cpu_environment(environment),
+            log=Path(directory) / "server.log",
+        ) as server:
+            yield server
+
+
+class _ForkedServer(Server):
+    """Forked by the zygote, without warm-up, and ended at once: the orderly end of `Server` takes six seconds."""
+
+    # Answered as soon as the schedulers are up, as HTTP is only then; /health asks them for a token, and sleeps.
+    ready_path = "/model_info"
+    poll_seconds = 0.1
+
+    def __enter__(self) -> Server:
+        self._process = zygote.start(self.command, self.environment, self.log)
+        return self
+
+    def stop(self) -> None:
+        """Ends the launcher, which SGLang's processes follow, and half a second later what is left."""
+        group = self.process.pid
+        with suppress(ProcessLookupError):
+            os.kill(group, signal.SIGKILL)
+        self.process.wait()
+        deadline = time.monotonic() + 0.5  # multiprocessing's resource tracker cleans up
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(0.02)
+            os.killpg(group, signal.SIGKILL)
+
+
+def greedy(
+    server: Server, prompts: Sequence[Sequence[int]], max_new_tokens: int, **sampling: Any
+) -> list[list[int]]:
+    """Greedy output ids of all prompts, sent as one batch; EOS does not end a request unless asked to."""
+    answers = server.generate(
+        input_ids=[list(p) for p in prompts], sampling_params=greedy_params(max_new_tokens, **sampling)
+    )
+    return [answer["output_ids"] for answer in answers]
+
+
+def greedy_params(max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True, **sampling}
+
+
+def run_engine(
+    target: Path,
+    draft: Path | None,
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 500,
+    fresh: bool = False,
+    **arguments: Any,
+) -> list[Any]:
+    """Runs `sgl.Engine(**arguments)` in a process of its own; returns what each `generate(**request)` gave.
+
+    Raises EngineFailed with the process's output when it ends with an error.
+    """
+    job = {"engine": engine_arguments(target, draft, **arguments), "requests": list(requests)}
+    variables = cpu_environment(environment)
+    variables["PYTHONPATH"] = ":".join(filter(None, [variables.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
+    with tempfile.TemporaryDirectory() as directory:
+        answers, log = Path(directory) / "answers.json", Path(directory) / "engine.log"
+        command = [sys.executable, "-m", "tests.support.engines", json.dumps(job), str(answers)]
+        with (Server if fresh else _ForkedServer)(command, port=0, environment=variables, log=log) as engine:
+            code = engine.process.wait(timeout)
+        if not answers.exists():
+            raise EngineFailed(f"sgl.Engine ended with exit code {code}\n{engine.log_text()[-8000:]}")
+        return json.loads(answers.read_text())
+
+
+def _drive(job: Mapping[str, Any], answers: Path) -> None:
+    import sglang
+
+    engine = sglang.Engine(**job["engine"])
+    results = [engine.generate(**request) for request in job["requests"]]
+    answers.write_text(json.dumps(results))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    _drive(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,517 @@
+"""Instruments for engine tests, inside the scheduler process of an engine under test.
+
+A plugin of SGLang like the package's own: `install(directory)` writes its distribution metadata, and the
+variable DFLASH_TEST_HOOKS chooses, comma-separated:
+
+oracle     proposals are the recorded continuation of the prompt (`record`), some tokens corrupted
+poison     after each decode step, K and V of the rows that were not committed become NaN in both pools
+features   every write of context KV leaves its positions and features in a file (`features_at`), and the first
+           one what the draft borrows of the target (`borrowed`)
+blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
+proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
+widths     every decode step's blocks have a width of its own, where the policy is on
+shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
+rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
+           number of a later step; says so in `rehearsed`
+firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
+           what the HTTP server imports for a stream, to streams.jsonl; (when, which) kernels Triton compiles or
+           loads, at start-up or for a request, to kernels.jsonl; buffers that this package has when SGLang has
+           sized the KV pools, to taken.json
+causal     the CPU platform's attention takes every layer for causal
+sentinels  each step may change only its own slots, and a reservation only its own rows
+seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
+           does SGLang's hash of seed and position, and a generator takes its place
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import plugin
+
+_modules: set[str] = set()  # of the HTTP server, at the latest answer
+HOOKS_ENV = "DFLASH_TEST_HOOKS"
+RECORDS_ENV = "DFLASH_TEST_RECORDS"
+
+
+def install(directory: Path, *modules: str) -> str:
+    """Write the plugin's metadata into `directory`; returns the PYTHONPATH that a server finds it on.
+
+    modules: below `tests`, whose `activate()` is to run in the schedulers beside this one's.
+    """
+    names = ("support.scheduler_hooks", *modules)
+    return plugin.installed(directory, {f"dflash_{one.rpartition('.')[2]}": f"tests.{one}" for one in names})
+
+
+def record(directory: Path, prompt: list[int] | str, output_ids: list[int]) -> None:
+    """From now on the oracle proposes `output_ids` after `prompt`: its ids, or the rid of its request."""
+    _record_path(directory, prompt).write_text(json.dumps(output_ids))
+
+
+def _record_path(directory: Path, prompt: list[int] | str) -> Path:
+    return directory / (hashlib.sha256(json.dumps(prompt).encode()).hexdigest() + ".json")
+
+
+def features_at(directory: Path) -> dict[int, torch.Tensor]:
+    """The features last captured at each position, [n_layers * hidden]; forgets them."""
+    by_position = {}
+    for path in sorted(directory.glob("*.features"), key=lambda path: int(path.stem)):
+        positions, features = torch.load(path)
+        by_position |= dict(zip(positions.tolist(), features, strict=True))
+        path.unlink()
+    return by_position
+
+
+def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [n], the draft's embeddings of them [n, hidden], and the logits [n, vocab] that its head gives these."""
+    return torch.load(directory / "borrowed")
+
+
+def activate() -> None:
+    """Entry point: patches the worker class in the scheduler, before it serves."""
+    chosen = [name for name in os.environ.get(HOOKS_ENV, "").split(",") if name]
+    if not chosen:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def before_memory_pools(scheduler: Any) -> None:
+        from dflash_sglang.worker import DFlashWorker
+
+        for name in chosen:
+            _HOOKS[name](DFlashWorker)
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.init_memory_pools", before_memory_pools, HookType.BEFORE
+    )
+    if "firsts" in chosen:
+        HookRegistry.register(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+            _tell_imports,
+            HookType.AROUND,
+        )
+    if "host_lengths" in chosen:
+        HookRegistry.register(
+            "sglang.srt.managers.scheduler.Scheduler.init_model_worker", _void_what_is_gathered, HookType.BEFORE
+        )
+
+
+def _oracle(worker: type) -> None:
+    from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.drafting.proposer import Proposer
+
+    directory = Path(os.environ[RECORDS_ENV])
+    generator = torch.Generator().manual_seed(0)
+    propose = Proposer.propose
+
+    def with_oracle(self: Any, batch: Any, block: Any) -> Proposals:
+        proposals = propose(self, batch, block)
+        tokens, replaced = proposals.tokens, False
+        for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
+            prompt = list(req.origin_input_ids)
+            paths = [path for key in (prompt, req.rid) if (path := _record_path(directory, key)).exists()]
+            if not paths:
+                continue
+            start = prefix + 1 - len(prompt)
+            known = torch.tensor(json.loads(paths[0].read_text())[start : start + block.size - 1])
+            wrong = torch.rand(known.shape, generator=generator) < 0.15
+            tokens[row, 1 : 1 + len(known)] = torch.where(wrong, (known + 1) % 250, known)
+            replaced = True
+        return Proposals.certain(tokens) if replaced else proposals
+
+    Proposer.propose = with_oracle
+
+
+def _causal(worker: Any) -> None:
+    from dflash_sglang.attention import torch_cpu
+
+    torch_cpu.NON_CAUSAL = ()
+
+
+def _host_lengths(worker: Any) -> None:
+    """Attention that takes its lengths from the host, as FlashInfer's does."""
+    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+
+    TorchCpuAttention.needs_cpu_seq_lens = True
+
+
+def _void_what_is_gathered(scheduler: Any) -> None:
+    """SGLang's check under SGLANG_IS_IN_CI, which is read when its module is imported."""
+    from sglang.srt.managers import overlap_utils
+
+    overlap_utils._DEBUG_ASSERT = True
+    check = overlap_utils._assert_nonneg_and_invalidate
+    overlap_utils._assert_nonneg_and_invalidate = check._torchdynamo_orig_callable  # compiling takes long
+
+
+def _poison(worker: Any) -> None:
+    decode = worker._decode
+
+    def then_poison(self: Any, batch: Any, *args: Any) -> Any:
+        requests = batch.req_pool_indices.clone()
+        seq_lens = self._acceptor.relay.new_seq_lens[requests]
+        result = decode(self, batch, *args)
+        table = self.target_worker.model_runner.req_to_token_pool.req_to_token
+        for request, old, new in zip(
+            requests.tolist(), seq_lens.tolist(), result.new_seq_lens.tolist(), strict=True
+        ):
+            rejected = table[request, new : old + self.block_size].long()
+            for pool in _pools(self):
+                for buffer in _buffers(pool):
+                    buffer[rejected] = float("nan")
+        return result
+
+    worker._decode = then_poison
+
+
+def _features(worker: Any) -> None:
+    """Of writes as they are called; a captured one is read from the forward whose graph has made it."""
+    from dflash_sglang.verify.verifier import Verifier
+
+    directory = Path(os.environ[RECORDS_ENV])
+    write, forward = worker._write_context_kv, Verifier._forward
+    count = itertools.count()
+
+    def note(features: torch.Tensor, positions: torch.Tensor) -> None:
+        torch.save((positions.cpu(), features.float().cpu()), directory / f"{next(count)}.features")
+
+    def noting(self: Any, features: torch.Tensor, positions: torch.Tensor, loc_plan: Any) -> None:
+        if not (directory / "borrowed").exists():
+            model = self._draft_model
+            ids = torch.tensor([self.draft_spec.mask_token_id, 7], device=features.device)
+            with torch.no_grad():
+                embeddings = model.forward_embed(ids)
+                tensors = (ids, embeddings, model.head.logits(embeddings))
+            torch.save(tuple(tensor.cpu() for tensor in tensors), directory / "borrowed")
+        note(features, positions)
+        write(self, features, positions, loc_plan)
+
+    def then_note(self: Any, batch: Any, block: Any, tokens: torch.Tensor) -> Any:
+        result = forward(self, batch, block, tokens)
+        if result.can_run_cuda_graph and self._tail.writes_context:
+            note(result.logits_output.hidden_states[: tokens.numel()], block.rows.positions)
+        return result
+
+    worker._write_context_kv, Verifier._forward = noting, then_note
+
+
+def _blindfold(worker: Any) -> None:
+    from dflash_sglang.drafting.window import DraftWindow
+
+    cut = DraftWindow.cut
+
+    def then_poison(self: Any, requests: torch.Tensor, block: Any) -> Any:
+        """NaN in the draft's pool at every context position that the window leaves out."""
+        seen = cut(self, requests, block)
+        assert not block.exact or seen.kv_len_bounds.tolist() == (seen.prefix_lens + block.size).tolist()
+        for request, prefix in zip(requests.tolist(), block.prefix_lens.tolist(), strict=True):
+            first = max(prefix - self.span.window, 0) // self.span.page_size * self.span.page_size
+            outside = self._target_table[request, self.span.sinks : max(first, self.span.sinks)].long()
+            for buffer in _buffers(self.pool):
+                buffer[outside] = float("nan")
+        return seen
+
+    def before_decode(self: Any, *args: Any) -> Any:
+        DraftWindow.pool = self._draft_runner.token_to_kv_pool
+        return decode(self, *args)
+
+    decode = worker._step
+    worker._step, DraftWindow.cut = before_decode, then_poison
+
+
+def _proposals(worker: Any) -> None:
+    from dflash_sglang.drafting.proposer import Proposer
+
+    propose = Proposer.propose
+    path = Path(os.environ[RECORDS_ENV]) / "proposals.jsonl"
+
+    def noting(self: Any, batch: Any, block: Any) -> Any:
+        proposals = propose(self, batch, block)
+        rows = zip(block.prefix_lens.tolist(), proposals.tokens.tolist(), strict=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return proposals
+
+    Proposer.propose = noting
+
+
+def _widths(worker: Any) -> None:
+    from dflash_sglang.width import startup
+    from dflash_sglang.width.choice import Choice, Chooser
+
+    startup.RUNS, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
+    draws = random.Random(0)  # the same on all ranks
+
+    def at_some_width(self: Any, bucket: int, limit: int, *expected: Any) -> Choice:
+        allowed = [index for index, width in enumerate(self.widths) if width <= limit]
+        return Choice(width := draws.choice(allowed), width, "gain")
+
+    Chooser.choose = at_some_width
+
+
+def _shares(worker: Any) -> None:
+    from dflash_sglang.drafting.head import HeadProposals
+    from dflash_sglang.width.ragged import Offers, RaggedSteps, Share
+
+    draws, generator = random.Random(1), torch.Generator().manual_seed(2)
+    offers = RaggedSteps.offers
+
+    def some(self: Any, slots: Any, bucket: int, seconds: Any, uniform: bool, interruptions: Any) -> Offers:
+        offered = offers(self, slots, bucket, seconds, uniform, interruptions)
+        if uniform:
+            return offered
+        requests, shares = len(slots), []
+        for width in self._widths:
+            fewer = [total for total in self._totals if requests <= total < requests * width]
+            shares.append(Share(draws.choice([*fewer, None]) if fewer else None, 1.0))
+        return offered._replace(shares=shares)
+
+    def of_no_draft(self: Any, bs: int, steps: int) -> torch.Tensor:
+        drawn = -torch.rand((bs, steps), generator=generator)
+        return drawn.to(self._logprobs.device) if self._confident else None
+
+    RaggedSteps.offers, HeadProposals.logprobs = some, of_no_draft
+
+
+def _sentinels(worker: Any) -> None:
+    from dflash_sglang.drafting.block import longest_prefix
+    from dflash_sglang.drafting.draft_input import SlotReservation
+
+    forward = worker.forward_batch_generation
+    reserve = SlotReservation.reserve
+    copies: list[torch.Tensor] = []
+
+    def guarded_forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        table = self.target_worker.model_runner.req_to_token_pool.req_to_token
+        buffers = [buffer.view(torch.int32) for pool in _pools(self) for buffer in _buffers(pool)]  # NaN is equal
+        if not copies:
+            copies.extend(torch.empty_like(buffer) for buffer in buffers)
+        for buffer, copy in zip(buffers, copies, strict=True):
+            copy.copy_(buffer)
+        if batch.forward_mode.is_extend():
+            own = batch.out_cache_loc.clone()
+        else:
+            seq_lens = self._acceptor.relay.new_seq_lens[batch.req_pool_indices]
+            start = seq_lens.clamp(max=longest_prefix(self.target_worker.model_runner))
+            columns = start[:, None] + torch.arange(self.block_size)
+            own = table[batch.req_pool_indices.long()[:, None], columns]
+        slots = own.flatten().long()
+        own = set(slots.tolist())
+        page_size = self._reservation.page_size
+        assert not own & set(range(page_size)), f"live slots in the padding page: {sorted(own)[:4]}"
+        table_before = table.clone()
+        result = forward(self, batch, *args, **kwargs)
+        assert torch.equal(table, table_before), "a forward changed req_to_token"
+        for buffer, copy in zip(buffers, copies, strict=True):
+            copy[slots] = buffer[slots]
+            copy[:page_size] = buffer[:page_size]  # a graph's padding rows
+            if not torch.equal(buffer, copy):
+                changed = (buffer != copy).flatten(1).any(dim=1).nonzero().flatten().tolist()
+                raise AssertionError(f"slots {changed} belong to no request of the batch")
+        return result
+
+    def guarded_reserve(self: Any, batch: Any) -> Any:
+        table = batch.req_to_token_pool.req_to_token
+        before = table.clone()
+        allocated = {req.kv.req_pool_idx: req.kv.kv_allocated_len for req in batch.reqs}
+        result = reserve(self, batch)
+        for row, column in (table != before).nonzero().tolist():
+            assert row in allocated, f"row {row} belongs to no request of the batch"
+            assert allocated[row] <= column < self.row_limit, f"column {column} of row {row}"
+        return result
+
+    worker.forward_batch_generation = guarded_forward
+    SlotReservation.reserve = guarded_reserve
+
+
+def _rehearsals(worker: Any) -> None:
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
+
+    names = ("seconds", "prefill", "step")
+    ran: dict[str, list[Any]] = {name: [] for name in names}
+    init_cuda_graphs, prewarm_sampling = worker.init_cuda_graphs, worker.prewarm_sampling
+    before: list[torch.Tensor] = []
+
+    def counting(name: str) -> Any:
+        rehearse = getattr(Rehearsal, name)
+
+        def counted(self: Any, *arguments: Any) -> Any:
+            ran[name].append(arguments[:3])
+            return rehearse(self, *arguments)
+
+        return counted
+
+    def state(self: Any) -> list[torch.Tensor]:
+        page, requests = self._reservation.page_size, self.target_worker.model_runner.req_to_token_pool
+        tensors = [requests.req_to_token, self._verifier._penalties._counts]
+        tensors += [buffer[page:] for pool in _pools(self) for buffer in _buffers(pool)]
+        if hasattr(requests, "mamba_pool"):
+            states = requests.mamba_pool.mamba_cache
+            tensors += [rows[:, 1:] for rows in (*states.conv, states.temporal)]
+        return tensors
+
+    def watched(self: Any) -> None:
+        assert not gc.isenabled() and gc.get_freeze_count(), "garbage was collected while the target was captured"
+        before.extend(tensor.clone() for tensor in state(self))
+        init_cuda_graphs(self)
+        assert gc.isenabled() and not gc.get_freeze_count()
+
+    def compared(self: Any) -> Any:
+        random_state, coins = torch.get_rng_state(), random.Random(0).getstate()
+        policy = self._widths._policy
+        told = json.dumps([policy.metrics.snapshot(), policy.step_times.table().tolist()])
+        width = self.width
+        result = prewarm_sampling(self)
+        for number, (tensor, old) in enumerate(zip(state(self), before, strict=True)):
+            assert torch.equal(tensor, old), f"tensor {number} of {len(before)} has changed"
+        assert torch.equal(torch.get_rng_state(), random_state), "random numbers were drawn"
+        assert self._acceptor._coins.getstate() == coins, "coins were drawn"
+        assert self._acceptor.step[0] == 4, "the next outcome of nobody is somebody's"
+        assert told == json.dumps([policy.metrics.snapshot(), policy.step_times.table().tolist()])
+        assert self.width == width and not self._widths._steps
+        table = policy.step_times.table().tolist()
+        ran["prefill"] = [[tokens, dict(sampling)] for tokens, sampling in ran["prefill"]]
+        ran["step"] = [[context, dict(sampling), width] for context, sampling, width in ran["step"]]
+        (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([ran, table]))
+        return result
+
+    for name in names:
+        setattr(Rehearsal, name, counting(name))
+    worker.init_cuda_graphs, worker.prewarm_sampling = watched, compared
+
+
+def _firsts(worker: Any) -> None:
+    forward, prewarm_sampling = worker.forward_batch_generation, worker.prewarm_sampling
+    alloc_memory_pool = worker.alloc_memory_pool
+    there: list[set[Any]] = []
+    storages: set[tuple[int, int]] = set()  # of all tensors at the end of the start-up, graphs' inputs among them
+
+    def now(self: Any) -> list[set[Any]]:
+        modules = {name for name in sys.modules if name.startswith("dflash_sglang")}
+        found = ((where, _storage(tensor)) for where, tensor in _own_tensors(self))
+        return [modules, {(where, storage[1]) for where, storage in found if storage not in storages}]
+
+    def loaded(*args: Any) -> None:
+        with (Path(os.environ[RECORDS_ENV]) / "kernels.jsonl").open("a") as file:
+            file.write(json.dumps(["request" if there else "start-up", str(args[2])]) + "\n")
+
+    def sized(self: Any, **pools: Any) -> None:
+        (Path(os.environ[RECORDS_ENV]) / "taken.json").write_text(
+            json.dumps([(where, _storage(tensor)[1]) for where, tensor in _own_tensors(self)])
+        )
+        alloc_memory_pool(self, **pools)
+
+    def prewarmed(self: Any) -> Any:
+        result = prewarm_sampling(self)
+        there[:] = now(self)
+        storages.update(_storage(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+        return result
+
+    def watched(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = batch.forward_mode.name
+        result = forward(self, batch, *args, **kwargs)
+        modules, buffers = (list(after - before) for after, before in zip(now(self), there, strict=True))
+        with (Path(os.environ[RECORDS_ENV]) / "firsts.jsonl").open("a") as file:
+            file.write(json.dumps([mode, modules, buffers]) + "\n")
+        return result
+
+    if torch.cuda.is_available():
+        from triton import knobs
+
+        knobs.runtime.kernel_load_start_hook.add(loaded)
+    worker.prewarm_sampling, worker.forward_batch_generation = prewarmed, watched
+    worker.alloc_memory_pool = sized
+
+
+def _tell_imports(original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """AROUND TokenizerManager.generate_request: the body of a stream asks for it."""
+
+    async def answers() -> AsyncIterator[Any]:
+        if request.stream:
+            with (Path(os.environ[RECORDS_ENV]) / "streams.jsonl").open("a") as file:
+                file.write(json.dumps(sorted(set(sys.modules) - _modules)) + "\n")
+        async for answer in original(manager, request, *args, **kwargs):
+            _modules.update(sys.modules)
+            yield answer
+
+    return answers()
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes, which a view shares with the tensor that it looks at."""
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+
+
+def _own_tensors(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(where, tensor) of the tensors that this package's objects hold, at any depth."""
+    seen, found = set(), [("worker", owner)]
+    while found:
+        where, thing = found.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            yield where, thing
+        elif isinstance(thing, list | tuple):
+            found += [(f"{where}[{i}]", item) for i, item in enumerate(thing)]
+        elif type(thing).__module__.startswith("dflash_sglang") and hasattr(thing, "__dict__"):
+            found += [(f"{where}.{name}", value) for name, value in vars(thing).items()]
+
+
+def _seeds(worker: type) -> None:
+    from sglang.srt.layers import sampler
+
+    from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
+
+    def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        noise = torch.empty_like(logprobs)
+        for row, seed, position in zip(noise, seeds.tolist(), positions.tolist(), strict=True):
+            row.exponential_(generator=torch.Generator().manual_seed(1_000_003 * seed + position))
+        return (logprobs - noise.log()).argmax(dim=1, keepdim=True)
+
+    sampler.multinomial_with_seed = draw
+
+    build = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
+        info = build(cls, batch, vocab_size)
+        info.sampling_seed = torch.tensor([req.sampling_params.sampling_seed or 42 for req in batch.reqs])
+        return info
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
+
+
+def _pools(worker: Any) -> list[Any]:
+    return [worker.target_worker.model_runner.token_to_kv_pool, worker._draft_runner.token_to_kv_pool]
+
+
+def _buffers(pool: Any) -> list[torch.Tensor]:
+    pool = getattr(pool, "full_kv_pool", pool)  # of a recurrent target
+    return [*pool.k_buffer, *pool.v_buffer]
+
+
+_HOOKS = {
+    "blindfold": _blindfold,
+    "proposals": _proposals,
+    "oracle": _oracle,
+    "causal": _causal,
+    "host_lengths": _host_lengths,
+    "poison": _poison,
+    "features": _features,
+    "sentinels": _sentinels,
+    "widths": _widths,
+    "shares": _shares,
+    "rehearsals": _rehearsals,
+    "firsts": _firsts,
+    "seeds": _seeds,
+}

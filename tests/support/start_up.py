@@ -1,0 +1,64 @@
+"""Start-up without SGLang: the launcher's and the scheduler's checks on a draft in a directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dflash_sglang import hooks
+from dflash_sglang.startup import StartupError, decisions
+from tests.unit.test_plugin import Algorithm, arguments, built_in, target_model
+
+
+def launch(directory: Path, **overrides: Any) -> type:
+    """The worker's class, for `target_model`; server arguments stand for SGLang's views of them."""
+    config = target_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decisions, "resolving_view", lambda args: args)
+        patch.setattr(decisions, "model_config_of", lambda args: config)
+        patch.setattr(decisions, "mambaish_config", lambda config: None)
+        patch.setattr(decisions, "draft_model_config_of", lambda args, path: None)
+        patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
+        patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
+        return hooks.create_worker(built_in, Algorithm(), arguments(directory, **overrides))
+
+
+def hook_config_parser(patch: pytest.MonkeyPatch) -> None:
+    """Puts the plugin's hook on SGLang's reading of a config.json, which SGLang does where it starts."""
+    from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
+
+    original = HfModelConfigParser.parse
+
+    def parse(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        return hooks.parse_config(original, parser, *args, **kwargs)
+
+    patch.setattr(HfModelConfigParser, "parse", parse)
+
+
+def refusal(directory: Path, **overrides: Any) -> str:
+    """The one problem that ends start-up."""
+    with pytest.raises(StartupError) as caught:
+        launch(directory, **overrides)
+    assert str(caught.value).count("\n") == 1, caught.value
+    return str(caught.value).splitlines()[1].removeprefix("  - ")
+
+
+def change(directory: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    """Changes fields and tensors of a checkpoint; None removes."""
+    old = json.loads((directory / "config.json").read_text())
+    for key, value in config.items():
+        merged = {**old[key], **value} if isinstance(value, dict) and key in old else value
+        old[key] = merged
+    kept = {key: value for key, value in old.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(kept))
+    held = {**load_file(directory / "model.safetensors"), **tensors}
+    save_file({k: v for k, v in held.items() if v is not None}, directory / "model.safetensors")
+    return directory
+
+
+def refused(draft: str, message: str | None = None) -> pytest.MarkDecorator:
+    return pytest.mark.matrix(draft=draft, outcome="refused", message=message)

@@ -1,0 +1,499 @@
+"""A discrete-event simulation of serving, for the policy that chooses the verify width.
+
+A closed loop of requests of several kinds, a machine that is a table of step times with noise, a draft that is a
+conditional acceptance per position (per kind and width), and results that reach the policy some steps late. Time
+is the sum of the steps' times. `python -m tests.support.width_tables` prints the tables of
+docs/results/width-simulated.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dflash_sglang.kernels.block.share_rows import share_rows
+from dflash_sglang.width import Group, WidthConfig, WidthPolicy, startup_cells
+
+BLOCK = 16
+WIDTHS = (1, 2, 4, 6, 8, 12, 16)
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+CONTEXT = 512  # tokens per request at which the table was measured
+SECONDS_PER_CONTEXT_TOKEN = 3.7e-8  # 36 layers x 8 KV heads x 128 x K and V in bfloat16 at 4 TB/s
+
+# One H200, SGLang 0.5.23, Qwen3-8B shapes with a 5-layer draft: output tokens/s -> milliseconds of a step.
+DRAFTED_MS = {4: 6.78, 8: 6.95, 16: 6.96, 64: 10.7, 128: 12.5, 256: 15.8, 512: 24.4, 1024: 41.8, 2048: 74.8}
+PER_REQUEST_MS = 0.012  # what equal tokens cost more in narrow steps of more requests
+PLAIN_MS = {1: 5.24, 8: 7.54, 32: 8.81, 64: 10.2}
+PLAIN_SHARE = 0.85  # of a drafted step of as many tokens, beyond what was measured: neither draft nor its head
+
+
+class Policy(Protocol):
+    """Whoever chooses widths."""
+
+    def admit(
+        self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
+    ) -> None: ...
+    def prefill(self) -> None: ...
+    def choose(self, slots: np.ndarray, context_tokens: int) -> Any: ...
+    def verified(self, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None) -> None: ...
+
+
+@dataclass
+class Machine:
+    """True step times, and what a clock reads of them: `jitter` (relative), outliers of `outlier` times.
+
+    `distort[bucket, width]` multiplies the truth that start-up measured, `parts` that of steps that verify blocks
+    in part and more than as few tokens as can be, which start-up measures. A prefill takes `launch` seconds, and a
+    pass over the weights (`weights` seconds) or `prompt_token` seconds for each of its tokens, whichever is more;
+    by default nothing, and the policy is not told of it.
+    """
+
+    widths: Sequence[int] = WIDTHS
+    buckets: Sequence[int] = BUCKETS
+    jitter: float = 0.0
+    outliers: float = 0.0
+    outlier: float = 5.0
+    distort: np.ndarray | None = None
+    parts: float = 1.0
+    launch: float = 0.0
+    weights: float = 0.0
+    prompt_token: float = 0.0
+    table: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = np.array([[_h200(batch, width) for width in self.widths] for batch in self.buckets])
+        if self.distort is not None:
+            self.table = self.table * self.distort
+
+    def seconds(self, batch: int, context_tokens: float) -> np.ndarray:
+        """[widths] of a step of a batch."""
+        row = self.table[int(np.searchsorted(self.buckets, batch))]
+        return row + (context_tokens - CONTEXT * batch) * SECONDS_PER_CONTEXT_TOKEN
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prefills take time."""
+        return self.launch + self.weights + self.prompt_token > 0.0
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Of so many prompt tokens together."""
+        return self.launch + max(self.weights, self.prompt_token * tokens)
+
+    def ragged_seconds(self, batch: int, context_tokens: float, width: int, tokens: int) -> float:
+        """Of a step that drafts at `width` (an index) and verifies `tokens` together."""
+        size = self.buckets[int(np.searchsorted(self.buckets, batch))]
+        full = size * self.widths[width]
+        saved = PLAIN_SHARE * (_drafted(full) - _drafted(min(tokens, full))) / 1e3
+        whole = float(self.seconds(batch, context_tokens)[width])
+        return (whole - saved) * (self.parts if tokens > batch else 1.0)
+
+    def read(self, seconds: float, random: np.random.Generator) -> float:
+        if self.jitter:
+            seconds *= max(1.0 + self.jitter * random.standard_normal(), 0.3)
+        return seconds * (self.outlier if random.random() < self.outliers else 1.0)
+
+
+@dataclass
+class BusyMachine(Machine):
+    """Its clock reads up to four times the truth for 10 to 60 steps, once in some hundreds: others use it too."""
+
+    _factor: float = field(default=1.0, init=False)
+    _left: int = field(default=0, init=False)
+
+    def read(self, seconds: float, random: np.random.Generator) -> float:
+        self._left -= 1
+        if self._left < 0:
+            begins = random.random() < 1 / 300
+            self._factor = random.uniform(1.0, 4.0) if begins else 1.0
+            self._left = int(random.integers(10, 60)) if begins else 0
+        return super().read(seconds, random) * self._factor
+
+
+def _h200(batch: int, width: int) -> float:
+    if width == 1 and batch <= 64:
+        return float(np.interp(batch, list(PLAIN_MS), list(PLAIN_MS.values()))) / 1e3
+    drafted = _drafted(batch * width)
+    return (drafted * PLAIN_SHARE if width == 1 else drafted + PER_REQUEST_MS * batch) / 1e3
+
+
+def _drafted(tokens: int) -> float:
+    last = max(DRAFTED_MS)
+    drafted = float(np.interp(tokens, list(DRAFTED_MS), list(DRAFTED_MS.values())))
+    return drafted + max(tokens - last, 0) * (DRAFTED_MS[last] - DRAFTED_MS[1024]) / (last - 1024)
+
+
+class Draft:
+    """Conditional acceptance of every position by kind of request, cut at the width or given per width.
+
+    It says of each proposal what its chance is. That is the same for all of a kind at a position, or, with
+    `spread`, drawn from a beta distribution of that mean whose parameters add up to it.
+    """
+
+    def __init__(
+        self,
+        *kinds: Sequence[float] | dict[int, Sequence[float]],
+        widths: Sequence[int] = WIDTHS,
+        spread: float | None = None,
+    ):
+        self.widths = list(widths)
+        self.kinds = len(kinds)
+        self.spread = spread
+        self._mean = [
+            [np.array((kind[width] if isinstance(kind, dict) else kind)[: width - 1]) for width in self.widths]
+            for kind in kinds
+        ]
+        # [kind][width][k]: chance that more than k are accepted
+        self._reach = [[mean.cumprod() for mean in of_kind] for of_kind in self._mean]
+        self.expected = np.array([[reach.sum() for reach in of_kind] for of_kind in self._reach])  # [kind, width]
+
+    def chances(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:
+        """[n, proposals] of those of requests of these kinds [n] at `widths[width]`."""
+        mean = np.array([of_kind[width] for of_kind in self._mean])[kinds]
+        return mean if self.spread is None else random.beta(self.spread * mean, self.spread * (1 - mean))
+
+    def accepted(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:
+        """[n] accepted proposals, drawn, of requests of these kinds [n] at `widths[width]`."""
+        drawn, out = random.random(len(kinds)), np.empty(len(kinds), np.int64)
+        for kind, of_kind in enumerate(self._reach):
+            mine = kinds == kind
+            falling = of_kind[width][::-1]
+            out[mine] = len(falling) - np.searchsorted(falling, drawn[mine], side="right")
+        return out
+
+
+def profile(first: float, last: float, block: int = BLOCK) -> list[float]:
+    """Conditional acceptance: `first` for the first half of the block, `last` for the rest."""
+    return [first] * (block // 2 - 1) + [last] * (block - block // 2)
+
+
+GOOD = profile(0.866, 0.819)  # accept length 6.4 at 16, 5.1 at 8, 3.2 at 4
+POOR = profile(1 / 3, 1 / 3)  # 1.5
+EASY = profile(0.95, 0.93)
+HARD = profile(0.55, 0.55)
+QUIET = Machine(jitter=0.02, outliers=0.01)
+
+
+@dataclass
+class Run:
+    """What a simulated run did, step by step. `tokens` counts what the steps commit in expectation."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    lost: float = (
+        0.0  # seconds that probes took beyond what the held width needs for the same tokens, by the truth
+    )
+    widths: list[int] = field(default_factory=list)
+    probes: list[bool] = field(default_factory=list)
+    worth: list[float] = field(default_factory=list)  # rate of the chosen width over the best, in the long run
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def held(self) -> list[int]:
+        """The widths, probes left out."""
+        return [width for width, probe in zip(self.widths, self.probes, strict=True) if not probe]
+
+    @property
+    def changes(self) -> int:
+        return sum(a != b for a, b in zip(self.held, self.held[1:], strict=False))
+
+    def settled(self, share: float = 0.97) -> int:
+        """Steps until every later one, probes aside, is worth `share` of the best."""
+        poor = [
+            step
+            for step, (worth, probe) in enumerate(zip(self.worth, self.probes, strict=True))
+            if worth < share and not probe
+        ]
+        return poor[-1] + 1 if poor else 0
+
+
+class Fixed:
+    """Always one width."""
+
+    def __init__(self, width: int):
+        self.width, self.probe = width, False
+
+    def admit(
+        self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
+    ) -> None: ...
+
+    def prefill(self) -> None: ...
+
+    def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
+        return self
+
+    def verified(self, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None) -> None: ...
+
+
+class Oracle(Fixed):
+    """Is told before each step which width is best in the long run."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def adaptive(
+    machine: Machine,
+    requests: int,
+    config: WidthConfig | None = None,
+    wrong: np.ndarray | None = None,
+    group: Group | None = None,
+    seed: int = 0,
+    ragged: bool = False,
+) -> WidthPolicy:
+    """Our policy, started on `startup_cells` of this machine, read three times each.
+
+    `wrong[bucket, width]` multiplies what start-up measures; `ragged`: tokens are shared out among the requests.
+    """
+    buckets = [bucket for bucket in machine.buckets if bucket < requests]
+    buckets.append(machine.buckets[len(buckets)])
+    config = config or WidthConfig(widths=tuple(machine.widths))
+    totals = tiers(buckets[-1] * BLOCK) if ragged else None
+    policy = WidthPolicy(config, BLOCK, buckets, requests, group, totals=totals)
+    random = np.random.default_rng(seed)
+    for batch, width, context in startup_cells(buckets, policy.widths):
+        index = list(machine.widths).index(width)
+        seconds = machine.seconds(batch, context)[index]
+        if wrong is not None:
+            seconds *= wrong[list(machine.buckets).index(batch), index]
+        for _ in range(3):
+            policy.step_times.record(batch, width, context, machine.read(seconds, random))
+    policy.start()
+    if policy.ragged is not None:
+        for batch, width, context in startup_cells(buckets, policy.widths):
+            seconds = machine.ragged_seconds(batch, context, list(machine.widths).index(width), batch)
+            for _ in range(3 if width > 1 and not context else 0):
+                policy.ragged.times.record(batch, width, context, machine.read(seconds, random))
+        policy.ragged.start()
+    return policy
+
+
+class Rank:
+    """A closed loop of requests: whenever one ends another takes its place, as far as the concurrency asks."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        draft: Draft,
+        *,
+        hard: float = 0.0,
+        tokens: int = 512,
+        prompt: int = 256,
+        uncached: int | None = None,
+        delay: int = 2,
+        timed: float = 0.7,
+        caps: Callable[[np.ndarray], Any] | None = None,
+        floors: Callable[[np.ndarray], Any] | None = None,
+        seed: int = 1,
+        clock: int = 0,
+        slots: int = 4096,
+    ):
+        """`hard`: share of requests of the draft's second kind; `tokens`, `prompt`: of a request, on average;
+        `uncached`: tokens of its prompt that are computed, all of them by default;
+        `delay`: steps after which a result is known; `timed`: share of steps whose time is measured (the others
+        had a prefill before them); `caps`, `floors`: max_width and min_width of requests by their kinds [n];
+        `clock`: what the times that it reads are drawn from."""
+        self.policy, self.draft = policy, draft
+        self.hard, self.tokens, self.prompt, self.delay, self.timed, self.caps, self.floors = (
+            hard, tokens, prompt, delay, timed, caps, floors,
+        )  # fmt: skip
+        self.uncached = prompt if uncached is None else uncached
+        self.random, self._arrivals = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
+        self.clock = np.random.default_rng(clock)
+        self._free = list(range(slots - 1, -1, -1))
+        self._kind, self._left, self._context = (np.zeros(slots, np.int64) for _ in range(3))
+        self._cap = np.full(slots, BLOCK, np.int64)
+        self._running = np.zeros(0, np.int64)
+        self._late: list[tuple[np.ndarray, float | None, np.ndarray | None, np.ndarray | None]] = []
+        self._fresh = True
+
+    @property
+    def batch(self) -> int:
+        return len(self._running)
+
+    @property
+    def context_tokens(self) -> int:
+        return int(self._context[self._running].sum())
+
+    def arrive(self, concurrency: int) -> int:
+        """New requests up to the concurrency; clients beyond it hang up. Prompt tokens to prefill; none of the
+        first requests."""
+        missing = concurrency - len(self._running)
+        if missing <= 0:
+            self._free.extend(self._running[concurrency:].tolist())
+            self._running = self._running[:concurrency]
+            return 0
+        new = np.array([self._free.pop() for _ in range(missing)])
+        drawn = self._arrivals.random((missing, 3))  # the same requests in the same order, whatever the policy
+        self._kind[new] = drawn[:, 0] < self.hard
+        self._left[new] = self.tokens * (0.5 + drawn[:, 1])
+        self._context[new] = self.prompt
+        prompts = 0 if self._fresh else missing * self.uncached
+        if self._fresh:  # the first ones are found somewhere in the middle, and the long ones more often
+            self._left[new] = self.tokens * np.sqrt(0.25 + 2.0 * drawn[:, 1])
+            done = (self._left[new] * drawn[:, 2]).astype(np.int64)
+            self._left[new] -= done
+            self._context[new] += done
+            self._fresh = False
+        caps = None if self.caps is None else self.caps(self._kind[new])
+        self._cap[new] = BLOCK if caps is None else caps
+        self.policy.admit(new, caps, None if self.floors is None else self.floors(self._kind[new]))
+        self._running = np.concatenate([self._running, new])
+        return prompts
+
+    def committed(self) -> np.ndarray:
+        """[widths] tokens that a step commits in expectation, requests' caps aside."""
+        counts = np.bincount(self._kind[self._running], minlength=self.draft.kinds)
+        return len(self._running) + counts @ self.draft.expected
+
+    def steps_needed(self, held: int) -> np.ndarray:
+        """[widths] steps of one request that commit what a step of all does at `widths[held]`, caps aside."""
+        counts = np.bincount(self._kind[self._running], minlength=self.draft.kinds)
+        committed = 1 + self.draft.expected
+        return (counts * committed[:, held]) @ (1 / committed)
+
+    def choose(self) -> Any:
+        return self.policy.choose(self._running, self.context_tokens)
+
+    def draft_chances(self, width: int) -> np.ndarray | None:
+        """[n, proposals] that the draft says, where anybody asks: none beyond what requests allow."""
+        if self.draft.spread is None and getattr(self.policy, "ragged", None) is None:
+            return None
+        chances = self.draft.chances(self._kind[self._running], width, self.random)
+        return np.where(np.arange(chances.shape[1]) < self._cap[self._running][:, None] - 1, chances, 0.0)
+
+    def finish(
+        self,
+        width: int,
+        seconds: float | None,
+        chances: np.ndarray | None = None,
+        lens: np.ndarray | None = None,
+    ) -> None:
+        """The step is over: its results reach the policy `delay` steps after it was chosen. seconds: what its time
+        would be read as, if it can be; chances [n, proposals], if the draft says any; lens [n]: verified."""
+        slots = self._running
+        if self.draft.spread is None:
+            accepted = self.draft.accepted(self._kind[slots], width, self.random)
+        else:
+            assert chances is not None
+            accepted = (self.random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
+        accepted = np.minimum(accepted, self._cap[slots] - 1)
+        if lens is not None:
+            accepted = np.minimum(accepted, lens - 1)
+        said = None if chances is None else np.log(chances.clip(1e-9))
+        self._late.append((accepted, seconds if self.clock.random() < self.timed else None, said, lens))
+        if len(self._late) >= self.delay:
+            self.policy.verified(*self._late.pop(0))
+        self._left[slots] -= accepted + 1
+        self._context[slots] += accepted + 1
+        done = self._left[slots] <= 0
+        if done.any():
+            self._free.extend(slots[done].tolist())
+            self._running = slots[~done]
+
+
+class Server:
+    """Ranks that run their steps together, at one width: a step is as long as that of the largest batch."""
+
+    def __init__(self, machine: Machine, *ranks: Rank):
+        self.machine, self.ranks = machine, ranks
+        self._held = 0
+
+    def run(
+        self, concurrency: int | Sequence[int], *, steps: int | None = None, seconds: float | None = None
+    ) -> Run:
+        """Steps at a concurrency (of each rank), by their number or their time; a later call goes on from here."""
+        run, widths = Run(), list(self.machine.widths)
+        each = [concurrency] * len(self.ranks) if isinstance(concurrency, int) else concurrency
+        while (steps is None or len(run.widths) < steps) and (seconds is None or run.seconds < seconds):
+            prompts = max(rank.arrive(requests) for rank, requests in zip(self.ranks, each, strict=True))
+            interrupted = self.machine.prefills and prompts > 0
+            if interrupted:
+                run.seconds += self.machine.prefill_seconds(prompts)
+                for rank in self.ranks:
+                    rank.policy.prefill()
+            committed = np.sum([rank.committed() for rank in self.ranks], axis=0)
+            times = self.machine.seconds(
+                max(rank.batch for rank in self.ranks), max(rank.context_tokens for rank in self.ranks)
+            )
+            needed = np.sum([rank.steps_needed(self._held) for rank in self.ranks], axis=0)
+            long_run = sum(rank.batch for rank in self.ranks) * needed[0] / needed
+            rates = long_run / times
+            for rank in self.ranks:
+                if isinstance(rank.policy, Oracle):
+                    rank.policy.width = widths[int(rates.argmax())]
+            decisions = [rank.choose() for rank in self.ranks]
+            assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
+            decision = decisions[0]
+            width = widths.index(decision.width)
+            tokens, taken, gained = getattr(decision, "tokens", None), times[width], committed[width]
+            chances = [rank.draft_chances(width) for rank in self.ranks]
+            lens = None
+            if tokens is not None:
+                (rank,), (of_rank,) = self.ranks, chances
+                taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, tokens)
+                lens = shared(of_rank, tokens)
+                reach = of_rank.cumprod(axis=1)
+                gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
+            for rank, of_rank in zip(self.ranks, chances, strict=True):
+                read = self.machine.read(taken, rank.clock)
+                rank.finish(width, None if interrupted else read, of_rank, lens)
+            if not decision.probe:
+                self._held = width
+            run.lost += max(times[width] - long_run[width] / rates[self._held], 0.0)
+            run.tokens += float(gained)
+            run.seconds += float(taken)
+            run.widths.append(decision.width)
+            run.probes.append(decision.probe)
+            run.worth.append(float(rates[width] / rates.max()))
+        return run
+
+
+def shared(chances: np.ndarray, tokens: int) -> np.ndarray:
+    """[n] tokens of each request, the likeliest of the batch (`share_rows`). chances: [n, proposals]"""
+    lens, starts = torch.zeros(len(chances), dtype=torch.int32), torch.zeros(len(chances) + 1, dtype=torch.int32)
+    share_rows(torch.from_numpy(np.log(chances.clip(1e-9))), tokens, lens, starts)
+    return lens.numpy().astype(np.int64)
+
+
+def serve(policy: Policy, machine: Machine, draft: Draft, **load: Any) -> Server:
+    """A server of one rank."""
+    return Server(machine, Rank(policy, draft, **load))
+
+
+def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int, spread: float | None = None) -> Run:
+    """1000 steps of a mix of easy and hard requests with equal token budgets, after 400 in which the batch becomes
+    what it stays: easy requests leave it early, and another of the same mix takes the place of any that does."""
+    server = serve(policy, QUIET, Draft(EASY, HARD, spread=spread), hard=hard, seed=seed, clock=seed)
+    server.run(concurrency, steps=400)
+    return server.run(concurrency, steps=1000)
+
+
+PREFILLS = dict(launch=2e-3, weights=5.3e-3, prompt_token=24.6e-6)  # Qwen3-8B in bfloat16 on one H200
+CACHED = dict(prompt=256, uncached=32)  # what prefills have in common decides, not their tokens
+
+
+def between_prefills(policy: Policy, concurrency: int, answer: int, seed: int = 0) -> Run:
+    """500 steps of requests with so many tokens on average, prefilled as others end, after 300 not counted."""
+    machine = Machine(jitter=0.02, outliers=0.01, **PREFILLS)
+    server = serve(policy, machine, Draft(GOOD), tokens=answer, timed=1.0, seed=seed, clock=seed, **CACHED)
+    server.run(concurrency, steps=300)
+    return server.run(concurrency, steps=500)
+
+
+def heedless(policy: WidthPolicy) -> WidthPolicy:
+    """The same, without being told of prefills."""
+    policy.prefill = lambda: None  # type: ignore[method-assign]
+    return policy
+
+
+def tiers(most: int) -> list[int]:
+    """1, 3 and 5 times powers of two, up to the first that is at least `most`."""
+    sizes = sorted(factor << power for factor in (1, 3, 5) for power in range(most.bit_length()))
+    return [*(size for size in sizes if size < most), next(size for size in sizes if size >= most)]

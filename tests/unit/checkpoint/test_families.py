@@ -1,0 +1,72 @@
+"""Drafts that no worker of SGLang serves end start-up by name, before any model is loaded."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.checkpoint.families import FOREIGN_ARCHITECTURES, check_family
+from tests.support.start_up import change, refusal, refused
+from tests.support.tiny import draft_config, make_pair
+from tests.unit.checkpoint.test_dflash2_config import dflash2_config
+
+MODULES = ("dflash", "dspark", "dspark_minimax", "lfm2_dspark", "lilicorr")  # of SGLang, with draft models
+UNKNOWN = "of an architecture that is no DFLASH draft of SGLang"
+ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["Gemma4DSparkModel"]}, "draft config architectures=['Gemma4DSparkModel']: expected"),
+    (
+        {"architectures": ["Qwen3VLForConditionalGeneration"]},
+        "architectures=['Qwen3VLForConditionalGeneration']: ",
+    ),
+    ({"architectures": ["LlamaForCausalLM"]}, "draft config architectures=['LlamaForCausalLM']: expected"),
+    ({"architectures": ["DFlashDraftModle"]}, "draft config architectures=['DFlashDraftModle']: expected"),
+    ({"architectures": ["DFlashSpeculator"]}, "draft config architectures=['DFlashSpeculator']: expected"),
+    (
+        {"architectures": None},
+        "draft config architectures=None: expected a DFLASH draft: DFlash2BeamDraftModel, DF",
+    ),
+    ({"architectures": [["DFlashDraftModel"]]}, "draft config architectures=[['DFlashDraftModel']]: expected"),
+    ({"architectures": "DFlashDraftModel"}, "draft config architectures='DFlashDraftModel': expected"),
+]
+MLA = [
+    ({"dflash_config": {"attention_mode": "mla"}}, "draft config dflash_config.attention_mode='mla': expected "),
+    ({"attention_mode": "mla"}, "draft config attention_mode='mla': expected none, or one of mha, gqa, mqa"),
+    ({"attention_mode": "linear"}, "draft config attention_mode='linear': expected none, or one of mha, gqa, mqa"),
+    # of a family that the built-in worker serves
+    (
+        {"architectures": ["Qwen3DSparkModel"], "dflash_config": {"attention_mode": "mla"}},
+        "draft config dflash_config.attention_mode='mla': expected ",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(pytest.param(*row, marks=refused(UNKNOWN, row[1])) for row in ROWS),
+        *(pytest.param(*row, marks=refused("with MLA layers", row[1])) for row in MLA),
+    ],
+    ids=str,
+)
+def test_a_draft_that_no_worker_serves_is_refused_by_name(tmp_path: Path, fields: dict, message: str) -> None:
+    assert message in refusal(change(make_pair(tmp_path)[1], fields, {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_mla_layers_are_refused_in_a_dflash2_draft_too(tmp_path: Path, device: str) -> None:
+    draft = change(make_pair(tmp_path)[1], dflash2_config(dflash_config={"attention_mode": "mla"}), {})
+    assert "attention_mode='mla'" in refusal(draft, device=device)
+
+
+def test_every_family_of_the_table_passes_and_is_a_model_of_sglang() -> None:
+    modules = [importlib.import_module(f"sglang.srt.models.{name}") for name in MODULES]
+    entries = [module.EntryClass for module in modules]
+    models = {model.__name__ for entry in entries for model in (entry if isinstance(entry, list) else [entry])}
+    served = [*FOREIGN_ARCHITECTURES, "DFlashDraftModel", "DFlash2DraftModel"]
+    assert set(served) <= models
+    for name in served:
+        check_family(draft_config(architectures=[name]))
+        check_family(draft_config(architectures=[name], dflash_config={"attention_mode": "gqa"}))

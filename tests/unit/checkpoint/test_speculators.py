@@ -1,0 +1,311 @@
+"""Drafts in the speculators format against the speculators package: what its classes compute, ours propose.
+
+Random drafts are made, saved and run by the package itself; `training` there is one forward over every anchor of a
+text. Without the package the comparisons are skipped (`pip install 'dflash_sglang[test]'` brings it).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_sglang import hooks
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, read_config
+from dflash_sglang.checkpoint.families import foreign
+from tests.engine.test_formats import Target, loaded
+from tests.support import sglang_layers as layers
+from tests.support.draft_formats import FORMATS, KEPT, speculators_config, speculators_dflash2, vocabulary_tensors
+from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
+from tests.support.start_up import launch
+from tests.support.tiny import draft_config, write_checkpoint
+from tests.unit.checkpoint.test_config_parser import parsed
+from tests.unit.test_plugin import arguments
+
+BLOCK, LENGTH = 8, 193
+ANCHORS = range(1, LENGTH - BLOCK)  # 184 of them, with 7 proposals each
+
+
+# ---- The config ------------------------------------------------------------------------------------------------
+
+
+def test_a_dflash2_config_means_what_the_same_draft_means_in_zlabs_format() -> None:
+    zlab = dflash2_config(num_target_layers=None)
+    spec = DraftSpec.from_config(speculators_dflash2(zlab))
+    vocabulary = replace(spec.vocabulary, draft_vocab_size=None)
+    assert replace(spec, speculators=False, vocabulary=vocabulary) == DraftSpec.from_config(zlab)
+    assert [layer.causal for layer in spec.layers] == [False, False]
+    causal = DraftSpec.from_config(speculators_dflash2(zlab, sliding_window_non_causal=False))
+    assert [layer.causal for layer in causal.layers] == [True, False]
+
+
+def test_a_dflash2_draft_is_launched_and_read_by_sglang_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_sglang.worker import DFlashWorker
+
+    config = dflash2_config()
+    write_checkpoint(tmp_path, speculators_dflash2(config), dflash2_tensors(config))
+    assert launch(tmp_path, speculative_draft_attention_backend=None) is DFlashWorker
+    monkeypatch.setattr(hooks, "_resolved", arguments(tmp_path))  # the launch that SGLang reads configs in
+    read = parsed(tmp_path)
+    assert (read.architectures, read.block_size, read.selector_rank) == (["DFlash2DraftModel"], 8, 12)
+
+
+def test_layers_ascend_as_training_feeds_their_features() -> None:
+    spec = DraftSpec.from_config(speculators_config(draft_config(), aux_hidden_state_layer_ids=[5, 2, 4]))
+    assert spec.target_layer_ids == (1, 3, 4)
+    assert spec.named_layer_ids((1, 3, 4)) == ("aux_hidden_state_layer_ids", [2, 4, 5])
+    assert DraftSpec.from_config(draft_config(dflash_config={"target_layer_ids": [4, 1, 3]})).target_layer_ids == (
+        4, 1, 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"aux_hidden_state_layer_ids": [2, 4, 2]},
+            r"aux_hidden_state_layer_ids=\[2, 4, 2\]: expected .* each once",
+        ),
+        ({"selector_rank": 0}, "draft config selector_rank=0: expected the size of the candidate selector"),
+        ({"selector_top_k": 2.5}, "draft config selector_top_k=2.5: expected an integer >= 1"),
+        (
+            {"conv_kernel_size": 0},
+            "conv_kernel_size=0: expected its value beside conv_group_size=16.*Add conv_kernel",
+        ),
+        ({"conv_group_size": 24}, "draft config conv_group_size=24: expected a divisor of hidden_size=64"),
+        ({"draft_vocab_size": 9}, "draft config draft_vocab_size=9: expected none, or vocab_size=320"),
+    ],
+    ids=str,
+)
+def test_a_dflash2_config_that_cannot_be_served_is_refused_by_the_name_of_its_field(fields, message) -> None:
+    with pytest.raises(DraftConfigError, match=message):
+        DraftSpec.from_config(speculators_dflash2(dflash2_config(), **fields))
+
+
+def test_algorithms_and_architectures_that_are_not_one_draft_are_not_ours() -> None:
+    config = speculators_dflash2(dflash2_config())
+    assert foreign(config) is None
+    for change in (
+        {"speculators_model_type": "dflash"},
+        {"architectures": ["DFlashDraftModel"]},
+        {"sample_from_anchor": True},
+        {"projector_type": "domino"},
+    ):
+        assert foreign({**config, **change}) is not None
+
+
+# ---- The target's embedding ------------------------------------------------------------------------------------
+
+
+@layers.cpu_only
+def test_rows_of_a_target_that_scales_them_are_taken_as_they_are_stored(tmp_path: Path) -> None:
+    from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
+
+    layers.start_rank()
+    target = Target()
+    target.embed_tokens = Gemma3TextScaledWordEmbedding(320, 64, 0, embed_scale=8.0)
+    ids = torch.tensor([41, 3, 3])
+    stored = target.embed_tokens.weight[ids]
+    formats = {"speculators with nothing of its own": stored, "z-lab with its own head": 8.0 * stored}
+    for name, expected in formats.items():
+        model = loaded(FORMATS[name](tmp_path / name), target)
+        torch.testing.assert_close(model.forward_embed(ids), expected)
+
+
+# ---- Every proposal --------------------------------------------------------------------------------------------
+
+DECODER = dict(
+    model_type="qwen3",
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+    layer_types=["full_attention"] * 2,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+)
+CONFIG = dict(
+    speculators_model_type="dflash",
+    architectures=["DFlashDraftModel"],
+    aux_hidden_state_layer_ids=[2, 4, 5],
+    block_size=BLOCK,
+    draft_vocab_size=320,
+    mask_token_id=3,
+)
+DFLASH2 = dict(
+    speculators_model_type="dflash2",
+    architectures=["DFlash2DraftModel"],
+    conv_kernel_size=3,
+    conv_group_size=4,
+    selector_rank=12,
+    selector_top_k=5,
+)
+SLIDING = dict(
+    layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=LENGTH + BLOCK
+)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+BY_TYPE = dict(
+    sliding_attention={"rope_type": "default", "rope_theta": 100.0},
+    full_attention={"rope_type": "default", "rope_theta": 1e6},
+)
+PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25)
+UNREAD = dict(is_causal=True, dflash_config={"causal": True, "final_logit_softcapping": 0.1, "block_size": 4})
+
+# name: fields of the config, fields of its decoder (None removes), modules of the draft's own
+DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "DFlash, full layers": ({}, {}, ""),
+    "DFlash, its own head and embedding": ({}, {}, "embed_tokens lm_head"),
+    "DFlash, a reduced vocabulary": (dict(draft_vocab_size=len(KEPT)), {}, "embed_tokens lm_head"),
+    "DFlash, biases": ({}, dict(attention_bias=True), ""),
+    "DFlash, sliding layers causal": ({}, SLIDING, ""),
+    "DFlash, sliding layers not causal": (dict(sliding_window_non_causal=True), SLIDING, ""),
+    "DFlash, fields that the package does not read": (UNREAD, dict(SLIDING, is_causal=False), ""),
+    "DFlash, YaRN": ({}, dict(rope_parameters=YARN), ""),
+    "DFlash, a rope by layer type": ({}, dict(SLIDING, rope_parameters=BY_TYPE), ""),
+    "DFlash, partial rope parameters": ({}, dict(rope_parameters=PARTIAL), ""),
+    "DFlash, partial rope scaling": ({}, dict(rope_parameters=None, rope_scaling=PARTIAL), ""),
+    "DFlash, a partial decoder": ({}, dict(partial_rotary_factor=0.5), ""),
+    "DFlash, a partial config": (dict(partial_rotary_factor=0.5), {}, ""),
+    "DFlash, a Llama decoder without head_dim": ({}, dict(model_type="llama", head_dim=None), ""),
+    "DFlash2, sliding layers not causal by default": (DFLASH2, SLIDING, ""),
+    "DFlash2, sliding layers causal": (dict(DFLASH2, sliding_window_non_causal=False), SLIDING, ""),
+    "DFlash2, its own head and embedding": (DFLASH2, {}, "embed_tokens lm_head"),
+    "DFlash2, partial rope parameters": (DFLASH2, dict(rope_parameters=PARTIAL), ""),
+    "DFlash2, sizes by default": (
+        dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"))
+        | dict(speculators_model_type="dflash2", architectures=["DFlash2DraftModel"]),
+        SLIDING,
+        "",
+    ),
+}
+
+
+def written(fields: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:
+    """config.json with `fields` and a decoder with `decoder`; None removes."""
+    nested = {key: value for key, value in {**DECODER, **decoder}.items() if value is not None}
+    top = {**CONFIG, **fields, "transformer_layer_config": nested}
+    return json.loads(json.dumps({key: value for key, value in top.items() if value is not None}))
+
+
+@pytest.fixture(scope="module")
+def rank() -> None:
+    pytest.importorskip("speculators", reason="the speculators package is not installed")
+    layers.start_rank()
+
+
+def exported(directory: Path, config: dict[str, Any], own: str, target: Target) -> Any:
+    """The package's model of a config.json, with random weights and the target's head and embedding, and its own
+    export of it in `directory`, where it also writes the modules `own`."""
+    from speculators.config import SpeculatorModelConfig
+    from speculators.model import SpeculatorModel
+
+    parsed_config = SpeculatorModelConfig.from_dict(config)
+    parsed_config.transformer_layer_config._attn_implementation = "eager"
+    model = SpeculatorModel.registered_model_class_from_config(parsed_config)(parsed_config).eval()
+    generator = torch.Generator().manual_seed(9)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("base_kernel"):
+            parameter.data += 0.5 * noise
+        elif parameter.dim() == 1:
+            sharp = 2.0 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+            parameter.data = 0.1 * noise + (0.0 if name.endswith("bias") else sharp)
+        else:
+            parameter.data = noise * (1.0 if "predecessor" in name else parameter.shape[-1] ** -0.5)
+    if not own:
+        model.embed_tokens.weight.data = target.embed_tokens.weight.data.clone()
+        model.lm_head.weight.data = target.lm_head.weight.data.clone()
+    if model.use_draft_vocab:
+        mapping = vocabulary_tensors(KEPT, 320)
+        model.load_vocab_mappings(mapping["t2d"], mapping["d2t"])
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    added = {f"{name}.weight": getattr(model, name).weight.data.clone() for name in own.split()}
+    save_file({**load_file(file), **added}, file)
+    return model
+
+
+@torch.no_grad()
+def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Tensor:
+    """features [LENGTH, layers * hidden], tokens [LENGTH] -> [anchors, BLOCK - 1], the target's ids."""
+    mask = torch.ones(1, LENGTH)
+    mask[:, 0] = 0
+    hidden, logits, *_ = model._backbone_forward(
+        features[None], tokens[None], mask, features[None, :, :64], torch.zeros(1, LENGTH, dtype=torch.long),
+        max_anchors=len(ANCHORS),
+    )  # fmt: skip
+    hidden, logits = (rows.view(len(ANCHORS), BLOCK, -1)[:, 1:] for rows in (hidden, logits))
+    if not hasattr(model, "candidate_selector"):
+        ids = logits.argmax(-1)
+        return ids if model.d2t is None else ids + model.d2t[ids]
+    walk = [tokens[list(ANCHORS)]]
+    for step in range(BLOCK - 1):
+        candidates, scores = model.candidate_selector.select(logits[:, step], hidden[:, step], walk[-1])
+        walk.append(candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
+    return torch.stack(walk[1:], dim=1)
+
+
+@torch.no_grad()
+def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens: Tensor) -> Tensor:
+    """The same of the served model, loaded from the package's export: one batch with a request per anchor."""
+    from dflash_sglang.drafting.selector import SelectorProposals
+    from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.models.dflash2 import DFlash2DraftModel
+    from dflash_sglang.models.draft import DFlashDraftModel
+
+    dflash2 = DraftSpec.from_config(read_config(directory)).dflash2 is not None
+    with layers.defaults(torch.float32):
+        model = (DFlash2DraftModel if dflash2 else DFlashDraftModel)(layers.hf_config(directory))
+        model.load_weights(load_file(directory / "model.safetensors").items())
+    model.bind_target(target)
+    count = len(ANCHORS)
+    pool, context = layers.make_pool(model, slots=LENGTH + count * BLOCK), ContextKV(model)
+    context.bind(pool)
+    known = 1 + torch.arange(LENGTH)
+    context.write(features, torch.arange(LENGTH), known)
+    own = 1 + LENGTH + torch.arange(count * BLOCK).view(count, BLOCK)
+    requests = [(torch.cat((known[:a], own[i])), a) for i, a in enumerate(ANCHORS)]
+    blocks = torch.full((count, BLOCK), model.spec.mask_token_id)
+    blocks[:, 0] = tokens[list(ANCHORS)]
+    positions = torch.cat([torch.arange(a, a + BLOCK) for a in ANCHORS])
+    hidden = layers.run_draft(
+        model, model.forward_embed(blocks).flatten(0, 1), positions, layers.PlainAttention(pool, requests, BLOCK)
+    )
+    hidden = hidden.view(count, BLOCK, -1)[:, 1:]
+    if not dflash2:
+        return model.head.greedy(hidden.flatten(0, 1)).view(count, -1)
+    SelectorProposals(model.candidate_selector, model.head, count, BLOCK - 1, drawn=False).write(hidden, blocks)
+    return blocks[:, 1:]
+
+
+def row(name: str) -> pytest.MarkDecorator:
+    draft = "speculators DFlash2" if name.startswith("DFlash2") else "speculators, as the speculators package"
+    return pytest.mark.matrix(target="Qwen3", draft=draft, kv="model dtype", outcome="works")
+
+
+@layers.cpu_only
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=row(name)) for name in DRAFTS])
+def test_every_proposal_is_the_packages_own(tmp_path: Path, name: str) -> None:
+    fields, decoder, own = DRAFTS[name]
+    config, target = written(fields, decoder), Target()
+    model = exported(tmp_path, config, own, target)
+    assert DraftSpec.from_config(config) == DraftSpec.from_config(read_config(tmp_path))
+    generator = torch.Generator().manual_seed(4)
+    features = torch.randn(LENGTH, 3 * 64, generator=generator)
+    tokens = torch.randint(0, 320, (LENGTH,), generator=generator)
+    expected = proposals_of_the_package(model, features, tokens)
+    assert len(expected.unique()) > 30  # they depend on what is read
+    assert int((proposals_of_ours(tmp_path, target, features, tokens) != expected).sum()) == 0

@@ -1,0 +1,269 @@
+"""The demo: what it starts, what it reports, and that nothing it started outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_sglang.cli import main, spread
+from dflash_sglang.demo import launch
+from dflash_sglang.demo.launch import Setup, proven_worker
+from dflash_sglang.demo.measure import Run
+from dflash_sglang.demo.report import Comparison
+from dflash_sglang.demo.server import Server, ServerFailed, free_port
+from dflash_sglang.pair import pair_directories
+from tests.support import engines
+
+CPU = Setup(target="T", draft="D", gpu=False)
+GPU = Setup(target="T", draft="D", gpu=True)
+
+# Starts a grandchild that ignores SIGTERM, prints its pid, and then answers every GET with 200.
+SERVES = """
+import http.server, subprocess, sys
+child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 1000"])
+print("grandchild", child.pid, flush=True)
+class Ok(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ok).serve_forever()
+"""
+
+# Presents our worker, answers every GET, and streams SENT to a POST; dies after that where it DIES, and before any
+# answer to the POST where SENT is None.
+STREAMS = """
+import http.server, os, sys
+print("dflash_sglang 9.9 worker active", flush=True)
+def die():
+    print("Traceback (most recent call last):\\nRuntimeError: the reason", flush=True)
+    os._exit(3)
+class Streams(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if SENT is None:
+            die()
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for line in SENT:
+            data = ("data: " + line + "\\n\\n").encode()
+            self.wfile.write(b"%x\\r\\n%b\\r\\n" % (len(data), data))
+        if DIES:
+            die()
+        self.wfile.write(b"0\\r\\n\\r\\n")
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Streams).serve_forever()
+"""
+BROKEN_OFF = "the server broke off its answer"
+
+
+def streaming(sent: list[str] | None, dies: bool) -> str:
+    """The program of a server that streams so, and dies then or ends its answer."""
+    return f"SENT, DIES = {sent!r}, {dies}\n{STREAMS}"
+
+
+def fake_server(tmp_path: Path, program: str) -> Server:
+    port = free_port()
+    command = [sys.executable, "-c", program, str(port)]
+    return Server(command, port=port, environment=dict(os.environ), log=tmp_path / "server.log")
+
+
+def is_running(pid: int) -> bool:
+    """True for a process that has not ended; a zombie that nobody waited for has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_ended(pids: list[int], seconds: float = 15) -> list[int]:
+    """The pids that still run after at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def comparison(dflash_outputs: list[list[int]], dtype: str = "float32") -> Comparison:
+    plain = Run(outputs=[[1, 2, 3, 4], [5, 6, 7, 8]], seconds=4.0, verify_steps=0, correct_drafts=0)
+    dflash = Run(outputs=dflash_outputs, seconds=1.0, verify_steps=4, correct_drafts=10)
+    return Comparison("dflash_sglang 9.9", "cpu", dtype, 4, dflash, plain)
+
+
+def test_both_servers_have_the_same_arguments_but_for_speculation() -> None:
+    for setup in (CPU, GPU):
+        plain = setup.arguments(speculative=False, port=1)
+        speculation = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "D"]
+        assert setup.arguments(speculative=True, port=1) == plain + speculation
+
+
+def test_the_servers_require_our_worker_and_use_the_cpu_platform_only_without_a_gpu() -> None:
+    on_cpu, on_gpu = CPU.environment({"A": "b"}), GPU.environment({"A": "b"})
+    assert on_cpu["DFLASH_SGLANG_REQUIRE"] == on_gpu["DFLASH_SGLANG_REQUIRE"] == "1"
+    assert on_cpu["A"] == "b"
+    assert on_cpu["SGLANG_PLATFORM"] == "dflash_cpu" and on_cpu["OMP_NUM_THREADS"] == "1"
+    assert "SGLANG_PLATFORM" not in on_gpu
+    assert "float32" in CPU.arguments(speculative=False, port=1)
+    assert "bfloat16" in GPU.arguments(speculative=False, port=1)
+
+
+def test_the_json_object_counts_identical_prompts_and_accepted_tokens() -> None:
+    same = comparison([[1, 2, 3, 4], [5, 6, 7, 8]]).as_json()
+    assert same["worker"] == "dflash_sglang 9.9"
+    assert same["identical"] is True and same["identical_prompts"] == 2
+    assert same["accept_length"] == 3.5  # 10 proposals and 4 bonus tokens in 4 verify steps
+    assert same["tokens_per_second"] == 8.0 and same["baseline_tokens_per_second"] == 2.0
+    assert same["speedup"] == 4.0
+    other = comparison([[1, 2, 3, 4], [5, 6, 7, 9]]).as_json()
+    assert other["identical"] is False and other["identical_prompts"] == 1
+
+
+def test_the_table_says_how_many_outputs_are_identical() -> None:
+    rows = comparison([[1, 2, 3, 4], [5, 6, 7, 9]]).as_table().splitlines()
+    assert rows[1].split() == ["tokens/s", "2.0", "8.0"]
+    assert rows[2].split() == ["accept", "length", "1.00", "3.50"]
+    assert rows[3].split()[-2:] == ["6", "4"]
+    assert rows[4].split() == ["speed-up", "4.00x"]
+    assert rows[5].endswith("no (1 of 2)")
+
+
+def test_prompts_are_spread_over_the_whole_list() -> None:
+    assert spread(["a", "b", "c", "d", "e", "f"], 3) == ["a", "c", "e"]
+    assert spread(["a", "b"], 2) == ["a", "b"]
+
+
+def test_pair_prints_two_directories_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pair"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == pair_directories()
+    assert all((Path(printed[name]) / "config.json").is_file() for name in ("target", "draft"))
+
+
+def test_a_server_whose_log_does_not_name_our_worker_is_refused(tmp_path: Path) -> None:
+    server = fake_server(tmp_path, "")
+    server.log.write_text("Initialized DFLASH draft runner.\n")
+    with pytest.raises(ServerFailed, match="another worker"):
+        proven_worker(server)
+    server.log.write_text("[time] dflash_sglang 1.2.3 worker active: draft=x\n")
+    assert proven_worker(server) == "dflash_sglang 1.2.3"
+
+
+def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with fake_server(tmp_path, "print('the reason'); raise SystemExit(3)") as server:
+        with pytest.raises(ServerFailed, match="exit code 3(.|\n)*the reason"):
+            server.wait_ready(60)
+
+
+@pytest.mark.parametrize("sent, dies", [([], True), (['{"text": "a"}'], True), (['{"text": "a"}'], False)])
+def test_a_stream_that_does_not_end_with_done_has_failed(tmp_path: Path, sent: list[str], dies: bool) -> None:
+    with fake_server(tmp_path, streaming(sent, dies)) as server:
+        server.wait_ready(60)
+        events = []
+        with pytest.raises(ServerFailed, match=f"{BROKEN_OFF}: expected a stream that ends with .DONE."):
+            for event in server.stream(text="x"):
+                events.append(event)
+        assert [json.dumps(event) for event in events] == sent
+
+
+def test_a_whole_stream_gives_its_events(tmp_path: Path) -> None:
+    with fake_server(tmp_path, streaming(['{"text": "a"}', '{"text": "ab"}', "[DONE]"], dies=False)) as server:
+        server.wait_ready(60)
+        assert [event["text"] for event in server.stream(text="x")] == ["a", "ab"]
+
+
+@pytest.mark.parametrize("sent, said", [
+    (['{"text": "a"}'], BROKEN_OFF),  # while it streams
+    (None, "Remote end closed connection without response"),  # before it answers
+])  # fmt: skip
+def test_a_demo_whose_server_dies_ends_with_its_name_its_error_and_its_log(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sent: list[str] | None,
+    said: str,
+) -> None:
+    monkeypatch.setattr(Setup, "server", lambda self, **_: fake_server(tmp_path, streaming(sent, dies=True)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["demo"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"dflash-sglang demo: the DFLASH server: {said}")
+    assert lines[1] == "RuntimeError: the reason" and lines[-1] == "RuntimeError: the reason"
+    assert lines[2].startswith("--- the last lines of ") and lines[3] == "dflash_sglang 9.9 worker active"
+
+
+def test_leaving_the_block_by_an_error_ends_the_server_and_its_children(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="on purpose"):
+        with fake_server(tmp_path, SERVES) as server:
+            server.wait_ready(60)
+            grandchild = int(server.log_text().split()[1])
+            assert is_running(grandchild)
+            raise RuntimeError("on purpose")
+    assert wait_until_ended([server.process.pid, grandchild]) == []
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_leaves_no_process_behind(number: signal.Signals, code: int) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "dflash_sglang.cli", "demo"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # A test run in the background ignores SIGINT, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (started := descendants(demo.pid)):
+            assert demo.poll() is None and time.monotonic() < deadline, "the demo started no server"
+            time.sleep(0.1)
+        time.sleep(2)
+        started = descendants(demo.pid)
+        demo.send_signal(number)
+        assert demo.wait(timeout=60) == code
+        assert wait_until_ended(started) == []
+    finally:
+        demo.kill()
+        demo.wait()
+
+
+@pytest.mark.slow
+def test_the_demo_serves_the_pair_with_our_worker_losslessly_and_reports_both_speeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its servers forked; those of the interrupted demos are launched as users launch them."""
+    monkeypatch.setattr(launch, "Server", engines._ForkedServer)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["demo", "--json", "--prompts", "4", "--max-new-tokens", "96"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["worker"].startswith("dflash_sglang ")
+    assert result["identical"] is True and result["tokens"] == 4 * 96
+    assert result["accept_length"] >= 3.5
+    ratio = result["tokens_per_second"] / result["baseline_tokens_per_second"]
+    assert result["speedup"] == pytest.approx(ratio, abs=0.02) and ratio > 0

@@ -1,0 +1,166 @@
+"""DFlash2's drawn walks: what they are drawn from, and the output that they lead to (C16)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dflash_sglang.checkpoint import DraftSpec
+from tests.support import sglang_layers as layers
+from tests.support.reference_dflash2 import dflash2_config
+from tests.unit.verify.test_sampling import (
+    FILTERS,
+    chi_square_bound,
+    first_step_of_two_tokens,
+    markov_target,
+    sampling_info,
+)
+
+pytestmark = layers.cpu_only
+
+works = pytest.mark.matrix(target="Qwen3", draft="DFlash2", kv="model dtype", outcome="works")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank() -> None:
+    layers.start_rank()
+
+
+VOCAB, STEPS, REQUESTS, WIDTH = 7, 2, 20_000, 4
+
+
+class Walker:
+    """Draws walks of two tokens after a last one; rows depend on that token alone, as a block's do."""
+
+    def __init__(self, drawn: bool = True) -> None:
+        from dflash_sglang.drafting.selector import SelectorProposals
+        from dflash_sglang.models.head.target_head import TargetHead
+        from dflash_sglang.models.selector import CandidateSelector
+
+        nested = dict(selector_rank=6, selector_top_k=WIDTH)
+        spec = DraftSpec.from_config(dflash2_config(vocab_size=VOCAB, dflash_config=nested)).dflash2
+        generator = torch.Generator().manual_seed(17)
+        with layers.defaults(torch.float32):
+            self.selector = CandidateSelector(spec, 8, VOCAB, None, "selector")
+        for parameter in self.selector.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        self.rows = torch.randn(VOCAB, STEPS, 8, generator=generator)
+        self.head = TargetHead(nn.Linear(8, VOCAB, bias=False))
+        self.head.lm_head.weight.data = torch.randn(VOCAB, 8, generator=generator)
+        self._proposals = SelectorProposals(self.selector, self.head, REQUESTS, STEPS, drawn)
+
+    def propose(self, last: Tensor, temperature: float, greedy: bool = False) -> Any:
+        tokens = torch.zeros(len(last), STEPS + 1, dtype=torch.long)
+        tokens[:, 0] = last
+        self._proposals.write(self.rows[last], tokens)
+        return self._proposals.draw(
+            tokens, torch.full((len(last),), temperature), torch.full((len(last),), greedy)
+        )
+
+    def conditionals(self, last: int, temperature: float) -> dict[tuple[int, int], float]:
+        """{walk: probability}, by the formula."""
+        first, second = self.rows[last]
+        expected = {}
+        for a, p_a in self._step(last, first, temperature).items():
+            for b, p_b in self._step(a, second, temperature).items():
+                expected[a, b] = p_a * p_b
+        return expected
+
+    @torch.no_grad()
+    def likeliest(self, last: int) -> list[int]:
+        walk: list[int] = []
+        for row in self.rows[last]:
+            step = self._step(walk[-1] if walk else last, row, 1.0)
+            walk.append(max(step, key=step.__getitem__))
+        return walk
+
+    def _step(self, before: int, row: Tensor, temperature: float) -> dict[int, float]:
+        s = self.selector
+        logits, ids = (self.head.lm_head.weight @ row).topk(WIDTH)
+        context = s.predecessor_codebook[before] * (s.hidden_projection.weight @ row)
+        scores = logits + s.successor_codebook[ids] @ context
+        return dict(zip(ids.tolist(), (scores / temperature).softmax(-1).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 4.0])
+def test_walks_are_drawn_from_the_product_of_their_steps_conditionals(temperature):
+    torch.manual_seed(5)
+    walker, last = Walker(), 3
+    proposals = walker.propose(torch.full((REQUESTS,), last), temperature)
+    walks = [tuple(walk) for walk in proposals.tokens[:, 1:].tolist()]
+    expected = walker.conditionals(last, temperature)
+    observed = Counter(walks)
+    assert set(observed) <= set(expected)
+    likely = {walk: p * REQUESTS for walk, p in expected.items() if p * REQUESTS >= 5}
+    counts = [(observed[walk], count) for walk, count in likely.items()]
+    rest = REQUESTS - sum(likely.values())
+    if rest >= 5:
+        counts.append((REQUESTS - sum(observed[walk] for walk in likely), rest))
+    assert sum((got - count) ** 2 / count for got, count in counts) <= chi_square_bound(len(counts) - 1)
+    # What a proposal says that it was drawn from is what it was drawn from.
+    is_taken = proposals.candidates == proposals.tokens[:, 1:, None]
+    said = (proposals.probs * is_taken).sum(-1).prod(-1)
+    torch.testing.assert_close(said, torch.tensor([expected[walk] for walk in walks]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(proposals.probs.sum(-1), torch.ones(REQUESTS, STEPS))
+
+
+@works
+@pytest.mark.parametrize("name", FILTERS)
+def test_output_follows_the_targets_filtered_distribution_when_walks_are_proposed(name):
+    """A Markov target: the joint distribution of two output tokens, by chi-square at 0.001."""
+    from dflash_sglang.verify.rejection import NOT_COMMITTED
+
+    torch.manual_seed(11)
+    committed = first_step_of_two_tokens(markov_target(), FILTERS[name], Walker().propose)
+    if name != "top-k of one":
+        assert 0 < int((committed[:, 2] != NOT_COMMITTED).sum()) < REQUESTS, "whole walks are accepted too"
+
+
+class Rank:
+    """Stands in for SpecTpSync: rank 0 of a group, which hands its values on."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def sync(self, site: Any, values: Tensor) -> Tensor:
+        self.sent.append(values.clone())
+        return values
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "sampled", "sampled, argmax asked for"])
+def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_same_on_all_ranks(kind, monkeypatch):
+    from dflash_sglang.drafting import proposer as module
+
+    torch.manual_seed(2)
+    drawn = kind != "sampled, argmax asked for"
+    walker, bs = Walker(drawn), 64
+    last = torch.arange(bs) % VOCAB
+    ids = torch.cat([last[:, None], torch.zeros(bs, STEPS, dtype=torch.long)], dim=1)
+    hidden = torch.cat([torch.full((bs, 1, 8), float("nan")), walker.rows[last]], dim=1).flatten(0, 1)
+    out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
+    proposer = object.__new__(module.Proposer)
+    proposer._runner = SimpleNamespace(forward=lambda _: out)
+    proposer._source, proposer._drawn, proposer._layout = walker._proposals, drawn, None
+    proposer._ones, proposer._width = torch.ones((bs + 3) * (STEPS + 1)), STEPS + 1
+    proposer._tp_sync, proposer._all_rows = (rank := Rank()), None
+    monkeypatch.setattr(module, "draft_tp_context", lambda _: nullcontext())
+    monkeypatch.setattr(proposer, "_forward_batch", lambda *_: None)
+    info = sampling_info(bs, 2.0, **({"top_k": 1} if kind == "greedy" else {}))
+    if kind == "seeded":
+        info.sampling_seed = torch.arange(bs)
+    block = SimpleNamespace(ids=ids, batch_size=bs)
+    proposals = [proposer.propose(SimpleNamespace(sampling_info=info), block) for _ in range(2)]
+    tokens = [rank.sent[0], rank.sent[1]]
+    assert torch.equal(tokens[1], proposals[1].tokens) and torch.equal(tokens[0][:, 0], last)
+    if kind == "sampled":
+        assert proposals[0].probs.shape == (bs, STEPS, WIDTH) and not torch.equal(*tokens)
+    else:
+        assert proposals[0].probs.shape == (bs, STEPS, 1) and bool((proposals[0].probs == 1).all())
+        likeliest = [walker.likeliest(int(token)) for token in last]
+        assert tokens[0][:, 1:].tolist() == tokens[1][:, 1:].tolist() == likeliest

@@ -1,0 +1,421 @@
+"""The target's logits of verified rows: shards stay where they are, and narrow, until something asks for more.
+
+SGLang's own logits processor makes them, over a head without its model.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import sglang_layers as layers
+from tests.unit.models.head.test_heads import Together
+
+VOCAB, ROWS = 100, 64  # two ranks; the second has 28 rows of padding
+HIDDEN, CAPTURED = 8, 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank() -> None:
+    layers.start_rank()
+
+
+def make_processor(cls: Any = None, **settings: Any) -> Any:
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    cls = LogitsProcessor if cls is None else cls
+    processor = object.__new__(cls)
+    nn.Module.__init__(processor)
+    defaults = dict(
+        vocab_size=VOCAB,
+        do_tensor_parallel_all_gather=False,
+        do_tensor_parallel_all_gather_dp_attn=False,
+        use_tp_lm_head_all_to_all=False,
+        use_attn_tp_group=False,
+        use_fp32_lm_head=False,
+        use_fp32_lm_head_output=False,
+        final_logit_softcapping=None,
+        logit_scale=None,
+        rl_on_policy_target=None,
+        defer_verify_gather=False,
+    )
+    for name, value in {**defaults, **settings}.items():
+        setattr(processor, name, value)
+    return processor
+
+
+def make_head(rows: int, dtype: torch.dtype) -> nn.Module:
+    head = nn.Linear(HIDDEN, rows, bias=False, dtype=dtype)
+    head.weight.requires_grad_(False)
+    return head
+
+
+def target(lm_head: nn.Module, processor: Any) -> Any:
+    """A model runner whose target has this head."""
+    model = nn.Module()
+    model.logits_processor, model.lm_head = processor, lm_head
+    return SimpleNamespace(model=model, model_config=SimpleNamespace(vocab_size=VOCAB), dtype=torch.bfloat16)
+
+
+def sharded(group: Any, rank: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+    """The model runner of a rank whose head is sharded over `group`."""
+    head = make_head(ROWS, dtype)
+    head.tp_group = group
+    head.shard_indices = SimpleNamespace(
+        org_vocab_start_index=rank * ROWS, num_org_elements=min(ROWS, VOCAB - rank * ROWS)
+    )
+
+    def gather(shard: Tensor) -> Tensor:
+        out = shard.new_empty(2 * shard.shape[0], shard.shape[1])
+        group.all_gather_into_tensor(out, shard)
+        return torch.cat(out.chunk(2), dim=1)
+
+    settings = {"do_tensor_parallel_all_gather": True, "_logits_gatherer": gather, **settings}
+    return target(head, make_processor(**settings))
+
+
+def logits_of(runner: Any, hidden: Tensor, buffer: Tensor | None, mode: str = "TARGET_VERIFY") -> Tensor:
+    """What SGLang's processor gives in a forward; buffer: of a captured graph."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    metadata = SimpleNamespace(forward_mode=ForwardMode[mode], next_token_logits_buffer=buffer)
+    return runner.model.logits_processor._get_logits(hidden, runner.model.lm_head, metadata)
+
+
+def make_buffer() -> Tensor:
+    """As SGLang's graphs have it: the first rows of what the largest graph needs."""
+    return torch.full((CAPTURED + 4, VOCAB), 7.0)[:CAPTURED]
+
+
+def in_memory_of(buffer: Tensor, logits: Tensor) -> bool:
+    return logits.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def random_rows(dtype: torch.dtype) -> Tensor:
+    return torch.randn(CAPTURED, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def test_two_ranks_find_the_best_tokens_and_the_whole_logits_in_their_shards():
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits[0, [3, 99]] = 7.0  # a tie: the lower id
+    padded = nn.functional.pad(logits, (0, 2 * ROWS - VOCAB), value=99.0)  # padding that would win
+    together = Together(2)
+
+    def of_rank(rank: int) -> tuple[list[int], Tensor]:
+        of_target = TargetLogits(sharded(together.of(rank), rank))
+        shard = padded[:, rank * ROWS :][:, :ROWS].contiguous()
+        return of_target.best(shard).tolist(), of_target.whole(shard)
+
+    with ThreadPoolExecutor(2) as pool:
+        for best, whole in pool.map(of_rank, range(2)):
+            assert best == logits.argmax(-1).tolist()
+            assert torch.equal(whole, logits) and whole.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("live", [CAPTURED, 4])
+def test_shards_of_two_ranks_lie_in_their_buffers_and_are_gathered_as_they_are(live, dtype):
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    hidden, together = random_rows(dtype), Together(2)
+    hidden[2] = 0  # all logits are equal
+    weights = torch.randn(2, ROWS, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = torch.cat([hidden @ weight.T for weight in weights], dim=1)[:live, :VOCAB].float()
+    weights[1, VOCAB - ROWS :] = 100 * hidden[0]  # padding that would win
+
+    def of_rank(rank: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
+        runner = sharded(together.of(rank), rank, dtype)
+        runner.model.lm_head.weight.copy_(weights[rank])
+        of_target, buffer = TargetLogits(runner), make_buffer()
+        shard = logits_of(runner, hidden, buffer)[:live]
+        assert shard.dtype == dtype and shard.shape == (live, ROWS)
+        return buffer, shard, of_target.best(shard).tolist(), of_target.whole(shard, as_given=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        for buffer, shard, best, whole in pool.map(of_rank, range(2)):
+            assert in_memory_of(buffer, shard) and not in_memory_of(buffer, whole)
+            assert best == expected.argmax(-1).tolist() and best[2] == 0
+            assert torch.equal(whole, expected) and whole.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("rows", [VOCAB, VOCAB + 28])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_graphs_logits_are_narrow_in_the_buffers_memory_and_widened_there(dtype, rows, scale):
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    hidden, head = random_rows(dtype), make_head(rows, dtype)
+    head.weight[VOCAB:] = 100 * hidden[0]  # padding that would win
+    plain = logits_of(target(head, make_processor(logit_scale=scale)), hidden, make_buffer())
+    runner, buffer = target(head, make_processor(logit_scale=scale)), make_buffer()
+    of_target = TargetLogits(runner)
+    logits = logits_of(runner, hidden, buffer)
+    assert logits.dtype == dtype and in_memory_of(buffer, logits)
+    for live in (CAPTURED, 4):
+        again = logits_of(runner, hidden, buffer)[:live]
+        assert of_target.best(again).tolist() == plain[:live].argmax(-1).tolist()
+        given = of_target.whole(again, as_given=True)
+        assert given.dtype == dtype and torch.equal(given.float(), plain[:live])
+        whole = of_target.whole(again)
+        assert torch.equal(whole, plain[:live]) and whole.dtype == torch.float32
+        assert whole.data_ptr() == buffer.data_ptr()
+    assert buffer._base is not None and bool((buffer._base[CAPTURED:] == 7).all())
+
+
+def test_the_logits_of_a_float32_target_are_the_buffer():
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    hidden, buffer = random_rows(torch.float32), make_buffer()
+    runner = target(make_head(VOCAB, torch.float32), make_processor())
+    of_target = TargetLogits(runner)
+    logits = logits_of(runner, hidden, buffer)
+    assert torch.equal(logits, hidden @ runner.model.lm_head.weight.T)
+    assert logits.data_ptr() == buffer.data_ptr()
+    assert of_target.whole(logits) is logits and of_target.whole(logits, as_given=True) is logits
+    [example] = of_target.examples(3, torch.device("cpu"))
+    assert example.shape == (3, VOCAB) and example.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode,captured", [("TARGET_VERIFY", False), ("EXTEND", True), ("DECODE", True)])
+def test_forwards_out_of_graphs_and_prefill_are_sglangs(mode, captured):
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    hidden, head = random_rows(torch.bfloat16), make_head(VOCAB + 28, torch.bfloat16)
+    runner, buffer = target(head, make_processor()), make_buffer() if captured else None
+    of_target = TargetLogits(runner)
+    logits_of(runner, hidden, make_buffer())  # graphs of it have been narrow
+    logits = logits_of(runner, hidden, buffer, mode)
+    assert logits.dtype == torch.float32 and logits.shape == (CAPTURED, VOCAB)
+    assert torch.equal(logits, (hidden @ head.weight.T)[:, :VOCAB].float())
+    assert (logits is buffer) == captured
+    assert of_target.whole(logits) is logits and of_target.whole(logits, as_given=True) is logits
+
+
+def test_examples_have_the_dtypes_and_strides_of_a_graphs_logits():
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    runner = target(make_head(VOCAB + 28, torch.bfloat16), make_processor())
+    of_target = TargetLogits(runner)
+    assert [example.dtype for example in of_target.examples(4, torch.device("cpu"))] == [torch.float32]
+    logits = logits_of(runner, random_rows(torch.bfloat16), make_buffer())
+    given = of_target.whole(logits, as_given=True)
+    for example, like in zip(
+        of_target.examples(4, torch.device("cpu")), (given, of_target.whole(logits)), strict=True
+    ):
+        assert (example.dtype, example.stride()) == (like.dtype, like.stride())
+        assert example.shape == (4, VOCAB) and not example.any()
+
+
+def other_product() -> Any:
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    class Other(LogitsProcessor):
+        def _compute_lm_head(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super()._compute_lm_head(*args, **kwargs) + 1
+
+    return make_processor(Other)
+
+
+def quantised_head() -> nn.Module:
+    head = make_head(VOCAB, torch.bfloat16)
+    head.quant_method = SimpleNamespace(apply=lambda layer, hidden, bias: 2 * hidden @ layer.weight.T)
+    return head
+
+
+def adapted_head() -> nn.Module:
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    wrapper = BaseLayerWithLoRA(make_head(VOCAB, torch.bfloat16), None)
+    wrapper.weight, wrapper.apply_lora = wrapper.base_layer.weight, None
+    wrapper.forward = lambda hidden: 3 * hidden @ wrapper.base_layer.weight.T
+    return wrapper
+
+
+EXCLUDED = {
+    "capped": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(final_logit_softcapping=2.0)),
+    "float32_product": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(use_fp32_lm_head=True)),
+    "float32_output": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(use_fp32_lm_head_output=True)),
+    "on_policy": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(rl_on_policy_target="fsdp")),
+    "other_product": lambda: (make_head(VOCAB, torch.bfloat16), other_product()),
+    "quantised": lambda: (quantised_head(), make_processor()),
+    "adapted": lambda: (adapted_head(), make_processor()),
+    "too_wide": lambda: (make_head(2 * VOCAB + 1, torch.bfloat16), make_processor()),
+    "padded_float32": lambda: (make_head(VOCAB + 28, torch.float32), make_processor()),
+}
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_a_head_that_is_more_than_a_product_or_has_no_place_leaves_sglang_its_logits(name, monkeypatch):
+    from sglang.srt.layers import logits_processor
+
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    # In place of SGLang's kernel.
+    monkeypatch.setattr(logits_processor, "fused_softcap", lambda logits, cap: logits.div_(cap).tanh_().mul_(cap))
+    lm_head, processor = EXCLUDED[name]()
+    hidden, buffer = random_rows(torch.bfloat16), make_buffer()
+    runner = target(lm_head, processor)
+    expected = logits_of(runner, hidden, make_buffer())
+    of_target = TargetLogits(runner)
+    logits = logits_of(runner, hidden, buffer)
+    assert logits.dtype == torch.float32 and torch.equal(logits, expected)
+    assert of_target.whole(logits, as_given=True) is logits and of_target.whole(logits) is logits
+    assert of_target.best(logits).tolist() == expected.argmax(-1).tolist()
+
+
+def test_a_head_with_a_bias_of_the_call_and_other_rows_than_the_graphs_leave_sglang_its_logits():
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    hidden, runner = random_rows(torch.bfloat16), target(make_head(VOCAB, torch.bfloat16), make_processor())
+    TargetLogits(runner)
+    metadata = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, next_token_logits_buffer=make_buffer())
+    get_logits = runner.model.logits_processor._get_logits
+    assert get_logits(hidden, runner.model.lm_head, metadata, torch.zeros(VOCAB)).dtype == torch.float32
+    assert get_logits(hidden[:3], runner.model.lm_head, metadata).dtype == torch.float32
+    assert get_logits(hidden, runner.model.lm_head, metadata).dtype == torch.bfloat16
+
+
+def test_a_verify_leaves_out_the_gather_that_a_prefill_does_also_after_an_error():
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    runner = sharded(SimpleNamespace(world_size=2, rank_in_group=0), 0)
+    processor = runner.model.logits_processor
+    processor._get_logits = lambda hidden, lm_head, metadata: processor.do_tensor_parallel_all_gather
+    TargetLogits(runner)
+    verify = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, next_token_logits_buffer=None)
+    for mode, gathers in (
+        (ForwardMode.TARGET_VERIFY, False),
+        (ForwardMode.EXTEND, True),
+        (ForwardMode.IDLE, True),
+    ):
+        metadata = SimpleNamespace(forward_mode=mode, next_token_logits_buffer=None)
+        assert processor._get_logits(None, None, metadata) is gathers
+    with pytest.raises(TypeError):
+        processor._get_logits(None, None, verify, "unknown")
+    assert processor.do_tensor_parallel_all_gather is True
+
+
+@pytest.mark.parametrize("setting", ["do_tensor_parallel_all_gather_dp_attn", "use_tp_lm_head_all_to_all"])
+def test_whole_logits_stay_as_they_are(setting):
+    """Of a head that data-parallel ranks share, and after SGLang's all-to-all."""
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    runner = sharded(None, 0, **{setting: True})
+    own = runner.model.logits_processor._get_logits
+    of_target = TargetLogits(runner)
+    assert runner.model.logits_processor._get_logits == own
+    logits = torch.randn(3, VOCAB)
+    assert of_target.whole(logits) is logits
+    assert of_target.best(logits).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("setting", ["final_logit_softcapping", "use_fp32_lm_head", "use_fp32_lm_head_output"])
+def test_logits_that_are_wider_than_the_model_are_gathered_in_full_precision(setting):
+    from dflash_sglang.patches.half_precision_logits import TargetLogits
+
+    logits = torch.randn(2, 2 * ROWS)[:, :VOCAB]
+    padded = nn.functional.pad(logits, (0, 2 * ROWS - VOCAB))
+    together = Together(2)
+
+    def of_rank(rank: int) -> Tensor:
+        of_target = TargetLogits(sharded(together.of(rank), rank, **{setting: 30.0}))
+        return of_target.whole(padded[:, rank * ROWS :][:, :ROWS].contiguous())
+
+    with ThreadPoolExecutor(2) as pool:
+        for whole in pool.map(of_rank, range(2)):
+            assert torch.equal(whole, logits) and whole.is_contiguous()
+
+
+FIELDS = dict(
+    is_all_greedy=False,
+    acc_additive_penalties=None,
+    sampling_mask_batch_indices=None,
+    sampling_seed=None,
+    logit_bias=None,
+    has_custom_logit_processor=False,
+)
+
+
+@pytest.mark.parametrize(
+    "taken,info,batch,penalised,width,sanitizes",
+    [
+        ("as they are", dict(is_all_greedy=True), {}, None, 2, False),
+        ("whole as given", {}, {}, None, 2, False),
+        ("whole", {}, {}, None, 1, False),
+        ("whole", dict(sampling_seed=1), {}, None, 2, False),
+        ("whole", {}, dict(return_logprob=True), None, 2, False),
+        ("whole", dict(is_all_greedy=True), dict(return_logprob=True), None, 2, False),
+        ("whole", dict(sampling_mask_batch_indices=1), {}, None, 2, False),
+        ("whole", dict(is_all_greedy=True, sampling_mask_batch_indices=1), {}, None, 2, False),
+        ("whole", {}, dict(has_grammar=True), None, 2, False),
+        ("whole", dict(is_all_greedy=True), dict(has_grammar=True), None, 2, False),
+        ("whole", {}, {}, "penalties", 2, False),
+        ("whole", dict(is_all_greedy=True, logit_bias=1), {}, None, 2, False),
+        ("whole", dict(has_custom_logit_processor=True), {}, None, 2, False),
+        ("whole", dict(is_all_greedy=True), {}, None, 2, True),
+    ],
+)
+def test_logits_are_widened_for_what_needs_float32_alone(
+    taken, info, batch, penalised, width, sanitizes, monkeypatch
+):
+    """Whatever is adjusted, reported or drawn as in plain decoding; rejection sampling reads any dtype."""
+    from dflash_sglang.verify import verifier
+
+    sglang = ("GrammarTree", "build_grammar_vocab_mask", "compute_spec_logprobs")
+    for name in (*sglang, "seeded_tokens", "sampling_mask_output"):
+        monkeypatch.setattr(verifier, name, mock.MagicMock())
+    under_test = object.__new__(verifier.Verifier)
+    for name in ("tail", "acceptor", "runner", "tp_sync", "penalties", "sampler", "processors", "by_kernels"):
+        setattr(under_test, f"_{name}", mock.MagicMock())
+    under_test._recurrent, under_test._sanitizes = None, sanitizes
+    under_test._penalties.of.return_value = penalised
+    given, whole, whole_as_given = (mock.MagicMock() for _ in range(3))
+    under_test._logits = mock.MagicMock()
+    under_test._logits.whole.side_effect = lambda _, as_given=False: whole_as_given if as_given else whole
+    output = SimpleNamespace(next_token_logits=given, hidden_states=mock.MagicMock())
+    monkeypatch.setattr(under_test, "_forward", lambda *_: mock.MagicMock(logits_output=output), raising=False)
+    monkeypatch.setattr(under_test, "_adjust", mock.MagicMock(), raising=False)
+    asked = mock.MagicMock(
+        sampling_info=SimpleNamespace(**{**FIELDS, **info}),
+        **{**dict(has_grammar=False, return_logprob=False), **batch},
+    )
+    under_test.verify(asked, mock.MagicMock(part=None, size=width), mock.MagicMock(), None)
+    expected = {"as they are": given, "whole as given": whole_as_given, "whole": whole}[taken]
+    assert output.next_token_logits is expected
+    assert verifier.sampling_mask_output.call_args.args[0] is expected
+    sampled = under_test._sampler.target_tokens
+    assert sampled.called is (not info.get("is_all_greedy") and "sampling_seed" not in info and width > 1)
+    assert all(call.args[0] is expected for call in sampled.call_args_list)
+
+
+def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(monkeypatch):
+    """SGLANG_SANITIZE_NAN_LOGITS"""
+    from sglang.srt.environ import envs
+
+    from dflash_sglang.verify import verifier
+
+    under_test = object.__new__(verifier.Verifier)
+    under_test._penalties, under_test._sanitizes = mock.MagicMock(), True
+    bias = torch.tensor([[0.0, 0.0, 5.0]])
+    info = SimpleNamespace(
+        **{**FIELDS, "is_all_greedy": True}, sampling_mask=None, vocab_mask=None, linear_penalty=None
+    )
+    monkeypatch.setattr(verifier, "mask_and_bias", lambda logits, *_: logits.add_(bias))
+    batch = SimpleNamespace(sampling_info=info, has_grammar=False, return_logprob=False)
+    logits = torch.tensor([[float("nan"), 1.0, -3.0]])
+    with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
+        under_test._adjust(logits, batch, SimpleNamespace(size=1), None, None, None)
+    assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
+    assert under_test.needs_whole_blocks(batch)

@@ -1,0 +1,172 @@
+"""Malformed drafts of each format end start-up with the field, its value, what was expected and what to change.
+
+Those of a draft's own modules: `test_own_module_validation`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.checkpoint.families import foreign
+from tests.support.draft_formats import FORMATS, speculators_config
+from tests.support.start_up import change, launch, refusal, refused
+from tests.support.tiny import draft_config, make_pair
+from tests.unit.test_plugin import BuiltInWorker
+
+SPECULATORS = "speculators with its own head and embedding"
+SINKS = "z-lab with attention sinks and a value scale"
+SCALED = "z-lab with scaled embeddings and scaled, capped logits"
+
+ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "no layer ids": (
+        SPECULATORS,
+        {"aux_hidden_state_layer_ids": None},
+        {},
+        "draft config aux_hidden_state_layer_ids=None: expected a non-empty list of integers >= 1",
+    ),
+    "ids that are not shifted, one of them 0": (
+        SPECULATORS,
+        {"aux_hidden_state_layer_ids": [0, 3, 4]},
+        {},
+        "draft config aux_hidden_state_layer_ids=[0, 3, 4]: expected a non-empty list of integers >= 1",
+    ),
+    "ids beyond the target": (
+        SPECULATORS,
+        {"aux_hidden_state_layer_ids": [2, 4, 6]},
+        {},
+        "draft config aux_hidden_state_layer_ids=[2, 4, 6]: expected layers of the target, 1 to 5 (its last "
+        "layer). Correct aux_hidden_state_layer_ids, or serve its target.",
+    ),
+    "features of other layers": (
+        SPECULATORS,
+        {"aux_hidden_state_layer_ids": [2, 4]},
+        {},
+        "draft tensor fc.weight=[64, 192]: expected [64, 128]: [hidden_size, 2 target layers x hidden_size]. "
+        "Make aux_hidden_state_layer_ids name the layers",
+    ),
+    "features of another width": (
+        SPECULATORS,
+        {"target_hidden_size": 128},
+        {},
+        "draft config target_hidden_size=128: expected null or the draft's hidden_size of 64.",
+    ),
+    "a decoder without its width": (
+        SPECULATORS,
+        {"transformer_layer_config": {"hidden_size": None}},
+        {},
+        "draft config hidden_size=None: expected the field to be present.",
+    ),
+    "no mask token": (
+        SPECULATORS,
+        {"mask_token_id": None},
+        {},
+        "draft config mask_token_id=None: expected the id in the draft's own vocabulary that stands for a "
+        "position to be proposed. Add mask_token_id",
+    ),
+    "a negative cap": (
+        SCALED,
+        {"dflash_config": {"final_logit_softcapping": -30.0}},
+        {},
+        "draft config dflash_config.final_logit_softcapping=-30.0: expected a positive number.",
+    ),
+    "no factor on the logits": (
+        SCALED,
+        {"dflash_config": {"output_multiplier": 0}},
+        {},
+        "draft config dflash_config.output_multiplier=0: expected a positive number.",
+    ),
+    "a malformed scale of the embeddings": (
+        SCALED,
+        {"dflash_config": {"input_embedding_scale": "2"}},
+        {},
+        "draft config dflash_config.input_embedding_scale='2': expected a positive number.",
+    ),
+    "sinks that are neither there nor not": (
+        SINKS,
+        {"dflash_config": {"attention_sink_bias": 1}},
+        {},
+        "draft config dflash_config.attention_sink_bias=1: expected true or false.",
+    ),
+}
+
+
+@refused("a malformed field or tensor")
+@pytest.mark.parametrize(("name", "config", "tensors", "message"), ROWS.values(), ids=ROWS.keys())
+def test_a_malformed_field_ends_start_up_and_is_named(
+    tmp_path: Path, name: str, config: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    problem = refusal(change(FORMATS[name](tmp_path), config, tensors))
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_well_formed_format_is_ours(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_sglang.worker import DFlashWorker
+
+    assert launch(FORMATS[name](tmp_path), speculative_draft_attention_backend=None) is DFlashWorker
+
+
+@refused(
+    "attention sinks on flashinfer or trtllm_mha",
+    "--speculative-draft-attention-backend='flashinfer': expected a backend for the draft's attention sinks",
+)
+@pytest.mark.parametrize(
+    ("backend", "is_refused"),
+    [("fa3", False), ("fa4", False), ("triton", False), ("flashinfer", True), ("trtllm_mha", True)],
+)
+def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: str, is_refused: bool) -> None:
+    directory = FORMATS[SINKS](tmp_path)
+    change(directory, {"layer_types": ["sliding_attention"] * 2}, {})
+    if not is_refused:
+        launch(directory, device="cuda", speculative_draft_attention_backend=backend)
+        return
+    problem = refusal(directory, device="cuda", speculative_draft_attention_backend=backend)
+    assert problem == (
+        f"--speculative-draft-attention-backend={backend!r}: expected a backend for the draft's attention sinks "
+        "(attention_sink_bias): fa3, fa4, triton. Set --speculative-draft-attention-backend to one of these."
+    )
+
+
+# ---- What no worker reads -------------------------------------------------------------------------------------
+
+
+@refused("speculators: DSpark, Domino, or launches of the built-in worker")
+@pytest.mark.parametrize(
+    ("config", "flags", "field"),
+    [
+        ({"sample_from_anchor": True}, {}, "draft config sample_from_anchor=True"),
+        ({"speculators_model_type": "dspark"}, {}, "draft config speculators_model_type='dspark'"),
+        ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
+        ({"architectures": ["DSparkDraftModel"]}, {}, "draft config architectures='DSparkDraftModel'"),
+        ({"architectures": ["DFlash2DraftModel"]}, {}, "draft config architectures='DFlash2DraftModel'"),
+        ({"speculators_model_type": "dflash2"}, {}, "draft config architectures='DFlashDraftModel'"),
+        ({}, {"device": "npu"}, "--device='npu'"),
+    ],
+    ids=str,
+)
+def test_a_speculators_draft_that_is_not_ours_is_refused_as_the_built_in_worker_cannot_read_it(
+    tmp_path: Path, config: dict[str, Any], flags: dict[str, Any], field: str
+) -> None:
+    problem = refusal(change(FORMATS[SPECULATORS](tmp_path), config, {}), **flags)
+    assert problem.startswith(
+        f"{field}: expected a launch of dflash_sglang, which alone reads the speculators format"
+    )
+    assert problem.endswith("Change it, or serve the draft in z-lab's format.")
+
+
+def test_a_zlab_draft_that_is_not_ours_still_goes_to_the_built_in_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = make_pair(tmp_path, draft={"dflash_config": {"sample_from_anchor": True}})[1]
+    with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
+        assert launch(draft) is BuiltInWorker
+    assert "sample_from_anchor=True: DSpark's layout" in caplog.text
+
+
+def test_the_older_name_of_the_architecture_is_plain_in_the_speculators_format_alone() -> None:
+    assert foreign(speculators_config(draft_config(), architectures=["DFlashSpeculator"])) is None
+    assert foreign(draft_config(architectures=["DFlashSpeculator"])) is not None

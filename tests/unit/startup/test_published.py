@@ -1,0 +1,168 @@
+"""33 published drafts through the launcher: who serves each, and what is read from its config.json.
+
+`support/published` has one JSON file a draft: its config.json, the sizes of its target's, and what they mean
+(`expect`). `completeness` says whether the config is verbatim, `filled` names the fields that no source gave. The
+weights of a checkpoint are a file with the right header and without data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang import hooks
+from dflash_sglang.checkpoint import DraftSpec, read_config
+from dflash_sglang.checkpoint.families import Foreign
+from dflash_sglang.checkpoint.own_modules import own_modules
+from dflash_sglang.startup import StartupError, TargetFacts
+from dflash_sglang.startup.decisions import check_startup
+from tests.support.start_up import hook_config_parser
+
+DIRECTORY = Path(__file__).parents[2] / "support" / "published"
+PUBLISHED = {path.stem: path for path in sorted(DIRECTORY.glob("*.json"))}
+
+
+def launch(directory: Path, published: dict[str, Any]) -> Foreign | None:
+    """What the launcher's hook decides, on SGLang's own server arguments and its own reading of the target."""
+    from sglang.srt.server_args import prepare_server_args
+
+    for role in ("target", "draft"):
+        (directory / role).mkdir()
+        (directory / role / "config.json").write_text(json.dumps(published[role]))
+    write_header(directory / "draft" / "model.safetensors", tensors(published["draft"], published["expect"]))
+    paths = ["--model-path", str(directory / "target"), "--speculative-draft-model-path", str(directory / "draft")]
+    flags = ["--speculative-algorithm", "DFLASH", "--device", "cuda", "--skip-tokenizer-init"]
+    server_args = prepare_server_args([*paths, *flags])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "_resolved", server_args)
+        hook_config_parser(patch)
+        return check_startup(server_args)
+
+
+def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) by name, of a checkpoint with this config."""
+    shape = {**config, **config.get("transformer_layer_config", {})}
+    hidden, mlp, heads, kv = (
+        shape[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    dim = shape["head_dim"] if "head_dim" in shape else hidden // heads
+    nested = config.get("dflash_config", {})
+    ids = nested.get("target_layer_ids") or config.get("target_layer_ids") or config["aux_hidden_state_layer_ids"]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(ids) * hidden), "norm.weight": (hidden,)}
+    matrices = {
+        "self_attn.q_proj": (heads * dim, hidden),
+        "self_attn.k_proj": (kv * dim, hidden),
+        "self_attn.v_proj": (kv * dim, hidden),
+        "self_attn.o_proj": (hidden, heads * dim),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    for i in range(shape["num_hidden_layers"]):
+        shapes |= {f"layers.{i}.{name}.weight": matrix for name, matrix in matrices.items()}
+        if shape.get("attention_bias"):
+            shapes |= {f"layers.{i}.{name}.bias": m[:1] for name, m in matrices.items() if "attn" in name}
+        if expect.get("sinks"):
+            shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (heads,)
+    if expect.get("head") == "own":
+        shapes["lm_head.weight"] = (config["draft_vocab_size"], hidden)
+    if expect.get("embedding") == "own":
+        shapes["embed_tokens.weight"] = (shape["vocab_size"], hidden)
+    if expect.get("mask_row"):
+        shapes["mask_embedding"] = (hidden,)
+    held = {name: ("BF16", size) for name, size in shapes.items()}
+    if expect.get("d2t"):
+        held["d2t"] = ("I64", (config["draft_vocab_size"],))
+    return held
+
+
+def write_header(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """A safetensors file of zeros that takes no room on the disk."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * {"BF16": 2, "I64": 8}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        os.truncate(file.fileno(), 8 + len(encoded) + end)
+
+
+def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
+    """What is read of a draft, in the terms of `expect`."""
+    from dflash_sglang.checkpoint.files import tensor_facts
+
+    spec = DraftSpec.from_config(read_config(directory))
+    own = own_modules(directory, tensor_facts(directory))
+    scaling = spec.rope.scaling or {"rope_type": "default"}
+    found: dict[str, Any] = {
+        "block_size": spec.block_size,
+        "mask_token_id": spec.mask_token_id,
+        "target_layer_ids": list(spec.feature_layer_ids(target.num_layers)),
+        "layers": [
+            [layer.kind.removesuffix("_attention"), "causal" if layer.causal else "block", layer.window]
+            for layer in spec.layers
+        ],
+        "rope": [spec.rope.theta, scaling["rope_type"], scaling.get("factor"), spec.rope.rotary_dim],
+        "heads": [spec.num_heads, spec.num_kv_heads, spec.head_dim],
+        "head": "target" if own.head is None else "own",
+        "embedding": "target" if own.embedding is None else "own",
+        "d2t": own.d2t is not None,
+        "draft_vocab_size": spec.vocabulary.draft_vocab_size,
+        "sinks": spec.attention_sinks,
+        "value_scale": spec.attention_value_scale,
+        "bias": spec.attention_bias,
+        "mask_row": own.mask_embedding is not None,
+        "conv": None,
+        "selector": None,
+    }
+    if spec.dflash2 is not None:
+        conv = spec.dflash2.convolution
+        found["conv"] = None if conv is None else [conv.taps, conv.group_size]
+        found["selector"] = [spec.dflash2.selector_rank, spec.dflash2.selector_top_k]
+    return found
+
+
+UNSAID = {"sinks": False, "value_scale": None, "bias": False, "mask_row": False, "conv": None, "selector": None}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_draft_is_read_as_it_was_trained_or_refused(name: str, tmp_path: Path) -> None:
+    published = json.loads(PUBLISHED[name].read_text())
+    expect = {key: value for key, value in published["expect"].items() if key != "note"}
+    outcome, says = expect.pop("outcome"), expect.pop("says", None)
+    if outcome == "refused":
+        with pytest.raises(StartupError) as refusal:
+            launch(tmp_path, published)
+        assert len(refusal.value.problems) == 1 and says in str(refusal.value)
+        return
+    worker = launch(tmp_path, published)
+    if outcome == "foreign":
+        assert worker is not None and says in str(worker)
+        return
+    assert worker is None
+    magnitude = expect.pop("rope_amplitude", 1.0)
+    found = read(tmp_path / "draft", TargetFacts.from_config(published["target"]))
+    if "draft_vocab_size" not in expect:
+        del found["draft_vocab_size"]
+    assert found == {**UNSAID, **expect}
+    assert rope_magnitude(tmp_path / "draft") == pytest.approx(magnitude, abs=1e-4)
+
+
+def rope_magnitude(directory: Path) -> float:
+    """The factor on cosines and sines, of which the first row has position 0's."""
+    from dflash_sglang.models.rope import draft_rope
+    from tests.support import sglang_layers as layers
+
+    layers.start_rank()
+    return float(draft_rope(DraftSpec.from_config(read_config(directory))).cos_sin_cache[0, 0])
+
+
+def test_all_of_them_are_here() -> None:
+    outcomes = [json.loads(path.read_text())["expect"]["outcome"] for path in PUBLISHED.values()]
+    assert len(outcomes) == 33 and set(outcomes) == {"ours", "foreign", "refused"}

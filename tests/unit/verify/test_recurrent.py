@@ -1,0 +1,225 @@
+"""Which states of a recurrent target a verify commits, and what ends start-up or gets the built-in worker."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_sglang import hooks
+from dflash_sglang.startup import StartupError
+from dflash_sglang.verify import recurrent
+from dflash_sglang.verify.recurrent import RecurrentStates
+from tests.unit.test_plugin import Algorithm, BuiltInWorker, arguments, built_in, pair
+
+__all__ = ["pair"]  # a fixture
+
+BLOCK, GRID, SLOTS, LAYERS, REQUESTS = 8, 64, 24, 2, 6
+
+
+def step_states(*shape: int) -> torch.Tensor:
+    """[layers, batch rows + padding, steps, *shape], each step's state full of 1000 layer + 10 row + step."""
+    layer, row, step = torch.meshgrid(
+        torch.arange(LAYERS), torch.arange(REQUESTS + 1), torch.arange(BLOCK), indexing="ij"
+    )
+    values = (1000 * layer + 10 * row + step).float()
+    return values.view(*values.shape, *(1 for _ in shape)).expand(*values.shape, *shape).clone()
+
+
+def worker() -> SimpleNamespace:
+    """A target worker with SGLang's own pool of states and attention backend, without anything around them."""
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    caches = MambaPool.SpeculativeState(
+        conv=[torch.full((LAYERS, SLOTS, 3, 2), -1.0)],
+        temporal=torch.full((LAYERS, SLOTS, 2, 4, 4), -1.0),
+        intermediate_ssm=step_states(2, 4, 4),
+        intermediate_conv_window=[step_states(3, 2)],
+    )
+    pool = SimpleNamespace(
+        req_to_token=torch.zeros(REQUESTS, 1),
+        mamba_pool=SimpleNamespace(mamba_cache=caches),
+        get_speculative_mamba2_params_all_layers=lambda: caches,
+        short_conv_pool=SimpleNamespace(conv_state=None),
+        ngram_pool=SimpleNamespace(context=None),
+    )
+    backend = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
+    backend.linear_attn_backend = SimpleNamespace(
+        req_to_token_pool=pool, accept_lens_pool=None, _translate_mamba_indices=lambda indices: indices
+    )
+    runner = SimpleNamespace(
+        model_config=None,
+        model=None,
+        device="cpu",
+        page_size=1,
+        attn_backend=backend,
+        req_to_token_pool=pool,
+    )
+    return SimpleNamespace(model_runner=runner)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recurrent_target() -> Any:
+    """SGLang takes the fake for a target with recurrent layers, and moves states without a GPU."""
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.speculative import spec_utils
+
+    from dflash_sglang.platforms.cpu.recurrent import scatter_mamba_states_after_mtp_verify
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (spec_utils, recurrent):
+            patch.setattr(module, "mambaish_config", lambda config: object())
+            patch.setattr(module, "mamba_track_grid", lambda page_size: GRID)
+        patch.setattr(
+            hybrid_linear_attn_backend,
+            "scatter_mamba_states_after_mtp_verify",
+            scatter_mamba_states_after_mtp_verify,
+        )
+        yield
+
+
+def commit(prefix_lens: list[int], commit_lens: list[int], slots: list[int], track: list[int] | None) -> Any:
+    """The pool after the commit of one verify; the batch's requests have their states in `slots`."""
+    target = worker()
+    backend = target.model_runner.attn_backend
+    backend.linear_attn_backend.forward_metadata = SimpleNamespace(
+        mamba_cache_indices=torch.tensor(slots + [0], dtype=torch.int32)  # a captured graph's padding
+    )
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        seq_lens=torch.tensor(prefix_lens),
+        req_pool_indices=torch.arange(len(slots)),
+        mamba_track_indices=None if track is None else torch.tensor(track),
+        tree_cache=SimpleNamespace(page_size=1),
+    )
+    RecurrentStates(target, BLOCK).commit(batch, torch.tensor(commit_lens, dtype=torch.int32), BLOCK)
+    return target.model_runner.req_to_token_pool.mamba_pool.mamba_cache
+
+
+def written(states: torch.Tensor) -> dict[int, tuple[int, int]]:
+    """slot -> (batch row, step) of the state that it holds; the same in every layer and element."""
+    found = {}
+    for slot in range(SLOTS):
+        value = states[0, slot].flatten()[0].item()
+        for layer in range(LAYERS):
+            expected = value if value < 0 else value + 1000 * layer
+            assert (states[layer, slot] == expected).all()
+        if value >= 0:
+            found[slot] = divmod(int(value), 10)
+    return found
+
+
+def test_the_state_after_the_last_committed_row_becomes_the_requests():
+    caches = commit([5, 70, 130], [1, 3, 8], slots=[9, 2, 17], track=None)
+    assert written(caches.temporal) == written(caches.conv[0]) == {9: (0, 0), 2: (1, 2), 17: (2, 7)}
+
+
+def test_the_state_at_a_boundary_goes_to_the_slot_of_the_prefix_cache():
+    """Prefixes of 60, commits of 3, 4, 5 and 8: the boundary at 64 is behind the fourth row, if committed."""
+    caches = commit([60] * 4, [3, 4, 5, 8], slots=[1, 2, 3, 4], track=[11, 12, 13, 14])
+    of_requests = {1: (0, 2), 2: (1, 3), 3: (2, 4), 4: (3, 7)}
+    assert written(caches.temporal) == {**of_requests, 12: (1, 3), 13: (2, 3), 14: (3, 3)}
+    assert written(caches.conv[0]) == written(caches.temporal)
+
+
+def test_a_request_whose_states_are_freed_keeps_nothing_for_the_prefix_cache():
+    caches = commit([60, 60], [8, 8], slots=[1, 2], track=[-1, 12])
+    assert written(caches.temporal) == {1: (0, 7), 2: (1, 7), 12: (1, 3)}
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, BLOCK)), min_size=1, max_size=REQUESTS))
+def test_any_batch_commits_its_prefixes_and_the_boundaries_that_they_reach(requests: list[tuple[int, int]]):
+    prefix_lens, commit_lens = [prefix for prefix, _ in requests], [length for _, length in requests]
+    slots, track = [2 + i for i in range(len(requests))], [12 + i for i in range(len(requests))]
+    expected = {}
+    for i, (prefix, length) in enumerate(requests):
+        expected[slots[i]] = (i, length - 1)
+        for step in range(length):
+            if (prefix + step + 1) % GRID == 0:
+                expected[track[i]] = (i, step)
+    caches = commit(prefix_lens, commit_lens, slots, track)
+    assert written(caches.temporal) == written(caches.conv[0]) == expected
+
+
+# ---- Where states cannot be committed ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def extra_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    mamba = SimpleNamespace(enable_mamba_extra_buffer=True, mamba_track_interval=32)
+    monkeypatch.setattr(recurrent, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+
+
+def test_a_target_without_recurrent_layers_has_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recurrent, "mambaish_config", lambda config: None)
+    assert RecurrentStates.of(worker(), BLOCK) is None
+
+
+def test_states_are_committed_where_boundaries_are_two_blocks_apart(extra_buffer):
+    assert isinstance(RecurrentStates.of(worker(), GRID // 2), RecurrentStates)
+
+
+def test_boundaries_closer_than_two_blocks_end_start_up(extra_buffer):
+    with pytest.raises(
+        StartupError, match=r"--mamba-track-interval=32: expected .* at least two blocks \(66 "
+    ) as e:
+        RecurrentStates.of(worker(), GRID // 2 + 1)
+    assert "Set --mamba-track-interval to a multiple of 64 from 128 on." in str(e.value)
+
+
+def test_an_attention_backend_that_commits_no_states_ends_start_up():
+    target = worker()
+    target.model_runner.attn_backend = SimpleNamespace()
+    with pytest.raises(StartupError, match="linear-attention backend='SimpleNamespace': expected one that keeps"):
+        RecurrentStates.of(target, BLOCK)
+
+
+def test_a_pool_without_a_state_per_row_ends_start_up():
+    target = worker()
+    target.model_runner.req_to_token_pool.mamba_pool.mamba_cache = SimpleNamespace()
+    with pytest.raises(StartupError, match="'a state pool without a state per verified row': expected one that"):
+        RecurrentStates.of(target, BLOCK)
+
+
+@pytest.mark.matrix(
+    target="Mamba, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
+)
+def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, monkeypatch):
+    from dflash_sglang.startup import decisions
+
+    monkeypatch.setattr(decisions, "mambaish_config", lambda config: object())
+    monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: None)
+    with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
+        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain)) is BuiltInWorker
+    assert (
+        "target config architectures=['Qwen3ForCausalLM']: recurrent layers other than gated delta nets"
+        in caplog.text
+    )
+
+
+def test_a_target_with_gated_delta_nets_is_ours(pair, monkeypatch):
+    from dflash_sglang.startup import decisions
+
+    monkeypatch.setattr(decisions, "mambaish_config", lambda config: object())
+    monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: object())
+    assert decisions.check_startup(arguments(pair.plain)) is None
+
+
+@pytest.mark.matrix(
+    target="Qwen3.5",
+    draft="z-lab",
+    kv="replayed states",
+    outcome="refused",
+    message="--enable-linear-replayssm=True: expected unset with DFLASH",
+)
+@pytest.mark.parametrize("field", ["enable_linear_replayssm", "enable_linear_replayssm_spec"])
+def test_replayed_states_are_refused(pair, field):
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(StartupError, match=f"{flag}=True: expected unset with DFLASH.*Remove {flag}, or serve"):
+        hooks.create_worker(built_in, Algorithm(), arguments(pair.plain, **{field: True}))

@@ -1,0 +1,190 @@
+"""Tokens of a step shared out among its requests: estimates, step times, totals, and the policy with them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dflash_sglang.width import Group, StepTimes, WidthConfig, WidthPolicy
+from dflash_sglang.width.acceptance import Acceptance
+from dflash_sglang.width.ragged_times import RaggedTimes
+from tests.support.width_simulation import (
+    EASY,
+    HARD,
+    QUIET,
+    WIDTHS,
+    Draft,
+    Fixed,
+    Machine,
+    adaptive,
+    serve,
+    shared,
+    steady_mix,
+    tiers,
+)
+
+# ---- Estimates ---------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_was_verified_in_part_says_nothing_of_what_was_not() -> None:
+    def learnt(lens: list[int] | None, accepted: list[int]) -> Acceptance:
+        acceptance = Acceptance((1, 4), 4, prior_acceptance=0.8, prior_strength=2, memory=64)
+        acceptance.admit(np.array([1, 2]), 0)
+        for step in range(40):
+            acceptance.observe(
+                step, np.array([1, 2]), 1, np.array(accepted), None if lens is None else np.array(lens)
+            )
+        return acceptance
+
+    parts = learnt([2, 4], [1, 3])
+    assert parts.level(1) < 1 and parts.level(2) < parts.level(1), "both accepted all, the second one more"
+    assert learnt([2, 1], [0, 0]).level(1) > 2
+    assert learnt([2, 1], [0, 0]).level(2) == 1.0, "nothing was drafted for it"
+
+
+def test_a_step_is_its_draft_at_a_width_and_its_verified_tokens() -> None:
+    times = StepTimes((1, 8), (1, 4, 8))
+    truth = lambda batch, width, tokens: 5 + (0.2 * batch * width if width > 1 else 0) + 0.5 * tokens  # noqa: E731
+    for batch, width in itertools.product((1, 8), (1, 4, 8)):
+        times.record(batch, width, 0, truth(batch, width, batch * width))
+    times.fit()
+    ragged = RaggedTimes(times)
+    for batch, width in itertools.product((1, 8), (4, 8)):
+        ragged.record(batch, width, 0, truth(batch, width, batch))
+    ragged.fit()
+    tokens = [8, 20, 50, 64]
+    got = ragged.seconds(1, times.seconds(1, 0), tokens)
+    assert got[1].tolist() == pytest.approx([truth(8, 4, t) for t in tokens])
+    assert got[2].tolist() == pytest.approx([truth(8, 8, t) for t in tokens])
+    other = RaggedTimes(times)
+    other.load(ragged.table())
+    assert (other.seconds(1, times.seconds(1, 0), tokens) == got).all()
+
+
+# ---- The policy --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("concurrency", "hard", "width"), [(32, 0.5, 6), (64, 0.2, 6)])
+@pytest.mark.parametrize(("spread", "gain"), [(None, 1.01), (1.0, 1.08)])
+def test_a_mixed_batch_goes_better_than_at_any_single_width(
+    concurrency: int, hard: float, width: int, spread: float | None, gain: float
+) -> None:
+    # The best fixed width, by docs/results/width-simulated.md.
+    best = steady_mix(Fixed(width), concurrency, hard, seed=0, spread=spread).rate
+    ours = steady_mix(adaptive(QUIET, concurrency, ragged=True), concurrency, hard, seed=0, spread=spread).rate
+    assert ours > gain * best
+
+
+def chances_of(random: np.random.Generator, requests: int, width: int) -> np.ndarray:
+    """[requests, proposals] of easy requests and hard ones in turn."""
+    mean = np.where(np.arange(requests)[:, None] % 2, 0.3, 0.95)
+    return random.beta(4 * mean, 4 * (1 - mean), (requests, width - 1))
+
+
+def test_what_is_verified_together_is_a_total_between_a_token_and_a_block_of_each() -> None:
+    policy = adaptive(Machine(), 8, WidthConfig(widths=WIDTHS, probe_budget=0.05), ragged=True)
+    slots, random = np.arange(6), np.random.default_rng(0)
+    policy.admit(slots)
+    seen = set()
+    for step in range(300):
+        decision = policy.choose(slots, 6 * 512, uniform=step % 10 == 0)
+        chances, lens = chances_of(random, 6, decision.width), None
+        if decision.tokens is not None:
+            assert step % 10 and 6 <= decision.tokens < 6 * decision.width
+            assert decision.tokens in policy.ragged._totals
+            seen.add(decision.tokens)
+            lens = shared(chances, decision.tokens)
+        accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
+        policy.verified(accepted if lens is None else np.minimum(accepted, lens - 1), 0.007, np.log(chances), lens)
+    assert len(seen) > 1
+
+
+def test_a_batch_with_a_floor_verifies_whole_blocks_from_it_on() -> None:
+    policy = adaptive(Machine(), 64, WidthConfig(widths=WIDTHS, probe_budget=0.05), ragged=True)
+    slots, parts, random = np.arange(64), [], np.random.default_rng(0)
+    policy.admit(slots, [16] * 32 + [12] * 32, [1] * 63 + [6])
+    for batch in (slots, slots[:63]):
+        chosen = []
+        for _ in range(100):
+            chosen.append(policy.choose(batch, len(batch) * 512))
+            chances, lens = chances_of(random, len(batch), chosen[-1].width), None
+            accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
+            if chosen[-1].tokens is not None:
+                lens = shared(chances, chosen[-1].tokens)
+                accepted = np.minimum(accepted, lens - 1)
+            accepted = np.minimum(accepted, np.where(batch < 32, 15, 11))
+            policy.verified(accepted, 0.007, np.log(chances), lens)
+        parts.append(sum(decision.tokens is not None for decision in chosen))
+        if len(batch) == 64:
+            assert min(decision.width for decision in chosen) >= 6
+    assert parts[0] == 0 < parts[1]
+
+
+def test_steps_verified_in_part_take_what_they_had_to() -> None:
+    policy = adaptive(Machine(), 64, WidthConfig(widths=WIDTHS, probe_budget=0.0), ragged=True)
+    slots, random = np.arange(64), np.random.default_rng(0)
+    policy.admit(slots)
+    before = policy.step_times.seconds(policy.step_times.bucket(64), 64 * 512)
+    parts = 0
+    for _ in range(40):
+        decision = policy.choose(slots, 64 * 512)
+        chances, lens = chances_of(random, 64, decision.width), None
+        accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
+        if decision.tokens is not None:
+            parts, lens = parts + 1, shared(chances, decision.tokens)
+            accepted = np.minimum(accepted, lens - 1)
+        policy.verified(accepted, policy._in_flight[-1].expected_seconds, np.log(chances), lens)
+    assert parts > 5
+    after = policy.step_times.seconds(policy.step_times.bucket(64), 64 * 512)
+    assert after == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize("hard", [0.2, 0.5])
+def test_steps_in_part_that_take_longer_than_start_up_says_are_given_up(hard: float) -> None:
+    machine, rates = Machine(jitter=0.02, outliers=0.01, parts=1.2), []
+    for ragged in (True, False):
+        server = serve(adaptive(machine, 64, ragged=ragged), machine, Draft(EASY, HARD), hard=hard)
+        server.run(64, steps=400)
+        rates.append(server.run(64, steps=1000).rate)
+    assert rates[0] > 0.97 * rates[1]
+
+
+def test_a_factor_of_steps_in_part_comes_from_steps_of_the_other_kind_beside_them() -> None:
+    times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
+    whole = np.array([0.01, 0.02, 0.04])
+    before = times.seconds(0, whole, [20])
+    for in_part, error, factor in [
+        (False, 0.3, 1.0),
+        (True, 0.04, 1.02),
+        (True, 0.3, 1.02),  # no comparison: it goes to the width
+        (False, -0.04, 1.02 * 1.02),
+        (True, 5.0, 1.02 * 1.02 * 1.05),  # a pause
+    ]:
+        times.compare(in_part, error)
+        assert times.seconds(0, whole, [20]) == pytest.approx(factor * before)
+    for _ in range(5000):
+        times.compare(False, 0.0)
+    assert times.seconds(0, whole, [20]) == pytest.approx(before, rel=1e-3)
+
+
+@pytest.mark.parametrize(("whole", "steps"), [(0.03, 200), (0.021, 64), (0.02, 64)])
+def test_whole_blocks_are_verified_for_comparison_at_a_bounded_cost(whole: float, steps: int) -> None:
+    times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
+    compared = [index for index in range(1, 1001) if times.compares(0.02, whole)]
+    assert compared == pytest.approx(range(steps, 1001, steps), abs=5)
+
+
+def test_as_few_tokens_as_can_be_are_rehearsed_where_they_are_no_whole_blocks() -> None:
+    ragged = adaptive(Machine(), 64, ragged=True).ragged
+    assert ragged.least(5, 2) == 5 and ragged.least(7, 2) == 8
+    assert ragged.least(1, 1) is None and ragged.least(5, 1) is None
+
+
+def test_totals_that_cannot_be_are_refused_with_what_was_expected() -> None:
+    for totals in ([], [128, 4], [127]):
+        with pytest.raises(ValueError, match=r"totals=.*expected ascending.*at least 128, max_requests=8"):
+            WidthPolicy(WidthConfig(), 16, [8], 8, totals=totals)
+    with pytest.raises(ValueError, match="expected none where ranks hold requests of their own"):
+        WidthPolicy(WidthConfig(), 16, [8], 8, Group(gather_loads=lambda row: row[None]), totals=tiers(128))
