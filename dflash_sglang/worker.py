@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -121,7 +121,8 @@ class DFlashWorker(BaseSpecWorker):
             target_model, self.draft_parallel_layout.attn_tp_size, self._token_map, self._config.draft_head
         )
         self._head_copy, self.head_decision = borrowed.head_copy, borrowed.head_form
-        self._context_kv = ContextKV(self._draft_model, self._config.context_kv)
+        scope = partial(draft_tp_context, self.draft_parallel_layout)
+        self._context_kv = ContextKV(self._draft_model, self._config.context_kv, scope)
         refresh_head = None if self._head_copy is None else self._head_copy.refresh
         updates.install(target_runner, self._draft_runner, self._context_kv.refresh, refresh_head)
         # Taken now: SGLang gives the KV pools what is free after this.
@@ -183,9 +184,9 @@ class DFlashWorker(BaseSpecWorker):
             ),
         )
         logits = TargetLogits(target_runner)
-        tail = VerifyTail(target_runner, self._draft_runner, logits, self._acceptor, self._write_at)
+        tail = VerifyTail(target_runner, self._draft_runner, logits, self._acceptor, self._context_kv)
         self._verifier = Verifier(self.target_worker, self.block_size, logits, self._tables, tail)
-        self._context_kv.bind(self._draft_runner.token_to_kv_pool)
+        self._context_kv.bind(self._draft_runner.token_to_kv_pool, self._draft_runner.kv_index_translator)
         if get_parallel().tp_rank == 0:
             logger.info("dflash_sglang context KV: %s", self.context_kv_decision)
 
@@ -347,7 +348,7 @@ class DFlashWorker(BaseSpecWorker):
         # Context KV of every verified row, accepted or not: the next block starts at the first row that was
         # not committed and overwrites the rest before anything reads it.
         if verified.features is not None:
-            self._write_context_kv(verified.features, block.rows.positions, block.loc_plan)
+            self._context_kv.write_planned(verified.features, block.rows.positions, block.loc_plan)
         return StepResult(
             logits_output=verified.forward.logits_output,
             next_token_ids=accepted.target_ids.view(-1),
@@ -398,7 +399,7 @@ class DFlashWorker(BaseSpecWorker):
             num_tokens,
         )
         # Before the result is processed: the radix cache may take these slots right after.
-        self._write_context_kv(features[:num_tokens], positions, loc_plan)
+        self._context_kv.write_planned(features[:num_tokens], positions, loc_plan)
         return result
 
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
@@ -418,15 +419,6 @@ class DFlashWorker(BaseSpecWorker):
             can_run_cuda_graph=False,
             speculative_num_draft_tokens=self.block_size,
         )
-
-    def _write_context_kv(self, features: torch.Tensor, positions: torch.Tensor, loc_plan: KVLocPlan) -> None:
-        """features [tokens, n_layers * hidden] at positions [tokens] into the slots that the plan writes."""
-        self._write_at(features, positions, loc_plan.write_ids(self._draft_runner.kv_index_translator))
-
-    def _write_at(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """The same into `slots` [tokens] of the draft's pool. Capturable in a CUDA graph."""
-        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
-            self._context_kv.write(features, positions, slots)
 
     def _draft_input(self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> DFlashDraftInput:
         return DFlashDraftInput.create(bonus_tokens, new_seq_lens, self._reservation)

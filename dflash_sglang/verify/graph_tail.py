@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.sglang_names.scheduler import IdSpaceKind
@@ -14,11 +11,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.models.context_kv.base import ContextWriter
     from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
-
-# features [rows, n_layers * hidden], positions [rows], slots [rows]
-ContextWriter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class VerifyTail:
@@ -34,9 +29,9 @@ class VerifyTail:
         draft: ModelRunner,
         logits: TargetLogits,
         acceptor: Acceptor,
-        write: ContextWriter,
+        context: ContextWriter,
     ) -> None:
-        self._logits, self._acceptor, self._write = logits, acceptor, write
+        self._logits, self._acceptor, self._context = logits, acceptor, context
         # A graph has the slots as the target's pool names them.
         self.writes_context = names_slots_alike(target, draft)
         target.capture_tail_hooks.append(self._capture)
@@ -45,7 +40,7 @@ class VerifyTail:
         """SGLang's capture hook. Padding rows belong to request 0 and slot 0, which are nobody's."""
         del runner
         if self.writes_context:
-            self._write(
+            self._context.write(
                 out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc[:num_tokens]
             )
         bs = forward_batch.batch_size

@@ -176,10 +176,11 @@ def _poison(worker: Any) -> None:
 
 def _features(worker: Any) -> None:
     """Of writes as they are called; a captured one is read from the forward whose graph has made it."""
+    from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.verify.verifier import Verifier
 
     directory = Path(os.environ[RECORDS_ENV])
-    write, forward = worker._write_context_kv, Verifier._forward
+    write, forward = ContextKV.write_planned, Verifier._forward
     count = itertools.count()
 
     def note(features: torch.Tensor, positions: torch.Tensor) -> None:
@@ -187,8 +188,8 @@ def _features(worker: Any) -> None:
 
     def noting(self: Any, features: torch.Tensor, positions: torch.Tensor, loc_plan: Any) -> None:
         if not (directory / "borrowed").exists():
-            model = self._draft_model
-            ids = torch.tensor([self.draft_spec.mask_token_id, 7], device=features.device)
+            model = self._model
+            ids = torch.tensor([model.spec.mask_token_id, 7], device=features.device)
             with torch.no_grad():
                 embeddings = model.forward_embed(ids)
                 tensors = (ids, embeddings, model.head.logits(embeddings))
@@ -202,7 +203,7 @@ def _features(worker: Any) -> None:
             note(result.logits_output.hidden_states[: tokens.numel()], block.rows.positions)
         return result
 
-    worker._write_context_kv, Verifier._forward = noting, then_note
+    ContextKV.write_planned, Verifier._forward = noting, then_note
 
 
 def _blindfold(worker: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dflash_sglang.models.context_kv.base import Projection
 from dflash_sglang.models.context_kv.quantised_projection import QuantisedKV, not_sliceable
 from dflash_sglang.models.context_kv.writers import AllLayerWriter
 from dflash_sglang.models.layers import DraftAttention
@@ -15,27 +17,16 @@ from dflash_sglang.settings.plugin_config import ContextKVForm
 from dflash_sglang.sglang_names.scheduler import KVWriteLoc, UnquantizedLinearMethod
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+
     from dflash_sglang.models.draft import DFlashDraftModel
 
 Form = Literal["stacked", "sliced", "per_layer"]
 WRITE_ROWS = 2048  # context rows projected at once: more of them make no GEMM faster, and take memory
 
 
-class Projection(Protocol):
-    """K and V of context rows, of all layers."""
-
-    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; before k_norm and RoPE.
-
-        Into `out` of this shape where it is given and the form can.
-        """
-
-    def refresh(self) -> None:
-        """Takes the layers' present weights over."""
-
-
 class ContextKV:
-    """Context K/V of all draft layers.
+    """The draft's `ContextWriter`: keys and values of all its layers.
 
     Three forms of the projection, equal up to the order of a GEMM's sums:
     per_layer  each layer's whole qkv_proj through its quantisation method, Q thrown away; any quantisation.
@@ -48,12 +39,18 @@ class ContextKV:
     taken and why. All methods are capturable in a CUDA graph after `bind`.
     """
 
-    def __init__(self, model: DFlashDraftModel, form: ContextKVForm = "auto") -> None:
-        """Once, after the weights are loaded and processed. Raises ValueError for `stacked` on weights that
-        do not allow it."""
-        self._model = model
+    def __init__(
+        self,
+        model: DFlashDraftModel,
+        form: ContextKVForm = "auto",
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Once, after the weights are loaded and processed. scope: in which the draft's layers run, its
+        tensor-parallel group. Raises ValueError for `stacked` on weights that do not allow it."""
+        self._model, self._scope = model, scope
         self._attentions: list[DraftAttention] = [layer.self_attn for layer in model.layers]
         self._pool: Any = None
+        self._translator: Any = None
         self._writer: AllLayerWriter | None = None
         self.form: Form
         self.form, self._projection, self._why = _projection(self._attentions, form)
@@ -73,9 +70,10 @@ class ContextKV:
         """After an update of the draft's weights: the projection has them, in the same memory."""
         self._projection.refresh()
 
-    def bind(self, pool: Any) -> None:
-        """pool: the draft's token-to-KV pool, when its buffers have their final addresses; before capture."""
-        self._pool = pool
+    def bind(self, pool: Any, translator: Any = None) -> None:
+        """pool: the draft's token-to-KV pool, when its buffers have their final addresses; before capture.
+        translator: of the slots that plans name, for `write_planned`."""
+        self._pool, self._translator = pool, translator
         writer = AllLayerWriter.of(self._attentions, self._k_norms, pool)
         if isinstance(writer, str):
             self._writer, self._why_writer = None, f"one write per layer ({writer})"
@@ -109,17 +107,21 @@ class ContextKV:
             k, v = kv[:, layer].chunk(2, dim=-1)
             yield attention.finished_keys(k, positions), attention.scaled_values(v)
 
-    @torch.no_grad()
+    def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
+        """`write` to the slots that the plan writes, as the draft's pool names them."""
+        self.write(features, positions, plan.write_ids(self._translator))
+
     def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Writes K and V of every layer for T tokens into the bound pool.
+        """Write K and V of every layer for T tokens into the bound pool.
 
         features [T, n_ids * hidden], positions [T] int64, slots [T] int64: rows of the pool, none negative.
-        Rows that belong to no request go to slot 0, the pool's padding page. Later rows of a slot given
-        twice do not reliably win.
+        Rows that belong to no request go to slot 0, the pool's padding page. If a slot is given twice, either row
+        may win.
         """
-        for start in range(0, features.shape[0], WRITE_ROWS):
-            part = slice(start, start + WRITE_ROWS)
-            self._write(features[part], positions[part], slots[part])
+        with torch.inference_mode(), self._scope():
+            for start in range(0, features.shape[0], WRITE_ROWS):
+                part = slice(start, start + WRITE_ROWS)
+                self._write(features[part], positions[part], slots[part])
 
     def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """`write` of at most WRITE_ROWS rows."""

@@ -117,7 +117,7 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
     eager_context.bind(eager_pool)
     target, draft = Runner(), Runner()
     acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE)
-    tail = VerifyTail(target, draft, TargetLogits(target), acceptor, context.write)
+    tail = VerifyTail(target, draft, TargetLogits(target), acceptor, context)
     assert tail.writes_context and len(target.capture_tail_hooks) == 1 and not draft.capture_tail_hooks
     graphs = [Graph(target.capture_tail_hooks[0], size) for size in CAPTURED]
     eager = Acceptor(REQUESTS, BLOCK, layers.DEVICE)
@@ -173,7 +173,7 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
     context.bind(layers.make_pool(model, SLOTS, DTYPE))
     target = Runner()
     acceptor, eager = (Acceptor(REQUESTS, BLOCK, layers.DEVICE) for _ in range(2))
-    VerifyTail(target, Runner(), TargetLogits(target), acceptor, context.write)
+    VerifyTail(target, Runner(), TargetLogits(target), acceptor, context)
     graph = Graph(target.capture_tail_hooks[0], CAPTURED[-1], in_parts=True)
     layout, generator = graph.batch.spec_info.ragged_verify_layout, torch.Generator().manual_seed(0)
     seen = set()
@@ -283,7 +283,13 @@ def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
     def refuse(*tensors: torch.Tensor) -> None:
         raise AssertionError("written by the graph")
 
-    tail = VerifyTail(target, draft, TargetLogits(target), Acceptor(REQUESTS, BLOCK, layers.DEVICE), refuse)
+    tail = VerifyTail(
+        target,
+        draft,
+        TargetLogits(target),
+        Acceptor(REQUESTS, BLOCK, layers.DEVICE),
+        SimpleNamespace(write=refuse),
+    )
     assert not tail.writes_context
     Graph(target.capture_tail_hooks[0], 2).replay()
 

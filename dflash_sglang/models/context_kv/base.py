@@ -1,0 +1,41 @@
+"""What the step asks of the draft's context: keep the rows that the target has seen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+
+
+class ContextWriter(Protocol):
+    """Takes over the target's hidden states of T tokens, so that later blocks see these tokens.
+
+    The step writes every verified row, accepted or not. The next block starts at the first row that was not
+    committed, and overwrites the rest before anything reads it.
+
+    features [T, layers * hidden]: the captured layers, side by side in the checkpoint's order.
+    positions [T] int64.
+    """
+
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write to `slots` [T] int64 of the draft's own pool. Capturable in a CUDA graph: the tail of the target's
+        verify graph."""
+
+    def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
+        """Write to the slots that the plan of a forward writes: a prefill, or a verify without a graph."""
+
+
+class Projection(Protocol):
+    """Keys and values of context rows, of all layers."""
+
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; before k_norm and RoPE.
+
+        Into `out` of this shape where it is given and the form can.
+        """
+
+    def refresh(self) -> None:
+        """Take over the layers' present weights."""
