@@ -18,6 +18,7 @@ from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.drafting.parts import RowPacker
 from dflash_sglang.drafting.proposer import Proposer
+from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.context_kv.target_features import ensure_capture
@@ -126,12 +127,9 @@ class DFlashWorker(BaseSpecWorker):
         refresh_head = None if self._head_copy is None else self._head_copy.refresh
         updates.install(target_runner, self._draft_runner, self._context_kv.refresh, refresh_head)
         # Taken now: SGLang gives the KV pools what is free after this.
+        self._slots = StepSlots(most_rows(), self.block_size, self.device)
         self._tables = Tables.taken(
-            most_rows(),
-            self.block_size,
-            target_runner.model_config.vocab_size,
-            self.device,
-            self._config.simulated_acceptance,
+            self._slots, target_runner.model_config.vocab_size, self._config.simulated_acceptance
         )
         self._acceptor = self._tables.acceptor
         if get_parallel().tp_rank == 0:
@@ -161,13 +159,12 @@ class DFlashWorker(BaseSpecWorker):
         )
         assert self.draft_spec.mask_token_id is not None  # start-up validation refuses a draft without
         target_runner = self.target_worker.model_runner
-        self._acceptor.fit(rows)
+        self._slots.fit(rows)
         self._blocks = BlockBuilder(
             target_runner,
             self.block_size,
             self.draft_spec.mask_token_id,
-            self._acceptor.relay,
-            self._acceptor.step,
+            self._slots,
             in_place=names_slots_alike(target_runner, self._draft_runner) and not is_imposed(),
         )
         self._proposer = Proposer(
@@ -231,14 +228,14 @@ class DFlashWorker(BaseSpecWorker):
         self._widths = AdaptiveWidth(
             policy,
             lanes,
-            self._acceptor.limit,
+            self._acceptor.set_max_commit,
             StepClock(self.device),
             speaks=get_parallel().tp_rank == 0,
         )
         self.width = self._widths.choices[-1]
 
     def _rehearsed_step(self, batch: ScheduleBatch, width: int, tokens: int | None) -> None:
-        self._acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
+        self._slots.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
         self.width = width
         self._lanes.use(width, in_parts=tokens is not None)
         self._step(batch, None, None, tokens)
@@ -253,7 +250,7 @@ class DFlashWorker(BaseSpecWorker):
         first_requests.rehearse(self.target_worker.model_runner, self._rehearsal, self._widths.choices)
         self._lanes.use_widest()
         self.width = self._widths.choices[-1]
-        self._acceptor.forget_steps()
+        self._slots.forget_steps()
         self._verifier.forget_steps()
         return result
 
@@ -333,11 +330,11 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, tokens: int | None = None
     ) -> StepResult:
         """A decode step in blocks of `self.width`, of which the target verifies so many tokens, or all."""
-        block = self._blocks.build(batch, self._acceptor.next_turn(), self.width)
+        block = self._blocks.build(batch, self.width)
         proposals = self._proposer.propose(batch, block)
         logprobs = self._proposer.logprobs
         if logprobs is not None:
-            logprobs = self._acceptor.worth(logprobs, block.requests)
+            logprobs = self._acceptor.clip_to_limits(logprobs, block.requests)
         if tokens is not None:
             assert logprobs is not None, "width.startup.in_parts"
             block = self._packer.pack(batch, block, proposals.tokens, logprobs, tokens)
@@ -388,7 +385,7 @@ class DFlashWorker(BaseSpecWorker):
             result.next_draft_input = self._idle_draft_input()
             return result
         result.next_draft_input = self._draft_input(result.next_token_ids, result.new_seq_lens)
-        self._acceptor.start(batch.req_pool_indices, result.next_draft_input.bonus_tokens, result.new_seq_lens)
+        self._slots.start(batch.req_pool_indices, result.next_draft_input.bonus_tokens, result.new_seq_lens)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         num_tokens = sum(batch.extend_lens)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.kernels.block.accept import Ragged, Relay
-from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, Turn, prepare_block
+from dflash_sglang.drafting.step_slots import StepSlots
+from dflash_sglang.kernels.block.accept import Ragged
+from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
 from dflash_sglang.patches.graph_inputs import GraphInputs
 
 if TYPE_CHECKING:
@@ -78,17 +79,16 @@ class BlockBuilder:
         target_runner: ModelRunner,
         block_size: int,
         mask_token_id: int,
-        relay: Relay,
-        step: torch.Tensor,
+        slots: StepSlots,
         in_place: bool,
     ):
-        """block_size: of the widest blocks; relay: where requests stand; step [2]: where the device finds each
-        step's turn; in_place: whether draft and target take the blocks as they are, so that graph inputs which
-        they share have the same contents for both."""
+        """block_size: of the widest blocks; slots: where requests stand, and whose next slot a build takes;
+        in_place: whether draft and target take the blocks as they are, so that graph inputs which they share have
+        the same contents for both."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._longest = longest_prefix(target_runner)
-        self._relay = relay
+        self._slots = slots
         self._in_place = in_place
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
         max_requests = self._req_to_token.shape[0]
@@ -100,18 +100,17 @@ class BlockBuilder:
         self._own = GraphInputs(
             buffer(rows), buffer(rows), buffer(rows), buffer(max_requests), buffer(max_requests)
         )
-        self._step = step
         self._tensors, self._rows = self._views(self._own, 0, block_size)
 
-    def build(self, batch: ScheduleBatch, turn: Turn, width: int) -> Block:
+    def build(self, batch: ScheduleBatch, width: int) -> Block:
         """Blocks of `width` for a decode batch whose slots `prepare_for_decode` has reserved."""
         bs = len(batch.reqs)
         if self._tensors.ids.shape != (bs, width):  # views outlive the step: most steps are like the last
             inputs = GraphInputs.of(self._runner, bs) if self._in_place else None
             self._tensors, self._rows = self._views(inputs or self._own, bs, width)
         tensors = self._tensors
-        sources = BlockSources(*self._relay, batch.req_pool_indices, self._req_to_token)
-        prepare_block(sources, self._mask_token_id, self._longest, turn, tensors)
+        sources = BlockSources(*self._slots.relay, batch.req_pool_indices, self._req_to_token)
+        prepare_block(sources, self._mask_token_id, self._longest, self._slots.next(), tensors)
         exact = batch.seq_lens_cpu is not None
         if exact:
             prefixes = np.minimum(batch.seq_lens_cpu.numpy(), self._longest)
@@ -133,4 +132,4 @@ class BlockBuilder:
         *of_rows, prefix_lens, requests = inputs
         rows = Rows(*(buffer[: bs * width] for buffer in of_rows))
         ids, positions, slots = (tensor.view(bs, width) for tensor in rows)
-        return BlockTensors(ids, positions, slots, prefix_lens[:bs], requests[:bs], self._step), rows
+        return BlockTensors(ids, positions, slots, prefix_lens[:bs], requests[:bs], self._slots.current), rows

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.settings.plugin_config import Profile
 from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule
 from dflash_sglang.verify.acceptance import Acceptor
@@ -19,7 +20,7 @@ from dflash_sglang.verify.rejection import RejectionSampler
 
 
 class Tables(NamedTuple):
-    """Taken with `taken`; `acceptor.fit` once req_to_token exists."""
+    """Taken with `taken`; `acceptor.slots.fit` once req_to_token exists."""
 
     acceptor: Acceptor
     penalties: Penalties
@@ -29,15 +30,14 @@ class Tables(NamedTuple):
     @classmethod
     def taken(
         cls,
-        rows: int,
-        block_size: int,
+        slots: StepSlots,
         vocab_size: int,
-        device: str,
         simulated_acceptance: Sequence[Profile] | None = None,
     ) -> Tables:
-        """rows: of req_to_token, at most; block_size: of the widest blocks; vocab_size: of the target."""
+        """For as many requests, and blocks as wide, as the slots are for; vocab_size: of the target."""
+        rows, block_size, device = slots.max_requests, slots.block_size, slots.device
         return cls(
-            Acceptor(rows, block_size, device, simulated_acceptance),
+            Acceptor(slots, simulated_acceptance),
             Penalties(rows, vocab_size, device),
             RejectionSampler(rows, block_size, vocab_size, device),
             CustomProcessors(rows, block_size, device),
@@ -45,7 +45,7 @@ class Tables(NamedTuple):
 
     @property
     def requests(self) -> int:
-        return len(self.acceptor.relay.new_seq_lens) - 1
+        return len(self.acceptor.slots.relay.new_seq_lens) - 1
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dflash_sglang.attention.verifying import verify_problems
+from dflash_sglang.drafting.step_slots import Accepted
 from dflash_sglang.patches.graph_inputs import load_inputs_once
 from dflash_sglang.patches.half_precision_logits import TargetLogits
 from dflash_sglang.sglang_names.scheduler import (
@@ -27,7 +28,6 @@ from dflash_sglang.sglang_names.scheduler import (
     sanitize_nan_logits,
 )
 from dflash_sglang.startup import StartupError, reported_rows_problems
-from dflash_sglang.verify.acceptance import Accepted
 from dflash_sglang.verify.graph_tail import VerifyTail
 from dflash_sglang.verify.penalties import PenalisedRequests
 from dflash_sglang.verify.recurrent import RecurrentStates
@@ -188,7 +188,7 @@ class Verifier:
             )
         features, output.hidden_states = output.hidden_states, None
         written = forward.can_run_cuda_graph and self._tail.writes_context
-        accepted = self._acceptor.outcome(block.batch_size, self._block_size)
+        accepted = self._acceptor.slots.outcome(block.batch_size, self._block_size)
         return Verified(accepted, None if written else features[: len(block.rows.ids)], forward)
 
     def _changes_logits(self, info: SamplingBatchInfo) -> bool:
@@ -199,7 +199,7 @@ class Verifier:
         if not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._logits.best(forward.logits_output.next_token_logits)
             self._accept(batch, block, tokens, target_ids.view(-1, block.size))
-        return self._acceptor.outcome(block.batch_size, block.size)
+        return self._acceptor.slots.outcome(block.batch_size, block.size)
 
     def _adjust(
         self,
@@ -235,7 +235,7 @@ class Verifier:
             target_ids = self._sampler.target_tokens(logits, info, proposals, self._by_kernels)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         self._accept(batch, block, proposals.tokens, target_ids)
-        return self._acceptor.outcome(block.batch_size, block.size)
+        return self._acceptor.slots.outcome(block.batch_size, block.size)
 
     def _accept(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, target_ids: torch.Tensor) -> None:
         self._acceptor.accept(tokens, target_ids, block.prefix_lens, batch.req_pool_indices)
@@ -254,7 +254,7 @@ class Verifier:
 
     def verify_idle(self, batch: ScheduleBatch, width: int) -> None:
         """Take part in the collectives of a verify that other data-parallel ranks run, in blocks of `width`."""
-        self._acceptor.pass_turn()
+        self._acceptor.slots.pass_over()
         nothing = torch.empty(0, dtype=torch.int64, device=self._runner.device)
         verify_input = self._verify_input(nothing, nothing, width)
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=True)

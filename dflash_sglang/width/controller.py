@@ -57,7 +57,7 @@ class AdaptiveWidth:
         clock: StepClock,
         speaks: bool = True,
     ) -> None:
-        """limit: of the tokens that a step commits of requests, `Acceptor.limit`; speaks: whether this rank
+        """limit: sets what a step may commit of requests, `Acceptor.set_max_commit`; speaks: whether this rank
         logs."""
         self._policy, self._widths, self._limit, self._clock = policy, widths, limit, clock
         self._steps: deque[_Step] = deque()

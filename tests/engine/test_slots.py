@@ -139,8 +139,7 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
 def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer, exact):
     """FlashInfer's graphs of width 1 have room for so many keys of each request, its own among them."""
     from dflash_sglang.drafting.block import BlockBuilder
-    from dflash_sglang.kernels.block.accept import Relay
-    from dflash_sglang.kernels.block.prepare_block import Turn
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.sglang_names.scheduler import DFlashVerifyInput
 
     rows = torch.arange(len(committed))
@@ -150,9 +149,9 @@ def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer,
         model_config=SimpleNamespace(context_len=CONTEXT),
         kv_index_translator=translator,
     )
-    step = torch.zeros(2, dtype=torch.int64)
-    relay = Relay(torch.tensor(committed), torch.zeros_like(rows))
-    builder = BlockBuilder(runner, 16, 7, relay, step, in_place=False)
+    slots = StepSlots(len(committed), 16, "cpu")
+    slots.start(rows, torch.zeros_like(rows), torch.tensor(committed))
+    builder = BlockBuilder(runner, 16, 7, slots, in_place=False)
     bounds = torch.tensor([min(c, CONTEXT - 1) + longer + width for c in committed], dtype=torch.int32)
     batch: Any = SimpleNamespace(
         reqs=committed,
@@ -160,7 +159,7 @@ def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer,
         seq_lens_cpu=torch.tensor(committed) if exact else None,
         spec_info=SimpleNamespace(nxt_kv_lens_cpu=bounds, nxt_kv_lens_sum=int(bounds.sum())),
     )
-    block = builder.build(batch, Turn(0, 0), width)
+    block = builder.build(batch, width)
     prefixes = [min(c, CONTEXT - 1) for c in committed]
     assert block.prefix_lens.tolist() == prefixes
     read = sum(prefixes) + len(committed) * width

@@ -12,7 +12,7 @@ from dflash_sglang.kernels.block import pack_rows as pack_kernels
 from dflash_sglang.kernels.block import prepare_block as block_kernels
 
 MASK = 259
-TURN = block_kernels.Turn(place=1, coin=2**31 - 1)
+TURN = block_kernels.StepSlot(place=1, coin=2**31 - 1)
 
 
 def on(device, *values):

@@ -159,7 +159,7 @@ def _poison(worker: Any) -> None:
 
     def then_poison(self: Any, batch: Any, *args: Any) -> Any:
         requests = batch.req_pool_indices.clone()
-        seq_lens = self._acceptor.relay.new_seq_lens[requests]
+        seq_lens = self._slots.relay.new_seq_lens[requests]
         result = decode(self, batch, *args)
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
         for request, old, new in zip(
@@ -302,7 +302,7 @@ def _sentinels(worker: Any) -> None:
         if batch.forward_mode.is_extend():
             own = batch.out_cache_loc.clone()
         else:
-            seq_lens = self._acceptor.relay.new_seq_lens[batch.req_pool_indices]
+            seq_lens = self._slots.relay.new_seq_lens[batch.req_pool_indices]
             start = seq_lens.clamp(max=longest_prefix(self.target_worker.model_runner))
             columns = start[:, None] + torch.arange(self.block_size)
             own = table[batch.req_pool_indices.long()[:, None], columns]
@@ -376,8 +376,8 @@ def _rehearsals(worker: Any) -> None:
         for number, (tensor, old) in enumerate(zip(state(self), before, strict=True)):
             assert torch.equal(tensor, old), f"tensor {number} of {len(before)} has changed"
         assert torch.equal(torch.get_rng_state(), random_state), "random numbers were drawn"
-        assert self._acceptor._coins.getstate() == coins, "coins were drawn"
-        assert self._acceptor.step[0] == 4, "the next outcome of nobody is somebody's"
+        assert self._slots._coins.getstate() == coins, "coins were drawn"
+        assert self._slots.current[0] == 4, "the next outcome of nobody is somebody's"
         assert told == json.dumps([policy.metrics.snapshot(), policy.step_times.table().tolist()])
         assert self.width == width and not self._widths._steps
         table = policy.step_times.table().tolist()

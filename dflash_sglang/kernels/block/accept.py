@@ -65,7 +65,7 @@ class Verification(NamedTuple):
     prefix_lens: Tensor  # [bs]
     requests: Tensor  # [bs] rows of req_to_token
     step: Tensor  # [2] int64: the outcome's place, and a coin below 2**COIN_BITS
-    most: Tensor  # [rows] int32: tokens that a step may commit of each row's request, at least 1
+    max_commit: Tensor  # [rows] int32: tokens that a step may commit of each row's request, at least 1
     ragged: Ragged | None = None
 
 
@@ -75,7 +75,7 @@ def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Force
     The first disagreement ends the prefix and the target's own token there is the bonus token. With `target_ids`
     drawn from the target's distribution this is exact rejection sampling of a point-mass proposal: a proposal x
     is taken with probability p(x), and otherwise the emitted token is distributed as p without x. Either way
-    every token of the run is the target's, and a run that `most` cuts short is a run of the target's too.
+    every token of the run is the target's, and a run that `max_commit` cuts short is a run of the target's too.
     """
     launch = accept_triton if blocks.tokens.is_cuda else accept_torch
     launch(blocks, outcomes, relay, forced)
@@ -83,8 +83,8 @@ def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Force
 
 def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
     """The definition of `accept` in torch operations."""
-    tokens, target_ids, prefix_lens, requests, step, most, ragged = blocks
-    at_most = most[requests.long()].long() - 1
+    tokens, target_ids, prefix_lens, requests, step, max_commit, ragged = blocks
+    at_most = max_commit[requests.long()].long() - 1
     if ragged is not None:
         tokens, target_ids = (_dense(rows, ragged) for rows in (tokens, target_ids))
         at_most = at_most.minimum(ragged.lens.long() - 1).clamp(min=0)
@@ -148,7 +148,7 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
 
 @triton.jit
 def _accept_kernel(
-    tokens_ptr, target_ptr, prefix_ptr, requests_ptr, step_ptr, most_ptr,
+    tokens_ptr, target_ptr, prefix_ptr, requests_ptr, step_ptr, max_commit_ptr,
     starts_ptr, lens_ptr,
     ids_ptr, commit_ptr, bonus_ptr, new_seq_lens_ptr,
     relay_seq_lens_ptr, relay_bonus_ptr,
@@ -160,7 +160,7 @@ def _accept_kernel(
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(requests_ptr + request).to(tl.int64)
-    at_most = tl.load(most_ptr + row) - 1
+    at_most = tl.load(max_commit_ptr + row) - 1
     lane = tl.arange(0, LANES)
     start, rows = request * BLOCK, BLOCK
     if RAGGED:

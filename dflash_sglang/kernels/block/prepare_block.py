@@ -1,5 +1,5 @@
-"""Block input in one launch: ids, positions, KV slots, prefix length and row of every request's block, and whose
-turn it is to be written among the outcomes."""
+"""Block input in one launch: ids, positions, KV slots, prefix length and row of every request's block, and the
+slot of the step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class BlockTensors(NamedTuple):
     slots: torch.Tensor  # [bs, block]
     prefix_lens: torch.Tensor  # [bs]
     requests: torch.Tensor  # [bs] rows of req_to_token
-    step: torch.Tensor  # [2] the step's Turn, for kernels of a captured graph
+    step: torch.Tensor  # [2] the step's StepSlot, for kernels of a captured graph
 
 
-class Turn(NamedTuple):
+class StepSlot(NamedTuple):
     """What tells a step from the ones before and after it, see `accept`."""
 
-    place: int
+    place: int  # among the outcomes
     coin: int
 
 
@@ -37,7 +37,9 @@ class BlockSources(NamedTuple):
     req_to_token: torch.Tensor  # [rows, row_width] int32 slots
 
 
-def prepare_block(sources: BlockSources, mask_token_id: int, longest: int, turn: Turn, out: BlockTensors) -> None:
+def prepare_block(
+    sources: BlockSources, mask_token_id: int, longest: int, slot: StepSlot, out: BlockTensors
+) -> None:
     """Fill the block of every request: last token + masks, at the positions after its prefix.
 
     longest: committed tokens of a request that needs another step, at most. One that has more (it has already
@@ -45,11 +47,11 @@ def prepare_block(sources: BlockSources, mask_token_id: int, longest: int, turn:
     nothing commits.
     """
     launch = prepare_block_triton if sources.req_pool_indices.is_cuda else prepare_block_torch
-    launch(sources, mask_token_id, longest, turn, out)
+    launch(sources, mask_token_id, longest, slot, out)
 
 
 def prepare_block_torch(
-    sources: BlockSources, mask_token_id: int, longest: int, turn: Turn, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, slot: StepSlot, out: BlockTensors
 ) -> None:
     """The definition of `prepare_block` in torch operations."""
     block, rows = out.ids.shape[1], sources.req_pool_indices.long()
@@ -59,11 +61,11 @@ def prepare_block_torch(
     torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
     out.slots.copy_(sources.req_to_token[rows[:, None], out.positions])
     out.requests.copy_(rows)
-    out.step.copy_(torch.tensor(turn))
+    out.step.copy_(torch.tensor(slot))
 
 
 def prepare_block_triton(
-    sources: BlockSources, mask_token_id: int, longest: int, turn: Turn, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, slot: StepSlot, out: BlockTensors
 ) -> None:
     """`prepare_block` as one Triton launch, one program per request."""
     bs, block = out.ids.shape
@@ -73,7 +75,7 @@ def prepare_block_triton(
         sources.req_to_token.stride(0),
         mask_token_id,
         longest,
-        *turn,
+        *slot,
         BLOCK=block,
         LANES=triton.next_power_of_2(block),
     )

@@ -128,22 +128,24 @@ def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:
 
 
 def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requests_limit() -> None:
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify.acceptance import Acceptor
 
     profiles = [[0.9, 0.8, 0.5], [0.25, 0.25, 0.25]]
-    acceptor, said = Acceptor(6, 4, "cpu", profiles), torch.full((3, 2), -7.0)
+    acceptor, said = Acceptor(StepSlots(6, 4, "cpu"), profiles), torch.full((3, 2), -7.0)
     requests = torch.tensor([2, 3, 4])
-    chances = acceptor.worth(said, requests).exp()
+    chances = acceptor.clip_to_limits(said, requests).exp()
     torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.25, 0.25], [0.9, 0.8]]), atol=1e-4, rtol=0)
-    acceptor.limit(np.array([4, 3]), np.array([2, 1]))
-    chances = acceptor.worth(said, requests).exp()
+    acceptor.set_max_commit(np.array([4, 3]), np.array([2, 1]))
+    chances = acceptor.clip_to_limits(said, requests).exp()
     torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]]), atol=1e-4, rtol=0)
-    assert Acceptor(6, 4, "cpu").worth(said, requests) is said
+    assert Acceptor(StepSlots(6, 4, "cpu")).clip_to_limits(said, requests) is said
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_graph_that_is_padded_beyond_the_rows_of_requests_accepts_those_that_have_one(ragged: bool) -> None:
     """Ranks that share a batch of 5 take parts of one size each: 8 requests, of which 3 are nobody's."""
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.kernels.block.accept import Ragged
     from dflash_sglang.verify.acceptance import Acceptor
 
@@ -155,15 +157,15 @@ def test_a_graph_that_is_padded_beyond_the_rows_of_requests_accepts_those_that_h
     starts = torch.cat([lens.new_zeros(1), lens.cumsum(0).int()])
     told = []
     for live in (slice(None), slice(5)):
-        acceptor = Acceptor(rows, block, "cpu")
-        acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
+        acceptor = Acceptor(StepSlots(rows, block, "cpu"))
+        acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
         if ragged:
             parts = Ragged(starts, lens[live], block)
             ids = [one[:5].reshape(-1) for one in (blocks, target_ids)]
         else:
             parts, ids = None, [one[live] for one in (blocks, target_ids)]
         acceptor.accept(*ids, prefix_lens[live], requests[live], parts)
-        told.append(acceptor.outcome(5, block))
-        assert not acceptor._packed[acceptor._turn.place + 1 :].any(), "the places of other steps"
+        told.append(acceptor.slots.outcome(5, block))
+        assert not acceptor.slots._packed[acceptor.slots._slot.place + 1 :].any(), "the places of other steps"
     for name in set(told[0]._fields) - {"packed"}:
         assert torch.equal(getattr(told[0], name), getattr(told[1], name)), name

@@ -52,6 +52,7 @@ def test_the_start_up_line_shows_what_was_read_of_every_layer(
 
 
 def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(tmp_path: Path) -> None:
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.models.head.fp8_head import Fp8Head
     from dflash_sglang.models.head.hot_rows import HotRows
@@ -59,7 +60,7 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     from dflash_sglang.verify.tables import Tables
 
     layers.start_rank()
-    tables = Tables.taken(rows := 101, 16, 32000, "cpu")
+    tables = Tables.taken(StepSlots(rows := 101, 16, "cpu"), 32000)
     counted = rows * (5 * 32000 + 17 * 8 + 5 * (16 + 2) * 8 + 5 * 4 + 2 * 8 + 4)
     model = layers.make_draft(tmp_path, hidden_size=512, intermediate_size=4096)
     ContextKV(model)  # stacks K and V rows: the layers' weights become slices

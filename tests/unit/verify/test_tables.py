@@ -32,21 +32,21 @@ def test_the_relay_has_the_rows_of_req_to_token_in_the_memory_that_was_taken(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """SGLang takes a relay of that size alone."""
-    from dflash_sglang.verify import acceptance
+    from dflash_sglang.drafting import step_slots
     from dflash_sglang.verify.tables import Tables
 
     offered: list[Any] = []
-    monkeypatch.setattr(acceptance, "offer_future_relay_buffers", offered.append)
-    acceptor = Tables.taken(7, BLOCK, VOCAB, "cpu").acceptor
-    memory = [tensor.data_ptr() for tensor in acceptor.relay]
-    acceptor.fit(rows)
+    monkeypatch.setattr(step_slots, "offer_future_relay_buffers", offered.append)
+    acceptor = Tables.taken(step_slots.StepSlots(7, BLOCK, "cpu"), VOCAB).acceptor
+    memory = [tensor.data_ptr() for tensor in acceptor.slots.relay]
+    acceptor.slots.fit(rows)
     relay = offered[-1]
     assert [len(tensor) for tensor in (relay.new_seq_lens, relay.output_tokens)] == [rows, rows]
-    assert [tensor.data_ptr() for tensor in acceptor.relay] == memory
+    assert [tensor.data_ptr() for tensor in acceptor.slots.relay] == memory
     assert relay.new_seq_lens.data_ptr() == memory[0] and relay.output_tokens.data_ptr() == memory[1]
     ids, row = torch.arange(BLOCK)[None], torch.tensor([rows - 1])
-    acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
+    acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
     acceptor.accept(ids, ids + 1, torch.tensor([9]), row)
     assert relay.new_seq_lens[rows - 1] == 9 + BLOCK and relay.output_tokens[rows - 1] == BLOCK
     with pytest.raises(ValueError, match="found 8 rows, expected at most .* --max-running-requests"):
-        acceptor.fit(8)
+        acceptor.slots.fit(8)

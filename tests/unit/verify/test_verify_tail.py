@@ -105,6 +105,7 @@ class Graph:
 
 
 def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tmp_path):
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
@@ -116,12 +117,12 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
     context.bind(captured_pool)
     eager_context.bind(eager_pool)
     target, draft = Runner(), Runner()
-    acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE)
+    acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
     tail = VerifyTail(target, draft, TargetLogits(target), acceptor, context)
     assert tail.writes_context and len(target.capture_tail_hooks) == 1 and not draft.capture_tail_hooks
     graphs = [Graph(target.capture_tail_hooks[0], size) for size in CAPTURED]
-    eager = Acceptor(REQUESTS, BLOCK, layers.DEVICE)
-    for tensors in (acceptor.relay, eager.relay, acceptor._outcomes, eager._outcomes):
+    eager = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
+    for tensors in (acceptor.slots.relay, eager.slots.relay, acceptor.slots.outcomes, eager.slots.outcomes):
         for tensor in tensors:
             tensor.fill_(-7)
     before = None
@@ -131,9 +132,9 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
         graph = next(graph for graph in graphs if graph.batch.batch_size >= live)
         graph.load(live, generator)
         for one in (acceptor, eager):
-            one.step.copy_(torch.tensor(one.next_turn()))
+            one.slots.current.copy_(torch.tensor(one.slots.next()))
         graph.replay()
-        got = acceptor.outcome(live, BLOCK)
+        got = acceptor.slots.outcome(live, BLOCK)
 
         batch, rows = graph.batch, live * BLOCK
         target_ids = graph.out.next_token_logits[:rows].argmax(-1).view(live, BLOCK)
@@ -143,13 +144,13 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
             batch.seq_lens[:live],
             batch.req_pool_indices[:live],
         )
-        expected = eager.outcome(live, BLOCK)
+        expected = eager.slots.outcome(live, BLOCK)
         for name in set(got._fields) - {"packed"}:  # which has lengths of padding rows between
             assert torch.equal(getattr(got, name), getattr(expected, name)), f"{name} of step {step}"
         if before is not None:
             assert all(map(torch.equal, *before)), f"step {step} changed the outcome of the step before"
         before = got, [tensor.clone() for tensor in got]
-        for ours, twin in zip(acceptor.relay, eager.relay, strict=True):
+        for ours, twin in zip(acceptor.slots.relay, eager.slots.relay, strict=True):
             assert torch.equal(ours[1:], twin[1:]), "rows of requests, of this step's and of others"
 
         eager_context.write(graph.out.hidden_states[:rows], batch.positions[:rows], batch.out_cache_loc[:rows])
@@ -158,11 +159,12 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
                 captured_pool.get_kv_buffer(layer), eager_pool.get_kv_buffer(layer), strict=True
             ):
                 torch.testing.assert_close(ours[1:], twin[1:], rtol=2**-7, atol=2**-7)
-    lens = acceptor._outcomes.commit_lens
+    lens = acceptor.slots.outcomes.commit_lens
     assert {int(n) for n in lens.unique()} >= {1, 2}, "some proposals agreed"
 
 
 def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows_say(tmp_path):
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
@@ -172,7 +174,7 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
     context = ContextKV(model)
     context.bind(layers.make_pool(model, SLOTS, DTYPE))
     target = Runner()
-    acceptor, eager = (Acceptor(REQUESTS, BLOCK, layers.DEVICE) for _ in range(2))
+    acceptor, eager = (Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE)) for _ in range(2))
     VerifyTail(target, Runner(), TargetLogits(target), acceptor, context)
     graph = Graph(target.capture_tail_hooks[0], CAPTURED[-1], in_parts=True)
     layout, generator = graph.batch.spec_info.ragged_verify_layout, torch.Generator().manual_seed(0)
@@ -185,9 +187,9 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
         layout.verify_lens[:live] = lens
         layout.qo_indptr_device[1:] = layout.verify_lens.cumsum(0)
         for one in (acceptor, eager):
-            one.step.copy_(torch.tensor(one.next_turn()))
+            one.slots.current.copy_(torch.tensor(one.slots.next()))
         graph.replay()
-        got = acceptor.outcome(live, BLOCK)
+        got = acceptor.slots.outcome(live, BLOCK)
         target_ids = graph.out.next_token_logits.argmax(-1)
         for request, (start, rows) in enumerate(
             zip(layout.qo_indptr_device.tolist(), lens.tolist(), strict=False)
@@ -200,7 +202,7 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
                 graph.batch.seq_lens[place],
                 graph.batch.req_pool_indices[place],
             )
-            alone = eager.outcome(1, rows)
+            alone = eager.slots.outcome(1, rows)
             committed = int(alone.commit_lens[0])
             assert int(got.commit_lens[request]) == committed <= rows
             assert got.target_ids[request, :committed].tolist() == alone.target_ids[0, :committed].tolist()
@@ -211,15 +213,16 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
 
 def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch):
     """Its graph accepts padding, while overlap scheduling copies those outcomes to the host."""
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify import verifier
     from dflash_sglang.verify.acceptance import Acceptor
 
-    acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE)
+    acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
     blocks = [torch.full((1, BLOCK), 1, device=layers.DEVICE) for _ in range(2)]
     lengths, requests = (torch.full((1,), n, device=layers.DEVICE) for n in (10, 3))
-    acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
+    acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
     acceptor.accept(*blocks, lengths, requests)
-    outcome = acceptor.outcome(1, BLOCK)
+    outcome = acceptor.slots.outcome(1, BLOCK)
     kept = [tensor.clone() for tensor in outcome]
 
     forwards: list[Any] = []
@@ -240,6 +243,7 @@ def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch):
 
 @pytest.mark.parametrize("requests", [12, 13])
 def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, requests):
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify import step_result
     from dflash_sglang.verify.acceptance import Acceptor
 
@@ -250,14 +254,14 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
         return copies[-1]
 
     monkeypatch.setattr(step_result, "async_d2h", to_host)
-    acceptor = Acceptor(requests, BLOCK, layers.DEVICE)
+    acceptor = Acceptor(StepSlots(requests, BLOCK, layers.DEVICE))
     tokens = torch.arange(5 * BLOCK, device=layers.DEVICE).view(5, BLOCK)
     target_ids = tokens + 1
     target_ids[range(3), range(3)] = 99
     rows = torch.arange(1, 6, device=layers.DEVICE)
-    acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
+    acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
     acceptor.accept(tokens, target_ids, rows, rows)
-    accepted = acceptor.outcome(3, BLOCK)  # the other two are padding
+    accepted = acceptor.slots.outcome(3, BLOCK)  # the other two are padding
     result = step_result.StepResult(
         next_token_ids=accepted.target_ids.view(-1),
         accept_lens=accepted.commit_lens,
@@ -274,6 +278,7 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
 
 
 def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
     from dflash_sglang.verify.graph_tail import VerifyTail
@@ -287,7 +292,7 @@ def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
         target,
         draft,
         TargetLogits(target),
-        Acceptor(REQUESTS, BLOCK, layers.DEVICE),
+        Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE)),
         SimpleNamespace(write=refuse),
     )
     assert not tail.writes_context
@@ -296,13 +301,14 @@ def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
 
 @pytest.mark.parametrize("profile", [[0.9, 0.5], [0.9, 0.5, 0.2, 0.1]])
 def test_a_profile_gives_the_mean_length_of_its_products_and_needs_a_probability_for_each_proposal(profile):
+    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify.acceptance import Acceptor
 
     if len(profile) < BLOCK - 1:
         with pytest.raises(ValueError, match="expected at least 3 probabilities"):
-            Acceptor(REQUESTS, BLOCK, layers.DEVICE, [profile])
+            Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE), [profile])
         return
-    acceptor = Acceptor(REQUESTS, BLOCK, layers.DEVICE, [profile])
+    acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE), [profile])
     blocks = [torch.zeros((8, BLOCK), dtype=torch.int64, device=layers.DEVICE) for _ in range(2)]
     lengths, requests = (
         torch.zeros(8, dtype=torch.int64, device=layers.DEVICE),
@@ -310,7 +316,7 @@ def test_a_profile_gives_the_mean_length_of_its_products_and_needs_a_probability
     )
     total = 0
     for _ in range(200):
-        acceptor.step.copy_(torch.tensor(acceptor.next_turn()))
+        acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
         acceptor.accept(*blocks, lengths, requests)
-        total += int(acceptor.outcome(8, BLOCK).commit_lens.sum())
+        total += int(acceptor.slots.outcome(8, BLOCK).commit_lens.sum())
     assert total / 1600 == pytest.approx(1 + 0.9 + 0.45 + 0.09, abs=0.06)
