@@ -16,7 +16,6 @@ from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput, SlotReservation
-from dflash_sglang.drafting.parts import RowPacker
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
@@ -47,6 +46,7 @@ from dflash_sglang.sglang_names.scheduler import (
 from dflash_sglang.startup import TargetFacts
 from dflash_sglang.startup.lines import memory_line, startup_line
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
+from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.step_result import StepResult
 from dflash_sglang.verify.tables import Tables, most_rows
@@ -215,7 +215,7 @@ class DFlashWorker(BaseSpecWorker):
         group = width_group(runner.server_args.nnodes)
         parts = startup.in_parts(config, runner, group, self._proposer.confident)
         config = startup.add_widths(config, lanes, block, startup.free_memory(runner), parts)
-        self._packer = RowPacker(runner, block, lanes.captured_requests)
+        self._ragged = RaggedVerify(runner, block, lanes.captured_requests)
         kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
         self._verifier.after_capture(kinds)
         policy = startup.policy_of(config, runner, block, group, lanes)
@@ -327,25 +327,19 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def _step(
-        self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, tokens: int | None = None
+        self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, budget: int | None = None
     ) -> StepResult:
-        """A decode step in blocks of `self.width`, of which the target verifies so many tokens, or all."""
+        """A decode step in blocks of `self.width`; budget: rows that a ragged step verifies of them."""
         block = self._blocks.build(batch, self.width)
         proposals = self._proposer.propose(batch, block)
-        logprobs = self._proposer.logprobs
-        if logprobs is not None:
-            logprobs = self._acceptor.clip_to_limits(logprobs, block.requests)
-        if tokens is not None:
-            assert logprobs is not None, "width.startup.in_parts"
-            block = self._packer.pack(batch, block, proposals.tokens, logprobs, tokens)
-        verified = self._verifier.verify(batch, block, proposals, grammar_barrier)
+        proposals = self._acceptor.clip_to_limits(proposals, block.requests)
+        ragged = None if budget is None else self._ragged.choose(batch, block, proposals, budget)
+        verified = self._verifier.verify(batch, block, proposals, ragged, grammar_barrier)
         accepted = verified.accepted
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
-        # Context KV of every verified row, accepted or not: the next block starts at the first row that was
-        # not committed and overwrites the rest before anything reads it.
-        if verified.features is not None:
-            self._context_kv.write_planned(verified.features, block.rows.positions, block.loc_plan)
+        if verified.unwritten is not None:
+            self._context_kv.write_planned(*verified.unwritten)
         return StepResult(
             logits_output=verified.forward.logits_output,
             next_token_ids=accepted.target_ids.view(-1),
@@ -358,8 +352,8 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=verified.forward.indexer_topk_output,
             packed=accepted.packed,
             # The next step writes to the same buffers while these are copied.
-            logprobs=None if logprobs is None else logprobs.clone(),
-            verified_lens=None if block.part is None else block.part.ragged.lens.clone(),
+            logprobs=None if proposals.logprobs is None else proposals.logprobs.clone(),
+            verified_lens=None if ragged is None else ragged.requests.lens.clone(),
         )
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
 from dflash_sglang.patches.graph_inputs import GraphInputs
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
 
 
 def longest_prefix(runner: ModelRunner) -> int:
@@ -38,14 +35,6 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class VerifiedPart:
-    """Of a batch's blocks, for attention and for the accept."""
-
-    layout: RaggedVerifyLayout
-    ragged: Ragged
-
-
-@dataclass
 class Block:
     """The blocks of one step, one per request."""
 
@@ -57,8 +46,7 @@ class Block:
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     prefix_bounds_sum: int  # of these, without the blocks: attention backends add them
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
-    rows: Rows  # that are verified
-    part: VerifiedPart | None = None  # where they are not all
+    rows: Rows  # of ids, positions and slots
     exact: bool = False  # whether the bounds are the lengths
 
     @property

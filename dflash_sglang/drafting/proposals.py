@@ -14,12 +14,17 @@ class Proposals(NamedTuple):
     tokens: Tensor  # [bs, block] last committed token + proposals
     candidates: Tensor  # [bs, block - 1, K] the ids that each proposal was drawn from
     probs: Tensor  # [bs, block - 1, K] float32, their probabilities
+    # [bs, block - 1] float32: how likely each proposal is, given those before it. None where nobody asked, or the
+    # draft cannot tell.
+    logprobs: Tensor | None = None
 
     @classmethod
-    def certain(cls, tokens: Tensor, ones: Tensor | None = None) -> Proposals:
+    def certain(cls, tokens: Tensor, ones: Tensor | None = None, logprobs: Tensor | None = None) -> Proposals:
         """Of a draft that always proposes `tokens[:, 1:]`. `ones` [bs, block - 1, 1] spares a launch per step."""
         candidates = tokens[:, 1:, None]
-        return cls(tokens, candidates, torch.ones_like(candidates, dtype=torch.float32) if ones is None else ones)
+        if ones is None:
+            ones = torch.ones_like(candidates, dtype=torch.float32)
+        return cls(tokens, candidates, ones, logprobs)
 
     @classmethod
     def drawn(

@@ -49,8 +49,8 @@ class Proposer:
         window: DraftWindow | None = None,
         confident: bool = False,
     ):
-        """block_size: of the widest blocks; confident: whether `logprobs` are asked for, which not every draft
-        gives."""
+        """block_size: of the widest blocks; confident: whether proposals should have logprobs, which not every
+        draft gives."""
         self._runner = runner
         self._model = model
         self._layout = parallel_layout
@@ -61,7 +61,6 @@ class Proposer:
         self._drawn = drawn
         self._source: HeadProposals | SelectorProposals
         shape = (max_requests, block_size - 1)
-        self.logprobs: torch.Tensor | None = None  # [bs, block - 1] float32 of the latest proposals, if not drawn
         self.confident = confident and model.candidate_selector is None and model.head.all_rows is None
         if model.candidate_selector is None:
             self._source = HeadProposals(model.head, *shape, drawn, runner.device, self.confident)
@@ -78,7 +77,6 @@ class Proposer:
         """One draft forward. Drawn proposals are for sampled requests without seeds: a seed's output must not
         depend on what was proposed."""
         bs, width = block.ids.shape
-        self.logprobs = None
         if width == 1:
             return Proposals.certain(block.ids)
         if width != self._width:
@@ -96,15 +94,14 @@ class Proposer:
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
             if self._source.ranks_may_part:
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-            self.logprobs = self._source.logprobs(bs, width - 1)
-            return self._certain(tokens)
+            return self._certain(tokens, self._source.logprobs(bs, width - 1))
         proposals = self._source.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
 
-    def _certain(self, tokens: torch.Tensor) -> Proposals:
+    def _certain(self, tokens: torch.Tensor, logprobs: torch.Tensor | None = None) -> Proposals:
         bs, proposals = tokens.shape[0], tokens.shape[1] - 1
-        return Proposals.certain(tokens, self._ones[: bs * proposals].view(bs, proposals, 1))
+        return Proposals.certain(tokens, self._ones[: bs * proposals].view(bs, proposals, 1), logprobs)
 
     def examples(self, width: int) -> list[Proposals]:
         """One request's proposals of each kind that sampled steps of a width get, for what compiles before."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.accept import Ragged, Verification, accept
 from dflash_sglang.settings.plugin_config import Profile
@@ -64,13 +65,16 @@ class Acceptor:
             )
             self._max_commit[rows] = values.int()
 
-    def clip_to_limits(self, logprobs: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
-        """logprobs [bs, steps] of the proposals of requests [bs], rows of req_to_token -> the same, with no chance
+    def clip_to_limits(self, proposals: Proposals, requests: torch.Tensor) -> Proposals:
+        """Proposals of requests [bs], rows of req_to_token, with logprobs as the accept will have it: no chance
         beyond what a request's step may commit. Where acceptance is forced, its probabilities."""
+        logprobs = proposals.logprobs
+        if logprobs is None:
+            return proposals
         steps = logprobs.shape[1]
         if self._forced_logprobs is not None:
             logprobs = self._forced_logprobs[requests % len(self._forced_logprobs), :steps]
         if self._max_commit_on_host.min() < self.block_size:
             lane = torch.arange(steps, device=logprobs.device)
             logprobs = logprobs.masked_fill(lane >= self._max_commit[requests][:, None] - 1, float("-inf"))
-        return logprobs
+        return proposals._replace(logprobs=logprobs)

@@ -41,7 +41,7 @@ class RejectionSampler:
         out = torch.empty_like(proposals.tokens)
         for filtered, renormalised in ((False, False), (True, False), (True, True)):
             filters = Filters(ones, top_k, ones / 2, ones / 4, filtered, filtered, filtered, renormalised)
-            target_tokens_triton(SampledRows(logits, *proposals), filters, self._work, out)
+            target_tokens_triton(_sampled(logits, proposals), filters, self._work, out)
 
     def forget_steps(self) -> None:
         """The kernels count steps for their random numbers: from none on again."""
@@ -68,16 +68,20 @@ class RejectionSampler:
             out = torch.empty((bs, block_size), dtype=torch.int64, device=logits.device)
         filters = Filters.of(info, kernels)
         if bs <= AT_ONCE:
-            target_tokens_triton(SampledRows(logits, *proposals), filters, self._work, out)
+            target_tokens_triton(_sampled(logits, proposals), filters, self._work, out)
             return out
         for start in range(0, bs, AT_ONCE):
             part = slice(start, start + AT_ONCE)
             rows = SampledRows(
                 logits[start * block_size : part.stop * block_size],
-                *(tensor[part] for tensor in proposals),
+                *(tensor[part] for tensor in _sampled(logits, proposals)[1:]),
             )
             target_tokens_triton(rows, filters.part(part), self._work, out[part])
         return out
+
+
+def _sampled(logits: Tensor, proposals: Proposals) -> SampledRows:
+    return SampledRows(logits, proposals.tokens, proposals.candidates, proposals.probs)
 
 
 def rejection_sample(logits: Tensor, info: SamplingBatchInfo, proposals: Proposals, kernels: bool) -> Tensor:

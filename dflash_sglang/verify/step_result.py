@@ -19,8 +19,8 @@ class StepResult(GenerationBatchResult):
         next_token_ids: torch.Tensor
 
     packed: torch.Tensor | None = None  # [n] int64, see `Accepted`
-    logprobs: torch.Tensor | None = None  # [bs, steps] float32 of the proposals, where the width policy asks
-    verified_lens: torch.Tensor | None = None  # [bs] int32, None: whole blocks
+    logprobs: torch.Tensor | None = None  # [bs, steps] float32, see `Proposals`
+    verified_lens: torch.Tensor | None = None  # [bs] int32 of a ragged step
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         assert self.packed is not None

@@ -40,16 +40,26 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
-    from dflash_sglang.drafting.block import Block, VerifiedPart
+    from dflash_sglang.drafting.block import Block
     from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.verify.ragged import RaggedRows
+
+
+class Unwritten(NamedTuple):
+    """Verified rows whose context KV is still to be written, for `ContextWriter.write_planned`."""
+
+    features: torch.Tensor  # [rows, n_layers * hidden]
+    positions: torch.Tensor  # [rows]
+    loc_plan: KVLocPlan
 
 
 class Verified(NamedTuple):
     """The outcome of one verify forward."""
 
     accepted: Accepted
-    features: torch.Tensor | None  # [rows, n_layers * hidden], None where their context KV is written
+    unwritten: Unwritten | None  # None where the graph has written the context KV
     forward: Any  # the target's GenerationBatchResult
 
 
@@ -114,11 +124,13 @@ class Verifier:
         batch: ScheduleBatch,
         block: Block,
         proposals: Proposals,
+        ragged: RaggedRows | None,
         grammar_barrier: Callable[[], None] | None,
     ) -> Verified:
-        """Run the target over the proposals and accept. Changes `batch`, which the scheduler restores."""
-        if block.part is not None:
-            return self._verify_part(batch, block, block.part)
+        """Run the target over the proposals, or over the ragged rows of them, and accept. Changes `batch`, which
+        the scheduler restores."""
+        if ragged is not None:
+            return self._verify_ragged(batch, block, ragged)
         tokens = proposals.tokens
         sampling_info = batch.sampling_info
         # The host copy of the proposals starts before the target forward and is read after its launch.
@@ -156,10 +168,7 @@ class Verifier:
         )
         if batch.return_logprob:
             compute_spec_logprobs(batch, logits_output, accepted.target_ids.view(-1), chain_stride=block.size)
-        features = logits_output.hidden_states
-        logits_output.hidden_states = None  # else overlap scheduling copies it to the host
-        written = forward.can_run_cuda_graph and self._tail.writes_context
-        return Verified(accepted, None if written else features[: tokens.numel()], forward)
+        return self._verified(accepted, forward, block)
 
     def needs_whole_blocks(self, batch: ScheduleBatch) -> bool:
         """Whether requests of this decode batch have their logits adjusted, sampled from or reported, row by row
@@ -174,22 +183,24 @@ class Verifier:
             or self._changes_logits(info)
         )
 
-    def _verify_part(self, batch: ScheduleBatch, block: Block, part: VerifiedPart) -> Verified:
-        """The rows of a batch that needs no whole blocks."""
-        forward = self._forward(batch, block, block.rows.ids)
-        output = forward.logits_output
+    def _verify_ragged(self, batch: ScheduleBatch, block: Block, ragged: RaggedRows) -> Verified:
+        """Greedily, the rows of a batch that needs no whole blocks."""
+        ids = ragged.rows.ids
+        forward = self._forward(batch, block, ids, ragged)
         if not forward.can_run_cuda_graph:  # else the graph has accepted
-            self._acceptor.accept(
-                block.rows.ids,
-                self._logits.best(output.next_token_logits),
-                block.prefix_lens,
-                batch.req_pool_indices,
-                part.ragged,
-            )
-        features, output.hidden_states = output.hidden_states, None
-        written = forward.can_run_cuda_graph and self._tail.writes_context
+            target_ids = self._logits.best(forward.logits_output.next_token_logits)
+            self._acceptor.accept(ids, target_ids, block.prefix_lens, batch.req_pool_indices, ragged.requests)
         accepted = self._acceptor.slots.outcome(block.batch_size, self._block_size)
-        return Verified(accepted, None if written else features[: len(block.rows.ids)], forward)
+        return self._verified(accepted, forward, ragged)
+
+    def _verified(self, accepted: Accepted, forward: Any, of: Block | RaggedRows) -> Verified:
+        output = forward.logits_output
+        # None, or overlap scheduling copies them to the host.
+        features, output.hidden_states = output.hidden_states, None
+        if forward.can_run_cuda_graph and self._tail.writes_context:
+            return Verified(accepted, None, forward)
+        positions = of.rows.positions
+        return Verified(accepted, Unwritten(features[: len(positions)], positions, of.loc_plan), forward)
 
     def _changes_logits(self, info: SamplingBatchInfo) -> bool:
         return self._sanitizes or info.logit_bias is not None or info.has_custom_logit_processor
@@ -256,17 +267,20 @@ class Verifier:
         """Take part in the collectives of a verify that other data-parallel ranks run, in blocks of `width`."""
         self._acceptor.slots.pass_over()
         nothing = torch.empty(0, dtype=torch.int64, device=self._runner.device)
-        verify_input = self._verify_input(nothing, nothing, width)
+        verify_input = self._verify_input(nothing, None, width)
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=True)
         self._worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
-    def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor) -> Any:
+    def _forward(
+        self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, ragged: RaggedRows | None = None
+    ) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
-        width = block.size if block.part is None else self._block_size  # parts' backends are of the widest blocks
-        verify_input = self._verify_input(tokens.view(-1), block.rows.positions, width, block.loc_plan)
-        if block.part is not None:
-            verify_input.ragged_verify_layout = block.part.layout
-        batch.out_cache_loc = block.rows.slots
+        if ragged is None:
+            rows, verify_input = block.rows, self._verify_input(tokens.view(-1), block, block.size)
+        else:  # with attention backends of the widest blocks
+            rows, verify_input = ragged.rows, self._verify_input(tokens, ragged, self._block_size)
+            verify_input.ragged_verify_layout = ragged.layout
+        batch.out_cache_loc = rows.slots
         batch.req_pool_indices = block.requests
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
@@ -279,15 +293,13 @@ class Verifier:
             skip_attn_backend_init=None if attn_dp else True,
         )
 
-    def _verify_input(
-        self, ids: torch.Tensor, positions: torch.Tensor, width: int, plan: Any = None
-    ) -> DFlashVerifyInput:
+    def _verify_input(self, ids: torch.Tensor, of: Block | RaggedRows | None, width: int) -> DFlashVerifyInput:
         return DFlashVerifyInput(
             draft_token=ids,
-            positions=positions,
+            positions=ids if of is None else of.rows.positions,
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
-            kv_loc_plan=plan,
+            kv_loc_plan=None if of is None else of.loc_plan,
         )
 
 

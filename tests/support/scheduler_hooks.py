@@ -197,10 +197,10 @@ def _features(worker: Any) -> None:
         note(features, positions)
         write(self, features, positions, loc_plan)
 
-    def then_note(self: Any, batch: Any, block: Any, tokens: torch.Tensor) -> Any:
-        result = forward(self, batch, block, tokens)
+    def then_note(self: Any, batch: Any, block: Any, tokens: torch.Tensor, ragged: Any = None) -> Any:
+        result = forward(self, batch, block, tokens, ragged)
         if result.can_run_cuda_graph and self._tail.writes_context:
-            note(result.logits_output.hidden_states[: tokens.numel()], block.rows.positions)
+            note(result.logits_output.hidden_states[: tokens.numel()], (ragged or block).rows.positions)
         return result
 
     ContextKV.write_planned, Verifier._forward = noting, then_note

@@ -31,7 +31,8 @@ def block_of(bs: int) -> Any:
 
 
 def packed(captured: int | None) -> Any:
-    from dflash_sglang.drafting.parts import RowPacker
+    from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.verify.ragged import RaggedVerify
 
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(6, 10, dtype=torch.int32)),
@@ -43,46 +44,46 @@ def packed(captured: int | None) -> Any:
         asked.append((tokens, requests))
         return captured
 
-    packer = RowPacker(runner, BLOCK, captured_requests)
+    ragged = RaggedVerify(runner, BLOCK, captured_requests)
     batch = SimpleNamespace(req_pool_indices=torch.tensor([3, 1, 2]))
-    proposals = torch.arange(3 * WIDTH).view(3, WIDTH) + 1000
-    for buffer in packer._buffers:
+    tokens = torch.arange(3 * WIDTH).view(3, WIDTH) + 1000
+    for buffer in ragged._buffers:
         buffer.fill_(-7)
-    whole = block_of(3)
     logprobs = torch.tensor([[-0.1, -9.0, -9.0], [-8.0, -0.1, 0.0], [-0.1, -0.1, -0.1]])
-    block = packer.pack(batch, whole, proposals, logprobs, sum(LENS))
+    chosen = ragged.choose(batch, block_of(3), Proposals.certain(tokens, logprobs=logprobs), sum(LENS))
     assert asked == [(7, 3)]
-    assert block.size == WIDTH and block.ids is whole.ids and whole.part is None
-    return block
+    with pytest.raises(ValueError, match="expected proposals with logprobs"):
+        ragged.choose(batch, block_of(3), Proposals.certain(tokens), sum(LENS))
+    return chosen
 
 
 ROWS = [0, 1, 4, 8, 9, 10, 11]
 
 
 def test_without_a_graph_a_step_has_the_rows_that_are_verified_and_no_other() -> None:
-    block = packed(captured=None)
-    assert block.rows.ids.tolist() == [1000 + row for row in ROWS]
-    assert block.rows.positions.tolist() == [200 + row for row in ROWS]
-    assert block.rows.slots.tolist() == [300 + row for row in ROWS]
-    layout, ragged = block.part.layout, block.part.ragged
+    chosen = packed(captured=None)
+    assert chosen.rows.ids.tolist() == [1000 + row for row in ROWS]
+    assert chosen.rows.positions.tolist() == [200 + row for row in ROWS]
+    assert chosen.rows.slots.tolist() == [300 + row for row in ROWS]
+    layout, ragged = chosen.layout, chosen.requests
     assert layout.verify_lens.tolist() == list(LENS) == layout.verify_lens_cpu
     assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7] and layout.extend_start_loc.tolist() == [0, 2, 3]
     assert layout.graph_num_tokens == layout.total_verify_tokens == 7
     assert ragged.starts.tolist()[:3] == [0, 2, 3] and ragged.lens.tolist() == list(LENS)
     assert ragged.block == BLOCK
-    assert block.loc_plan["write_virtual"].tolist() == block.rows.slots.tolist()
-    assert block.loc_plan["read_extent"] == WIDTH and block.loc_plan["seq_lens_cpu"] == "lengths"
+    assert chosen.loc_plan["write_virtual"].tolist() == chosen.rows.slots.tolist()
+    assert chosen.loc_plan["read_extent"] == WIDTH and chosen.loc_plan["seq_lens_cpu"] == "lengths"
 
 
 def test_requests_that_a_graph_has_more_have_no_rows() -> None:
-    block = packed(captured=5)
-    for rows, offset in zip(block.rows, (1000, 200, 300), strict=True):
+    chosen = packed(captured=5)
+    for rows, offset in zip(chosen.rows, (1000, 200, 300), strict=True):
         assert rows.tolist() == [offset + row for row in ROWS]
-    layout = block.part.layout
+    layout = chosen.layout
     assert layout.verify_lens.tolist() == [*LENS, 0, 0] and layout.bs == 5
     assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7, 7, 7]
     assert layout.graph_num_tokens == 7 and layout.cap == BLOCK
-    assert block.part.ragged.lens.tolist() == list(LENS)
+    assert chosen.requests.lens.tolist() == list(LENS)
 
 
 @pytest.mark.parametrize(
@@ -128,18 +129,20 @@ def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:
 
 
 def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requests_limit() -> None:
+    from dflash_sglang.drafting.proposals import Proposals
     from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify.acceptance import Acceptor
 
     profiles = [[0.9, 0.8, 0.5], [0.25, 0.25, 0.25]]
-    acceptor, said = Acceptor(StepSlots(6, 4, "cpu"), profiles), torch.full((3, 2), -7.0)
+    acceptor = Acceptor(StepSlots(6, 4, "cpu"), profiles)
+    said = Proposals.certain(torch.zeros((3, 3)), logprobs=torch.full((3, 2), -7.0))
     requests = torch.tensor([2, 3, 4])
-    chances = acceptor.clip_to_limits(said, requests).exp()
+    chances = acceptor.clip_to_limits(said, requests).logprobs.exp()
     torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.25, 0.25], [0.9, 0.8]]), atol=1e-4, rtol=0)
     acceptor.set_max_commit(np.array([4, 3]), np.array([2, 1]))
-    chances = acceptor.clip_to_limits(said, requests).exp()
+    chances = acceptor.clip_to_limits(said, requests).logprobs.exp()
     torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]]), atol=1e-4, rtol=0)
-    assert Acceptor(StepSlots(6, 4, "cpu")).clip_to_limits(said, requests) is said
+    assert Acceptor(StepSlots(6, 4, "cpu")).clip_to_limits(said, requests).logprobs is said.logprobs
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -1,0 +1,87 @@
+"""Ragged steps: requests verify different numbers of rows, as many as their proposals are likely to need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dflash_sglang.drafting.block import Block, Rows
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.block import pack_rows as packing
+from dflash_sglang.kernels.block.accept import Ragged
+from dflash_sglang.kernels.block.share_rows import share_rows
+from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class RaggedRows(NamedTuple):
+    """What a ragged step verifies: the first rows of each request, one request after the other."""
+
+    rows: Rows
+    loc_plan: KVLocPlan  # the rows' slots in every pool's own ids
+    layout: RaggedVerifyLayout  # for attention
+    requests: Ragged  # for the accept
+
+
+class RaggedVerify:
+    """Chooses and packs the rows of ragged steps, in buffers that keep their place."""
+
+    def __init__(
+        self, target_runner: ModelRunner, block_size: int, captured_requests: Callable[[int, int], int | None]
+    ) -> None:
+        """block_size: of the widest blocks. captured_requests: requests that the graph for so many tokens is
+        captured with, by tokens and batch size; None where no graph fits them."""
+        self._runner, self._block_size, self._captured_requests = target_runner, block_size, captured_requests
+        table = target_runner.req_to_token_pool.req_to_token
+        rows, requests = table.shape[0] * block_size, table.shape[0] + 1
+        self._lens, self._starts = (
+            torch.zeros(requests, dtype=torch.int32, device=table.device) for _ in range(2)
+        )
+        self._buffers = Rows(*(torch.empty(rows, dtype=torch.int64, device=table.device) for _ in range(3)))
+
+    def choose(self, batch: ScheduleBatch, block: Block, proposals: Proposals, budget: int) -> RaggedRows:
+        """The `budget` rows of a step: each request's first, and those of the likeliest proposals.
+
+        Raises ValueError for proposals without logprobs.
+        """
+        if proposals.logprobs is None:
+            raise ValueError(
+                "a ragged step: expected proposals with logprobs, found none. Set width.per_request to false for "
+                "this draft."
+            )
+        bs, captured = block.batch_size, self._captured_requests(budget, block.batch_size)
+        padded = bs if captured is None else captured
+        lens, starts = self._lens[:padded], self._starts[: padded + 1]
+        share_rows(proposals.logprobs, budget, lens, starts)
+        rows = Rows(*(buffer[:budget] for buffer in self._buffers))
+        packing.pack_rows(
+            packing.Rows(proposals.tokens, block.positions, block.slots),
+            starts[:bs],
+            lens[:bs],
+            packing.Rows(*rows),
+        )
+        layout = RaggedVerifyLayout(
+            verify_lens=lens,
+            graph_num_tokens=budget,
+            extend_start_loc=starts[:-1],
+            qo_indptr_device=starts,
+            # A padded layout is staged as it is: SGLang then asks for a cap, and for no copy on the host.
+            verify_lens_cpu=lens.tolist() if captured is None else None,
+            total_verify_tokens=budget,
+            cap=None if captured is None else self._block_size,
+        )
+        loc_plan = self._runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=block.prefix_lens,
+            seq_lens_cpu=block.loc_plan.seq_lens_cpu,
+            write_virtual=rows.slots,
+            read_extent=block.size,
+        )
+        return RaggedRows(rows, loc_plan, layout, Ragged(starts, lens[:bs], self._block_size))
