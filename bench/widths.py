@@ -80,7 +80,7 @@ def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
     asked_for = {"highest_min_width": BLOCK}  # by the requests of `forced`
     found = [ours(OURS, width=asked_for)]
     if arguments.per_request:
-        found = [ours(OURS, width={"per_request": True}), ours(ONE_WIDTH, width=asked_for)]
+        found = [ours(OURS, width={"ragged": True}), ours(ONE_WIDTH, width=asked_for)]
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
     if BUILT_IN in arguments.kinds:

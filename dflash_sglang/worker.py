@@ -54,9 +54,9 @@ from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.warmup import first_requests
 from dflash_sglang.warmup.dummy_batches import Rehearsal
 from dflash_sglang.width import startup
-from dflash_sglang.width.controller import AdaptiveWidth
+from dflash_sglang.width.controller import WidthController
 from dflash_sglang.width.ranks import width_group
-from dflash_sglang.width.runtime_states import Widths
+from dflash_sglang.width.runtime_states import RuntimeStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,7 +173,7 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             self.draft_parallel_layout,
             drawn=self.draws_proposals,
-            confident=self._config.width.per_request,
+            confident=self._config.width.ragged,
             window=DraftWindow.imposed(
                 token_to_kv_pool_allocator.page_size,
                 req_to_token_pool.req_to_token,
@@ -211,10 +211,10 @@ class DFlashWorker(BaseSpecWorker):
         """Graphs of the widths that steps are to choose from, and what compiles or is measured at each of them."""
         runner, block = self.target_worker.model_runner, self.block_size
         config = startup.servable(self._config.width, runner, block)
-        lanes = Widths(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
+        lanes = RuntimeStates(runner, self._draft_runner, self._draft_model, block, self._draft_scope)
         group = width_group(runner.server_args.nnodes)
-        parts = startup.in_parts(config, runner, group, self._proposer.confident)
-        config = startup.add_widths(config, lanes, block, startup.free_memory(runner), parts)
+        ragged = startup.can_be_ragged(config, runner, group, self._proposer.confident)
+        config = startup.add_widths(config, lanes, block, startup.free_memory(runner), ragged)
         self._ragged = RaggedVerify(runner, block, lanes.captured_requests)
         kinds = [kind for width in config.states(block) for kind in self._proposer.examples(width)]
         self._verifier.after_capture(kinds)
@@ -225,7 +225,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         if config.fixed is None:
             startup.measure(policy, runner, self._rehearsal, group)
-        self._widths = AdaptiveWidth(
+        self._widths = WidthController(
             policy,
             lanes,
             self._acceptor.set_max_commit,
@@ -237,7 +237,7 @@ class DFlashWorker(BaseSpecWorker):
     def _rehearsed_step(self, batch: ScheduleBatch, width: int, tokens: int | None) -> None:
         self._slots.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
         self.width = width
-        self._lanes.use(width, in_parts=tokens is not None)
+        self._lanes.use(width, ragged=tokens is not None)
         self._step(batch, None, None, tokens)
 
     def _rehearsed_prefill(self, batch: ScheduleBatch) -> None:
@@ -320,9 +320,9 @@ class DFlashWorker(BaseSpecWorker):
         return self._decode(batch, on_publish, grammar_barrier)
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
-        decision = self._widths.next(batch, uniform=self._verifier.needs_whole_blocks(batch))
+        decision = self._widths.next(batch, needs_full_blocks=self._verifier.needs_whole_blocks(batch))
         self.width = decision.width
-        result = self._step(batch, on_publish, grammar_barrier, decision.tokens)
+        result = self._step(batch, on_publish, grammar_barrier, decision.verify_budget)
         self._widths.returned(result)
         return result
 

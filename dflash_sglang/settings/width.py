@@ -12,6 +12,8 @@ PLAIN = 1  # the width of plain decoding: nothing is drafted
 DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
 BLOCK: Literal["block"] = "block"  # the width of the block that is served
 
+RENAMED = {"per_request": "ragged"}
+
 
 class WidthConfigError(ValueError):
     """A setting of the width policy is unknown, of the wrong type or out of range."""
@@ -26,8 +28,7 @@ class WidthConfig:
 
     ``fixed``: always this width, "block" for that of the served block; nothing is measured, estimated or probed.
 
-    ``per_request``: a step's verified tokens are shared out among its requests, up to the width at which all are
-    drafted, where the attention backend can do that.
+    ``ragged``: a step verifies another number of tokens of each request, up to the width that is drafted.
 
     ``margin``: a width is left for another only if that one promises this much more throughput.
 
@@ -51,7 +52,7 @@ class WidthConfig:
 
     widths: tuple[int, ...] | None = None
     fixed: int | Literal["block"] | None = None
-    per_request: bool = False
+    ragged: bool = False
     margin: float = 0.02
     probe_budget: float = 0.01
     prior_acceptance: float = 0.8
@@ -74,10 +75,10 @@ class WidthConfig:
         if self.fixed not in (None, BLOCK):
             expected = f"a whole number from 1 to the draft's block, or {BLOCK!r} for that"
             _check("fixed", self.fixed, int, 1, None, expected)
-        if not isinstance(self.per_request, bool):
-            raise _error("per_request", self.per_request, "true or false")
-        if self.per_request and self.fixed is not None:
-            raise WidthConfigError(f"width: fixed={self.fixed!r} and per_request=true: give one of them.")
+        if not isinstance(self.ragged, bool):
+            raise _error("ragged", self.ragged, "true or false")
+        if self.ragged and self.fixed is not None:
+            raise WidthConfigError(f"width: fixed={self.fixed!r} and ragged=true: give one of them.")
         _check("margin", self.margin, float, 0.0, 0.5, "a share from 0 to 0.5")
         _check("probe_budget", self.probe_budget, float, 0.0, 0.1, "a share of the time from 0 to 0.1")
         _check("prior_acceptance", self.prior_acceptance, float, 0.01, 0.99, "a probability from 0.01 to 0.99")
@@ -91,6 +92,8 @@ class WidthConfig:
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:
         """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
+        for key in RENAMED.keys() & (values if isinstance(values, dict) else {}):
+            raise WidthConfigError(f"width: {key}: renamed to {RENAMED[key]}. Rename it.")
         return cls(**known_settings(values, cls, "width", WidthConfigError))
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.verify.step_result import StepResult
     from dflash_sglang.width import Decision, WidthPolicy
-    from dflash_sglang.width.runtime_states import Widths
+    from dflash_sglang.width.runtime_states import RuntimeStates
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Step:
         return self.result is not None and self.result.num_correct_drafts_per_req_cpu is accepted
 
 
-class AdaptiveWidth:
+class WidthController:
     """Asks the policy before each decode step and tells it of the results, which overlap scheduling has later.
 
     A step takes as long as it is from the end of the step before to its own. Unknown is the time of a step that
@@ -52,7 +52,7 @@ class AdaptiveWidth:
     def __init__(
         self,
         policy: WidthPolicy,
-        widths: Widths,
+        widths: RuntimeStates,
         limit: Callable[[np.ndarray, np.ndarray], None],
         clock: StepClock,
         speaks: bool = True,
@@ -67,7 +67,7 @@ class AdaptiveWidth:
 
     @property
     def choices(self) -> Sequence[int]:
-        """Widths that steps may have, ascending."""
+        """RuntimeStates that steps may have, ascending."""
         return self._policy.widths
 
     def prefill(self, batch: ScheduleBatch) -> None:
@@ -80,18 +80,19 @@ class AdaptiveWidth:
             self._policy.admit(slots, most.tolist(), least.tolist())
             self._limit(slots, most)
 
-    def next(self, batch: ScheduleBatch, uniform: bool = False) -> Decision:
-        """The width of a decode step of this batch, or of other ranks' where it is empty; `uniform`: of each of
-        its requests."""
+    def next(self, batch: ScheduleBatch, needs_full_blocks: bool = False) -> Decision:
+        """The width of a decode step of this batch, or of other ranks' where it is empty.
+
+        needs_full_blocks: the step verifies the width of each request."""
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
-        decision = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0, uniform)
+        decision = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0, needs_full_blocks)
         if len(self._steps) >= MOST_IN_FLIGHT:  # the policy has lost it, too
             self._last_end = self._steps.popleft().end
         self._steps.append(_Step(requests, self._after_step))
         self._after_step = requests > 0
         self._pass_over_empty_steps()
-        self._widths.use(decision.width, in_parts=decision.tokens is not None)
+        self._widths.use(decision.width, ragged=decision.verify_budget is not None)
         if self._log is not None and not decision.probe:
             self._log.note(self._policy, decision.width, requests)
         return decision

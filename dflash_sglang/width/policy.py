@@ -27,14 +27,14 @@ MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap schedulin
 class Decision:
     """Width of one step. `probe`: tried for this step alone; `reason` as in `choice.Choice`.
 
-    `tokens`: how many are verified of all requests together, one of the totals; None: `width` of each.
+    `verify_budget`: tokens that are verified of all requests together, one of the budgets; None: `width` of each.
     """
 
     step: int
     width: int
     probe: bool
     reason: str
-    tokens: int | None = None
+    verify_budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class WidthPolicy:
         max_requests: int,
         group: Group | None = None,
         slots: int | None = None,
-        totals: Sequence[int] | None = None,
+        budgets: Sequence[int] | None = None,
     ):
         """`block`: verify width of the served block; `buckets`: captured batch sizes, the largest at least
         `max_requests`, which run at once on this rank; requests are named by slots in [0, `slots`), by default
         [0, `max_requests`].
 
-        `totals`, ascending: how many tokens a step may verify together. With them each request has as many as
+        `budgets`, ascending: how many tokens a step may verify together. With them each request has as many as
         the draft's probabilities say, up to the width, at which all are drafted; without, the width of each."""
         if buckets[-1] < max_requests:
             raise StepTimesError(
@@ -116,9 +116,9 @@ class WidthPolicy:
         self._interruptions = Interruptions()
         self._group = group or Group()
         self.ragged: RaggedSteps | None = None
-        if totals is not None:
+        if budgets is not None:
             self.ragged = RaggedSteps(
-                self.step_times, self.acceptance, totals, max_requests, self._group, config.prior_acceptance
+                self.step_times, self.acceptance, budgets, max_requests, self._group, config.prior_acceptance
             )
         self._step = 0
         self._in_flight: deque[_InFlight] = deque()
@@ -143,9 +143,9 @@ class WidthPolicy:
         """The next decode step comes after a prefill, of this rank's requests or of another's."""
         self._interruptions.prefill()
 
-    def choose(self, slots: np.ndarray, context_tokens: int, uniform: bool = False) -> Decision:
+    def choose(self, slots: np.ndarray, context_tokens: int, needs_full_blocks: bool = False) -> Decision:
         """The width of the next step for the requests in `slots` [n] (none: another rank has requests), whose
-        contexts have `context_tokens` together; `uniform`: it has to be that of every request. With
+        contexts have `context_tokens` together; `needs_full_blocks`: it has to be that of every request. With
         `MOST_IN_FLIGHT` steps in flight the oldest one is lost (`lose`)."""
         if len(self._in_flight) >= MOST_IN_FLIGHT:
             self.lose(f"{MOST_IN_FLIGHT} steps were chosen and none verified")
@@ -163,7 +163,7 @@ class WidthPolicy:
                 offers = Offers(load.steps_needed, seconds, load.steps_needed[-1])
             else:
                 offers = self.ragged.offers(
-                    slots, bucket, seconds, uniform or load.floor > PLAIN, self._interruption_seconds
+                    slots, bucket, seconds, needs_full_blocks or load.floor > PLAIN, self._interruption_seconds
                 )
             choice = self._choose(load, bucket, seconds[-1], offers)
             expected_seconds = offers.seconds[choice.width]

@@ -48,30 +48,30 @@ class RaggedSteps:
         self,
         step_times: StepTimes,
         acceptance: Acceptance,
-        totals: Sequence[int],
+        budgets: Sequence[int],
         max_requests: int,
         group: Group,
         prior_acceptance: float,
     ):
-        """totals, ascending: how many tokens a step may verify together; prior_acceptance: of a proposal, before
+        """budgets, ascending: how many tokens a step may verify together; prior_acceptance: of a proposal, before
         anything is known. Raises ValueError if they do not reach `max_requests` whole blocks, or if the ranks of
         the group hold requests of their own."""
         if group.gather_loads is not None:
             raise ValueError(
-                "totals: expected none where ranks hold requests of their own: every rank verifies the same "
+                "budgets: expected none where ranks hold requests of their own: every rank verifies the same "
                 "number of tokens. Leave them out."
             )
         most = max_requests * acceptance.block
-        if not totals or list(totals) != sorted(set(totals)) or totals[-1] < most:
+        if not budgets or list(budgets) != sorted(set(budgets)) or budgets[-1] < most:
             raise ValueError(
-                f"totals={list(totals)}: expected ascending numbers of tokens, the last at least {most}, "
+                f"budgets={list(budgets)}: expected ascending numbers of tokens, the last at least {most}, "
                 f"max_requests={max_requests} whole blocks. Add what is missing."
             )
         self.times = RaggedTimes(step_times)
         self.confidence = Confidence(acceptance.widths, prior_acceptance)
         self._acceptance = acceptance
         self._widths = acceptance.widths
-        self._totals = list(totals)
+        self._budgets = list(budgets)
         self._group = group
         self._held = 0, 1.0
         self._of_requests: dict[int, tuple[list[int], list[np.ndarray]]] = {}
@@ -88,38 +88,38 @@ class RaggedSteps:
         slots: np.ndarray,
         bucket: int,
         seconds: list[float],
-        uniform: bool,
+        needs_full_blocks: bool,
         interruptions: Callable[[np.ndarray], np.ndarray],
     ) -> Offers:
-        """For these requests [n]. seconds [widths]: of steps that verify the width of every request, and `uniform`
-        that no others can be had; `interruptions`: seconds [...] that are to be added to those of steps that
-        commit so many tokens [...], to compare them. They are not in what is offered."""
+        """For these requests [n]. seconds [widths]: of steps that verify the width of every request, and
+        `needs_full_blocks` that no others can be had; `interruptions`: seconds [...] that are to be added to those
+        of steps that commit so many tokens [...], to compare them. They are not in what is offered."""
         n, levels = len(slots), self._levels(slots)
         needed = [_steps(levels, index, np.ones(1))[0] for index in range(len(self._widths))]
         whole, taken, shares = needed[-1], list(seconds), [Share(None, 1.0)] * len(needed)
-        if not uniform:
-            totals, choices = self._choices(n)
-            table = self.times.seconds(bucket, seconds, totals)
+        if not needs_full_blocks:
+            budgets, choices = self._choices(n)
+            table = self.times.seconds(bucket, seconds, budgets)
             for index, verified in enumerate(choices, 1):
                 fewer = len(verified) - 1
                 steps = _steps(levels, index, verified)
                 step = np.append(table[index, :fewer], seconds[index])
                 best = int(((step + interruptions(n * needed[0] / steps)) * steps).argmin())
                 needed[index], taken[index] = float(steps[best]), float(step[best])
-                shares[index] = Share(totals[best] if best < fewer else None, verified[best])
+                shares[index] = Share(budgets[best] if best < fewer else None, verified[best])
         return Offers(needed, taken, whole, shares)
 
     def _choices(self, n: int) -> tuple[list[int], list[np.ndarray]]:
-        """Of n requests: the totals that are less than whole blocks of the widest, and for each width but the
+        """Of n requests: the budgets that are less than whole blocks of the widest, and for each width but the
         first the parts of what comes true among those that are less than its own, and among these."""
         if self.confidence.observed >= self._tabulated + TABULATE_EVERY:
             self._tabulated = self.confidence.observed
             self._of_requests.clear()
         if n not in self._of_requests:
-            totals = [total for total in self._totals if n <= total < n * self._widths[-1]]
-            rows = [[*totals[: bisect.bisect_left(totals, n * w)], n * w] for w in self._widths[1:]]
+            budgets = [total for total in self._budgets if n <= total < n * self._widths[-1]]
+            rows = [[*budgets[: bisect.bisect_left(budgets, n * w)], n * w] for w in self._widths[1:]]
             parts = [self.confidence.part(index, np.array(of) / n) for index, of in enumerate(rows, 1)]
-            self._of_requests[n] = totals, parts
+            self._of_requests[n] = budgets, parts
         return self._of_requests[n]
 
     def hold(self, width: int, part: float) -> None:
@@ -139,7 +139,7 @@ class RaggedSteps:
     def least(self, requests: int, width: int) -> int | None:
         """As few tokens as a step of so many requests verifies; None where those are whole blocks of this
         width."""
-        tokens = self._totals[bisect.bisect_left(self._totals, requests)]
+        tokens = self._budgets[bisect.bisect_left(self._budgets, requests)]
         return tokens if tokens < requests * width else None
 
 

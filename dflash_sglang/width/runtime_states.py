@@ -1,4 +1,4 @@
-"""Blocks of several widths: each has attention backends and graphs of its own, of the target and of the draft."""
+"""What each width runs with: attention backends and graphs of its own, of the target and of the draft."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 TILE = 64  # rows: with fewer of them, GEMMs take as long
 
 
-class Lane(NamedTuple):
+class RuntimeState(NamedTuple):
     """What a model runner runs blocks of one width with."""
 
     attention: Any
     graphs: Any  # SGLang's decode graph runner, its eager runner, or None
 
     @classmethod
-    def present(cls, runner: ModelRunner) -> Lane:
+    def from_runner(cls, runner: ModelRunner) -> RuntimeState:
         return cls(runner.attn_backend, runner.decode_cuda_graph_runner)
 
     @classmethod
-    def built(cls, runner: ModelRunner, width: int, sizes: Sequence[int], in_parts: bool = False) -> Lane:
-        """Backends and graphs beside the present ones, captured at these batch sizes if those are; `in_parts`:
-        for as many tokens as these have, whoever's they are and at most `width` of each request.
+    def build(cls, runner: ModelRunner, width: int, sizes: Sequence[int], ragged: bool = False) -> RuntimeState:
+        """Build backends beside the present ones, and capture graphs at these batch sizes if those have any.
 
-        Such backends share SGLang's workspace: forwards follow each other on one stream.
+        With `ragged`, a graph is for as many tokens as these batches have, at most `width` of each request.
+        The backends share SGLang's workspace: forwards follow each other on one stream.
         """
         with get_spec().override(speculative_num_draft_tokens=width), captured_at(sizes):
             with room_for_blocks(runner):
@@ -51,19 +51,19 @@ class Lane(NamedTuple):
             plan_windows(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
-                kind = by_tokens(type(graphs)) if in_parts else type(graphs)
+                kind = by_tokens(type(graphs)) if ragged else type(graphs)
                 graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
                 leave_in_place(graphs)
         return cls(attention, graphs)
 
-    def take(self, runner: ModelRunner) -> None:
+    def install(self, runner: ModelRunner) -> None:
         runner.attn_backend, runner.decode_cuda_graph_runner = self
 
 
-class Widths:
-    """The widths of blocks that can be served, one at a time.
+class RuntimeStates:
+    """The runtime states of all served widths, one of which is in use.
 
-    Prefill has no width: it runs with what the widest blocks have, as if there were no others (`use_widest`).
+    A prefill has no width. It runs with the state of the widest blocks (`use_widest`).
     """
 
     def __init__(
@@ -74,45 +74,47 @@ class Widths:
         block_size: int,
         draft_scope: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Once graphs of the widest blocks, `block_size`, exist. draft_scope: in which the draft is captured."""
+        """Graphs of the widest blocks, `block_size`, exist already. draft_scope: the draft is captured in it."""
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
-        self._lanes = {block_size: (Lane.present(target), Lane.present(draft))}
-        for lane in self._lanes[block_size]:
-            leave_in_place(lane.graphs)
+        self._states = {block_size: (RuntimeState.from_runner(target), RuntimeState.from_runner(draft))}
+        for state in self._states[block_size]:
+            leave_in_place(state.graphs)
         self._used = self._widest = block_size
-        self._parts: Lane | None = None
-        self._in_parts = False
+        self._ragged: RuntimeState | None = None  # the target's, whatever the width of the draft's blocks
+        self._ragged_used = False
 
     @property
     def served(self) -> list[int]:
         """Ascending."""
-        return sorted(self._lanes)
+        return sorted(self._states)
 
     def add(self, widths: Iterable[int], sizes: Sequence[int] | None = None) -> None:
-        """Builds what these need and captures it at these batch sizes, by default at those of the widest blocks.
-        Blocks of one token have no draft forward. What is garbage afterwards holds no memory of the device."""
+        """Build the states of these widths, captured at `sizes`, by default at those of the widest blocks.
+
+        Width 1 has no draft forward. Python's garbage is collected after each width, because garbage that holds
+        tensors would keep device memory from the next one."""
         for width in widths:
-            if width not in self._lanes:
+            if width not in self._states:
                 own = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
-                self._lanes[width] = self._built(width, own)
+                self._states[width] = self._built(width, own)
                 gc.collect()
         self._model.serve_blocks_of(self._used)
 
-    def _built(self, width: int, sizes: Sequence[int]) -> tuple[Lane, Lane]:
+    def _built(self, width: int, sizes: Sequence[int]) -> tuple[RuntimeState, RuntimeState]:
         """The target's and the draft's."""
-        target = Lane.built(self._target, width, sizes)
+        target = RuntimeState.build(self._target, width, sizes)
         load_inputs_once(target.graphs)
         if width == PLAIN:
-            return target, Lane.present(self._draft)
+            return target, RuntimeState.from_runner(self._draft)
         self._model.serve_blocks_of(width)
         with self._draft_scope():
-            return target, Lane.built(self._draft, width, sizes)
+            return target, RuntimeState.build(self._draft, width, sizes)
 
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
-        """Adds one width after the other, the most useful first, as long as the next one should leave `reserve` of
-        what is `free()`, if it takes what the dearest took. Plain decoding is added at any price.
+        """Add one width after the other, the most useful first, while `reserve` of what is `free()` should remain.
 
-        Returns what each took, in the order in which they were added.
+        The next width is taken to cost what the dearest did. Width 1 is added at any price. Returns the price of
+        each, in the order in which they were added.
         """
         took: dict[int, float] = {}
         for width in by_use(widths, self._widest):
@@ -124,9 +126,11 @@ class Widths:
         return took
 
     def _sizes(self, width: int) -> list[int]:
-        """Batch sizes that another width is captured at: of those that have as many rows as a whole block, for
-        fewer rows take as long; and within a tile of rows one of those between two powers of two, for the same
-        reason. Plain decoding at more."""
+        """The batch sizes that a width is captured at.
+
+        A batch needs as many rows as one whole block: fewer rows take as long. Within a tile of rows one batch
+        size between two powers of two is enough, for the same reason. Width 1 has no such lower bound.
+        """
         sizes = sparse(captured_sizes(self._target))
         rows = 1 if width == PLAIN else self._widest
         sizes = [size for size in sizes if size * width >= rows or size == sizes[-1]]
@@ -138,52 +142,52 @@ class Widths:
         return self._fitting(sizes, width)
 
     def _fitting(self, sizes: Sequence[int], width: int) -> list[int]:
-        """These batch sizes of blocks of a width, as ranks can share them, and with no more rows than the widest
-        blocks have: SGLang's graphs have one buffer for their logits."""
+        """These batch sizes as ranks can share them, without those of more rows than the widest blocks have:
+        SGLang's graphs share one buffer of logits."""
         most = self._widest * max(captured_sizes(self._target), default=0)
         return [size for size in shared_evenly(sizes, self._target, width) if size * width <= most]
 
-    def add_parts(self) -> None:
-        """Builds what verifies blocks in part."""
+    def add_ragged(self) -> None:
+        """Build the target's state of ragged steps."""
         sizes = sparse(captured_sizes(self._target))
-        self._parts = Lane.built(self._target, self._widest, sizes, in_parts=True)
-        load_inputs_once(self._parts.graphs)
+        self._ragged = RuntimeState.build(self._target, self._widest, sizes, ragged=True)
+        load_inputs_once(self._ragged.graphs)
 
     def captured_requests(self, tokens: int, requests: int) -> int | None:
-        """Requests that the graph for so many tokens in parts was captured with; None where there is none that
-        these fit in."""
-        graphs = None if self._parts is None else self._parts.graphs
+        """The number of requests that the ragged graph of so many tokens was captured with; None if there is no
+        such graph, or it is too small for these requests."""
+        graphs = None if self._ragged is None else self._ragged.graphs
         if not isinstance(graphs, DecodeCudaGraphRunner) or tokens not in graphs.capture_num_tokens:
             return None
         captured = graphs._ragged_capture_slots(tokens)
         return captured if requests <= captured else None
 
-    def totals(self, most_requests: int) -> list[int]:
-        """Numbers of tokens in parts, ascending, to `most_requests` whole blocks and beyond: those that are
-        captured, then 1, 3 and 5 times powers of two."""
-        graphs = None if self._parts is None else self._parts.graphs
+    def verify_budgets(self, most_requests: int) -> list[int]:
+        """The numbers of tokens that ragged steps may verify, ascending, up to `most_requests` whole blocks.
+
+        These are the captured ones, then 1, 3 and 5 times powers of two."""
+        graphs = None if self._ragged is None else self._ragged.graphs
         captured = list(graphs.capture_num_tokens) if isinstance(graphs, DecodeCudaGraphRunner) else [0]
         most = most_requests * self._widest
         more = sorted(factor << power for factor in (1, 3, 5) for power in range(most.bit_length()))
         beyond = [tokens for tokens in more if captured[-1] < tokens < 2 * most]
-        totals = [tokens for tokens in (*captured, *beyond) if tokens]
-        return totals[: bisect.bisect_left(totals, most) + 1]
+        budgets = [tokens for tokens in (*captured, *beyond) if tokens]
+        return budgets[: bisect.bisect_left(budgets, most) + 1]
 
     def use_widest(self) -> None:
         self.use(self._widest)
 
-    def use(self, width: int, in_parts: bool = False) -> None:
-        """From the next forward on; `in_parts`: the target's blocks are verified in part. Raises KeyError for a
-        width that is not served."""
-        if (width, in_parts) == (self._used, self._in_parts):
+    def use(self, width: int, ragged: bool = False) -> None:
+        """Install the state of a width for the next forwards. Raises KeyError for a width that is not served."""
+        if (width, ragged) == (self._used, self._ragged_used):
             return
-        target, draft = self._lanes[width]
-        if in_parts:
-            assert self._parts is not None, "add_parts comes first"
-            target = self._parts
-        target.take(self._target)
-        draft.take(self._draft)
-        self._used, self._in_parts = width, in_parts
+        target, draft = self._states[width]
+        if ragged:
+            assert self._ragged is not None, "add_ragged comes first"
+            target = self._ragged
+        target.install(self._target)
+        draft.install(self._draft)
+        self._used, self._ragged_used = width, ragged
 
 
 def captured_sizes(runner: ModelRunner) -> list[int]:
@@ -193,8 +197,9 @@ def captured_sizes(runner: ModelRunner) -> list[int]:
 
 
 def sparse(sizes: Sequence[int]) -> list[int]:
-    """Of ascending batch sizes those that are 1, 3 or 5 times a power of two, and the largest: half as long to
-    capture as SGLang's, and a step is padded by a third at most."""
+    """The batch sizes among these that are 1, 3 or 5 times a power of two, and the largest.
+
+    They take half as long to capture as SGLang's, and pad a step by a third at most."""
     return [size for size in sizes if size // (size & -size) in (1, 3, 5) or size == sizes[-1]]
 
 
@@ -204,8 +209,10 @@ def _octave(size: int) -> int:
 
 
 def by_use(widths: Iterable[int], served: int) -> list[int]:
-    """The other widths, plain decoding first, then always the one whose ratio to all before is furthest from one:
-    the costs and accepts of a width resemble those of its neighbours."""
+    """The widths beside the served one, the most useful first.
+
+    That is width 1, then always the width whose ratio to all before is furthest from one: step times and accepts
+    of a width resemble those of its neighbours."""
     left, known = set(widths) - {served, PLAIN}, [served, PLAIN]
     while left:
         next_one = max(left, key=lambda width: (min(abs(math.log(width / other)) for other in known), width))

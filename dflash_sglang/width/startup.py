@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.warmup.dummy_batches import Rehearsal
-    from dflash_sglang.width.runtime_states import Widths
+    from dflash_sglang.width.runtime_states import RuntimeStates
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ def _only_the_block(runner: ModelRunner) -> str | None:
 
 
 def add_widths(
-    config: WidthConfig, widths: Widths, block: int, free: Callable[[], float], parts: bool = False
+    config: WidthConfig, widths: RuntimeStates, block: int, free: Callable[[], float], ragged: bool = False
 ) -> WidthConfig:
-    """Builds what these settings ask for, blocks that are verified in part (`parts`) among it, as far as memory
+    """Builds what these settings ask for, blocks that are verified in part (`ragged`) among it, as far as memory
     allows; returns settings of what is served."""
     wanted = config.states(block)
     if config.fixed is not None:
@@ -91,18 +91,18 @@ def add_widths(
         note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
         prices = ", ".join(f"{width}: {price:.3f}" for width, price in took.items())
         logger.info("dflash_sglang verify widths: %s%s; memory that was added, in GB: %s", served, note, prices)
-    if parts:
+    if ragged:
         # As a width: the same forwards, of fewer requests or more.
-        parts = free() - max(took.values(), default=0.0) >= config.memory_reserve
-        if parts:
-            widths.add_parts()
+        ragged = free() - max(took.values(), default=0.0) >= config.memory_reserve
+        if ragged:
+            widths.add_ragged()
         elif get_parallel().tp_rank == 0:
             logger.warning(
-                "dflash_sglang verify width: one for all requests of a step, not per_request: its graphs would "
+                "dflash_sglang verify width: not ragged: its graphs would "
                 "not leave %g GB free. Lower memory_reserve, or --mem-fraction-static.",
                 config.memory_reserve,
             )
-    return replace(config, widths=served, per_request=parts)
+    return replace(config, widths=served, ragged=ragged)
 
 
 def free_memory(runner: ModelRunner) -> Callable[[], float]:
@@ -115,14 +115,14 @@ def free_memory(runner: ModelRunner) -> Callable[[], float]:
     )
 
 
-def in_parts(config: WidthConfig, runner: ModelRunner, group: Group, confident: bool) -> bool:
+def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group, confident: bool) -> bool:
     """Whether the tokens of a step are shared out among its requests; confident: whether the draft gives
     probabilities. The log says why not, where it was asked."""
-    if not config.per_request:
+    if not config.ragged:
         return False
     reason = _only_whole_blocks(runner, group, confident)
     if reason is not None and get_parallel().tp_rank == 0:
-        logger.warning("dflash_sglang verify width: one for all requests of a step, not per_request: %s", reason)
+        logger.warning("dflash_sglang verify width: not ragged: %s", reason)
     return reason is None
 
 
@@ -142,13 +142,15 @@ def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> st
     return None
 
 
-def policy_of(config: WidthConfig, runner: ModelRunner, block: int, group: Group, widths: Widths) -> WidthPolicy:
+def policy_of(
+    config: WidthConfig, runner: ModelRunner, block: int, group: Group, widths: RuntimeStates
+) -> WidthPolicy:
     pool, sizes = runner.req_to_token_pool, _sizes(runner)
     buckets = [size for size in sizes if size < pool.size]
     at_most = next((size for size in sizes if size >= pool.size), pool.size)
-    totals = widths.totals(pool.size) if config.per_request else None
+    budgets = widths.verify_budgets(pool.size) if config.ragged else None
     slots = pool.req_to_token.shape[0]
-    return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=slots, totals=totals)
+    return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=slots, budgets=budgets)
 
 
 def _sizes(runner: ModelRunner) -> list[int]:

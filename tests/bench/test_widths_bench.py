@@ -45,7 +45,7 @@ def test_ours_verifies_a_number_of_tokens_per_request_where_asked_to_beside_one_
     found = widths.candidates_of(asked(acceptance="mixed", per_request=True, control=[4]))
     assert [one.name for one in found] == ["ours", "ours_one_width", "ours_alone_4"]
     settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]).get("width") for one in found]
-    assert settings == [{"per_request": True}, {"highest_min_width": 16}, 4]
+    assert settings == [{"ragged": True}, {"highest_min_width": 16}, 4]
 
 
 class Stub:

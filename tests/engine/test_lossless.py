@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 64, 127, 300, 700)
 NEW_TOKENS = 60
 BLOCK = 16
-PER_REQUEST = '{"width": {"per_request": true}}'
+PER_REQUEST = '{"width": {"ragged": true}}'
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "lengths_on_the_host": dict(hooks="host_lengths"),

@@ -42,8 +42,8 @@ WIDTHS: dict[str, tuple[str, str, str]] = {  # settings, hooks, attention
     "random": ('{"width": {}}', "widths", "fa3"),
     "random with triton": ('{"width": {}}', "widths", "triton"),
     "random with flashinfer": ('{"width": {}}', "widths", "flashinfer"),
-    "chosen per request": ('{"width": {"per_request": true, "probe_budget": 0.1}}', "", "fa3"),
-    "random per request": ('{"width": {"per_request": true}}', "widths,shares", "fa3"),
+    "chosen per request": ('{"width": {"ragged": true, "probe_budget": 0.1}}', "", "fa3"),
+    "random per request": ('{"width": {"ragged": true}}', "widths,shares", "fa3"),
 }
 
 

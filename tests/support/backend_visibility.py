@@ -66,7 +66,7 @@ def _tell(runner: Any, model: Any, block_size: int, name: str) -> dict[str, str]
 
 
 def _built(runner: Any, name: str) -> Any:
-    """As the worker and `Lane.built` make one."""
+    """As the worker and `RuntimeState.build` make one."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from dflash_sglang.patches.attention_room import room_for_blocks

@@ -267,13 +267,15 @@ def _shares(worker: Any) -> None:
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
     offers = RaggedSteps.offers
 
-    def some(self: Any, slots: Any, bucket: int, seconds: Any, uniform: bool, interruptions: Any) -> Offers:
-        offered = offers(self, slots, bucket, seconds, uniform, interruptions)
-        if uniform:
+    def some(
+        self: Any, slots: Any, bucket: int, seconds: Any, needs_full_blocks: bool, interruptions: Any
+    ) -> Offers:
+        offered = offers(self, slots, bucket, seconds, needs_full_blocks, interruptions)
+        if needs_full_blocks:
             return offered
         requests, shares = len(slots), []
         for width in self._widths:
-            fewer = [total for total in self._totals if requests <= total < requests * width]
+            fewer = [total for total in self._budgets if requests <= total < requests * width]
             shares.append(Share(draws.choice([*fewer, None]) if fewer else None, 1.0))
         return offered._replace(shares=shares)
 

@@ -254,8 +254,8 @@ def adaptive(
     buckets = [bucket for bucket in machine.buckets if bucket < requests]
     buckets.append(machine.buckets[len(buckets)])
     config = config or WidthConfig(widths=tuple(machine.widths))
-    totals = tiers(buckets[-1] * BLOCK) if ragged else None
-    policy = WidthPolicy(config, BLOCK, buckets, requests, group, totals=totals)
+    budgets = tiers(buckets[-1] * BLOCK) if ragged else None
+    policy = WidthPolicy(config, BLOCK, buckets, requests, group, budgets=budgets)
     random = np.random.default_rng(seed)
     for batch, width, context in startup_cells(buckets, policy.widths):
         index = list(machine.widths).index(width)
@@ -432,7 +432,7 @@ class Server:
             assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
             decision = decisions[0]
             width = widths.index(decision.width)
-            tokens, taken, gained = getattr(decision, "tokens", None), times[width], committed[width]
+            tokens, taken, gained = getattr(decision, "verify_budget", None), times[width], committed[width]
             chances = [rank.draft_chances(width) for rank in self.ranks]
             lens = None
             if tokens is not None:

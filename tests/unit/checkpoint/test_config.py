@@ -323,7 +323,7 @@ def test_a_field_that_cannot_be_served_is_named_with_its_value_and_what_to_chang
     assert raised.value.expected in str(raised.value) and raised.value.fix in str(raised.value)
 
 
-WIDTHS = ("4", '"block"', '{"margin": 0.1}', '{"per_request": true}')
+WIDTHS = ("4", '"block"', '{"margin": 0.1}', '{"ragged": true}')
 
 
 def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
@@ -341,7 +341,7 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         WidthConfig(fixed=4),
         WidthConfig(fixed="block"),
         WidthConfig(margin=0.1),
-        WidthConfig(per_request=True),
+        WidthConfig(ragged=True),
     ]
     assert PluginConfig().width == WidthConfig()
     heads = [PluginConfig.from_mapping(settings).draft_head for settings in ({}, {"draft_head": "as_is"})]
@@ -362,8 +362,9 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ('{"simulated_acceptance": [true]}', r"simulated_acceptance=\[True\]: expected"),
         ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
         ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*or 'block'"),
-        ('{"width": {"per_request": 1}}', r"width: per_request=1 \(int\): expected true or false"),
-        ('{"width": {"per_request": true, "fixed": 4}}', "width: fixed=4 and per_request=true: give one of them"),
+        ('{"width": {"per_request": true}}', "width: per_request: renamed to ragged"),
+        ('{"width": {"ragged": 1}}', r"width: ragged=1 \(int\): expected true or false"),
+        ('{"width": {"ragged": true, "fixed": 4}}', "width: fixed=4 and ragged=true: give one of them"),
         ('{"width": {"reserve": 1}}', "width: unknown key 'reserve'. Known keys: widths, fixed"),
         ("{", "is not JSON"),
         ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),

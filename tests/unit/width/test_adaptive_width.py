@@ -22,7 +22,7 @@ class Policy:
     """Records what it is told; chooses the widths that it is given."""
 
     def __init__(self, widths: list[int]) -> None:
-        self.widths, self.told, self.uniform = widths, [], []
+        self.widths, self.told, self.needs_full_blocks = widths, [], []
         self.prefills, self.of_draft = 0, []
         self.acceptance = SimpleNamespace(block=BLOCK)
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
@@ -33,10 +33,12 @@ class Policy:
     def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
         self.told.append(("admit", slots.tolist(), most, least))
 
-    def choose(self, slots: np.ndarray, context: int, uniform: bool) -> Any:
+    def choose(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> Any:
         self.told.append(("choose", slots.tolist(), context))
-        self.uniform.append(uniform)
-        return SimpleNamespace(width=self.widths.pop(0), probe=False, tokens=None if uniform else 48)
+        self.needs_full_blocks.append(needs_full_blocks)
+        return SimpleNamespace(
+            width=self.widths.pop(0), probe=False, verify_budget=None if needs_full_blocks else 48
+        )
 
     def verified(self, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
         self.told.append(("verified", accepted, seconds))
@@ -53,11 +55,11 @@ class Widths(list):
     """The widths that were put to use."""
 
     def __init__(self) -> None:
-        self.in_parts: list[bool] = []
+        self.ragged: list[bool] = []
 
-    def use(self, width: int, in_parts: bool) -> None:
+    def use(self, width: int, ragged: bool) -> None:
         self.append(width)
-        self.in_parts.append(in_parts)
+        self.ragged.append(ragged)
 
     def use_widest(self) -> None:
         self.append("widest")
@@ -76,7 +78,7 @@ class Clock:
 
 
 def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, Policy, Clock]:
-    from dflash_sglang.width.controller import AdaptiveWidth
+    from dflash_sglang.width.controller import WidthController
 
     policy, clock, used = Policy(widths), Clock(), Widths()
     limits = [] if limits is None else limits
@@ -84,7 +86,7 @@ def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, P
     def limit(slots: np.ndarray, most: np.ndarray) -> None:
         limits.append((slots.tolist(), most.tolist()))
 
-    made = AdaptiveWidth(policy, used, limit, clock)
+    made = WidthController(policy, used, limit, clock)
     made.used = used
     return made, policy, clock
 
@@ -156,10 +158,12 @@ def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device
 
 def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets_it() -> None:
     widths, policy, _ = adaptive([8, 8, 4])
-    decisions = [widths.next(decoding(1), uniform=uniform) for uniform in (False, True, False)]
-    assert policy.uniform == [False, True, False]
-    assert [decision.tokens for decision in decisions] == [48, None, 48]
-    assert widths.used.in_parts == [True, False, True]
+    decisions = [
+        widths.next(decoding(1), needs_full_blocks=needs_full_blocks) for needs_full_blocks in (False, True, False)
+    ]
+    assert policy.needs_full_blocks == [False, True, False]
+    assert [decision.verify_budget for decision in decisions] == [48, None, 48]
+    assert widths.used.ragged == [True, False, True]
 
 
 def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_step() -> None:
@@ -400,16 +404,16 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
         parts = SimpleNamespace(supports_ragged_verify_graph=True)
         runner.attn_backend._select_backend = lambda mode: parts if mode.is_target_verify() else None
     group = Group(gather_loads=(lambda row: row) if what == "loads" else None)
-    config, added = WidthConfig(per_request=what != "not asked"), []
-    parts = startup.in_parts(config, runner, group, confident=what != "selector")
+    config, added = WidthConfig(ragged=what != "not asked"), []
+    parts = startup.can_be_ragged(config, runner, group, confident=what != "selector")
     assert parts == (what in (None, "memory", "pair"))
     widths = SimpleNamespace(
-        add_while_free=lambda *_: {1: 1.5}, served=[1, BLOCK], add_parts=lambda: added.append("parts")
+        add_while_free=lambda *_: {1: 1.5}, served=[1, BLOCK], add_ragged=lambda: added.append("parts")
     )
     free = 3.4 if what == "memory" else 3.6
     served = startup.add_widths(config, widths, BLOCK, lambda: free, parts)
-    assert served.per_request == (what in (None, "pair")) and added == ["parts"] * (what in (None, "pair"))
-    said = "one for all requests of a step, not per_request: " in caplog.text
+    assert served.ragged == (what in (None, "pair")) and added == ["parts"] * (what in (None, "pair"))
+    said = "not ragged: " in caplog.text
     assert said == (what not in (None, "pair", "not asked"))
 
 

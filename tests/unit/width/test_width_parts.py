@@ -408,7 +408,7 @@ def test_widths_follow_the_block() -> None:
     "values, message",
     [
         ([], "width: expected a JSON object, found list"),
-        ({"width": 4}, "unknown key 'width'. Known keys: widths, fixed, per_request"),
+        ({"width": 4}, "unknown key 'width'. Known keys: widths, fixed, ragged"),
         ({"widths": []}, r"widths=\[\] \(list\): expected a list of whole numbers"),
         ({"widths": [4, "8"]}, r"widths='8' \(str\): expected whole numbers from 1"),
         ({"fixed": 0}, r"fixed=0 \(int\): expected a whole number from 1 to the draft's block, or 'block'"),

@@ -89,13 +89,13 @@ def test_what_is_verified_together_is_a_total_between_a_token_and_a_block_of_eac
     policy.admit(slots)
     seen = set()
     for step in range(300):
-        decision = policy.choose(slots, 6 * 512, uniform=step % 10 == 0)
+        decision = policy.choose(slots, 6 * 512, needs_full_blocks=step % 10 == 0)
         chances, lens = chances_of(random, 6, decision.width), None
-        if decision.tokens is not None:
-            assert step % 10 and 6 <= decision.tokens < 6 * decision.width
-            assert decision.tokens in policy.ragged._totals
-            seen.add(decision.tokens)
-            lens = shared(chances, decision.tokens)
+        if decision.verify_budget is not None:
+            assert step % 10 and 6 <= decision.verify_budget < 6 * decision.width
+            assert decision.verify_budget in policy.ragged._budgets
+            seen.add(decision.verify_budget)
+            lens = shared(chances, decision.verify_budget)
         accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
         policy.verified(accepted if lens is None else np.minimum(accepted, lens - 1), 0.007, np.log(chances), lens)
     assert len(seen) > 1
@@ -111,12 +111,12 @@ def test_a_batch_with_a_floor_verifies_whole_blocks_from_it_on() -> None:
             chosen.append(policy.choose(batch, len(batch) * 512))
             chances, lens = chances_of(random, len(batch), chosen[-1].width), None
             accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
-            if chosen[-1].tokens is not None:
-                lens = shared(chances, chosen[-1].tokens)
+            if chosen[-1].verify_budget is not None:
+                lens = shared(chances, chosen[-1].verify_budget)
                 accepted = np.minimum(accepted, lens - 1)
             accepted = np.minimum(accepted, np.where(batch < 32, 15, 11))
             policy.verified(accepted, 0.007, np.log(chances), lens)
-        parts.append(sum(decision.tokens is not None for decision in chosen))
+        parts.append(sum(decision.verify_budget is not None for decision in chosen))
         if len(batch) == 64:
             assert min(decision.width for decision in chosen) >= 6
     assert parts[0] == 0 < parts[1]
@@ -132,8 +132,8 @@ def test_steps_verified_in_part_take_what_they_had_to() -> None:
         decision = policy.choose(slots, 64 * 512)
         chances, lens = chances_of(random, 64, decision.width), None
         accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
-        if decision.tokens is not None:
-            parts, lens = parts + 1, shared(chances, decision.tokens)
+        if decision.verify_budget is not None:
+            parts, lens = parts + 1, shared(chances, decision.verify_budget)
             accepted = np.minimum(accepted, lens - 1)
         policy.verified(accepted, policy._in_flight[-1].expected_seconds, np.log(chances), lens)
     assert parts > 5
@@ -182,9 +182,9 @@ def test_as_few_tokens_as_can_be_are_rehearsed_where_they_are_no_whole_blocks() 
     assert ragged.least(1, 1) is None and ragged.least(5, 1) is None
 
 
-def test_totals_that_cannot_be_are_refused_with_what_was_expected() -> None:
-    for totals in ([], [128, 4], [127]):
-        with pytest.raises(ValueError, match=r"totals=.*expected ascending.*at least 128, max_requests=8"):
-            WidthPolicy(WidthConfig(), 16, [8], 8, totals=totals)
+def test_budgets_that_cannot_be_are_refused_with_what_was_expected() -> None:
+    for budgets in ([], [128, 4], [127]):
+        with pytest.raises(ValueError, match=r"budgets=.*expected ascending.*at least 128, max_requests=8"):
+            WidthPolicy(WidthConfig(), 16, [8], 8, budgets=budgets)
     with pytest.raises(ValueError, match="expected none where ranks hold requests of their own"):
-        WidthPolicy(WidthConfig(), 16, [8], 8, Group(gather_loads=lambda row: row[None]), totals=tiers(128))
+        WidthPolicy(WidthConfig(), 16, [8], 8, Group(gather_loads=lambda row: row[None]), budgets=tiers(128))

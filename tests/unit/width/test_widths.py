@@ -39,15 +39,15 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
     left: list[weakref.ref[Garbage]] = []
     kept = [[] for _ in range(1000)]
 
-    def built(runner: Any, width: int, sizes: list[int]) -> runtime_states.Lane:
+    def built(runner: Any, width: int, sizes: list[int]) -> runtime_states.RuntimeState:
         left.append(weakref.ref(Garbage()))
         seen.append((width, gc.get_freeze_count() > len(kept), gc.isenabled(), graph.enable_cudagraph_gc))
-        return runtime_states.Lane(None, None)
+        return runtime_states.RuntimeState(None, None)
 
-    monkeypatch.setattr(runtime_states.Lane, "built", built)
+    monkeypatch.setattr(runtime_states.RuntimeState, "build", built)
     monkeypatch.setattr(graph_captures, "get_exec", lambda: SimpleNamespace(graph=graph))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
-    served = runtime_states.Widths(
+    served = runtime_states.RuntimeStates(
         runner, runner, SimpleNamespace(serve_blocks_of=lambda width: None), 8, nullcontext
     )
     gc.unfreeze()
@@ -60,7 +60,7 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
 
 
 def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:
-    from dflash_sglang.width.runtime_states import Widths as Built
+    from dflash_sglang.width.runtime_states import RuntimeStates as Built
     from dflash_sglang.width.runtime_states import by_use, sparse
 
     captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)]
@@ -92,7 +92,7 @@ def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
     from dflash_sglang.patches import graph_captures
     from dflash_sglang.width import runtime_states
 
-    built = object.__new__(runtime_states.Widths)
+    built = object.__new__(runtime_states.RuntimeStates)
     built._widest, built._target = 16, Runner()
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda **_: 1)
     monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
@@ -186,8 +186,10 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
 
     planned: list[Any] = []
     monkeypatch.setattr(runtime_states, "plan_windows", planned.append)
-    lane = runtime_states.Lane.built(runner, 4, runtime_states.sparse(runtime_states.captured_sizes(runner)))
-    assert lane.attention == "of 103 tokens" and lane.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
+    state = runtime_states.RuntimeState.build(
+        runner, 4, runtime_states.sparse(runtime_states.captured_sizes(runner))
+    )
+    assert state.attention == "of 103 tokens" and state.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
     assert planned == ["of 103 tokens"]
     assert Graphs.settings.bs is Graphs.capture_bs
 
@@ -227,10 +229,10 @@ def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
 
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", alignment)
     monkeypatch.setattr(widths, "captured_sizes", lambda runner: captured)
-    built = object.__new__(widths.Widths)
+    built = object.__new__(widths.RuntimeStates)
     built._widest, built._target = block, Runner()
     assert built._fitting(captured, width) == sizes
-    built._lanes = {}
+    built._states = {}
     added = []
     monkeypatch.setattr(built, "add", lambda widths, sizes: added.append((*widths, sizes)), raising=False)
     monkeypatch.setattr(built, "_sizes", lambda width: built._fitting(captured, width), raising=False)
@@ -245,19 +247,19 @@ def test_a_forward_runs_once_before_its_capture_and_twice_before_a_runners_first
     from dflash_sglang.patches import graph_captures
     from dflash_sglang.width import runtime_states
 
-    def built(width: int, in_parts: bool = False) -> list[tuple[int, list[int | None]]]:
-        return runtime_states.Lane.built(runner, width, [1, 2, 7], in_parts).graphs.captured
+    def built(width: int, in_ragged: bool = False) -> list[tuple[int, list[int | None]]]:
+        return runtime_states.RuntimeState.build(runner, width, [1, 2, 7], in_ragged).graphs.captured
 
     twice = [(size, [size, size, size]) for size in (7, 2, 1)]
     once = [(size, [None, size, size]) for size in (7, 2, 1)]
     graph_captures.warm_up_less(runner)
     runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "block's", 16)
     assert runner.decode_cuda_graph_runner.captured == [twice[0], *once[1:]]
-    assert built(4) == built(1) == built(16, in_parts=True) == once
+    assert built(4) == built(1) == built(16, in_ragged=True) == once
     with monkeypatch.context() as compiled:
         compiled.setattr(Graphs, "enable_torch_compile", True)
         assert built(4) == twice
-    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", runtime_states.Lane)
+    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", runtime_states.RuntimeState)
     assert built(4) == twice, "pieces of a forward"
 
 
@@ -273,12 +275,12 @@ def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_non
             return min(tokens, 6)
 
     monkeypatch.setattr(runtime_states, "DecodeCudaGraphRunner", InParts)
-    built = object.__new__(runtime_states.Widths)
-    built._widest, built._parts = 16, runtime_states.Lane(None, InParts())
-    assert built.totals(6) == [16, 32, 96] and built.totals(2) == [16, 32]
-    assert built.totals(20) == [16, 32, 96, 128, 160, 192, 256, 320]
+    built = object.__new__(runtime_states.RuntimeStates)
+    built._widest, built._ragged = 16, runtime_states.RuntimeState(None, InParts())
+    assert built.verify_budgets(6) == [16, 32, 96] and built.verify_budgets(2) == [16, 32]
+    assert built.verify_budgets(20) == [16, 32, 96, 128, 160, 192, 256, 320]
     assert built.captured_requests(32, 6) == 6 and built.captured_requests(32, 7) is None
     assert built.captured_requests(128, 6) is None
-    built._parts = runtime_states.Lane(None, None)
-    assert built.totals(3) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
+    built._ragged = runtime_states.RuntimeState(None, None)
+    assert built.verify_budgets(3) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
     assert built.captured_requests(16, 1) is None
