@@ -90,9 +90,9 @@ def test_what_layers_choose_is_reported_where_sglang_has_rows_for_a_verify(repor
         bound(SimpleNamespace(), chunk=768, enable_dp_attention=True, **flag)
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_parts_of_blocks_are_verified_as_wide_as_the_backend_that_verifies_them(
-    monkeypatch: pytest.MonkeyPatch, in_parts: bool
+@pytest.mark.parametrize("ragged", [False, True])
+def test_ragged_steps_are_verified_as_wide_as_the_backend_that_verifies_them(
+    monkeypatch: pytest.MonkeyPatch, ragged: bool
 ) -> None:
     """Theirs is of the widest blocks, however wide a step's are: TensorRT-LLM's MLA counts keys by it."""
     from dflash_sglang.verify import verifier
@@ -109,14 +109,12 @@ def test_parts_of_blocks_are_verified_as_wide_as_the_backend_that_verifies_them(
     under_test._block_size = 16
     under_test._worker = SimpleNamespace(forward_batch_generation=lambda **_: None)  # type: ignore[assignment]
     of_a_block = ("prefix_lens", "requests", "kv_len_bounds", "prefix_bounds_sum", "loc_plan")
-    block: Any = SimpleNamespace(
-        size=8,
-        part=SimpleNamespace(layout="layout") if in_parts else None,
-        rows=SimpleNamespace(positions=None, slots=None),
-        **dict.fromkeys(of_a_block),
-    )
-    under_test._forward(SimpleNamespace(), block, torch.zeros(8, dtype=torch.int64))  # type: ignore[arg-type]
+    rows = SimpleNamespace(positions=None, slots=None)
+    block: Any = SimpleNamespace(size=8, rows=rows, **dict.fromkeys(of_a_block))
+    chosen: Any = SimpleNamespace(layout="layout", rows=rows, loc_plan=None) if ragged else None
+    ids = torch.zeros(8, dtype=torch.int64)
+    under_test._forward(SimpleNamespace(), block, ids, chosen)  # type: ignore[arg-type]
     (verify_input,) = asked
     assert (verify_input.draft_token_num, verify_input.ragged_verify_layout) == (
-        (16, "layout") if in_parts else (8, None)
+        (16, "layout") if ragged else (8, None)
     )
