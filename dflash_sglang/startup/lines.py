@@ -18,25 +18,16 @@ GB = 1 << 30
 
 
 class Decided(Protocol):
-    """What the worker has decided by the end of its construction."""
+    """The draft once it is loaded, see `assembly.LoadedDraft`."""
 
-    draft_spec: DraftSpec
+    model: Any
     block_size: int
+    attention_backend: str
     feature_layer_ids: Sequence[int]
-    head_decision: str
-    target_worker: Any
-
-    @property
-    def own_modules(self) -> str: ...
-
-    @property
-    def context_kv_decision(self) -> str: ...
-
-    @property
-    def draws_proposals(self) -> bool: ...
-
-    @property
-    def proposed_tokens(self) -> int | None: ...
+    borrowed: Any
+    context_kv: Any
+    draws_proposals: bool
+    proposed_tokens: int | None
 
 
 class TakesMemory(Protocol):
@@ -56,25 +47,24 @@ class KeepsRequests(Protocol):
     def requests(self) -> int: ...
 
 
-def startup_line(worker: Decided, draft_backend: str) -> str:
-    """`dflash_sglang <version> worker active: ...`, as one line of key=value pairs."""
-    spec = worker.draft_spec
+def startup_line(draft: Decided, context_len: int) -> str:
+    """`dflash_sglang <version> worker active: ...`, as one line of key=value pairs. context_len: the target's."""
+    spec = draft.model.spec
     decisions = {
         "draft": f"{spec.architecture} ({spec.num_layers} layers)",
         "layers": layers_read(spec),
         "rope": rope_read(spec),
-        "block": f"{worker.block_size} (trained {spec.block_size})",
-        "target_layers": list(worker.feature_layer_ids),
+        "block": f"{draft.block_size} (trained {spec.block_size})",
+        "target_layers": list(draft.feature_layer_ids),
         "mask_token_id": spec.mask_token_id,
-        "own_modules": worker.own_modules,
-        "draft_attention": draft_backend,
+        "own_modules": draft.model.own_modules,
+        "draft_attention": draft.attention_backend,
         "draft_quantization": spec.quantization or get_spec().speculative_draft_model_quantization or "none",
-        "context_kv": worker.context_kv_decision,
-        "head": _head(worker),
+        "context_kv": draft.context_kv.reason,
+        "head": _head(draft),
     }
-    context = worker.target_worker.model_runner.model_config.context_len
-    if context > spec.max_position_embeddings:
-        decisions["positions"] = f"{context} (max_position_embeddings {spec.max_position_embeddings})"
+    if context_len > spec.max_position_embeddings:
+        decisions["positions"] = f"{context_len} (max_position_embeddings {spec.max_position_embeddings})"
     if get_spec().speculative_draft_window_size is not None:
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
@@ -82,7 +72,7 @@ def startup_line(worker: Decided, draft_backend: str) -> str:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
-        decisions["proposals"] = "drawn" if worker.draws_proposals else "argmax"
+        decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
     return f"dflash_sglang {__version__} worker active: " + " ".join(
         f"{key}={value};" for key, value in decisions.items()
     )
@@ -115,11 +105,11 @@ def rope_read(spec: DraftSpec) -> str:
     return ", ".join(parts)
 
 
-def _head(worker: Decided) -> str:
+def _head(draft: Decided) -> str:
     """The form of the head's weights and, with a token map, how many tokens it has."""
     path = get_spec().speculative_token_map
-    tokens = "" if path is None else f"{worker.proposed_tokens} tokens ({path}), "
-    return tokens + worker.head_decision
+    tokens = "" if path is None else f"{draft.proposed_tokens} tokens ({path}), "
+    return tokens + draft.borrowed.head_form
 
 
 def memory_line(runner: Any, model: nn.Module, head_copy: TakesMemory | None, tables: KeepsRequests) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dflash_sglang.sglang_names.scheduler import GenerationBatchResult, async_d2h
+
+if TYPE_CHECKING:
+    from dflash_sglang.drafting.draft_input import DFlashDraftInput
+    from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.verify.ragged import RaggedRows
+    from dflash_sglang.verify.verifier import Verified
 
 
 @dataclass
@@ -22,6 +28,28 @@ class StepResult(GenerationBatchResult):
     logprobs: torch.Tensor | None = None  # [bs, steps] float32, see `Proposals`
     verified_lens: torch.Tensor | None = None  # [bs] int32 of a ragged step
 
+    @classmethod
+    def from_verified(
+        cls, verified: Verified, proposals: Proposals, ragged: RaggedRows | None, next_input: DFlashDraftInput
+    ) -> StepResult:
+        """Of a step that has launched its verify."""
+        accepted, forward = verified.accepted, verified.forward
+        return cls(
+            logits_output=forward.logits_output,
+            next_token_ids=accepted.target_ids.view(-1),
+            accept_lens=accepted.commit_lens,
+            new_seq_lens=accepted.new_seq_lens,
+            next_draft_input=next_input,
+            can_run_cuda_graph=forward.can_run_cuda_graph,
+            speculative_num_draft_tokens=accepted.target_ids.shape[1],
+            routed_experts_output=forward.routed_experts_output,
+            indexer_topk_output=forward.indexer_topk_output,
+            packed=accepted.packed,
+            # The next step writes to the same buffers while these are copied.
+            logprobs=None if proposals.logprobs is None else proposals.logprobs.clone(),
+            verified_lens=None if ragged is None else ragged.requests.lens.clone(),
+        )
+
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         assert self.packed is not None
         packed = async_d2h(self.packed)
@@ -32,3 +60,15 @@ class StepResult(GenerationBatchResult):
         self.accept_lens = packed.view(torch.int32)[: len(self.accept_lens)]
         self.next_token_ids = packed[len(packed) - len(self.next_token_ids) :]
         super().copy_to_cpu(return_logprob, return_hidden_states)  # what is on the host stays as it is
+
+
+def idle_result(draft_input: DFlashDraftInput, block_size: int) -> Any:
+    """SGLang's result of a step without requests."""
+    return GenerationBatchResult(
+        next_token_ids=draft_input.bonus_tokens,
+        accept_lens=draft_input.new_seq_lens.int(),
+        new_seq_lens=draft_input.new_seq_lens,
+        next_draft_input=draft_input,
+        can_run_cuda_graph=False,
+        speculative_num_draft_tokens=block_size,
+    )

@@ -170,7 +170,7 @@ class Verifier:
             compute_spec_logprobs(batch, logits_output, accepted.target_ids.view(-1), chain_stride=block.size)
         return self._verified(accepted, forward, block)
 
-    def needs_whole_blocks(self, batch: ScheduleBatch) -> bool:
+    def needs_full_blocks(self, batch: ScheduleBatch) -> bool:
         """Whether requests of this decode batch have their logits adjusted, sampled from or reported, row by row
         of a block."""
         info = batch.sampling_info

@@ -38,9 +38,9 @@ def activate() -> None:
 
         def then_tell(self: Any) -> None:
             init_attention_backends(self)
-            with self._draft_scope(), torch.no_grad():
+            with self._draft.scope(), torch.no_grad():
                 for name in names:
-                    answers = _tell(self._draft_runner, self._draft_model, self.block_size, name)
+                    answers = _tell(self._draft.runner, self._draft.model, self.block_size, name)
                     (Path(os.environ[RECORDS_ENV]) / f"{name}.json").write_text(json.dumps(answers))
             raise RuntimeError(TOLD)
 

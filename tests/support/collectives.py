@@ -171,7 +171,7 @@ class _Memory:
     """
 
     def __init__(self, worker: Any) -> None:
-        target, draft = worker.target_worker.model_runner, worker._draft_runner
+        target, draft = worker.target_worker.model_runner, worker.model_runner
         self._tensors = {"req_to_token": target.req_to_token_pool.req_to_token}
         for owner, runner in (("target", target), ("draft", draft)):
             pool = runner.token_to_kv_pool

@@ -223,7 +223,7 @@ def _blindfold(worker: Any) -> None:
         return seen
 
     def before_decode(self: Any, *args: Any) -> Any:
-        DraftWindow.pool = self._draft_runner.token_to_kv_pool
+        DraftWindow.pool = self.model_runner.token_to_kv_pool
         return decode(self, *args)
 
     decode = worker._step
@@ -495,7 +495,7 @@ def _seeds(worker: type) -> None:
 
 
 def _pools(worker: Any) -> list[Any]:
-    return [worker.target_worker.model_runner.token_to_kv_pool, worker._draft_runner.token_to_kv_pool]
+    return [worker.target_worker.model_runner.token_to_kv_pool, worker.model_runner.token_to_kv_pool]
 
 
 def _buffers(pool: Any) -> list[torch.Tensor]:

@@ -89,7 +89,7 @@ def test_requests_that_a_graph_has_more_have_no_rows() -> None:
 @pytest.mark.parametrize(
     "what", [None, "sampled", "penalised", "masked", "grammar", "logprobs", "bias", "processor", "sanitised"]
 )
-def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_whole_blocks(what: str | None) -> None:
+def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_full_blocks(what: str | None) -> None:
     from dflash_sglang.verify.verifier import Verifier
 
     info = SimpleNamespace(
@@ -102,7 +102,7 @@ def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_whole_blocks(what: 
     batch = SimpleNamespace(sampling_info=info, has_grammar=what == "grammar", return_logprob=what == "logprobs")
     verifier = object.__new__(Verifier)
     verifier._sanitizes = what == "sanitised"
-    assert verifier.needs_whole_blocks(batch) is (what is not None)
+    assert verifier.needs_full_blocks(batch) is (what is not None)
 
 
 def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:

@@ -1,0 +1,229 @@
+"""Builds the worker's parts from a launch, in the order in which SGLang has what they need.
+
+load_draft           the target is loaded; KV pools are not sized yet
+build_step           request table and KV pools exist
+check_attention      attention backends exist
+add_widths           graphs of whole blocks exist
+build_controller     graphs of every width exist
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dflash_sglang.attention.visibility import check_visibility
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.files import draft_config
+from dflash_sglang.checkpoint.token_map import read_token_map
+from dflash_sglang.drafting.block import BlockBuilder
+from dflash_sglang.drafting.draft_input import SlotReservation
+from dflash_sglang.drafting.proposer import Proposer
+from dflash_sglang.drafting.window import DraftWindow, is_imposed
+from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.models.context_kv.target_features import ensure_capture
+from dflash_sglang.models.loading import updates
+from dflash_sglang.patches.flash3 import spare_launches
+from dflash_sglang.patches.flashinfer_windows import plan_windows
+from dflash_sglang.patches.half_precision_logits import TargetLogits
+from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.settings.width import WidthConfig
+from dflash_sglang.sglang_names.scheduler import (
+    build_draft_tp_worker,
+    draft_pp_context,
+    draft_tp_context,
+    envs,
+    get_parallel,
+    get_spec,
+    model_draft_parallel_spec,
+    resolve_draft_parallel_layout,
+)
+from dflash_sglang.startup import TargetFacts
+from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
+from dflash_sglang.verify.ragged import RaggedVerify
+from dflash_sglang.verify.step_clock import StepClock
+from dflash_sglang.verify.tables import Tables
+from dflash_sglang.verify.verifier import Verifier
+from dflash_sglang.width import Group, startup
+from dflash_sglang.width.controller import WidthController
+from dflash_sglang.width.ranks import width_group
+from dflash_sglang.width.runtime_states import RuntimeStates
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+    from dflash_sglang.models.draft import Borrowed, DFlashDraftModel
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
+
+
+@dataclass
+class LoadedDraft:
+    """The draft with its weights, and what was decided about it."""
+
+    worker: TpModelWorker
+    runner: ModelRunner
+    model: DFlashDraftModel
+    block_size: int  # of the widest blocks
+    attention_backend: str
+    parallel_layout: Any
+    feature_layer_ids: Sequence[int]
+    borrowed: Borrowed
+    context_kv: ContextKV
+    draws_proposals: bool  # to sampled requests
+    proposed_tokens: int | None  # of --speculative-token-map, None without
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """In which the draft's backends and graphs are made."""
+        # SGLang's scope keeps this flag of the target's, and graphs would wait for other ranks' batches.
+        alone = get_parallel().override(attn_dp_enabled=False)
+        with draft_pp_context(), draft_tp_context(self.parallel_layout), alone:
+            yield
+
+
+def load_draft(
+    server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, config: PluginConfig
+) -> LoadedDraft:
+    """Load the draft and lend it the target's embedding and head; let the target capture the draft's features.
+
+    Raises ValueError or DraftConfigError for a draft that does not fit the target or the settings.
+    """
+    target = target_worker.model_runner
+    raw, _ = draft_config(get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision)
+    layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
+    feature_layer_ids = DraftSpec.from_config(raw).feature_layer_ids(layers)
+    ensure_capture(target.model, feature_layer_ids)
+    layout = resolve_draft_parallel_layout(
+        model_draft_parallel_spec(target.spec_aux_config.draft_model_config, spec_algorithm=target.spec_algorithm),
+        collapse_cp=True,
+    )
+    # The draft's max_position_embeddings bounds nothing: SGLang makes its RoPE tables as long as this context.
+    longer = envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.override(True)
+    with longer, draft_pp_context(), draft_tp_context(layout):
+        bundle = build_draft_tp_worker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            nccl_port=nccl_port,
+            target_model_config=target.model_config,
+            algo_label="DFLASH",
+        )
+    runner, model = bundle.draft_model_runner, bundle.draft_model
+    path = get_spec().speculative_token_map
+    token_map = None if path is None else read_token_map(path)
+    borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, config.draft_head)
+    context_kv = ContextKV(model, config.context_kv, partial(draft_tp_context, layout))
+    head_copy = borrowed.head_copy
+    updates.install(target, runner, context_kv.refresh, None if head_copy is None else head_copy.refresh)
+    return LoadedDraft(
+        worker=bundle.draft_worker,
+        runner=runner,
+        model=model,
+        block_size=int(get_spec().speculative_num_draft_tokens),
+        attention_backend=bundle.resolved_attention_backend,
+        parallel_layout=layout,
+        feature_layer_ids=feature_layer_ids,
+        borrowed=borrowed,
+        context_kv=context_kv,
+        draws_proposals=config.draws(joint=model.candidate_selector is not None),
+        proposed_tokens=None if token_map is None else len(token_map),
+    )
+
+
+class StepParts(NamedTuple):
+    """What a decode step runs, in its order."""
+
+    reservation: SlotReservation
+    blocks: BlockBuilder
+    proposer: Proposer
+    verifier: Verifier
+
+
+def build_step(
+    draft: LoadedDraft, target_worker: TpModelWorker, tables: Tables, page_size: int, config: PluginConfig
+) -> StepParts:
+    """Build the parts of a decode step, with the tail of the target's graphs. page_size: of the KV pools."""
+    target, runner, block_size = target_worker.model_runner, draft.runner, draft.block_size
+    table = target.req_to_token_pool.req_to_token
+    rows, row_width = table.shape
+    slots = tables.acceptor.slots
+    slots.fit(rows)
+    draft.context_kv.bind(runner.token_to_kv_pool, runner.kv_index_translator)
+    assert draft.model.spec.mask_token_id is not None  # start-up validation refuses a draft without
+    logits = TargetLogits(target)
+    tail = VerifyTail(target, runner, logits, tables.acceptor, draft.context_kv)
+    return StepParts(
+        SlotReservation(rows, block_size, row_width, page_size, target.device),
+        BlockBuilder(
+            target,
+            block_size,
+            draft.model.spec.mask_token_id,
+            slots,
+            in_place=names_slots_alike(target, runner) and not is_imposed(),
+        ),
+        Proposer(
+            runner,
+            draft.model,
+            block_size,
+            draft.parallel_layout,
+            drawn=draft.draws_proposals,
+            confident=config.width.ragged,
+            window=DraftWindow.imposed(page_size, table, runner.req_to_token_pool.req_to_token),
+        ),
+        Verifier(target_worker, block_size, logits, tables, tail),
+    )
+
+
+def check_attention(draft: LoadedDraft, target: ModelRunner, verifier: Verifier) -> None:
+    """Check that the attention backends show the draft and the target what they should see.
+
+    Raises StartupError where they do not.
+    """
+    for runner in (target, draft.runner):
+        spare_launches(runner.attn_backend)
+        plan_windows(runner.attn_backend)
+    with draft.scope():
+        check_visibility(draft.runner, draft.model, draft.block_size, draft.attention_backend)
+    verifier.bind_attention_backends()
+
+
+class ServedWidths(NamedTuple):
+    """The widths that steps can have, and how ranks agree on one."""
+
+    states: RuntimeStates
+    ragged: RaggedVerify
+    config: WidthConfig
+    group: Group
+
+
+def add_widths(draft: LoadedDraft, target: ModelRunner, parts: StepParts, config: PluginConfig) -> ServedWidths:
+    """Make attention backends and graphs for the widths of the settings, as far as memory allows, and compile
+    what sampled steps launch at each."""
+    block_size, group = draft.block_size, width_group(target.server_args.nnodes)
+    asked = startup.servable(config.width, target, block_size)
+    states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
+    ragged = startup.can_be_ragged(asked, target, group, parts.proposer.confident)
+    served = startup.add_widths(asked, states, block_size, startup.free_memory(target), ragged)
+    parts.verifier.after_capture(
+        [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]
+    )
+    return ServedWidths(states, RaggedVerify(target, block_size, states.captured_requests), served, group)
+
+
+def build_controller(
+    draft: LoadedDraft,
+    target: ModelRunner,
+    widths: ServedWidths,
+    rehearsal: Rehearsal,
+    set_max_commit: Callable[..., None],
+) -> WidthController:
+    """Build what chooses each step's width, with step times as they are measured now."""
+    policy = startup.policy_of(widths.config, target, draft.block_size, widths.group, widths.states)
+    if widths.config.fixed is None:
+        startup.measure(policy, target, rehearsal, widths.group)
+    speaks = get_parallel().tp_rank == 0
+    return WidthController(policy, widths.states, set_max_commit, StepClock(target.device), speaks=speaks)
