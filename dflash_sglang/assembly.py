@@ -19,6 +19,7 @@ from dflash_sglang.attention.visibility import check_visibility
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.token_map import read_token_map
+from dflash_sglang.drafting.base import ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer
@@ -139,7 +140,7 @@ class StepParts(NamedTuple):
 
     reservation: SlotReservation
     blocks: BlockBuilder
-    proposer: Proposer
+    proposer: ProposalSource
     verifier: Verifier
 
 
@@ -206,7 +207,7 @@ def add_widths(draft: LoadedDraft, target: ModelRunner, parts: StepParts, config
     block_size, group = draft.block_size, width_group(target.server_args.nnodes)
     asked = startup.servable(config.width, target, block_size)
     states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
-    ragged = startup.can_be_ragged(asked, target, group, parts.proposer.confident)
+    ragged = startup.can_be_ragged(asked, target, group, parts.proposer.gives_logprobs)
     served = startup.add_widths(asked, states, block_size, startup.free_memory(target), ragged)
     parts.verifier.after_capture(
         [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from dflash_sglang.attention.base import VerifyingBackend
 from dflash_sglang.sglang_names.scheduler import ForwardMode
 from dflash_sglang.startup import Problem
 
 
-def verifying(backend: Any) -> Any:
-    """Of SGLang's pairs of backends, for prefill and for decode, the one that verifies; others as they are."""
+def verifying(backend: Any) -> VerifyingBackend:
+    """The backend that verifies: one of a pair of SGLang's, for prefill and for decode, or the backend itself."""
     select = getattr(backend, "_select_backend", None)
     return backend if select is None else select(ForwardMode.TARGET_VERIFY)
 

@@ -11,7 +11,7 @@ from dflash_sglang.models.head.target_head import TargetHead
 
 
 class HeadProposals:
-    """Reads a block's proposals off the draft's rows, as `SelectorProposals` does.
+    """The `RowReader` of a plain draft.
 
     The graph ends with the head and, where proposals are drawn, with what they are drawn from. Tensors live in
     buffers: a replay writes where a capture wrote.
@@ -31,10 +31,7 @@ class HeadProposals:
         self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def write(self, rows: Tensor, tokens: Tensor) -> None:
-        """rows [bs, steps, hidden] after the anchor's -> `tokens[:, 1:]`, the likeliest ones.
-
-        Capturable in a CUDA graph; collective over the head's TP group.
-        """
+        """rows after the anchor's -> the head's likeliest tokens."""
         bs, steps, _ = rows.shape
         if not self._drawn:
             if self._confident:
@@ -58,15 +55,11 @@ class HeadProposals:
             self._head.greedy(rows)
 
     def logprobs(self, bs: int, steps: int) -> Tensor | None:
-        """[bs, steps] of the likeliest tokens that `write` read last; None where they are not asked for. Of drawn
-        candidates among themselves."""
+        """Of the likeliest tokens, over the whole vocabulary; over their candidates where proposals are drawn."""
         return self._logprobs[: bs * steps].view(bs, steps) if self._confident else None
 
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
-        """Draws the blocks that `write` read last; greedy requests keep their likeliest tokens.
-
-        tokens [bs, block], written: the proposals; temperatures [bs], greedy [bs] bool.
-        """
+        """Each token from the softmax of its candidates."""
         bs, steps = len(tokens), tokens.shape[1] - 1
         candidates, logits = (
             buffer[: bs * steps].view(bs, steps, -1) for buffer in (self._candidates, self._logits)

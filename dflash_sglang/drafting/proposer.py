@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_sglang.drafting.base import RowReader
 from dflash_sglang.drafting.head import HeadProposals
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.selector import SelectorProposals
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class Proposer:
-    """One draft forward per step; its graph ends with the head and its likeliest tokens, or the likeliest walk of
-    the draft's selector.
+    """DFlash's `ProposalSource`: one draft forward per step over whole blocks.
 
-    Proposals overwrite the mask tokens of the ids that the forward read: a graph's input, or the block's. Blocks
-    of one token have no proposals, and no draft forward.
+    The draft's graph ends with the head and its likeliest tokens, or with the likeliest walk of the draft's
+    selector. Proposals overwrite the mask tokens of the ids that the forward read: a graph's input, or the
+    block's. Blocks of one token have no proposals, and no draft forward.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class Proposer:
         max_requests = runner.req_to_token_pool.req_to_token.shape[0] + parallel_layout.attn_tp_size
         self._ones = torch.ones(max_requests * block_size, dtype=torch.float32, device=runner.device)
         self._drawn = drawn
-        self._source: HeadProposals | SelectorProposals
+        self._reader: RowReader
         shape = (max_requests, block_size - 1)
-        self.confident = confident and model.candidate_selector is None and model.head.all_rows is None
+        self.gives_logprobs = confident and model.candidate_selector is None and model.head.all_rows is None
         if model.candidate_selector is None:
-            self._source = HeadProposals(model.head, *shape, drawn, runner.device, self.confident)
+            self._reader = HeadProposals(model.head, *shape, drawn, runner.device, self.gives_logprobs)
         else:
-            self._source = SelectorProposals(model.candidate_selector, model.head, *shape, drawn)
+            self._reader = SelectorProposals(model.candidate_selector, model.head, *shape, drawn)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
@@ -73,11 +74,15 @@ class Proposer:
         if self._all_rows is None:  # else ranks with batches of their own, and IDLE ones, run the head together
             runner.capture_tail_hooks.append(self._capture_tail)
 
+    def draft_rows(self, width: int) -> int:
+        """Rows of one request in the draft's forward: whole blocks, of more than one token."""
+        return width if width > 1 else 0
+
     def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
         """One draft forward. Drawn proposals are for sampled requests without seeds: a seed's output must not
         depend on what was proposed."""
         bs, width = block.ids.shape
-        if width == 1:
+        if not self.draft_rows(width):
             return Proposals.certain(block.ids)
         if width != self._width:
             self._serve(width)
@@ -92,10 +97,10 @@ class Proposer:
                 self._write_proposals(tokens, out.logits_output.hidden_states)
         info = batch.sampling_info
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
-            if self._source.ranks_may_part:
+            if self._reader.ranks_may_part:
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-            return self._certain(tokens, self._source.logprobs(bs, width - 1))
-        proposals = self._source.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
+            return self._certain(tokens, self._reader.logprobs(bs, width - 1))
+        proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         return proposals
 
@@ -105,23 +110,23 @@ class Proposer:
 
     def examples(self, width: int) -> list[Proposals]:
         """One request's proposals of each kind that sampled steps of a width get, for what compiles before."""
-        if width == 1:  # sampled as without speculation
+        if not self.draft_rows(width):  # sampled as without speculation
             return []
         tokens = torch.zeros((1, width), dtype=torch.int64, device=self._runner.device)
         kinds = [self._certain(tokens)]
         if self._drawn:
             temperature = torch.ones(1, dtype=torch.float32, device=tokens.device)
             with torch.inference_mode():
-                kinds.append(self._source.draw(tokens, temperature, temperature < 0))
+                kinds.append(self._reader.draw(tokens, temperature, temperature < 0))
         return kinds
 
     def propose_idle(self, batch: ScheduleBatch, width: int) -> None:
         """Take part in the collectives of a draft forward that other data-parallel ranks run: those of a head that
         is sharded over all of them. Nothing is embedded, attended to or written."""
-        if self._all_rows is not None and width > 1:
+        if self._all_rows is not None and self.draft_rows(width):
             self._expect_rows(batch, width)
             with torch.inference_mode(), draft_tp_context(self._layout):
-                self._source.write_nothing(self._no_rows)
+                self._reader.write_nothing(self._no_rows)
 
     def _serve(self, width: int) -> None:
         """What steps of one width share."""
@@ -148,7 +153,7 @@ class Proposer:
     def _write_proposals(self, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Over the mask tokens of `tokens` [bs, block]; hidden_states [bs * block (+ padding), hidden]."""
         bs, block_size = tokens.shape
-        self._source.write(hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:], tokens)
+        self._reader.write(hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:], tokens)
 
     def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
         num_tokens = block.ids.numel()

@@ -12,7 +12,7 @@ from dflash_sglang.models.selector import CandidateSelector
 
 
 class SelectorProposals:
-    """Reads a block's proposals off the draft's rows.
+    """The `RowReader` of a DFlash2 draft.
 
     The graph ends with the candidates and the likeliest walk. A sampled request's walk is drawn from the same
     lattice, each step from the softmax over its candidates given the step before, so that the probabilities it
@@ -34,10 +34,7 @@ class SelectorProposals:
         )
 
     def write(self, rows: Tensor, tokens: Tensor) -> None:
-        """rows [bs, steps, hidden] after the anchor's -> `tokens[:, 1:]`, the likeliest walk from `tokens[:, 0]`.
-
-        Capturable in a CUDA graph; collective over the head's TP group.
-        """
+        """rows after the anchor's -> the likeliest walk from `tokens[:, 0]`."""
         lattice = self._selector.lattice(self._head, rows)
         if self._drawn:
             for buffer, values in zip(self._lattice, lattice, strict=True):
@@ -52,10 +49,7 @@ class SelectorProposals:
         """A walk has a score, and no probability of each proposal."""
 
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
-        """Draws the walks of the blocks that `write` read last; greedy requests keep their likeliest walk.
-
-        tokens [bs, block], written: the proposals; temperatures [bs], greedy [bs] bool.
-        """
+        """Each step of a walk from the softmax of its candidates, given the step before."""
         bs, steps = len(tokens), tokens.shape[1] - 1
         lattice = Lattice(*(buffer[: bs * steps].view(bs, steps, -1) for buffer in self._lattice))
         draw = Draw(temperatures, greedy, exponential_like(lattice.logits))
