@@ -16,9 +16,8 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.models.block_embedding import BlockEmbedding
-from dflash_sglang.models.head.draft_head import DraftHead
-from dflash_sglang.models.head.form import HeadCopy, drafting_head
-from dflash_sglang.models.head.target_head import TargetHead, find_embedding, find_head
+from dflash_sglang.models.head.draft_head import DraftHead, HeadCopy, build_draft_head
+from dflash_sglang.models.head.target_head import find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.loading.stacking import STACKED, still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
@@ -48,7 +47,7 @@ class Borrowed:
     """
 
     embedding: BlockEmbedding
-    head: TargetHead
+    head: DraftHead
     head_copy: HeadCopy | None
     head_form: str
 
@@ -147,8 +146,14 @@ class DFlashDraftModel(nn.Module):
             # A target whose embedding is scaled outside of its module says by how much.
             by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
             scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
-        head, copy, form = drafting_head(lm_head or find_head(target_model), token_map, draft_head)
-        target_ids = self.target_ids if token_map is None else token_map.to(self.norm.weight.device)
+        built = build_draft_head(
+            lm_head or find_head(target_model),
+            spec.vocabulary,
+            self.target_ids if token_map is None else token_map.to(self.norm.weight.device),
+            token_map,
+            draft_head,
+            same_batch,
+        )
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(
                 table,
@@ -157,9 +162,9 @@ class DFlashDraftModel(nn.Module):
                 spec.mask_token_id,
                 as_stored=spec.speculators,  # as training reads it, from the file of the target
             ),
-            head=DraftHead(head, spec.vocabulary, target_ids, same_batch),
-            head_copy=copy,
-            head_form=form,
+            head=built.head,
+            head_copy=built.copy,
+            head_form=built.form,
         )
         return self.borrowed
 
@@ -190,8 +195,8 @@ class DFlashDraftModel(nn.Module):
         return ", ".join(part for part in parts if part is not None) or "none"
 
     @property
-    def head(self) -> TargetHead:
-        """The head that proposals come from: the target's, or the draft's own."""
+    def head(self) -> DraftHead:
+        """The head that proposals come from."""
         return self._bound().head
 
     def get_input_embeddings(self) -> nn.Module:

@@ -142,15 +142,15 @@ def test_capped_logits_of_a_tied_embedding_are_those_of_its_fp8_copy() -> None:
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from dflash_sglang.checkpoint import VocabularySpec
-    from dflash_sglang.models.head.draft_head import DraftHead
-    from dflash_sglang.models.head.form import drafting_head
+    from dflash_sglang.models.head.draft_head import build_draft_head
+    from dflash_sglang.models.head.fp8_head import Fp8Head
 
     with layers.defaults(torch.float32):
         table = VocabParallelEmbedding(300, 8).cpu()
     table.weight.data = torch.cat((integers(300), torch.full((len(table.weight) - 300, 8), 1e4)))
-    fp8, copy, form = drafting_head(table, None, "fp8")
-    assert fp8 is copy and form == f"fp8 (draft_head asks for it, {304 * (8 + 4) / MIB:.1f} MiB)"
-    head = DraftHead(fp8, VocabularySpec(None, None, None, 1.0, 0.5, 30.0), None)
+    head, copy, form = build_draft_head(table, VocabularySpec(None, None, None, 1.0, 0.5, 30.0), asked="fp8")
+    assert isinstance(copy, Fp8Head) and head.lm_head is copy
+    assert form == f"fp8 (draft_head asks for it, {304 * (8 + 4) / MIB:.1f} MiB)"
     hidden = integers(5)
     ids, logits = head.likeliest(hidden, 4)
     expected = in_fp8(hidden) @ in_fp8(table.weight.data[:300]).T
@@ -203,24 +203,24 @@ def test_an_fp8_copy_that_cannot_be_made_is_refused(changed: dict[str, Any], say
 
 
 def test_the_facts_of_a_head_are_those_of_a_ranks_rows() -> None:
-    from dflash_sglang.models.head.form import HeadFacts, drafting_head
+    from dflash_sglang.checkpoint import VocabularySpec
+    from dflash_sglang.models.head.draft_head import build_draft_head
+    from dflash_sglang.models.head.form import HeadFacts
 
     class Method:
         def apply(self, layer: Any, x: Tensor, bias: Any) -> Tensor:
             return x @ layer.weight.float().T
 
     lm_head = shard_of(integers(40), 2, 1, Together(2))
-    whole, kept = HeadFacts.of(lm_head, None), HeadFacts.of(lm_head, torch.arange(6))
+    whole, kept = HeadFacts.from_head(lm_head, None), HeadFacts.from_head(lm_head, torch.arange(6))
     assert (whole.device, whole.method, whole.dtype) == ("cpu", None, torch.float32)
     assert (whole.nbytes, kept.nbytes) == (23 * 8 * 4, 3 * 8 * 4)
     lm_head.weight = nn.Parameter(lm_head.weight.data.to(torch.int8), requires_grad=False)
     lm_head.quant_method = Method()
-    assert HeadFacts.of(lm_head, None).method == "Method"
-    assert drafting_head(lm_head, None, "auto") == (
-        lm_head,
-        None,
-        "as_is (it is quantised already and served by Method)",
-    )
+    assert HeadFacts.from_head(lm_head, None).method == "Method"
+    head, copy, form = build_draft_head(lm_head, VocabularySpec(None, None, None, 1.0, 1.0, None), asked="auto")
+    assert head.lm_head is lm_head and copy is None
+    assert form == "as_is (it is quantised already and served by Method)"
 
 
 @pytest.mark.gpu

@@ -1,19 +1,36 @@
-"""Proposals as the draft's config shapes them: from a head of its own, with scaled and capped logits."""
+"""The head that a draft proposes with, and the factory that builds it."""
 
 from __future__ import annotations
+
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import VocabularySpec
+from dflash_sglang.models.head.form import MIB, HeadFacts, choose_form
+from dflash_sglang.models.head.fp8_head import Fp8Head
+from dflash_sglang.models.head.hot_rows import HotRows
 from dflash_sglang.models.head.target_head import TargetHead
+from dflash_sglang.settings.plugin_config import DraftHeadForm
+
+
+class HeadCopy(Protocol):
+    """A copy of a head's weights; `tensors` are what it takes memory for."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    def refresh(self) -> None:
+        """Take over the head's present weights, into the same memory."""
 
 
 class DraftHead(TargetHead):
-    """A `TargetHead` whose rows may be other ids than the target's, and whose logits may be shaped.
+    """The head of every draft. Its rows may be other ids than the target's, and its logits may be shaped.
 
-    lm_head: as for `TargetHead`. target_ids: the target's id of each row of the whole head [draft vocabulary]
-    int64, None where rows are ids. `logits` are those of the rows, unshaped: the shape is monotone.
+    lm_head: as for `TargetHead`; the target's, the draft's own, or a copy of some rows of either. target_ids: the
+    target's id of each row of the whole head [draft vocabulary] int64, None where rows are ids. `logits` are those
+    of the rows, unshaped: the shape is monotone.
     """
 
     def __init__(
@@ -48,3 +65,34 @@ class DraftHead(TargetHead):
         if self._multiplier != 1.0:
             logits = logits * self._multiplier
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+
+class BuiltHead(NamedTuple):
+    """What `build_draft_head` has built."""
+
+    head: DraftHead
+    copy: HeadCopy | None  # of the weights, to be refreshed after an update of what was copied
+    form: str  # of the weights and why, for the start-up line
+
+
+def build_draft_head(
+    lm_head: nn.Module,
+    spec: VocabularySpec,
+    target_ids: Tensor | None = None,
+    token_map: Tensor | None = None,
+    asked: DraftHeadForm = "as_is",
+    same_batch: int | None = None,
+) -> BuiltHead:
+    """Build the head to draft with: over `lm_head` itself, or over a copy of its rows.
+
+    lm_head, same_batch: as for `TargetHead`. target_ids: as for `DraftHead`. token_map [n] int64, ascending: the
+    only tokens that are proposed, None for all; its rows are copied. asked: the operator's wish for the form.
+    Raises ValueError for a quantised head with a token map, and for "fp8" where there can be no such copy.
+    """
+    wants_fp8, why = choose_form(asked, HeadFacts.from_head(lm_head, token_map))
+    if wants_fp8:
+        fp8 = Fp8Head(lm_head, token_map)
+        form = f"fp8 ({why}, {sum(tensor.nbytes for tensor in fp8.tensors) / MIB:.1f} MiB)"
+        return BuiltHead(DraftHead(fp8, spec, target_ids, same_batch), fp8, form)
+    hot = None if token_map is None else HotRows(lm_head, token_map)
+    return BuiltHead(DraftHead(hot or lm_head, spec, target_ids, same_batch), hot, f"as_is ({why})")

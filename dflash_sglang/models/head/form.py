@@ -1,31 +1,18 @@
-"""Which rows of a head the draft reads, and in which form: as they are, frequent ones alone, in fp8."""
+"""Whether the draft reads a head's rows as they are, or an fp8 copy of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dflash_sglang.models.head.fp8_head import Fp8Head
-from dflash_sglang.models.head.hot_rows import HotRows
 from dflash_sglang.models.head.target_head import TargetHead
 from dflash_sglang.settings.plugin_config import DraftHeadForm
 from dflash_sglang.sglang_names.scheduler import cutlass_fp8_supported
 
 MIB = 1 << 20
 WORTH_A_COPY = 64 * MIB  # of a rank's rows; fewer bytes are read in no time
-
-
-class HeadCopy(Protocol):
-    """A copy of a head's weights; `tensors` are what it takes memory for."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-    def refresh(self) -> None:
-        """Takes the head's present weights over, into the same memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +30,7 @@ class HeadFacts:
     nbytes: int
 
     @classmethod
-    def of(cls, lm_head: nn.Module, token_map: Tensor | None) -> HeadFacts:
+    def from_head(cls, lm_head: nn.Module, token_map: Tensor | None) -> HeadFacts:
         head, weight = TargetHead(lm_head), getattr(lm_head, "weight", None)
         assert isinstance(weight, Tensor)  # SGLang applies a quantisation method to nothing else
         ranks = 1 if head.group is None else head.group.world_size
@@ -90,21 +77,3 @@ def _obstacle(facts: HeadFacts) -> str | None:
     if facts.dtype not in (torch.float16, torch.bfloat16):
         return f"it is in {facts.dtype}"
     return None
-
-
-def drafting_head(
-    lm_head: nn.Module, token_map: Tensor | None, asked: DraftHeadForm
-) -> tuple[Any, HeadCopy | None, str]:
-    """The head to draft with, as `TargetHead` takes it; it again if it is a copy; and its form with the reason.
-
-    token_map [n] int64, ascending: the tokens that alone are proposed, None for all. Raises ValueError for a
-    quantised head with a token map, and for "fp8" where there can be no such copy.
-    """
-    wants_fp8, why = choose_form(asked, HeadFacts.of(lm_head, token_map))
-    if wants_fp8:
-        fp8 = Fp8Head(lm_head, token_map)
-        return fp8, fp8, f"fp8 ({why}, {sum(tensor.nbytes for tensor in fp8.tensors) / MIB:.1f} MiB)"
-    if token_map is not None:
-        hot = HotRows(lm_head, token_map)
-        return hot, hot, f"as_is ({why})"
-    return lm_head, None, f"as_is ({why})"
