@@ -48,7 +48,7 @@ class SlotReservation:
         kvs = [req.kv for req in batch.reqs]
         committed, allocated = [kv.kv_committed_len for kv in kvs], [kv.kv_allocated_len for kv in kvs]
         self._turn = (self._turn + 1) % _RING
-        lengths = self._ring[self._turn].of(len(kvs))
+        lengths = self._ring[self._turn].views(len(kvs))
         lengths.allocated[:] = allocated
         committed_array = np.array(committed, dtype=np.int64)
         self._bound(committed_array, lengths)
@@ -100,14 +100,14 @@ class _Lengths:
         """device [2 * max_requests, aligned] int32: where they are copied to."""
         self._device = device
         self._host = torch.empty(device.shape, dtype=device.dtype, pin_memory=pinned)
-        self._views = self._of(0)
+        self._views = self._new_views(0)
 
-    def of(self, bs: int) -> LengthViews:
+    def views(self, bs: int) -> LengthViews:
         if bs != len(self._views.allocated):
-            self._views = self._of(bs)
+            self._views = self._new_views(bs)
         return self._views
 
-    def _of(self, bs: int) -> LengthViews:
+    def _new_views(self, bs: int) -> LengthViews:
         second = _aligned(bs)
         host, device = self._host[: second + bs], self._device[: second + bs]
         values = host.numpy()

@@ -19,7 +19,7 @@ class Filters(RowFilters):
     __slots__ = ()
 
     @classmethod
-    def of(cls, info: SamplingBatchInfo, kernels: bool) -> Filters:
+    def from_batch(cls, info: SamplingBatchInfo, kernels: bool) -> Filters:
         """Of a batch, one row per request. `kernels`: SGLang samples with its kernels, not with torch."""
         return cls(
             info.temperatures.view(-1),

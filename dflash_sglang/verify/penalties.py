@@ -72,7 +72,7 @@ class Penalties:
                 end_ids = [token for token in _end_ids(req) if 0 <= token < self._vocab_size]
                 ids = async_h2d(end_ids, dtype=torch.int64, device=counts.device)
                 self._ends[slot].zero_().index_fill_(0, ids, True)
-        requests = self.of(batch)
+        requests = self.penalised(batch)
         if requests is not None:
             info = batch.sampling_info
             counts = self._counts[requests.counts, None]
@@ -85,7 +85,7 @@ class Penalties:
             scaling[requests.index] = _scaling(counts, requests).squeeze(1)
             info.acc_additive_penalties, info.acc_scaling_penalties = additive, scaling
 
-    def of(self, batch: ScheduleBatch) -> PenalisedRequests | None:
+    def penalised(self, batch: ScheduleBatch) -> PenalisedRequests | None:
         """The penalised requests of a batch whose requests have begun; None without any."""
         info = batch.sampling_info
         if info.acc_additive_penalties is None:  # what SGLang prepares for any penalised batch

@@ -38,7 +38,7 @@ class RecurrentStates:
         self._rows = torch.arange(max_requests * block_size, device=runner.device)
 
     @classmethod
-    def of(cls, target_worker: TpModelWorker, block_size: int) -> RecurrentStates | None:
+    def from_target(cls, target_worker: TpModelWorker, block_size: int) -> RecurrentStates | None:
         """None for a target without recurrent layers. Raises StartupError where states cannot be committed."""
         runner = target_worker.model_runner
         if mambaish_config(runner.model_config) is None:

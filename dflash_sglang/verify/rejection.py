@@ -53,7 +53,7 @@ class RejectionSampler:
         logits: Tensor,  # [bs * block, vocab], adjusted
         info: SamplingBatchInfo,
         proposals: Proposals,
-        kernels: bool,  # as Filters.of
+        kernels: bool,  # as Filters.from_batch
         out: Tensor | None = None,
     ) -> Tensor:
         """[bs, block] int64, into `out` where given: the accepted proposals of each request, the token of the
@@ -66,7 +66,7 @@ class RejectionSampler:
         bs, block_size = proposals.tokens.shape
         if out is None:
             out = torch.empty((bs, block_size), dtype=torch.int64, device=logits.device)
-        filters = Filters.of(info, kernels)
+        filters = Filters.from_batch(info, kernels)
         if bs <= AT_ONCE:
             target_tokens_triton(_sampled(logits, proposals), filters, self._work, out)
             return out
@@ -88,7 +88,7 @@ def rejection_sample(logits: Tensor, info: SamplingBatchInfo, proposals: Proposa
     """[bs, block] int64: the committed tokens of each request, the rest NOT_COMMITTED. The definition."""
     bs, block_size = proposals.tokens.shape
     uniforms = torch.rand((bs, block_size + 1), device=logits.device)
-    return sample_with(logits, Filters.of(info, kernels), proposals, uniforms)
+    return sample_with(logits, Filters.from_batch(info, kernels), proposals, uniforms)
 
 
 def sample_with(

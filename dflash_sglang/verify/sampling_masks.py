@@ -29,7 +29,7 @@ def sampling_mask_output(
 
     A greedy request's is its token. SGLang aborts a request with a status other than OK in a committed row:
     OVERFLOW of more tokens than this has room for or than --sampling-mask-max-tokens, INVALID of a token outside.
-    `kernels`: as in `Filters.of`.
+    `kernels`: as in `Filters.from_batch`.
     """
     asking = info.sampling_mask_batch_indices
     if asking is None:
@@ -42,7 +42,7 @@ def sampling_mask_output(
         probs = torch.ones_like(tokens, dtype=torch.float32)[:, :, None]
         supports = _Supports(tokens[:, :, None], probs, probs[:, :, 0], torch.ones_like(tokens))
     else:
-        blocks, filters = logits.view(-1, block, logits.shape[1]), Filters.of(info, kernels)
+        blocks, filters = logits.view(-1, block, logits.shape[1]), Filters.from_batch(info, kernels)
         parts = [
             _supports(blocks[some], filters.part(some), tokens_of_some, most)
             for some, tokens_of_some in zip(asking.split(AT_ONCE), tokens.split(AT_ONCE), strict=True)

@@ -94,7 +94,7 @@ class Verifier:
         ]
         if problems:
             raise StartupError(problems)
-        self._recurrent = RecurrentStates.of(self._worker, self._block_size)
+        self._recurrent = RecurrentStates.from_target(self._worker, self._block_size)
 
     def after_capture(self, proposals: Sequence[Proposals]) -> None:
         """Once the target's graphs exist, if it has any; proposals: one request's, of each kind and width there
@@ -116,7 +116,7 @@ class Verifier:
     def after_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
         """All ranks of a tensor-parallel group go on from rank 0's first tokens, [bs]."""
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, next_token_ids)
-        penalised = self._penalties.of(batch)
+        penalised = self._penalties.penalised(batch)
         self._note(batch, penalised, next_token_ids[:, None], torch.ones_like(next_token_ids))
 
     def verify(
@@ -137,7 +137,7 @@ class Verifier:
         grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
         forward = self._forward(batch, block, tokens)
         logits_output = forward.logits_output
-        penalised = self._penalties.of(batch)
+        penalised = self._penalties.penalised(batch)
         adjusted = penalised is not None or batch.has_grammar or self._changes_logits(sampling_info)
         greedy = sampling_info.is_all_greedy and not adjusted
         reported = batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None

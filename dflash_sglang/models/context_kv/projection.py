@@ -74,7 +74,7 @@ class ContextKV:
         """pool: the draft's token-to-KV pool, when its buffers have their final addresses; before capture.
         translator: of the slots that plans name, for `write_planned`."""
         self._pool, self._translator = pool, translator
-        writer = AllLayerWriter.of(self._attentions, self._k_norms, pool)
+        writer = AllLayerWriter.from_pool(self._attentions, self._k_norms, pool)
         if isinstance(writer, str):
             self._writer, self._why_writer = None, f"one write per layer ({writer})"
         else:

@@ -22,7 +22,7 @@ class AllLayerWriter(ABC):
         self._attention, self._k_norms = attentions[0], k_norms
 
     @staticmethod
-    def of(attentions: list[DraftAttention], k_norms: Tensor, pool: Any) -> AllLayerWriter | str:
+    def from_pool(attentions: list[DraftAttention], k_norms: Tensor, pool: Any) -> AllLayerWriter | str:
         """The writer into a pool whose buffers have their final addresses, or why there is none."""
         obstacle = _obstacle(attentions, k_norms, pool)
         if obstacle is not None:

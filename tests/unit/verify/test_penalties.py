@@ -92,7 +92,7 @@ def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed
         for row, raw, req in zip(prefill, logits, reqs, strict=True):
             torch.testing.assert_close(row, reference(raw, req, req.output_ids))
     outputs = [[*req.output_ids, data.draw(TOKENS)] for req in reqs]
-    penalised = penalties.of(batch)
+    penalised = penalties.penalised(batch)
     if penalised is not None:
         penalties.count(penalised, torch.tensor([out[-1:] for out in outputs]), torch.ones(3, dtype=torch.long))
 
@@ -105,7 +105,7 @@ def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed
         )
         logits = torch.randn(3 * block, VOCAB, generator=generator)
         got = logits.clone()
-        penalised = penalties.of(batch)
+        penalised = penalties.penalised(batch)
         if penalised is not None:
             penalties.apply(got, penalised, tokens, prefix_lens)
         for b, req in enumerate(reqs):
@@ -124,7 +124,7 @@ PLAIN = dict(PENALISED, frequency_penalty=0.0)
 
 
 def counted(penalties: Any, batch: Any) -> list[list[int]]:
-    return penalties._counts[penalties.of(batch).counts].tolist()
+    return penalties._counts[penalties.penalised(batch).counts].tolist()
 
 
 def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
@@ -175,11 +175,11 @@ def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alo
         batch = batch_of([req], [slot])
         penalties.begin(batch)
         logits = torch.zeros(2, VOCAB)
-        penalties.apply(logits, penalties.of(batch), torch.tensor([[0, 0]]), torch.tensor([2]))
+        penalties.apply(logits, penalties.penalised(batch), torch.tensor([[0, 0]]), torch.tensor([2]))
         assert logits[0].isneginf().nonzero().flatten().tolist() == ends
     both = batch_of([second, first], [4, 6])
     logits = torch.zeros(4, VOCAB)
-    penalties.apply(logits, penalties.of(both), torch.tensor([[0, 0], [0, 0]]), torch.tensor([2, 2]))
+    penalties.apply(logits, penalties.penalised(both), torch.tensor([[0, 0], [0, 0]]), torch.tensor([2, 2]))
     assert [row.isneginf().sum().item() for row in logits] == [3, 3, 5, 5]
 
 
@@ -190,7 +190,7 @@ def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
     decoding = request(PENALISED, 3, [])
     batch = batch_of([decoding], [1])
     penalties.begin(batch)
-    penalties.count(penalties.of(batch), torch.tensor([[6, 6, 2]]), torch.tensor([2]))
+    penalties.count(penalties.penalised(batch), torch.tensor([[6, 6, 2]]), torch.tensor([2]))
     mixed = batch_of([request(PENALISED, 5, [3]), decoding], [8, 1], mixed_with=[decoding])
     penalties.begin(mixed)
     assert counted(penalties, mixed)[1] == [0, 0, 0, 0, 0, 0, 2, 0, 0]
@@ -208,7 +208,7 @@ def test_many_requests_are_penalised_a_few_at_a_time(monkeypatch):
     batch = batch_of(reqs, slots)
     table = module.Penalties(number + 1, vocab, "cpu")
     table.begin(batch)
-    penalised = table.of(batch)
+    penalised = table.penalised(batch)
     logits = torch.randn(number * block, vocab)
     tokens = torch.randint(vocab, (number, block))
     prefix_lens = torch.full((number,), 4)

@@ -158,18 +158,18 @@ def extra_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_target_without_recurrent_layers_has_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recurrent, "mambaish_config", lambda config: None)
-    assert RecurrentStates.of(worker(), BLOCK) is None
+    assert RecurrentStates.from_target(worker(), BLOCK) is None
 
 
 def test_states_are_committed_where_boundaries_are_two_blocks_apart(extra_buffer):
-    assert isinstance(RecurrentStates.of(worker(), GRID // 2), RecurrentStates)
+    assert isinstance(RecurrentStates.from_target(worker(), GRID // 2), RecurrentStates)
 
 
 def test_boundaries_closer_than_two_blocks_end_start_up(extra_buffer):
     with pytest.raises(
         StartupError, match=r"--mamba-track-interval=32: expected .* at least two blocks \(66 "
     ) as e:
-        RecurrentStates.of(worker(), GRID // 2 + 1)
+        RecurrentStates.from_target(worker(), GRID // 2 + 1)
     assert "Set --mamba-track-interval to a multiple of 64 from 128 on." in str(e.value)
 
 
@@ -177,14 +177,14 @@ def test_an_attention_backend_that_commits_no_states_ends_start_up():
     target = worker()
     target.model_runner.attn_backend = SimpleNamespace()
     with pytest.raises(StartupError, match="linear-attention backend='SimpleNamespace': expected one that keeps"):
-        RecurrentStates.of(target, BLOCK)
+        RecurrentStates.from_target(target, BLOCK)
 
 
 def test_a_pool_without_a_state_per_row_ends_start_up():
     target = worker()
     target.model_runner.req_to_token_pool.mamba_pool.mamba_cache = SimpleNamespace()
     with pytest.raises(StartupError, match="'a state pool without a state per verified row': expected one that"):
-        RecurrentStates.of(target, BLOCK)
+        RecurrentStates.from_target(target, BLOCK)
 
 
 @pytest.mark.matrix(

@@ -68,7 +68,7 @@ def test_a_committed_token_is_among_those_it_was_drawn_from_with_its_probability
     logits = logits.bfloat16().float() if ties else logits
     batch = info([12] * BS, top_p, sampling_support_logprobs_capture_indices=torch.arange(BS))
     ids, lens, output = sampled(logits, batch)
-    whole = filtered_probs(logits, Filters.of(batch, True).repeat(BLOCK)).view(BS, BLOCK, VOCAB)
+    whole = filtered_probs(logits, Filters.from_batch(batch, True).repeat(BLOCK)).view(BS, BLOCK, VOCAB)
     assert output.num_accept_tokens.tolist() == lens.tolist()
     for request in range(BS):
         for row in range(int(lens[request])):

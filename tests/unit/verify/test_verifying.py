@@ -36,7 +36,7 @@ def bound(backend: Any, requests: int = 48, chunk: int | None = 512, **flags: bo
     under_test._worker, under_test._block_size = SimpleNamespace(model_runner=under_test._runner), 16
     under_test._runner.model_config = SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifier.RecurrentStates, "of", lambda *_: None)
+        patch.setattr(verifier.RecurrentStates, "from_target", lambda *_: None)
         patch.setattr(verifier, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=chunk))
         under_test.bind_attention_backends()
 
