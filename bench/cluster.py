@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.layouts import Layout
-from dflash_sglang.bench import kinds
-from dflash_sglang.bench.kinds import PLAIN, READY_TIMEOUT, assert_worker
+from dflash_sglang.demo.launch import READY_TIMEOUT, assert_worker, new_server
 from dflash_sglang.demo.server import Server, ServerFailed
 
 # Not at the start of a line: a progress bar may stand before.
@@ -24,27 +23,6 @@ KV = re.compile(RANK + r"KV Cache is allocated\..* #tokens: (?P<tokens>\d+), K s
                 r"V size: (?P<v>[\d.]+) GB")  # fmt: skip
 READY = "The server is fired up and ready to roll!"
 DRAFT_MODEL = "DFlashDraftModel"
-
-
-def environment_of(kind: str, device: str, gpus: str | None, **more: str) -> dict[str, str]:
-    """The environment of a server of a kind on the GPUs of that list, all by default."""
-    # Servers that start at the same time on the same GPUs find different amounts of memory free on each.
-    out = {**os.environ, **kinds.environment(kind), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", **more}
-    if device == "cpu":
-        out |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
-    elif gpus is not None:
-        out["CUDA_VISIBLE_DEVICES"] = gpus
-    return out
-
-
-def model_flags(kind: str, directories: Mapping[str, str], draft_flags: Sequence[str] = ()) -> list[str]:
-    flags = ["--model-path", directories["target"]]
-    if kind == PLAIN:
-        return flags
-    return [
-        *flags, "--speculative-algorithm", "DFLASH",
-        "--speculative-draft-model-path", directories["draft"], *draft_flags,
-    ]  # fmt: skip
 
 
 class Cluster:
@@ -60,12 +38,14 @@ class Cluster:
         logs: Path,
     ) -> None:
         self.layout, self.kind = layout, kind
-        logs.mkdir(parents=True, exist_ok=True)
         self.nodes = [
-            Server(
-                command, port=port + node, environment=environment, log=logs / f"{layout.name}-{kind}-{node}.log"
+            new_server(
+                [*flags, *layout.flags_of(node, port)],
+                environment=environment,
+                log=logs / f"{layout.name}-{kind}-{node}.log",
+                port=port + node,
             )
-            for node, command in enumerate(layout.commands(flags, port))
+            for node in range(layout.nodes)
         ]
         self._running: list[Server] = []
         self.started = False

@@ -21,7 +21,7 @@ from typing import Any
 from bench import report
 from bench.pair import decode, pair_server
 from dflash_sglang import pair
-from dflash_sglang.bench.kinds import OURS, wait_for, worker_line
+from dflash_sglang.demo.launch import OURS, wait_for, worker_line
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
 NEW_TOKENS = 256

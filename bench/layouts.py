@@ -1,9 +1,7 @@
-"""The parallel layouts that are measured and soaked: the flags of each, and the command of each process."""
+"""The parallel layouts that are measured and soaked, with the flags of each process."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 PORTS_PER_SERVER = 50  # from one server's port to the next one's; data-parallel attention adds 233 and up to 8
@@ -17,7 +15,7 @@ class Layout:
 
     flags: of every process, beside model and ports. replicas: data-parallel ranks that a request can be routed
     to. nodes: processes of `launch_server`, each on its share of the GPUs. pair: "trained", the package's own, or
-    a shape of `bench.random_pair`.
+    a shape of `dflash_sglang.bench.random_pair`.
     """
 
     name: str
@@ -33,28 +31,16 @@ class Layout:
         """Whether the replicas share no collective; each then opens a port of its own choice for its group."""
         return self.replicas > 1 and "--enable-dp-attention" not in self.flags
 
-    def commands(self, flags: Sequence[str], port: int) -> list[list[str]]:
-        """One `launch_server` per node, of the model that `flags` name. Requests go to `port`, the first's."""
-        rendezvous = str(port + 20)
-        commands = []
-        for node in range(self.nodes):
-            command = [
-                sys.executable,
-                "-m",
-                "sglang.launch_server",
-                *flags,
-                *self.flags,
-                "--port",
-                str(port + node),
-            ]
-            if self.nodes > 1:
-                command += ["--nnodes", str(self.nodes), "--node-rank", str(node)]
-                command += ["--dist-init-addr", f"127.0.0.1:{rendezvous}"]
-                command += ["--base-gpu-id", str(node * self.gpus // self.nodes)]
-            elif not self.independent_replicas:
-                command += ["--nccl-port", rendezvous]
-            commands.append(command)
-        return commands
+    def flags_of(self, node: int, port: int) -> list[str]:
+        """The flags of one of the `nodes` processes, beside the model. Requests go to `port`, the first one's."""
+        flags, rendezvous = list(self.flags), str(port + 20)
+        if self.nodes > 1:
+            flags += ["--nnodes", str(self.nodes), "--node-rank", str(node)]
+            flags += ["--dist-init-addr", f"127.0.0.1:{rendezvous}"]
+            flags += ["--base-gpu-id", str(node * self.gpus // self.nodes)]
+        elif not self.independent_replicas:
+            flags += ["--nccl-port", rendezvous]
+        return flags
 
 
 def _sizes(tp: int, dp: int = 1) -> tuple[str, ...]:

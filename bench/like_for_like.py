@@ -32,8 +32,8 @@ from bench.servers import Candidate, add_options, parse, together
 from bench.steady import WARM_UP, occupy, watch
 from bench.step_profile import figures_of, of_concurrency
 from bench.widths import ACCEPTANCE, BLOCK, forced, mean_length, since, told
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.bench.table import step_table
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -67,7 +67,9 @@ def candidate(name: str, target: Sequence[str], profile: Profile) -> Candidate:
     form = name.removeprefix(kind).removeprefix("_")
     flags = (*target, *FORMATS.get(form, ()))
     if kind == BUILT_IN:
-        return Candidate(name, kind, flags, {"COINS": json.dumps(profile)}, accept_length=0, module="bench.coins")
+        return Candidate(
+            name, kind, flags, {"COINS": json.dumps(profile)}, accept_length=0, program=("-m", "bench.coins")
+        )
     settings: dict[str, Any] = {"simulated_acceptance": [profile], "width": {"highest_min_width": BLOCK}}
     if form:
         settings["draft_head"] = "as_is"

@@ -28,7 +28,7 @@ from typing import Any
 from bench import long_context, report
 from bench.load import Load, ask
 from bench.servers import Candidate, add_options, parse, server_of
-from dflash_sglang.bench.kinds import OURS, wait_for
+from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 

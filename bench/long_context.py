@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import sysconfig
 import tempfile
@@ -26,9 +25,8 @@ from typing import Any
 
 from bench import report
 from dflash_sglang import pair
-from dflash_sglang.bench import kinds
-from dflash_sglang.bench.kinds import OURS, wait_for
-from dflash_sglang.demo.server import Server, free_port
+from dflash_sglang.demo.launch import ON_CPU, OURS, environment, model_flags, new_server, wait_for
+from dflash_sglang.demo.server import Server
 
 RECORD = json.loads((Path(pair.__file__).parent / "record.json").read_text())["training"]
 TRAINED: int = RECORD["generated"]["length"]  # bytes, of the target's windows and of the draft's sequences
@@ -72,22 +70,17 @@ def checkpoints(scratch: Path, factor: str) -> Mapping[str, str]:
 def server_of(setting: str, context: int, device: str, scratch: Path) -> Server:
     """The server of one setting, not started yet."""
     window, _, factor = setting.partition("@")
-    pair_of, port = checkpoints(scratch, factor), free_port()
+    cpu = device == "cpu"
     flags = [
-        "--model-path", pair_of["target"], "--speculative-draft-model-path", pair_of["draft"],
-        "--speculative-algorithm", "DFLASH", "--skip-tokenizer-init", "--port", str(port), "--device", device,
+        *model_flags(OURS, **checkpoints(scratch, factor)), "--skip-tokenizer-init", *(ON_CPU if cpu else ()),
         "--context-length", str(context), "--max-total-tokens", str(3 * context), "--mem-fraction-static", "0.3",
         "--cuda-graph-max-bs-decode", "2", "--max-running-requests", "2", "--skip-server-warmup",
     ]  # fmt: skip
-    environment = {**os.environ, **kinds.environment(OURS), "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    if device == "cpu":
-        flags += ["--dtype", "float32"]
-        environment |= {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
     if window != "none":
         size, _, sinks = window.partition("+")
         flags += ["--speculative-draft-window-size", size, "--speculative-draft-sink-size", sinks or "0"]
-    command = [sys.executable, "-m", "sglang.launch_server", *flags]
-    return Server(command, port=port, environment=environment, log=scratch / f"{setting}.log")
+    longer = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return new_server(flags, environment={**environment(OURS, cpu=cpu), **longer}, log=scratch / f"{setting}.log")
 
 
 def measure(server: Server, multiples: Sequence[int], prompts: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ What this package keeps of requests is taken before; graphs, workspaces and acti
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shlex
 import sys
@@ -25,11 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import model_flags
 from bench.device_memory import GB, installed, lines
-from dflash_sglang.bench import kinds
-from dflash_sglang.bench.kinds import OURS, wait_for
-from dflash_sglang.demo.server import Server, free_port
+from dflash_sglang.demo.launch import OURS, environment, model_flags, new_server, wait_for
+from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
@@ -144,23 +141,18 @@ def claims(figures: Mapping[str, Any], ready: Line, least_free: float) -> list[d
 
 
 def server_of(arguments: argparse.Namespace, scratch: Path) -> Server:
-    port = free_port()
     flags = [
-        *model_flags(OURS, {"target": arguments.target, "draft": arguments.draft}, arguments.dflash_flags),
-        "--skip-tokenizer-init", "--port", str(port), "--min-free-slots-delay", "1",
+        *model_flags(OURS, arguments.target, arguments.draft, arguments.dflash_flags),
+        "--skip-tokenizer-init", "--min-free-slots-delay", "1",
         "--max-running-requests", str(arguments.requests), *arguments.flags,
     ]  # fmt: skip
-    environment = {
-        **os.environ,
-        **kinds.environment(OURS, chooses=arguments.widths),
+    own = {
+        **environment(OURS, chooses=arguments.widths),
         **({CONFIG_ENV: WIDTHS} if arguments.widths else {}),
         **installed(scratch),
         "SGLANG_SIMULATE_ACC_LEN": str(arguments.accept_length),
     }
-    command = [sys.executable, "-m", "sglang.launch_server", *flags]
-    logs = arguments.logs or scratch
-    logs.mkdir(parents=True, exist_ok=True)
-    return Server(command, port=port, environment=environment, log=logs / "server.log")
+    return new_server(flags, environment=own, log=(arguments.logs or scratch) / "server.log")
 
 
 def main() -> int:

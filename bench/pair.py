@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -20,9 +19,9 @@ from typing import Any
 
 from bench import report
 from dflash_sglang import pair
-from dflash_sglang.bench import kinds
-from dflash_sglang.bench.kinds import OURS, PLAIN, wait_for
-from dflash_sglang.demo.server import Server, free_port
+from dflash_sglang.demo import launch
+from dflash_sglang.demo.launch import OURS, PLAIN, model_flags, new_server, wait_for
+from dflash_sglang.demo.server import Server
 
 TOLERANCE = 0.02
 LEAST_SPEEDUP = 1.5  # over plain decoding, one request at a time
@@ -32,14 +31,9 @@ def pair_server(
     kind: str, log: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Server:
     """A server of the trained pair of a kind, not started yet."""
-    directories, port = pair.pair_directories(), free_port()
-    arguments = ["--model-path", directories["target"], "--skip-tokenizer-init", "--port", str(port)]
-    arguments += ["--max-total-tokens", "60000", "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "8"]
-    if kind == OURS:
-        arguments += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", directories["draft"]]
-    command = [sys.executable, "-m", "sglang.launch_server", *arguments, *flags]
-    environment = {**os.environ, **kinds.environment(kind), **(environment or {})}
-    return Server(command, port=port, environment=environment, log=log)
+    own = [*model_flags(kind, **pair.pair_directories()), "--skip-tokenizer-init", "--max-total-tokens", "60000"]
+    own += ["--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "8"]
+    return new_server([*own, *flags], environment={**launch.environment(kind), **(environment or {})}, log=log)
 
 
 def decode(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int, **sampling: Any) -> dict[str, Any]:

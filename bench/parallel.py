@@ -23,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import Cluster, environment_of, memory_of, model_flags, stop_on_sigterm, stop_together
+from bench.cluster import Cluster, memory_of, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_LAYOUT, PORTS_PER_SERVER, Layout
 from bench.load import Load, take_turns
+from bench.servers import environment_of
 from bench.step_profile import MARGIN, figures_of
 from dflash_sglang.bench import profile
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.bench.random_pair import write_pair
 from dflash_sglang.bench.settings import PROFILED_TOKENS
+from dflash_sglang.demo.launch import BUILT_IN, ON_CPU, OURS, PLAIN, model_flags
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import free_port
 
@@ -50,7 +51,7 @@ def servers_of(
     """The servers of a layout by kind, not started yet."""
     most = max([*(at for at, _ in loads_of(arguments)), *arguments.profile])
     flags = [
-        "--skip-tokenizer-init", "--host", "127.0.0.1", "--log-level-http", "warning",
+        "--skip-tokenizer-init", "--log-level-http", "warning",
         "--min-free-slots-delay", "1",
         # Of all ranks together; any one of them may get all requests.
         "--max-running-requests", str(most * layout.replicas), "--cuda-graph-max-bs-decode", str(most),
@@ -61,15 +62,18 @@ def servers_of(
     if arguments.pair is None:
         flags, draft_flags = flags + DUMMY, DUMMY_DRAFT
     if arguments.device == "cpu":
-        flags += ["--device", "cpu", "--dtype", "float32"]
+        flags += ON_CPU
     return {
         kind: Cluster(
             layout,
             kind,
-            [*model_flags(kind, pair, draft_flags), *flags],
+            [*model_flags(kind, pair["target"], pair["draft"], draft_flags), *flags],
             port + i * PORTS_PER_SERVER,
             environment_of(
-                kind, arguments.device, arguments.gpus, SGLANG_SIMULATE_ACC_LEN=str(arguments.accept_length)
+                kind,
+                arguments.device == "cpu",
+                arguments.gpus,
+                SGLANG_SIMULATE_ACC_LEN=str(arguments.accept_length),
             ),
             arguments.logs or scratch,
         )

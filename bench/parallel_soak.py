@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import Cluster, environment_of, model_flags, stop_on_sigterm, stop_together
+from bench.cluster import Cluster, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_SERVER, Layout
+from bench.servers import environment_of
 from bench.uneven import PHASES, astray, compared, phases
 from dflash_sglang import pair
-from dflash_sglang.bench.kinds import OURS, PLAIN
 from dflash_sglang.bench.random_pair import write_pair
+from dflash_sglang.demo.launch import OURS, PLAIN, model_flags
 from dflash_sglang.demo.server import free_port
 from tests.soak.checks import as_plain, compare, problems
 from tests.soak.driver import Outcome, ask, call, drive, held_tokens
@@ -42,7 +43,7 @@ SEED_OF_COMPARED, COMPARED_AT_A_TIME = 77, 16
 # Of plain's logprobs of its two best tokens. One step of bfloat16 at logits of 16 to 32 is 0.125.
 TIE = {"cuda": 0.13, "cpu": 1e-4}
 FLAGS = [
-    "--host", "127.0.0.1", "--context-length", "1024", "--max-total-tokens", "8000",
+    "--context-length", "1024", "--max-total-tokens", "8000",
     "--mem-fraction-static", "0.8", "--cuda-graph-max-bs-decode", "32", "--chunked-prefill-size", "512",
     "--watchdog-timeout", "100", "--log-level-http", "warning",
 ]  # fmt: skip
@@ -61,9 +62,9 @@ def servers_of(layout: Layout, arguments: argparse.Namespace, scratch: Path) -> 
         kind: Cluster(
             layout,
             kind,
-            [*model_flags(kind, directories), *flags, *more[kind]],
+            [*model_flags(kind, directories["target"], directories["draft"]), *flags, *more[kind]],
             port + i * PORTS_PER_SERVER,
-            environment_of(kind, arguments.device, arguments.gpus),
+            environment_of(kind, arguments.device == "cpu", arguments.gpus),
             arguments.logs or scratch,
         )
         for i, kind in enumerate((OURS, PLAIN))

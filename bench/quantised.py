@@ -25,7 +25,7 @@ from bench import report
 from bench.pair import decode, pair_server
 from bench.quantised_table import launches_per_layer
 from dflash_sglang import pair
-from dflash_sglang.bench.kinds import OURS, PLAIN, wait_for
+from dflash_sglang.demo.launch import OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server, ServerFailed
 from training.calibrate import read_inputs
 from training.quantise import SCHEMES, quantise_checkpoint

@@ -21,7 +21,7 @@ from typing import Any
 from bench import report
 from bench.load import Load, take_turns
 from bench.servers import Candidate, add_options, parse, together
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.cluster import environment_of, model_flags
-from dflash_sglang.bench.kinds import BUILT_IN, wait_for
-from dflash_sglang.demo.server import Server, free_port
+from dflash_sglang.demo.launch import BUILT_IN, LAUNCH, ON_CPU, environment, model_flags, new_server, wait_for
+from dflash_sglang.demo.server import Server
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One server. ``flags``, ``environment``: what it alone has; ``accept_length``: forced, None for that of
-    `--accept-length`; ``gpus``: as in CUDA_VISIBLE_DEVICES, all by default; ``module``: that is run."""
+    `--accept-length`; ``gpus``: as in CUDA_VISIBLE_DEVICES, all by default; ``program``: what Python runs."""
 
     name: str
     kind: str
@@ -27,7 +26,7 @@ class Candidate:
     environment: Mapping[str, str] = field(default_factory=dict)
     accept_length: float | None = None
     gpus: str | None = None
-    module: str = "sglang.launch_server"
+    program: tuple[str, ...] = LAUNCH
 
 
 def add_options(parser: argparse.ArgumentParser, kinds: Sequence[str], accept_length: float) -> None:
@@ -66,26 +65,28 @@ def server_of(
 
     more: of its environment.
     """
-    kind, port = candidate.kind, free_port()
+    cpu = arguments.device == "cpu"
     flags = [
-        *model_flags(kind, {"target": arguments.target, "draft": arguments.draft}, arguments.dflash_flags),
-        "--skip-tokenizer-init", "--port", str(port), "--host", "127.0.0.1",
-        "--max-running-requests", str(requests), "--min-free-slots-delay", "1",
+        *model_flags(candidate.kind, arguments.target, arguments.draft, arguments.dflash_flags),
+        "--skip-tokenizer-init", "--max-running-requests", str(requests), "--min-free-slots-delay", "1",
         "--mem-fraction-static", str(arguments.mem_fraction), "--max-total-tokens", str(tokens),
-        "--cuda-graph-max-bs-decode", str(requests), *candidate.flags, *arguments.flags,
+        "--cuda-graph-max-bs-decode", str(requests), *candidate.flags, *arguments.flags, *(ON_CPU if cpu else ()),
     ]  # fmt: skip
-    if arguments.device == "cpu":
-        flags += ["--device", "cpu", "--dtype", "float32"]
     length = arguments.accept_length if candidate.accept_length is None else candidate.accept_length
     own = {"SGLANG_SIMULATE_ACC_LEN": str(length), **candidate.environment, **more}
-    logs = arguments.logs or scratch
-    logs.mkdir(parents=True, exist_ok=True)
-    return Server(
-        [sys.executable, "-m", candidate.module, *flags],
-        port=port,
-        environment=environment_of(kind, arguments.device, candidate.gpus, **own),
-        log=logs / f"{candidate.name}.log",
+    return new_server(
+        flags,
+        environment=environment_of(candidate.kind, cpu, candidate.gpus, **own),
+        log=(arguments.logs or scratch) / f"{candidate.name}.log",
+        program=candidate.program,
     )
+
+
+def environment_of(kind: str, cpu: bool, gpus: str | None, **more: str) -> dict[str, str]:
+    """The environment of one of several servers: of a kind, on the GPUs of that list (all by default)."""
+    # Servers that start at the same time on the same GPUs find different amounts of memory free on each.
+    out = {**environment(kind, cpu=cpu), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", **more}
+    return out if cpu or gpus is None else {**out, "CUDA_VISIBLE_DEVICES": gpus}
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from bench import report
 from bench.load import Load, ask, rotated
 from bench.serve import SAMPLING
 from bench.servers import Candidate, add_options, parse, server_of
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, wait_for
+from dflash_sglang.demo.launch import BUILT_IN, OURS, wait_for
 from dflash_sglang.demo.signals import signals_as_exit
 
 SETTLED = slice(4, 10)  # requests 5 to 10

@@ -30,10 +30,10 @@ from bench import report
 from bench.load import Load, ask, rotated
 from bench.servers import Candidate, add_options, parse, together
 from dflash_sglang.bench import profile
-from dflash_sglang.bench.kinds import BUILT_IN, OURS
 from dflash_sglang.bench.table import step_table
 from dflash_sglang.bench.trace import OUTSIDE
 from dflash_sglang.checkpoint.token_map import FLAG, read_token_map
+from dflash_sglang.demo.launch import BUILT_IN, OURS
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench import plot
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 
 FIXED = "fixed"
 

@@ -42,7 +42,7 @@ from bench import report
 from bench.load import Load, Outcome
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import clients, take_turns, watch
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV

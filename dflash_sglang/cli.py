@@ -65,9 +65,8 @@ def _between(low: int, high: int) -> Callable[[str], int]:
 def _demo(options: argparse.Namespace) -> int:
     import torch
 
-    from dflash_sglang.demo.launch import Setup
     from dflash_sglang.demo.progress import Progress
-    from dflash_sglang.demo.run import compare
+    from dflash_sglang.demo.run import Setup, compare
     from dflash_sglang.demo.server import ServerFailed
 
     setup = Setup(**pair_directories(), gpu=torch.cuda.is_available())

@@ -10,9 +10,9 @@ from typing import Any
 
 from dflash_sglang.bench import checkpoints, prompts
 from dflash_sglang.bench.checkpoints import Pair
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN, environment
 from dflash_sglang.bench.settings import PROFILED_TOKENS, BadSetting, Settings
 from dflash_sglang.bench.versions import nvidia_smi
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN, environment
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import PluginConfigError
 

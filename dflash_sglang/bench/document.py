@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_sglang.bench import servers, sweep
-from dflash_sglang.bench.kinds import PLAIN
 from dflash_sglang.bench.load import Outcome
 from dflash_sglang.bench.settings import Served, Settings
 from dflash_sglang.bench.sweep import Measured
+from dflash_sglang.demo.launch import PLAIN
 
 FIGURES = tuple(field.name for field in dataclasses.fields(Outcome))
 NOT_SETTINGS = ("target", "draft", "kinds", "skipped", "out", "prompts")  # told elsewhere, or long

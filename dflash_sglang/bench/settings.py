@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflash_sglang.bench.kinds import OURS, PLAIN
+from dflash_sglang.demo.launch import OURS, PLAIN
 
 LEAST_REQUESTS = 4  # of a load
 PROFILED_TOKENS = 1536  # of each request, enough to decode until the profiled steps are over

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench import load, prompts, servers
-from dflash_sglang.bench.kinds import BUILT_IN, PLAIN, wait_for, worker_line
 from dflash_sglang.bench.load import LoadFailed, Outcome
 from dflash_sglang.bench.profile import take_apart
 from dflash_sglang.bench.settings import Cell, Served, Settings
+from dflash_sglang.demo.launch import BUILT_IN, PLAIN, wait_for, worker_line
 from dflash_sglang.demo.measure import run_prompts
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed, first_error

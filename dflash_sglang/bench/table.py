@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dflash_sglang.bench.kinds import BUILT_IN, PLAIN
+from dflash_sglang.demo.launch import BUILT_IN, PLAIN
 
 COLUMNS = (
     "at a time", "server", "output tok/s", "tok/s per user", "first token, ms", "between tokens, ms",

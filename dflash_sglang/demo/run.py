@@ -2,57 +2,83 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_sglang.demo.launch import Setup, proven_worker
+from dflash_sglang import __version__
+from dflash_sglang.demo.launch import OURS, PLAIN, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.measure import Run, run_prompts, stream_text
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.report import Comparison
+from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 
+WORKER = f"dflash_sglang {__version__}"  # proven by the log of the server
+NAMES = {OURS: "DFLASH", PLAIN: "plain"}
 READY_TIMEOUT = 600.0  # seconds
 STREAMED = 2  # completions shown as they arrive
 SHOWN_PROMPT = 160  # characters of a prompt's end
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What both servers share."""
+
+    target: str  # checkpoint directory
+    draft: str  # checkpoint directory
+    gpu: bool
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.gpu else "float32"
+
+    def flags(self, kind: str) -> list[str]:
+        """Arguments of `python -m sglang.launch_server`, without its port."""
+        shared = ["--dtype", self.dtype, "--max-total-tokens", "20000", "--max-running-requests", "8"]
+        if not self.gpu:
+            shared += ["--device", "cpu", "--mem-fraction-static", "0.1"]
+        return [*shared, *model_flags(kind, self.target, self.draft)]
+
+    def server(self, kind: str, directory: Path) -> Server:
+        """A server on a free port, logging into `directory`; not started yet."""
+        return new_server(
+            self.flags(kind),
+            environment=environment(kind, cpu=not self.gpu, chooses=True),
+            log=directory / f"{NAMES[kind]}.log",
+        )
+
+
 def compare(setup: Setup, prompts: Sequence[str], max_new_tokens: int, progress: Progress) -> Comparison:
     """Runs the prompts on one server after the other. Raises ServerFailed; both servers end in any case."""
     with tempfile.TemporaryDirectory(prefix="dflash-sglang-demo-") as directory, signals_as_exit():
-        dflash, worker = _measure(setup, True, prompts, max_new_tokens, progress, Path(directory))
-        plain, _ = _measure(setup, False, prompts, max_new_tokens, progress, Path(directory))
+        runs = {kind: _measure(setup, kind, prompts, max_new_tokens, progress, Path(directory)) for kind in NAMES}
     return Comparison(
-        worker=worker,
+        worker=WORKER,
         device="cuda" if setup.gpu else "cpu",
         dtype=setup.dtype,
         max_new_tokens=max_new_tokens,
-        dflash=dflash,
-        plain=plain,
+        dflash=runs[OURS],
+        plain=runs[PLAIN],
     )
 
 
 def _measure(
     setup: Setup,
-    speculative: bool,
+    kind: str,
     prompts: Sequence[str],
     max_new_tokens: int,
     progress: Progress,
     directory: Path,
-) -> tuple[Run, str]:
-    """Returns the run and, with speculation, the worker's name."""
-    name = "DFLASH" if speculative else "plain"
-    worker = ""
-    server = setup.server(speculative=speculative, inherited=os.environ, directory=directory)
-    with server:
+) -> Run:
+    name = NAMES[kind]
+    with setup.server(kind, directory) as server:
         progress.begin(f"starting the {name} server")
-        server.wait_ready(READY_TIMEOUT, progress.update)
-        if speculative:
-            worker = proven_worker(server)
-        progress.end(worker or "ready")
+        wait_for(kind, server, progress.update, READY_TIMEOUT)
+        progress.end(WORKER if kind == OURS else "ready")
         with server.reported(f"the {name} server"):
-            if speculative:
+            if kind == OURS:
                 for prompt in prompts[:STREAMED]:
                     progress.text(f"\n--- prompt: ...{prompt[-SHOWN_PROMPT:]}\n--- completion: ")
                     stream_text(server, prompt, max_new_tokens, progress.text)
@@ -62,4 +88,4 @@ def _measure(
                 server, prompts, max_new_tokens, lambda done: progress.update(f"{done} of {len(prompts)}")
             )
             progress.end(f"{run.tokens_per_second:.1f} tokens/s")
-    return run, worker
+    return run

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from dflash_sglang import __version__
-from dflash_sglang.bench import plot, profile, prompts, servers, sweep, trace
+from dflash_sglang.bench import plot, profile, prompts, sweep, trace
 from dflash_sglang.bench.settings import Served, Settings
 from dflash_sglang.cli import main
+from dflash_sglang.demo import launch
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from tests.support import engines
@@ -18,7 +19,7 @@ from tests.support.bench_runs import rows_of
 
 @pytest.mark.slow
 def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(servers, "Server", engines._ForkedServer)
+    monkeypatch.setattr(launch, "Server", engines._ForkedServer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sweep, "COMPARED_TOKENS", 24)
     profiled = profiles_of_cpu_servers(monkeypatch)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from dflash_sglang import __version__
-from dflash_sglang.bench import kinds, load, profile, servers
+from dflash_sglang.bench import load, profile
 from dflash_sglang.bench.load import LoadFailed, Outcome
 from dflash_sglang.cli import main
+from dflash_sglang.demo import launch
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed
 from tests.unit.demo.test_demo import SERVES, fake_server, streaming, wait_until_ended
@@ -38,10 +39,10 @@ raise SystemExit(1)
 ])  # fmt: skip
 def test_a_log_proves_one_kind_of_worker(kind, log, verb):
     if verb is None:
-        kinds.assert_worker(kind, log)
+        launch.assert_worker(kind, log)
     else:
         with pytest.raises(ServerFailed, match=f"{kind}: another worker runs than expected, the log {verb} "):
-            kinds.assert_worker(kind, log)
+            launch.assert_worker(kind, log)
 
 
 class Fake(Server):
@@ -63,7 +64,7 @@ class Fake(Server):
 @pytest.fixture
 def fake(monkeypatch):
     """The class of the servers that a run starts; no load generator is imported."""
-    monkeypatch.setattr(servers, "Server", Fake)
+    monkeypatch.setattr(launch, "Server", Fake)
     monkeypatch.setattr(load, "generator", lambda: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(Fake, "pids", [])
@@ -74,7 +75,7 @@ def test_a_run_ends_where_another_worker_answers(fake, tmp_path, capsys):
     fake.program = f"print({BUILT_IN_LINE!r}, flush=True)\n{SERVES}"
     assert main(["bench", "--out", str(tmp_path), "--servers", "ours"]) == 1
     error = capsys.readouterr().err
-    assert f"the log has {kinds.SIGNATURE['built_in']!r} ({tmp_path}/logs/ours.log)" in error
+    assert f"the log has {launch.SIGNATURE['built_in']!r} ({tmp_path}/logs/ours.log)" in error
     assert wait_until_ended(fake.pids) == [] and len(fake.pids) == 1
     assert not (tmp_path / "bench.json").exists()
 

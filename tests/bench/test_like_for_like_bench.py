@@ -31,7 +31,7 @@ def test_both_sides_have_one_format_and_one_acceptance():
     assert [list(profile) for profile in settings.simulated_acceptance] == [
         json.loads(built_in.environment["COINS"])
     ]
-    assert built_in.module == "bench.coins"
+    assert built_in.program == ("-m", "bench.coins")
     assert "draft_head" not in json.loads(candidate("ours", (), GOOD).environment[CONFIG_ENV])
 
 

@@ -11,11 +11,9 @@ import pytest
 from bench import cluster, layouts, parallel, uneven
 from bench.load import Load, Outcome, by_figure
 from dflash_sglang.bench import random_pair
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from tests.soak.requests import corpus_of
-
-MODEL = ["--model-path", "TARGET"]
 
 
 def flags_of(command: list[str]) -> dict[str, str | None]:
@@ -25,19 +23,21 @@ def flags_of(command: list[str]) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS.values(), ids=lambda layout: layout.name)
-def test_the_processes_of_a_layout_use_all_of_its_gpus_and_ports_of_their_own(layout):
-    commands = [flags_of(command) for command in layout.commands(MODEL, 12000)]
-    assert len(commands) == layout.nodes
+def test_the_processes_of_a_layout_use_all_of_its_gpus_and_ports_of_their_own(layout, tmp_path):
+    commands = [flags_of(layout.flags_of(node, 12000)) for node in range(layout.nodes)]
     for node, command in enumerate(commands):
         sizes = {name: int(command.get(f"--{name}-size") or 1) for name in ("tp", "dp")}
         attention = "--enable-dp-attention" in command
         assert sizes["tp"] * (1 if attention else sizes["dp"]) == layout.gpus
         assert sizes["dp"] == layout.replicas
-        assert command["--model-path"] == "TARGET"
         assert command.get("--node-rank") == (str(node) if layout.nodes > 1 else None)
         # A port for the group of ranks, but where each replica has a group of its own.
         assert ("--nccl-port" in command) == (layout.nodes == 1 and not layout.independent_replicas)
-    assert [command["--port"] for command in commands] == [str(12000 + node) for node in range(layout.nodes)]
+    nodes = cluster.Cluster(layout, PLAIN, ["--model-path", "TARGET"], 12000, {}, tmp_path).nodes
+    assert [node.url for node in nodes] == [f"http://127.0.0.1:{12000 + node}" for node in range(layout.nodes)]
+    for node, server in enumerate(nodes):
+        flags = flags_of(server.command)
+        assert (flags["--model-path"], flags["--port"]) == ("TARGET", str(12000 + node))
     assert len({command.get("--dist-init-addr") for command in commands}) == 1
     assert len({command.get("--base-gpu-id") for command in commands}) == layout.nodes
 

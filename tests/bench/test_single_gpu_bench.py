@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-import bench.servers
 from bench import serve, startup, step_profile
 from bench.load import Answer, Load, Outcome, ask, by_figure, decode_seconds, run
 from dflash_sglang.bench import profile, trace
-from dflash_sglang.bench.kinds import BUILT_IN, OURS
+from dflash_sglang.demo import launch
+from dflash_sglang.demo.launch import BUILT_IN, OURS
+from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import pair_directories
 from tests.support import engines
 from tests.support.bench_runs import steps
@@ -142,7 +143,7 @@ def test_what_is_not_verify_is_our_step_less_the_built_in_workers_verify_graph()
 @pytest.mark.slow
 def test_steps_of_our_worker_are_profiled_with_a_token_map_and_without(monkeypatch, tmp_path, capsys):
     """On a CPU, where the trace that SGLang writes has no kernel: those of a made-up one stand for them."""
-    monkeypatch.setattr(bench.servers, "Server", engines._ForkedServer)
+    monkeypatch.setattr(launch, "Server", engines._ForkedServer)
     monkeypatch.setattr(profile, "PROFILED_TOKENS", 512)
     monkeypatch.setattr(profile, "STEPS", 2)
     monkeypatch.setattr(profile, "ACTIVITIES", ["CPU"])
@@ -206,7 +207,7 @@ def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(mo
     class Counted(engines._ForkedServer):
         ready_path = "/health"
 
-        def __enter__(self) -> bench.servers.Server:
+        def __enter__(self) -> Server:
             begun.append([])
             return super().__enter__()
 
@@ -214,7 +215,7 @@ def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(mo
         begun[-1].append(load.temperature)
         return actual_ask(server, load)
 
-    monkeypatch.setattr(bench.servers, "Server", Counted)
+    monkeypatch.setattr(launch, "Server", Counted)
     monkeypatch.setattr(startup, "ask", ask)
     monkeypatch.setattr(startup, "PAUSE", 0.05)
     out = tmp_path / "startup.json"

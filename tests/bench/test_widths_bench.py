@@ -13,7 +13,7 @@ import pytest
 
 from bench import steady, width_plot, widths
 from bench.load import Load, Outcome
-from dflash_sglang.bench.kinds import BUILT_IN, OURS, PLAIN
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import ServerFailed
 
 

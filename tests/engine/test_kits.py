@@ -63,7 +63,7 @@ from sglang.test.kits.spec_decoding_kit import SpecDecodingMixin
 from sglang.test.server_fixtures import spec_eagle_fixture, streaming_session_fixture
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from dflash_sglang.bench import kinds
+from dflash_sglang.demo import launch
 from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts
 from tests.support.kits import MOST_NEW_TOKENS, ON_GPU, PROMPTS, TARGET, OnServer, Servers, fitted
 from training.known_answers import NEW_TOKENS
@@ -317,4 +317,4 @@ class TestKnownAnswersOfTheBuiltInWorker(TestKnownAnswers):
 
     def test_gsm8k(self) -> None:
         super().test_gsm8k()
-        self.assertIn(kinds.SIGNATURE["built_in"], self.server.log_text())
+        self.assertIn(launch.SIGNATURE["built_in"], self.server.log_text())

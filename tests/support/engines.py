@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dflash_sglang.demo.launch import CPU_ENVIRONMENT, LAUNCH, new_server
 from dflash_sglang.demo.server import Server, free_port
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import zygote
 
-LAUNCH = ("-m", "sglang.launch_server")
 READY_TIMEOUT = 400.0  # seconds; importing SGLang alone takes tens on a busy machine
 BUILT_IN_WORKER = {"SGLANG_PLUGINS": "none"}  # the CPU platform stays, our plugin does not load
 
@@ -36,8 +36,7 @@ def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     settings = json.loads((extra or {}).get(CONFIG_ENV, "{}"))
     return {
         **os.environ,
-        "SGLANG_PLATFORM": "dflash_cpu",
-        "OMP_NUM_THREADS": "1",
+        **CPU_ENVIRONMENT,
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         **(extra or {}),
@@ -106,18 +105,11 @@ def serve_on_nodes(
     **arguments: Any,
 ) -> Iterator[list[Server]]:
     """One server by `count` launchers, which stand for nodes; the first one is ready and answers requests."""
-    address = f"127.0.0.1:{free_port()}"
+    joined = dict(nnodes=count, dist_init_addr=f"127.0.0.1:{free_port()}")
     with ExitStack() as nodes:
         servers = [
             nodes.enter_context(
-                _started(
-                    target,
-                    draft,
-                    environment,
-                    LAUNCH,
-                    False,
-                    dict(arguments, nnodes=count, node_rank=rank, dist_init_addr=address),
-                )
+                _started(target, draft, environment, LAUNCH, False, {**arguments, **joined, "node_rank": rank})
             )
             for rank in range(count)
         ]
@@ -135,16 +127,15 @@ def _started(
     arguments: Mapping[str, Any],
 ) -> Iterator[Server]:
     kind = Server if fresh or command != LAUNCH else _ForkedServer
-    port = free_port()
     if kind is _ForkedServer:
         arguments = {"skip_server_warmup": True, **arguments}
-    flags = as_flags(engine_arguments(target, draft, **arguments))
     with tempfile.TemporaryDirectory() as directory:
-        with kind(
-            [sys.executable, *command, *flags, "--port", str(port)],
-            port=port,
+        with new_server(
+            as_flags(engine_arguments(target, draft, **arguments)),
             environment=cpu_environment(environment),
             log=Path(directory) / "server.log",
+            program=command,
+            server_class=kind,
         ) as server:
             yield server
 

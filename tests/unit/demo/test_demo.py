@@ -14,13 +14,14 @@ import pytest
 
 from dflash_sglang.cli import main, spread
 from dflash_sglang.demo import launch
-from dflash_sglang.demo.launch import Setup, proven_worker
 from dflash_sglang.demo.measure import Run
 from dflash_sglang.demo.report import Comparison
+from dflash_sglang.demo.run import Setup
 from dflash_sglang.demo.server import Server, ServerFailed, free_port
 from dflash_sglang.pair import pair_directories
 from tests.support import engines
 
+WORKER_LINE = launch.SIGNATURE["ours"]
 CPU = Setup(target="T", draft="D", gpu=False)
 GPU = Setup(target="T", draft="D", gpu=True)
 
@@ -40,7 +41,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ok).serve_forever()
 # answer to the POST where SENT is None.
 STREAMS = """
 import http.server, os, sys
-print("dflash_sglang 9.9 worker active", flush=True)
+print(WORKER, flush=True)
 def die():
     print("Traceback (most recent call last):\\nRuntimeError: the reason", flush=True)
     os._exit(3)
@@ -70,7 +71,7 @@ BROKEN_OFF = "the server broke off its answer"
 
 def streaming(sent: list[str] | None, dies: bool) -> str:
     """The program of a server that streams so, and dies then or ends its answer."""
-    return f"SENT, DIES = {sent!r}, {dies}\n{STREAMS}"
+    return f"SENT, DIES, WORKER = {sent!r}, {dies}, {WORKER_LINE!r}\n{STREAMS}"
 
 
 def fake_server(tmp_path: Path, program: str) -> Server:
@@ -104,19 +105,22 @@ def comparison(dflash_outputs: list[list[int]], dtype: str = "float32") -> Compa
 
 def test_both_servers_have_the_same_arguments_but_for_speculation() -> None:
     for setup in (CPU, GPU):
-        plain = setup.arguments(speculative=False, port=1)
+        plain = setup.flags("plain")
         speculation = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "D"]
-        assert setup.arguments(speculative=True, port=1) == plain + speculation
+        assert setup.flags("ours") == plain + speculation
 
 
-def test_the_servers_require_our_worker_and_use_the_cpu_platform_only_without_a_gpu() -> None:
-    on_cpu, on_gpu = CPU.environment({"A": "b"}), GPU.environment({"A": "b"})
+def test_the_servers_require_our_worker_and_use_the_cpu_platform_only_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("A", "b")
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    on_cpu, on_gpu = (setup.server("ours", tmp_path).environment for setup in (CPU, GPU))
     assert on_cpu["DFLASH_SGLANG_REQUIRE"] == on_gpu["DFLASH_SGLANG_REQUIRE"] == "1"
     assert on_cpu["A"] == "b"
     assert on_cpu["SGLANG_PLATFORM"] == "dflash_cpu" and on_cpu["OMP_NUM_THREADS"] == "1"
     assert "SGLANG_PLATFORM" not in on_gpu
-    assert "float32" in CPU.arguments(speculative=False, port=1)
-    assert "bfloat16" in GPU.arguments(speculative=False, port=1)
+    assert "float32" in CPU.flags("plain") and "bfloat16" in GPU.flags("plain")
 
 
 def test_the_json_object_counts_identical_prompts_and_accepted_tokens() -> None:
@@ -152,12 +156,9 @@ def test_pair_prints_two_directories_that_exist(capsys: pytest.CaptureFixture[st
 
 
 def test_a_server_whose_log_does_not_name_our_worker_is_refused(tmp_path: Path) -> None:
-    server = fake_server(tmp_path, "")
-    server.log.write_text("Initialized DFLASH draft runner.\n")
-    with pytest.raises(ServerFailed, match="another worker"):
-        proven_worker(server)
-    server.log.write_text("[time] dflash_sglang 1.2.3 worker active: draft=x\n")
-    assert proven_worker(server) == "dflash_sglang 1.2.3"
+    with fake_server(tmp_path, SERVES) as server:
+        with pytest.raises(ServerFailed, match="another worker .*check that SGLANG_PLUGINS does not leave"):
+            launch.wait_for("ours", server)
 
 
 def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -194,13 +195,13 @@ def test_a_demo_whose_server_dies_ends_with_its_name_its_error_and_its_log(
     sent: list[str] | None,
     said: str,
 ) -> None:
-    monkeypatch.setattr(Setup, "server", lambda self, **_: fake_server(tmp_path, streaming(sent, dies=True)))
+    monkeypatch.setattr(Setup, "server", lambda *_: fake_server(tmp_path, streaming(sent, dies=True)))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["demo"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"dflash-sglang demo: the DFLASH server: {said}")
     assert lines[1] == "RuntimeError: the reason" and lines[-1] == "RuntimeError: the reason"
-    assert lines[2].startswith("--- the last lines of ") and lines[3] == "dflash_sglang 9.9 worker active"
+    assert lines[2].startswith("--- the last lines of ") and lines[3] == WORKER_LINE
 
 
 def test_leaving_the_block_by_an_error_ends_the_server_and_its_children(tmp_path: Path) -> None:
