@@ -35,7 +35,7 @@ part() { # NAME MODULE ARGUMENTS...
 }
 
 with_pair() { # NAME MODULE ARGUMENTS...
-  [ -e "$pair/target" ] || "$python" -m bench.random_pair "$pair" --shape qwen3-8b --config-only
+  [ -e "$pair/target" ] || "$python" -m dflash_sglang.bench.random_pair "$pair" --shape qwen3-8b --config-only
   part "$1" "$2" "${models[@]}" --logs "$logs/$1" "${@:3}"
 }
 

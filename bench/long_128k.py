@@ -3,13 +3,13 @@
 python -m bench.long_128k --target DIR --draft DIR --out FILE [--lengths 32000 130000] [--window 4096]
                           [--settings none@128 1024@128 1024] [--pair-lengths 32768 131072]
 
-Step time: our servers of random weights (`bench.random_pair`), forced acceptance, one request at a time whose
-prompt is in the prefix cache; its prefill is timed once. Accept length: the trained pair after held-out text,
-settings as in `bench.long_context`. The pair was trained on 1024 positions, so YaRN stretches them, and its accept
-length tells working from not working only.
+Step time: our servers of random weights (`dflash_sglang.bench.random_pair`), forced acceptance, one request at a
+time whose prompt is in the prefix cache; its prefill is timed once. Accept length: the trained pair after held-out
+text, settings as in `bench.long_context`. The pair was trained on 1024 positions, so YaRN stretches them, and its
+accept length tells working from not working only.
 
 All servers start at once; those of the pair end before a step is timed. In Qwen3-8B's shapes the two others need
-85 GB. A pair of fewer layers (`bench.random_pair DIR --layers 12 --config-only`) fits an H100.
+85 GB. A pair of fewer layers (`dflash_sglang.bench.random_pair DIR --layers 12 --config-only`) fits an H100.
 """
 
 from __future__ import annotations

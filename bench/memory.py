@@ -6,7 +6,8 @@ python -m bench.memory --target DIR --draft DIR --out FILE [--requests 48] [--pa
 One server of this package's worker with the memory settings that SGLang chooses. It serves the block's width; with
 `--widths` it has graphs of every width, and the requests ask for the widest. A pass has a prompt of two whole
 chunks, and a batch of as many requests as the server takes for each kind of request. The acceptance is forced, so
-the weights may be random (`bench.random_pair`). Memory is read inside of the scheduler (`bench.device_memory`).
+the weights may be random (`dflash_sglang.bench.random_pair`). Memory is read inside of the scheduler
+(`bench.device_memory`).
 
 SGLang gives the KV pools what is free once the models are loaded, but for a slack of (1 - mem_fraction_static).
 What this package keeps of requests is taken before; graphs, workspaces and activations come out of the slack.

@@ -5,8 +5,8 @@ python -m bench.serve --target DIR --draft DIR --out FILE [--concurrency 1 32] [
                       [--variants "fp8=--speculative-draft-model-quantization fp8"]
 
 All servers are up at once and take turns, so that a drift of the machine meets them alike; a figure is the median
-over the rounds. Acceptance is forced: the weights may be random (see `bench.random_pair`). `--variants`: more
-servers with this package's worker, each with flags of its own.
+over the rounds. Acceptance is forced: the weights may be random (see `dflash_sglang.bench.random_pair`).
+`--variants`: more servers with this package's worker, each with flags of its own.
 """
 
 from __future__ import annotations

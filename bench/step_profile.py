@@ -5,7 +5,7 @@ python -m bench.step_profile --target DIR --draft DIR --out FILE [--concurrency 
 
 Serves the built-in worker and this package's, the latter once more with a token map where one is given, and
 profiles some decode steps of each in every round; a claim is about the median. Acceptance is forced: the weights
-may be random (see `bench.random_pair`).
+may be random (see `dflash_sglang.bench.random_pair`).
 
 What is not the target's verify forward is our step less the graph in which the BUILT-IN worker verifies, from its
 first kernel to its last, in the same run. That graph holds the target's forward and nothing else; ours ends with

@@ -1,5 +1,10 @@
 """Random weights in the shapes of a published target and its block-16 draft: for step time, not for acceptance.
 
+python -m dflash_sglang.bench.random_pair DIRECTORY [--shape NAME] [--layers N] [--config-only]
+
+writes DIRECTORY/target and DIRECTORY/draft. `--config-only` leaves out the target's weights, for servers with
+`--load-format dummy --speculative-draft-load-format auto`.
+
 | shape | target | draft |
 |---|---|---|
 | qwen3-8b | Qwen3-8B: 36 layers (16.4 GB) | 5 layers (2.1 GB) |
@@ -12,6 +17,7 @@ The draft's share of a step follows from the layers: change those of the target 
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Mapping
@@ -213,3 +219,17 @@ def write_pair(directory: Path, name: str, layers: int | None = None, config_onl
     # Last, and its config.json after its weights: where that is, the pair is complete.
     save(directory / "draft", draft_tensors(draft), draft)
     return {role: str(directory / role) for role in ("target", "draft")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="of the target; the shape's own by default")
+    parser.add_argument("--config-only", action="store_true", help="no weights of the target")
+    arguments = parser.parse_args()
+    write_pair(arguments.directory, arguments.shape, arguments.layers, arguments.config_only)
+
+
+if __name__ == "__main__":
+    main()
