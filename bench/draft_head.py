@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.pair import decode, pair_server
-from dflash_sglang import pair
+from bench.pair import decode, pair_server, prompts_of_pair
 from dflash_sglang.demo.launch import OURS, wait_for, worker_line
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
@@ -45,7 +44,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
     arguments = parser.parse_args()
-    prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    prompts = prompts_of_pair()
     with tempfile.TemporaryDirectory() as scratch:
         figures = {form: measure(form, arguments.flags, prompts, Path(scratch) / form) for form in FORMS}
     as_is, fp8 = (figures[form].pop("outputs") for form in FORMS)

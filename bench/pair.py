@@ -27,6 +27,11 @@ TOLERANCE = 0.02
 LEAST_SPEEDUP = 1.5  # over plain decoding, one request at a time
 
 
+def prompts_of_pair() -> list[list[int]]:
+    """Token ids of the held-out prompts: the pair's tokens are bytes."""
+    return [list(text.encode()) for text in pair.held_out_prompts()]
+
+
 def pair_server(
     kind: str, log: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Server:
@@ -60,7 +65,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
     record = json.loads((Path(pair.__file__).parent / "record.json").read_text())["evaluation"]
-    prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    prompts = prompts_of_pair()
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
         for kind in (OURS, PLAIN):

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bench import report
-from bench.pair import decode, pair_server
-from dflash_sglang import pair
+from bench.pair import decode, pair_server, prompts_of_pair
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, ProposalKind
 
@@ -38,7 +37,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
     arguments = parser.parse_args()
-    prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    prompts = prompts_of_pair()
     kinds = tuple(kind for kind in get_args(ProposalKind) if kind != "auto")
     figures: dict[str, Any] = {name: {kind: {f: [] for f in FIGURES} for kind in kinds} for name in SAMPLING}
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:

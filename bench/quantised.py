@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.pair import decode, pair_server
+from bench.pair import decode, pair_server, prompts_of_pair
 from bench.quantised_table import launches_per_layer
 from dflash_sglang import pair
 from dflash_sglang.demo.launch import OURS, PLAIN, wait_for
@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     arguments = parser.parse_args()
-    prompts = [list(text.encode()) for text in pair.held_out_prompts()]
+    prompts = prompts_of_pair()
     draft = Path(pair.pair_directories()["draft"])
     figures: dict[str, Any] = {}
     failed: dict[str, str] = {}

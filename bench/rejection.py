@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bench import report
+from bench.graph_times import captured
 from bench.launches import launches
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.verify.rejection import RejectionSampler, rejection_sample
@@ -95,7 +96,7 @@ def measure(
 
     forms: dict[str, Callable[[], Any]] = {
         "ours": ours,
-        "captured": captured(ours).replay,
+        "captured": captured(ours)[0].replay,
         "built-in": built_in(logits, info, tokens),
     }
     if requests * block <= TORCH_ROWS:
@@ -138,14 +139,6 @@ def built_in(logits: Tensor, info: Any, tokens: Tensor) -> Callable[[], Any]:
         )
 
     return run
-
-
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def microseconds(run: Callable[[], Any]) -> float:
