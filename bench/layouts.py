@@ -47,36 +47,25 @@ def _sizes(tp: int, dp: int = 1) -> tuple[str, ...]:
     return ("--tp-size", str(tp), *(("--dp-size", str(dp)) if dp > 1 else ()))
 
 
+def _attention(
+    name: str, title: str, tp: int, dp: int, flags: tuple[str, ...] = DATA_PARALLEL_ATTENTION, **more: str
+) -> Layout:
+    """Data-parallel attention, whose ranks together take the requests."""
+    whole = f"data-parallel attention, {title}"
+    return Layout(name, whole, gpus=tp, flags=_sizes(tp, dp) + flags, replicas=dp, **more)
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("tp2", "tensor parallel over 2 GPUs", 2, _sizes(2)),
         Layout("tp4", "tensor parallel over 4 GPUs", 4, _sizes(4)),
         Layout("dp2", "2 data-parallel replicas", 2, _sizes(1, 2), replicas=2),
-        Layout("dpa2", "data-parallel attention, 2 ranks", 2, _sizes(2, 2) + DATA_PARALLEL_ATTENTION, replicas=2),
-        Layout(
-            "dpa2_moe",
-            "data-parallel attention, 2 ranks, random Qwen3-MoE target",
-            2,
-            _sizes(2, 2) + DATA_PARALLEL_ATTENTION,
-            replicas=2,
-            pair="small-moe",
-        ),
-        Layout(
-            "dpa2_no_dp_lm_head",
-            "data-parallel attention, 2 ranks, head over all of them",
-            2,
-            (*_sizes(2, 2), "--enable-dp-attention"),
-            replicas=2,
-        ),
-        Layout("dpa4", "data-parallel attention, 4 ranks", 4, _sizes(4, 4) + DATA_PARALLEL_ATTENTION, replicas=4),
-        Layout(
-            "dpa2_tp4",
-            "data-parallel attention, 2 ranks of 2 tensor-parallel GPUs",
-            4,
-            _sizes(4, 2) + DATA_PARALLEL_ATTENTION,
-            replicas=2,
-        ),
+        _attention("dpa2", "2 ranks", 2, 2),
+        _attention("dpa2_moe", "2 ranks, random Qwen3-MoE target", 2, 2, pair="small-moe"),
+        _attention("dpa2_no_dp_lm_head", "2 ranks, head over all of them", 2, 2, DATA_PARALLEL_ATTENTION[:1]),
+        _attention("dpa4", "4 ranks", 4, 4),
+        _attention("dpa2_tp4", "2 ranks of 2 tensor-parallel GPUs", 4, 2),
         Layout("nnodes2", "tensor parallel over 2 nodes of one GPU each", 2, _sizes(2), nodes=2),
     )
 }
