@@ -1,23 +1,22 @@
 """What reading the draft and the head in fp8 costs in accept length, on trained pairs of several widths.
 
-``python -m training.fp8 --corpus corpus.npz --pairs OUT_256 OUT_512 OUT_1024 --out FILE`` takes the directories
-that `training.train --hidden N` left. Held-out text is continued greedily by each target; the draft then walks
-those continuations as the decoding loop does, with its linear layers and the head in each of both forms. In fp8
-weights are rounded to float8_e4m3fn with a scale per output row and activations with a scale per token, as
-`--speculative-draft-model-quantization fp8` and `draft_head: fp8` compute them. All else is float32.
+python -m bench.fp8_by_size --corpus corpus.npz --pairs OUT_256 OUT_512 OUT_1024 --out FILE
+
+Takes the directories that `training.train --hidden N` left. Each target continues held-out text greedily. The
+draft then walks those continuations as the decoding loop does, with its linear layers and the head in each of both
+forms. In fp8 weights are rounded to float8_e4m3fn with a scale per output row and activations with a scale per
+token, as `--speculative-draft-model-quantization fp8` and `draft_head: fp8` compute them. All else is float32.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -90,7 +89,7 @@ def main() -> int:
     held_out = torch.from_numpy(Corpus.load(args.corpus).held_out.astype("int64"))
     at = torch.randint(0, len(held_out) - PROMPT, (args.prompts, 1), generator=torch.Generator().manual_seed(0))
     prompts = held_out[at + torch.arange(PROMPT)].to(device)
-    figures, claims = [], []
+    figures, claims, status = [], [], 1
     for directory in args.pairs:
         target, draft = load(directory, device)
         of = measure(target, draft, prompts)
@@ -99,18 +98,10 @@ def main() -> int:
         for form, gain in GAINS.items():
             what = f"hidden {of['hidden']}: accept length of {form} over that of neither"
             claims.append(report.at_least(what, of["over_as_is"][form], 1 - gain))
-        record = {
-            "command": ["python", "-m", "training.fp8", *sys.argv[1:]],
-            "date": datetime.date.today().isoformat(),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "figures": figures,
-            "gains_of_step_time": GAINS,
-            "claims": claims,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+        # What is there, should the next pair not come.
+        status = report.finish("bench.fp8_by_size", args.out, claims, figures=figures, gains_of_step_time=GAINS)
+    return status
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
