@@ -13,7 +13,7 @@ from dflash_sglang.drafting.draft_input import DFlashDraftInput
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.drafting.window import is_imposed
 from dflash_sglang.patches import stops
-from dflash_sglang.patches.graph_captures import heap_left_alone, warm_up_less
+from dflash_sglang.patches.graph_captures import heap_left_alone
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.sglang_names.scheduler import (
     BaseSpecWorker,
@@ -96,10 +96,7 @@ class DFlashWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
             self._draft_worker.init_attention_backends()
-        target = self.target_worker.model_runner
-        assembly.check_attention(self._draft, target, self._verifier)
-        for runner in (target, self._draft.runner):
-            warm_up_less(runner)
+        assembly.check_attention(self._draft, self.target_worker.model_runner, self._verifier)
         self._captures.enter_context(heap_left_alone())  # the target's come next
 
     def init_cuda_graphs(self) -> None:

@@ -1,21 +1,19 @@
-"""How SGLang's graph runners capture: at which sizes, after how many warm-ups, and what happens meanwhile."""
+"""How SGLang's graph runners capture: at which sizes, and without collecting the whole heap's garbage."""
 
 from __future__ import annotations
 
 import gc
 import math
 from contextlib import contextmanager
-from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dflash_sglang.sglang_names.scheduler import (
-    FullCudaGraphBackend,
     get_cuda_graph_batch_size_alignment,
     get_exec,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -60,40 +58,6 @@ def heap_left_alone() -> Iterator[None]:
         gc.unfreeze()
         if by_itself:
             gc.enable()
-
-
-def warm_up_less(runner: ModelRunner) -> None:
-    """From now on this runner's graphs run once what they are to capture, save the first, which runs twice. SGLang
-    runs every forward twice before it captures it, each time for as long as the capture takes. None would be too
-    few: a form of a Triton kernel is loaded when it is first launched, which CUDA forbids in a capture, and other
-    batch sizes of as many rows may launch other forms.
-
-    SGLang's two are left where it captures pieces of a forward, for it keeps what the second returns, and where it
-    compiles a forward for its batch size.
-    """
-    graphs: Any = runner._decode_cuda_graph_runner_cls()
-    warm = False
-
-    class WarmedUpLess(graphs):
-        def capture(self) -> None:
-            if self.enable_torch_compile or not isinstance(self.backend, FullCudaGraphBackend):
-                super().capture()
-                return
-            whole = self.backend.capture_one
-
-            def capture_one(key: Any, forward: Callable[[], Any], **more: Any) -> None:
-                nonlocal warm
-                runs = chain([lambda: None] if warm else [], repeat(forward))  # called twice, then captured
-                whole(key, lambda: next(runs)(), **more)
-                warm = True
-
-            self.backend.capture_one = capture_one
-            try:
-                super().capture()
-            finally:
-                del self.backend.capture_one
-
-    runner._decode_cuda_graph_runner_cls = lambda: WarmedUpLess
 
 
 def by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:

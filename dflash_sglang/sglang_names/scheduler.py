@@ -43,7 +43,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import (
@@ -103,7 +102,6 @@ __all__ = [
     "ForwardBatch",
     "ForwardContext",
     "ForwardMode",
-    "FullCudaGraphBackend",
     "FutureRelayBuffers",
     "GenerationBatchResult",
     "GrammarMask",

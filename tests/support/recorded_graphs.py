@@ -168,8 +168,6 @@ def _install() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
     from sglang.srt.platforms.interface import PlatformCapabilities
 
-    from dflash_sglang.patches import graph_captures
-
     class Runner(module.DecodeCudaGraphRunner):
         def __init__(self, model_runner: Any, *, attn_backend: Any = None, **kwargs: Any) -> None:
             attention = attn_backend or model_runner.attn_backend
@@ -206,7 +204,6 @@ def _install() -> None:
         setattr(module, name, value)
     setup.capture_decode_graph = capture
     ModelRunner._decode_cuda_graph_runner_cls = lambda runner: Runner
-    graph_captures.FullCudaGraphBackend = Backend
     dp_attention.memcpy = functools.partial(_as_node, dp_attention.memcpy)  # on a GPU a kernel that reads lengths
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     type(setup.current_platform).capabilities = PlatformCapabilities(graph_capture=True)

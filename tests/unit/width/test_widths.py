@@ -117,35 +117,18 @@ class Runner:
     def _get_attention_backend(self) -> str:
         return f"of {self.model_config.context_len} tokens"
 
-    def _decode_cuda_graph_runner_cls(self) -> type:
-        return Graphs
-
     def decode_graph_gather_requirements(self) -> tuple[bool, bool]:
         return True, False
 
 
 class Graphs:
-    """SGLang's graphs, which capture 7, 2 and 1 requests, or tokens, and record what each capture ran."""
+    """SGLang's graphs."""
 
-    capture_bs, enable_torch_compile = [1, 2, 7, 8], False
-    captured: list[tuple[int, list[int | None]]]
+    capture_bs = [1, 2, 7, 8]
     settings: SimpleNamespace  # of decode graphs
-
-    class Backend(SimpleNamespace):
-        """Of whole forwards."""
 
     def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
         self.made = (list(self.settings.bs), attn_backend, speculative_num_draft_tokens)
-        self.captured = []
-        self.backend = self.Backend(capture_one=self.capture_one)
-        self.capture()
-
-    def capture(self) -> None:
-        for size in (7, 2, 1):
-            self.backend.capture_one(SimpleNamespace(size=size), lambda size=size: size, post_warmup_hook=None)
-
-    def capture_one(self, key: Any, forward: Any, post_warmup_hook: None) -> None:
-        self.captured.append((key.size, [forward() for _ in ("warm-up", "warm-up", "capture")]))
 
 
 class Spec:
@@ -169,7 +152,6 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=Graphs.settings)))
     spec = Spec()
     monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
-    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", Graphs.Backend)
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
     for module in (runtime_states, attention_room):
         monkeypatch.setattr(module, "get_spec", lambda: spec)
@@ -239,28 +221,6 @@ def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
     if width not in (1, block):
         built.add_while_free([width, block], lambda: 9.0, 1.0)
         assert [one[0] for one in added] == [1, width][: 1 + bool(sizes)], "plain decoding is always there"
-
-
-def test_a_forward_runs_once_before_its_capture_and_twice_before_a_runners_first(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dflash_sglang.patches import graph_captures
-    from dflash_sglang.width import runtime_states
-
-    def built(width: int, in_ragged: bool = False) -> list[tuple[int, list[int | None]]]:
-        return runtime_states.RuntimeState.build(runner, width, [1, 2, 7], in_ragged).graphs.captured
-
-    twice = [(size, [size, size, size]) for size in (7, 2, 1)]
-    once = [(size, [None, size, size]) for size in (7, 2, 1)]
-    graph_captures.warm_up_less(runner)
-    runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner, "block's", 16)
-    assert runner.decode_cuda_graph_runner.captured == [twice[0], *once[1:]]
-    assert built(4) == built(1) == built(16, in_ragged=True) == once
-    with monkeypatch.context() as compiled:
-        compiled.setattr(Graphs, "enable_torch_compile", True)
-        assert built(4) == twice
-    monkeypatch.setattr(graph_captures, "FullCudaGraphBackend", runtime_states.RuntimeState)
-    assert built(4) == twice, "pieces of a forward"
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
