@@ -29,7 +29,6 @@ from dflash_sglang.models.context_kv.target_features import ensure_capture
 from dflash_sglang.models.loading import updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
-from dflash_sglang.patches.half_precision_logits import TargetLogits
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
@@ -47,6 +46,7 @@ from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.tables import Tables
+from dflash_sglang.verify.target_logits import TargetLogits
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.width import Group, startup
 from dflash_sglang.width.controller import WidthController

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.models.context_kv.base import ContextWriter
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
+    from dflash_sglang.verify.target_logits import TargetLogits
 
 
 class VerifyTail:

@@ -9,7 +9,6 @@ import torch
 from dflash_sglang.attention.verifying import verify_problems
 from dflash_sglang.drafting.step_slots import Accepted
 from dflash_sglang.patches.graph_inputs import load_inputs_once
-from dflash_sglang.patches.half_precision_logits import TargetLogits
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
@@ -34,6 +33,7 @@ from dflash_sglang.verify.recurrent import RecurrentStates
 from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
 from dflash_sglang.verify.sampling_masks import sampling_mask_output
 from dflash_sglang.verify.tables import Tables
+from dflash_sglang.verify.target_logits import TargetLogits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -78,14 +78,6 @@ def _nested(model: nn.Module) -> Iterator[nn.Module]:
         ]
 
 
-def is_dense(lm_head: nn.Module) -> bool:
-    """Whether the logits of a head are the product with its weight, no method's or adapter's."""
-    weight: Any = getattr(lm_head, "weight", None)
-    quantised = should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
-    is_wrapped = unwrap_lora_layer(lm_head) is not lm_head
-    return weight is not None and weight.dtype in _DENSE and not quantised and not is_wrapped
-
-
 class TargetHead:
     """Proposals with the target's head, dense or quantised, sharded over the vocabulary or not.
 

@@ -29,10 +29,10 @@ def memory(tensor: Tensor) -> tuple[int, int]:
 def launches() -> Iterator[list[tuple[int, bool]]]:
     """Numbers of rows that are widened at once, and whether from the buffer itself. No launch may write what it
     reads: it takes its rows in no order."""
-    from dflash_sglang.patches import half_precision_rows
+    from dflash_sglang.patches import half_precision_logits
 
     seen: list[tuple[int, bool]] = []
-    copy = half_precision_rows._copy
+    copy = half_precision_logits._copy
 
     def apart(source: Tensor, wide: Tensor) -> None:
         (start, end), (wide_start, wide_end) = memory(source), memory(wide)
@@ -40,7 +40,7 @@ def launches() -> Iterator[list[tuple[int, bool]]]:
         seen.append((len(source), source.untyped_storage().data_ptr() == wide.untyped_storage().data_ptr()))
         copy(source, wide)
 
-    with mock.patch.object(half_precision_rows, "_copy", apart):
+    with mock.patch.object(half_precision_logits, "_copy", apart):
         yield seen
 
 
@@ -57,10 +57,10 @@ def launches() -> Iterator[list[tuple[int, bool]]]:
 @example(captured=64, share=1.0, vocab=1001, padding=23, dtype=torch.bfloat16, seed=0)
 def test_rows_widened_in_their_buffer_are_what_they_were(captured, share, vocab, padding, dtype, seed):
     """Any number of a graph's rows, with padding beyond the vocabulary; numbers of every bit pattern."""
-    from dflash_sglang.patches import half_precision_rows
+    from dflash_sglang.patches import half_precision_logits
 
     buffer = torch.full((captured + 3, vocab), 7.0, device=layers.DEVICE)
-    placed = half_precision_rows.place(buffer[:captured], vocab + padding, dtype)
+    placed = half_precision_logits.place(buffer[:captured], vocab + padding, dtype)
     if placed is None:
         assert 2 * (vocab + padding) > 4 * vocab
         return
@@ -69,7 +69,7 @@ def test_rows_widened_in_their_buffer_are_what_they_were(captured, share, vocab,
     rows = round(share * captured)
     expected = placed[:rows, :vocab].float()
     with launches():
-        wide = half_precision_rows.widen(placed[:rows], vocab)
+        wide = half_precision_logits.widen(placed[:rows], vocab)
     assert torch.equal(wide.view(torch.int32), expected.view(torch.int32)), "bit for bit"
     assert torch.equal(buffer[:rows], wide), "in the buffer"
     assert bool((buffer[captured:] == 7).all())
@@ -80,32 +80,32 @@ def test_rows_widened_in_their_buffer_are_what_they_were(captured, share, vocab,
     "captured,rows,most", [(512, 512, 11), (512, 340, 2), (512, 200, 1), (16, 16, 6), (1, 1, 1)]
 )
 def test_widening_takes_a_launch_for_each_half_of_what_is_left(vocab, width, captured, rows, most):
-    from dflash_sglang.patches import half_precision_rows
+    from dflash_sglang.patches import half_precision_logits
 
-    placed = half_precision_rows.place(torch.zeros(captured, vocab, device=layers.DEVICE), width, torch.bfloat16)
+    placed = half_precision_logits.place(torch.zeros(captured, vocab, device=layers.DEVICE), width, torch.bfloat16)
     assert placed is not None
     with launches() as seen:
-        half_precision_rows.widen(placed[:rows], vocab)
+        half_precision_logits.widen(placed[:rows], vocab)
     assert sum(count for count, _ in seen) == rows and len(seen) <= most
     assert sum(count for count, in_place in seen if not in_place) <= 2
 
 
 @pytest.mark.parametrize("rows,vocab,width", [(5, 151936, 151936), (3, 50257, 50304), (7, 333, 340), (4, 100, 51)])
 def test_narrow_rows_are_aligned_as_an_allocation_and_end_where_the_buffer_does(rows, vocab, width):
-    from dflash_sglang.patches import half_precision_rows
+    from dflash_sglang.patches import half_precision_logits
 
     buffer = torch.zeros(rows, vocab)
-    placed = half_precision_rows.place(buffer, width, torch.bfloat16)
+    placed = half_precision_logits.place(buffer, width, torch.bfloat16)
     assert placed is not None and placed.shape == (rows, width) and placed.is_contiguous()
     start, end = (address - buffer.data_ptr() for address in memory(placed))
     assert start % 256 == 0 and 0 <= 4 * buffer.numel() - end < 256
 
 
 def test_float32_logits_are_the_buffer_and_what_is_larger_than_it_has_no_place():
-    from dflash_sglang.patches import half_precision_rows
+    from dflash_sglang.patches import half_precision_logits
 
     buffer = torch.zeros(6, 40)
-    placed = half_precision_rows.place(buffer, 40, torch.float32)
+    placed = half_precision_logits.place(buffer, 40, torch.float32)
     assert placed is not None and memory(placed) == memory(buffer) and placed.shape == buffer.shape
-    assert half_precision_rows.place(buffer, 41, torch.float32) is None
-    assert half_precision_rows.place(buffer, 81, torch.bfloat16) is None
+    assert half_precision_logits.place(buffer, 41, torch.float32) is None
+    assert half_precision_logits.place(buffer, 81, torch.bfloat16) is None

@@ -102,7 +102,7 @@ def random_rows(dtype: torch.dtype) -> Tensor:
 
 
 def test_two_ranks_find_the_best_tokens_and_the_whole_logits_in_their_shards():
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     logits[0, [3, 99]] = 7.0  # a tie: the lower id
@@ -123,7 +123,7 @@ def test_two_ranks_find_the_best_tokens_and_the_whole_logits_in_their_shards():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("live", [CAPTURED, 4])
 def test_shards_of_two_ranks_lie_in_their_buffers_and_are_gathered_as_they_are(live, dtype):
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     hidden, together = random_rows(dtype), Together(2)
     hidden[2] = 0  # all logits are equal
@@ -141,7 +141,7 @@ def test_shards_of_two_ranks_lie_in_their_buffers_and_are_gathered_as_they_are(l
 
     with ThreadPoolExecutor(2) as pool:
         for buffer, shard, best, whole in pool.map(of_rank, range(2)):
-            assert in_memory_of(buffer, shard) and not in_memory_of(buffer, whole)
+            assert in_memory_of(buffer, shard) == (dtype != torch.float32) and not in_memory_of(buffer, whole)
             assert best == expected.argmax(-1).tolist() and best[2] == 0
             assert torch.equal(whole, expected) and whole.dtype == torch.float32
 
@@ -150,7 +150,7 @@ def test_shards_of_two_ranks_lie_in_their_buffers_and_are_gathered_as_they_are(l
 @pytest.mark.parametrize("rows", [VOCAB, VOCAB + 28])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_graphs_logits_are_narrow_in_the_buffers_memory_and_widened_there(dtype, rows, scale):
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     hidden, head = random_rows(dtype), make_head(rows, dtype)
     head.weight[VOCAB:] = 100 * hidden[0]  # padding that would win
@@ -171,7 +171,7 @@ def test_a_graphs_logits_are_narrow_in_the_buffers_memory_and_widened_there(dtyp
 
 
 def test_the_logits_of_a_float32_target_are_the_buffer():
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     hidden, buffer = random_rows(torch.float32), make_buffer()
     runner = target(make_head(VOCAB, torch.float32), make_processor())
@@ -186,7 +186,7 @@ def test_the_logits_of_a_float32_target_are_the_buffer():
 
 @pytest.mark.parametrize("mode,captured", [("TARGET_VERIFY", False), ("EXTEND", True), ("DECODE", True)])
 def test_forwards_out_of_graphs_and_prefill_are_sglangs(mode, captured):
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     hidden, head = random_rows(torch.bfloat16), make_head(VOCAB + 28, torch.bfloat16)
     runner, buffer = target(head, make_processor()), make_buffer() if captured else None
@@ -200,7 +200,7 @@ def test_forwards_out_of_graphs_and_prefill_are_sglangs(mode, captured):
 
 
 def test_examples_have_the_dtypes_and_strides_of_a_graphs_logits():
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     runner = target(make_head(VOCAB + 28, torch.bfloat16), make_processor())
     of_target = TargetLogits(runner)
@@ -256,7 +256,7 @@ EXCLUDED = {
 def test_a_head_that_is_more_than_a_product_or_has_no_place_leaves_sglang_its_logits(name, monkeypatch):
     from sglang.srt.layers import logits_processor
 
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     # In place of SGLang's kernel.
     monkeypatch.setattr(logits_processor, "fused_softcap", lambda logits, cap: logits.div_(cap).tanh_().mul_(cap))
@@ -274,7 +274,7 @@ def test_a_head_that_is_more_than_a_product_or_has_no_place_leaves_sglang_its_lo
 def test_a_head_with_a_bias_of_the_call_and_other_rows_than_the_graphs_leave_sglang_its_logits():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     hidden, runner = random_rows(torch.bfloat16), target(make_head(VOCAB, torch.bfloat16), make_processor())
     TargetLogits(runner)
@@ -286,13 +286,18 @@ def test_a_head_with_a_bias_of_the_call_and_other_rows_than_the_graphs_leave_sgl
 
 
 def test_a_verify_leaves_out_the_gather_that_a_prefill_does_also_after_an_error():
+    from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
+
+    class Recorded(LogitsProcessor):
+        def _get_logits(self, hidden_states: Any, lm_head: Any, metadata: Any) -> bool:
+            return self.do_tensor_parallel_all_gather
 
     runner = sharded(SimpleNamespace(world_size=2, rank_in_group=0), 0)
     processor = runner.model.logits_processor
-    processor._get_logits = lambda hidden, lm_head, metadata: processor.do_tensor_parallel_all_gather
+    processor.__class__ = Recorded
     TargetLogits(runner)
     verify = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, next_token_logits_buffer=None)
     for mode, gathers in (
@@ -310,7 +315,7 @@ def test_a_verify_leaves_out_the_gather_that_a_prefill_does_also_after_an_error(
 @pytest.mark.parametrize("setting", ["do_tensor_parallel_all_gather_dp_attn", "use_tp_lm_head_all_to_all"])
 def test_whole_logits_stay_as_they_are(setting):
     """Of a head that data-parallel ranks share, and after SGLang's all-to-all."""
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     runner = sharded(None, 0, **{setting: True})
     own = runner.model.logits_processor._get_logits
@@ -323,7 +328,7 @@ def test_whole_logits_stay_as_they_are(setting):
 
 @pytest.mark.parametrize("setting", ["final_logit_softcapping", "use_fp32_lm_head", "use_fp32_lm_head_output"])
 def test_logits_that_are_wider_than_the_model_are_gathered_in_full_precision(setting):
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     logits = torch.randn(2, 2 * ROWS)[:, :VOCAB]
     padded = nn.functional.pad(logits, (0, 2 * ROWS - VOCAB))

@@ -107,9 +107,9 @@ class Graph:
 def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tmp_path):
     from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
     from dflash_sglang.verify.graph_tail import VerifyTail
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     model = layers.make_draft(tmp_path, DTYPE)
     context, eager_context = (ContextKV(model) for _ in range(2))
@@ -166,9 +166,9 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
 def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows_say(tmp_path):
     from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
     from dflash_sglang.verify.graph_tail import VerifyTail
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     model = layers.make_draft(tmp_path, DTYPE)
     context = ContextKV(model)
@@ -279,9 +279,9 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
 
 def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
     from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.patches.half_precision_logits import TargetLogits
     from dflash_sglang.verify.acceptance import Acceptor
     from dflash_sglang.verify.graph_tail import VerifyTail
+    from dflash_sglang.verify.target_logits import TargetLogits
 
     target, draft = Runner(translates=True), Runner()
 
