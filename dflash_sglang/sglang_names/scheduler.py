@@ -21,7 +21,7 @@ from sglang.srt.layers.logits_processor import (
 )
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear, cutlass_fp8_supported
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
@@ -123,7 +123,6 @@ __all__ = [
     "SpecTpSync",
     "SpecTpSyncSite",
     "SpeculativeAlgorithm",
-    "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "WeightsMapper",
     "alloc_for_spec_decode",

@@ -23,7 +23,6 @@ from dflash_sglang import kernels
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block import (
     accept,
-    gather_rows,
     grouped_conv,
     pack_rows,
     prepare_block,
@@ -134,7 +133,6 @@ def accepts() -> None:
 def rows_of_layers() -> None:
     table, heads = torch.zeros(4096, 128), (32, 8, 128)
     qk_norm_rope.qk_norm_rope_(halves(BS, 48 * 128), ids(BS), halves(128), halves(128), table, *heads, 1e-6)
-    gather_rows.gather_rows_triton(halves(VOCAB, 64), ids(BS))
     grouped_conv.grouped_conv_triton(halves(2 * BLOCK, HIDDEN), halves(2 * BLOCK, 3, 64), halves(3, HIDDEN), BLOCK)
 
 
