@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
-#   on one GPU       wide wide_dense narrow long profile startup_widths startup rope
+#   on one GPU       wide wide_dense narrow long profile startup_widths startup
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 width_good_shares like_for_like like_for_like_poor memory
 #                    width_mixed width_mixed_busy
@@ -71,7 +71,6 @@ for name in "$@"; do
     profile) step step_profile step_profile --concurrency 1 32 --rounds 1 --token-map-size 32768 ;;
     startup_widths) DFLASH_SGLANG_CONFIG='{"width": {}}' step step_startup_widths startup --rounds 2 ;;
     startup) step step_startup startup --rounds 2 --sampling greedy ;;
-    rope) part draft_rope draft_rope ;;
     width_good) width good --concurrency 32 8 1 --moving 1 128 ;;
     width_good_1) width good_1 --concurrency 1 --moving 1 128 ;;
     width_good_many) width good_many --concurrency 128 64 ;;

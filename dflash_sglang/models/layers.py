@@ -15,8 +15,8 @@ from sglang.srt.utils.common import set_weight_attrs
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.kernels.context.qk_norm_rope import qk_norm_rope_
 from dflash_sglang.models.rope import draft_rope
+from dflash_sglang.sglang_names.scheduler import table_qk_norm_rope_
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -116,7 +116,7 @@ class DraftAttention(nn.Module):
 
     def _norm_rope_in_place(self, qk: Tensor, positions: Tensor, num_q_heads: int) -> None:
         """qk [T, >= (num_q_heads + num_kv_heads) * head_dim]: query heads, then key heads, then anything."""
-        qk_norm_rope_(
+        table_qk_norm_rope_(
             qk,
             positions,
             self.q_norm.weight,

@@ -29,7 +29,7 @@ from dflash_sglang.kernels.block import (
     share_rows,
     window_rows,
 )
-from dflash_sglang.kernels.context import context_write, qk_norm_rope
+from dflash_sglang.kernels.context import context_write
 from dflash_sglang.kernels.head import pack_shard, selector_walk
 from dflash_sglang.kernels.sampled import tokens
 from dflash_sglang.verify.filters import Filters
@@ -131,8 +131,6 @@ def accepts() -> None:
 
 
 def rows_of_layers() -> None:
-    table, heads = torch.zeros(4096, 128), (32, 8, 128)
-    qk_norm_rope.qk_norm_rope_(halves(BS, 48 * 128), ids(BS), halves(128), halves(128), table, *heads, 1e-6)
     grouped_conv.grouped_conv_triton(halves(2 * BLOCK, HIDDEN), halves(2 * BLOCK, 3, 64), halves(3, HIDDEN), BLOCK)
 
 

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_sglang.kernels.context.qk_norm_rope import normed_and_rotated
-
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -117,17 +115,21 @@ def _write_fp8_rows_kernel(
     sin = tl.load(angle_ptr + HALF).to(tl.float32)
 
     whole = tl.load(key_ptr + lane).to(tl.float32)
-    # Sum and root have the bits of the block's keys (`qk_norm_rope.py`): they decide roundings.
+    # Sum and root have the bits of the block's keys (SGLang's `table_qk_norm_rope_`): they decide roundings.
     scale = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / DIM + EPS)
     norm_ptr = k_norms_ptr + layer * DIM + half
     first = tl.load(key_ptr + half).to(tl.float32)
     second = tl.load(key_ptr + HALF + half).to(tl.float32)
     first_norm = tl.load(norm_ptr).to(tl.float32)
     second_norm = tl.load(norm_ptr + HALF).to(tl.float32)
-    first, second = normed_and_rotated(first, second, scale, first_norm, second_norm, cos, sin)
+    first = (first * scale * first_norm).to(tl.bfloat16).to(tl.float32)
+    second = (second * scale * second_norm).to(tl.bfloat16).to(tl.float32)
+    # Which product is rounded before the sum is the compiler's choice, tile by tile, where it is not written down.
+    key_first = tl.fma(first, cos, -(second * sin)).to(tl.bfloat16).to(tl.float32)
+    key_second = tl.fma(first, sin, second * cos).to(tl.bfloat16).to(tl.float32)
     value = tl.load(value_ptr + lane).to(tl.float32)
-    first = tl.minimum(tl.maximum(first.to(tl.float32), -MOST), MOST)
-    second = tl.minimum(tl.maximum(second.to(tl.float32), -MOST), MOST)
+    first = tl.minimum(tl.maximum(key_first, -MOST), MOST)
+    second = tl.minimum(tl.maximum(key_second, -MOST), MOST)
     value = tl.minimum(tl.maximum(value, -MOST), MOST)
 
     slot = tl.load(slots_ptr + token).to(tl.int64)
