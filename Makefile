@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 INSTALLED := $(VENV)/.dflash-sglang
+PYTEST := $(BIN)/python -m pytest -q
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Of several Pythons the first one that fits and has a module.
 fits = -c 'import sys, $(1); sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
@@ -16,21 +18,24 @@ new_venv = $(or $(call first,ensurepip,$(PYTHON)),$(error No Python 3.11 or 3.12
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup test lint unit demo clean
+.PHONY: setup test test-full lint demo clean
 
 setup: $(INSTALLED)
 
-test: lint unit
+# Lint, every unit test, the kernels in Triton's interpreter, and of the tests with servers those that guard the core.
+test: lint
+	$(PYTEST) -m "not gpu and not full" $(SHARED)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -n $(WORKERS)
+
+# The long matrices and soaks that `test` leaves out. `test` and `test-full` together are all tests without a GPU.
+test-full: $(INSTALLED)
+	$(PYTEST) -m "full and not gpu" $(SHARED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
-
-unit: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels -n $(WORKERS)
 
 demo: $(INSTALLED)
 	$(BIN)/dflash-sglang demo

@@ -140,6 +140,7 @@ def test_what_is_not_verify_is_our_step_less_the_built_in_workers_verify_graph()
     assert (len(name), count, microseconds) == (step_profile.KERNEL_NAME, 36, 4006.3)  # the round of the median
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_steps_of_our_worker_are_profiled_with_a_token_map_and_without(monkeypatch, tmp_path, capsys):
     """On a CPU, where the trace that SGLang writes has no kernel: those of a made-up one stand for them."""
@@ -200,6 +201,7 @@ def test_claims_of_start_up_are_of_the_rounds_that_all_servers_have_been_through
     assert startup.claims(figures, 1.0, 1.1) == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(monkeypatch, tmp_path, capsys):
     begun, actual_ask = [], startup.ask

@@ -23,6 +23,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.soak import driver
 from tests.support.engines import greedy_params, serve
+from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
 
@@ -267,7 +268,7 @@ def harass(server: Server, refuses: bool = False) -> dict[str, Any]:
         }
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=list(PAIRS))
+@pytest.fixture(scope="module", params=in_full_but(PAIRS, "overlap"))
 def servers(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What a server without speculation and ours gave, of the same flags, one after the other."""
     flags = dict(skip_tokenizer_init=None, context_length=CONTEXT, **PAIRS[request.param])

@@ -85,7 +85,11 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
     return continuations(TARGET, prompts, NEW_TOKENS)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS[1:])],
+    ids=str,
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
 ) -> Served:

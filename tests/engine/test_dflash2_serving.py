@@ -133,6 +133,7 @@ def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(
     assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
 
 
+@pytest.mark.full
 @works
 def test_blocks_of_any_width_are_plain_decodings_and_distributed_as_the_targets(draft, target, expected, tmp_path):
     environment = {
@@ -198,6 +199,7 @@ def three_tokens(target: Any) -> dict[tuple[int, ...], float]:
     return distribution
 
 
+@pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="speculators DFlash2", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
     """Random models, whose tokens lie in the shards of both ranks: keys and values of a walk that only one of them

@@ -286,6 +286,7 @@ def flipped_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return changed_copy(TARGET, directory, lambda name, t: t.flip(0) if name == "lm_head.weight" else t)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.matrix(target="Qwen3", draft="z-lab, draft_head fp8", kv="model dtype", outcome="works")
 def test_a_server_with_an_fp8_head_is_lossless_and_drafts_by_the_copy_of_its_present_weights(
@@ -324,6 +325,7 @@ def test_a_server_with_an_fp8_head_is_lossless_and_drafts_by_the_copy_of_its_pre
         assert head_line(server) == f"fp8 (draft_head asks for it, {320 * (256 + 4) / MIB:.1f} MiB)"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_copy_of_a_head_of_the_drafts_own_follows_its_updates(tmp_path: Path) -> None:
     own = load_file(TARGET / "model.safetensors")["lm_head.weight"]
@@ -343,6 +345,7 @@ def test_the_copy_of_a_head_of_the_drafts_own_follows_its_updates(tmp_path: Path
         assert "own_modules=head of 320 tokens;" in server.log_text() and head_line(server).startswith("fp8 (")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_ranks_draft_by_the_fp8_rows_of_a_token_map(tmp_path: Path) -> None:
     kept = sorted({*range(32, 127), 10, 256, 257, 258, 259})

@@ -174,11 +174,14 @@ def plain() -> list[list[int]]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        dict(speculative_draft_window_size=48),
-        dict(speculative_draft_window_size=48, any_width=True),
-        dict(speculative_draft_window_size=48, graphs=True),
+        pytest.param(dict(speculative_draft_window_size=48), marks=pytest.mark.full),
+        pytest.param(dict(speculative_draft_window_size=48, any_width=True), marks=pytest.mark.full),
+        pytest.param(dict(speculative_draft_window_size=48, graphs=True), marks=pytest.mark.full),
         dict(speculative_draft_window_size=128, speculative_draft_sink_size=5, page_size=16),
-        dict(speculative_draft_window_size=100, page_size=64, disable_overlap_schedule=True),
+        pytest.param(
+            dict(speculative_draft_window_size=100, page_size=64, disable_overlap_schedule=True),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=[
         "48",

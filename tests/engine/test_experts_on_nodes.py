@@ -19,7 +19,7 @@ from tests.support.collectives import recorded, steps
 from tests.support.engines import greedy_params, serve_on_nodes
 from tests.zoo.member import BLOCK, pair
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 LENGTHS = (1, 17, 64, 130)
 NEW_TOKENS = 48

@@ -20,6 +20,7 @@ from dflash_sglang.warmup.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
+from tests.support.rows import in_full_but
 from tests.zoo.member import pair
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
@@ -76,7 +77,7 @@ def test_rehearsed_contexts_are_read_from_slots_that_have_memory(backed: bool) -
     assert not table.any()
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))
+@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """(name of the configuration, server that had no request, directory of its records)"""
     hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")
@@ -196,6 +197,7 @@ def test_steps_of_every_served_width_are_rehearsed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_recurrent_targets_rehearse_prefills_alone(tmp_path):
     records = tmp_path / "records"
     records.mkdir()

@@ -244,6 +244,7 @@ def zlab() -> dict[str, Any]:
         return greedy(server)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @row("speculators with its own head and embedding")
 def test_a_speculators_export_of_the_pair_decodes_in_the_same_steps(plain, zlab, tmp_path: Path) -> None:
@@ -255,6 +256,7 @@ def test_a_speculators_export_of_the_pair_decodes_in_the_same_steps(plain, zlab,
     assert "own_modules=head of 320 tokens, embedding of 320 tokens" in log
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @row("speculators with a reduced vocabulary")
 def test_a_reduced_vocabulary_on_two_ranks_accepts_as_much_greedy_and_drawn(plain, zlab, tmp_path: Path) -> None:
@@ -270,6 +272,7 @@ def test_a_reduced_vocabulary_on_two_ranks_accepts_as_much_greedy_and_drawn(plai
     assert len(PROMPTS) * NEW_TOKENS >= 3 * steps
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @row("z-lab with mask_embedding.pt")
 @row("z-lab with attention sinks and a value scale")

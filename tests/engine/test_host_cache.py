@@ -22,7 +22,7 @@ from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
 from tests.zoo.member import pair
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 LENGTH, NEW_TOKENS, OTHERS = 300, 40, 4
 ON_HOST: dict[str, Any] = dict(enable_hierarchical_cache=True, max_total_tokens=1024, hicache_ratio=4)

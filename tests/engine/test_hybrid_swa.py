@@ -17,7 +17,7 @@ from tests.support import scheduler_hooks
 from tests.support.engines import greedy, serve
 from tests.zoo import ZOO, pair
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 GPT_OSS = "gpt-oss"  # a window of 24
 NEW_TOKENS = 40

@@ -68,7 +68,7 @@ from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts
 from tests.support.kits import MOST_NEW_TOKENS, ON_GPU, PROMPTS, TARGET, OnServer, Servers, fitted
 from training.known_answers import NEW_TOKENS
 
-pytestmark = [pytest.mark.slow, pytest.mark.gpu] if ON_GPU else [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.gpu if ON_GPU else pytest.mark.full]
 
 TEXT = OnServer.tokenizer.encode("\n".join(held_out_prompts()))
 KL_DIVERGENCE = 0.003 if ON_GPU else 1e-6  # of logprobs while decoding from those of a prefill

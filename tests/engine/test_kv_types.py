@@ -111,13 +111,13 @@ def plain() -> Any:
     return of
 
 
-def kinds(target: str, draft: str) -> Any:
+def kinds(target: str, draft: str, *more: pytest.MarkDecorator) -> Any:
     kv = f"target {target}, draft {draft}"
     return pytest.param(
         target,
         draft,
         id=kv,
-        marks=pytest.mark.matrix(target="Qwen3", draft="z-lab", kv=kv, outcome="works"),
+        marks=[pytest.mark.matrix(target="Qwen3", draft="z-lab", kv=kv, outcome="works"), *more],
     )
 
 
@@ -126,9 +126,9 @@ def kinds(target: str, draft: str) -> Any:
     ("target_kv", "draft_kv"),
     [
         kinds("fp8_e4m3", "as the target"),
-        kinds("fp8_e4m3", "bf16"),
-        kinds("auto", "fp8_e4m3"),
-        kinds("auto", "fp8_e5m2"),
+        kinds("fp8_e4m3", "bf16", pytest.mark.full),
+        kinds("auto", "fp8_e4m3", pytest.mark.full),
+        kinds("auto", "fp8_e5m2", pytest.mark.full),
     ],
 )
 def test_output_is_plain_decodings_with_the_same_target_kv_and_the_draft_still_accepts(plain, target_kv, draft_kv):

@@ -24,6 +24,7 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_width_serving import assert_shares_are_drawn
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import serve
+from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +57,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     ),
     "retracting": dict(hooks="poison", env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}),
 }
+CORE = (
+    "overlap",
+    "recorded_graphs_of_random_widths",
+    "recorded_graphs_of_random_shares",
+    "synchronous_pages_of_16_chunked",
+)
 
 
 def prompts() -> list[list[int]]:
@@ -124,7 +131,7 @@ def plain() -> dict[str, Any]:
         return {"asked": asked, "answers": [server.generate(**one) for one in asked]}
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))
+@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, *CORE))
 def ours(request, plain, tmp_path_factory) -> Any:
     """(server, directory of the oracle's records) of one configuration; the oracle is silent at first."""
     arguments = dict(CONFIGURATIONS[request.param])

@@ -25,7 +25,7 @@ from tests.support import scheduler_hooks, tiny
 from tests.support.engines import greedy_params, serve, serve_on_nodes
 from tests.support.faults import NO_DUMPS, end_of, lose
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 127, 700)

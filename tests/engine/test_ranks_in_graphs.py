@@ -10,7 +10,7 @@ from tests.engine.test_width_ranks import LAYOUTS
 from tests.support import recorded_graphs
 from tests.support.engines import greedy_params, serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 NEW_TOKENS = 64
 

@@ -16,6 +16,7 @@ import torch
 from dflash_sglang.demo.server import Server
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
+from tests.support.rows import in_full_but
 from tests.zoo import recurrent
 from tests.zoo.member import BLOCK, pair
 
@@ -84,7 +85,7 @@ def plain() -> list[Answered]:
         )
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))
+@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
 def ours(request, plain, tmp_path_factory) -> Iterator[Server]:
     """Our server of one configuration, with an oracle that accepts anything from none to the whole block."""
     arguments = dict(CONFIGURATIONS[request.param])

@@ -23,6 +23,7 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
+from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
 
@@ -175,7 +176,10 @@ def plain(environment) -> dict[str, list[Any]]:
         }
 
 
-@pytest.fixture(scope="module", params=["blocks of one width", "blocks of any width, mixed prefill"])
+WIDTHS = ("blocks of one width", "blocks of any width, mixed prefill")
+
+
+@pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1]))
 def ours(request, environment) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
     arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)

@@ -131,6 +131,7 @@ def test_a_scaling_that_cannot_be_served_is_an_error_that_names_it(scaling, fiel
     assert expected in str(refused.value)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.matrix(target="Qwen3", draft="z-lab, of fewer positions than the target", outcome="works")
 def test_a_draft_of_fewer_positions_than_the_target_proposes_as_well_beyond_them(tmp_path):

@@ -88,6 +88,7 @@ def test_answers_and_prometheus_carry_acceptance(served):
     assert gauge and 1.0 < float(gauge[1]) <= 16.0
 
 
+@pytest.mark.full
 def test_the_engine_api_serves_a_narrower_block_with_the_reference_loops_accept_length():
     batch = dict(input_ids=prompts(), sampling_params=greedy_params(NEW_TOKENS))
     (answers,) = run_engine(TARGET, DRAFT, [batch], environment=REQUIRE, speculative_num_draft_tokens=8)
@@ -95,6 +96,7 @@ def test_the_engine_api_serves_a_narrower_block_with_the_reference_loops_accept_
     assert tokens_per_step(answers) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.full
 def test_sglang_serve_runs_our_worker(served):
     sglang = str(Path(sys.executable).parent / "sglang")
     with serve(TARGET, DRAFT, environment=REQUIRE, command=(sglang, "serve")) as server:
@@ -119,6 +121,7 @@ def test_sampled_and_greedy_requests_share_a_batch(served):
         assert (answer["output_ids"] == greedy) == (i % 2 == 0)
 
 
+@pytest.mark.full
 def test_without_the_plugin_the_built_in_worker_runs(tmp_path):
     # The built-in draft reads transformers' fields and cannot capture the last layer.
     target, draft = make_pair(

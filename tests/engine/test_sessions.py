@@ -21,6 +21,7 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_recurrent_serving import random_ids
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
+from tests.support.rows import in_full_but
 from tests.zoo.member import pair
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ Turn = tuple[dict[str, Any], Answer]  # what is asked in the session, what is an
 _names = count()
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
+@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "synchronous_pages_of_16_retracting"))
 def conversations(request, tmp_path_factory) -> Iterator[tuple[Server, list[list[Turn]]]]:
     """A server, and the turns of every session as they ought to be."""
     arguments = dict(CONFIGURATIONS[request.param])

@@ -78,6 +78,7 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
     assert not captured or {replay.requests for replay in recorded_graphs.replays(tmp_path)} >= {1, 16}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_greedy_step_in_graphs_gathers_and_stages_nothing_and_copies_to_the_host_once(tmp_path):
     target, draft = make_pair(tmp_path)

@@ -223,6 +223,7 @@ def test_every_rank_proposes_the_likeliest_of_the_kept_tokens(ranks: int, kept: 
             assert likeliest == logits.topk(3).values.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.matrix(target="Qwen3", draft="z-lab, --speculative-token-map", kv="model dtype", outcome="works")
 def test_a_server_with_a_token_map_is_lossless_and_proposes_kept_tokens_alone(frequent: Path) -> None:

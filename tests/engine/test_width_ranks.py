@@ -15,7 +15,7 @@ from tests.engine.test_parallel import ask, continuations
 from tests.support.collectives import Step, recorded, steps
 from tests.support.engines import greedy_params, serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 RANKS, EXCHANGE_EVERY, NEW_TOKENS = 2, 8, 96

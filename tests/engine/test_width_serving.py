@@ -18,6 +18,7 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
+from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +80,7 @@ def plain() -> list[list[int]]:
         return [answer["output_ids"] for answer in ask(server, [request(prompt, 160) for prompt in prompts()])]
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=list(CONFIGURATIONS))
+@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(server, directory of its records)"""
     hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")

@@ -45,6 +45,7 @@ def soaked() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_every_request_that_no_abort_met_is_answered_properly(soaked):
     ours, figures = soaked["ours"], soaked["ours"].figures()
     assert ours.problems() == {}
@@ -58,6 +59,7 @@ def test_every_request_that_no_abort_met_is_answered_properly(soaked):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_pools_are_as_full_after_the_soak_as_before(soaked):
     ours, log = soaked["ours"], soaked["log"]
     assert (ours.held_before, ours.held_after, ours.alive) == (0, 0, True)
@@ -66,6 +68,7 @@ def test_the_pools_are_as_full_after_the_soak_as_before(soaked):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_greedy_outputs_of_the_soak_equal_plain_decoding(soaked):
     comparison = soaked["comparison"]
     assert comparison.compared >= 0.45 * REQUESTS

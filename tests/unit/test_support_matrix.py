@@ -10,6 +10,7 @@ import pytest
 from tests.support import sglang_layers as layers
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(layers.DEVICE != "cpu", reason="the page is of a machine without a GPU, where the suite runs")
 def test_the_page_is_what_the_tests_say():

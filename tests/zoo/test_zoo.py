@@ -23,7 +23,7 @@ from tests.zoo import ZOO, Member, pair, pair_for, reference
 from tests.zoo.member import BLOCK, FEATURES, LAYERS
 from tests.zoo.processors import image_url, with_image
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 CHUNK = 64
 NEW_TOKENS = 32
