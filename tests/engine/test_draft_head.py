@@ -22,8 +22,8 @@ from tests.engine.test_weight_update import changed_copy, update_draft
 from tests.support import scheduler_hooks
 from tests.support import sglang_layers as layers
 from tests.support.engines import greedy_params, serve
+from tests.support.fakes import Together
 from tests.support.start_up import refused
-from tests.unit.models.head.test_heads import Together
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 NEW_TOKENS = 48

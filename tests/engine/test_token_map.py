@@ -21,8 +21,8 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import speculators, zlab
 from tests.support.engines import greedy_params, serve
+from tests.support.fakes import Together
 from tests.support.start_up import launch, refusal, refused
-from tests.unit.models.head.test_heads import Together
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 KEPT, NEW_TOKENS = 40, 48

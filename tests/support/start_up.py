@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,20 +12,26 @@ from safetensors.torch import load_file, save_file
 
 from dflash_sglang import hooks
 from dflash_sglang.startup import StartupError, decisions
-from tests.unit.test_plugin import Algorithm, arguments, built_in, target_model
+from tests.support.fakes import Algorithm, arguments, built_in, target_model
 
 
 def launch(directory: Path, **overrides: Any) -> type:
     """The worker's class, for `target_model`; server arguments stand for SGLang's views of them."""
-    config = target_model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decisions, "resolving_view", lambda args: args)
-        patch.setattr(decisions, "model_config_of", lambda args: config)
-        patch.setattr(decisions, "mambaish_config", lambda config: None)
-        patch.setattr(decisions, "draft_model_config_of", lambda args, path: None)
-        patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
-        patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
+        fake_views(patch)
         return hooks.create_worker(built_in, Algorithm(), arguments(directory, **overrides))
+
+
+def fake_views(patch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Puts `target_model`, which it returns, and server arguments themselves in place of SGLang's views of them."""
+    config = target_model()
+    patch.setattr(decisions, "resolving_view", lambda args: args)
+    patch.setattr(decisions, "model_config_of", lambda args: config)
+    patch.setattr(decisions, "mambaish_config", lambda config: None)
+    patch.setattr(decisions, "draft_model_config_of", lambda args, path: None)
+    patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
+    patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
+    return config
 
 
 def hook_config_parser(patch: pytest.MonkeyPatch) -> None:

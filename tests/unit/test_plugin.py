@@ -18,7 +18,9 @@ from dflash_sglang import hooks, plugin
 from dflash_sglang.checkpoint.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
 from dflash_sglang.patches import faults
 from dflash_sglang.sglang_names import probe
-from dflash_sglang.startup import UNSERVED, StartupError
+from dflash_sglang.startup import StartupError
+from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in
+from tests.support.start_up import fake_views
 from tests.support.tiny import draft_config, make_pair
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -83,78 +85,10 @@ def test_a_plain_draft_is_ours_also_where_it_spells_out_what_it_is_not(overrides
 # ---- The hooks ---------------------------------------------------------------------------------------------
 
 
-class Algorithm:
-    def __init__(self, dflash: bool = True) -> None:
-        self.dflash = dflash
-
-    def is_dflash(self) -> bool:
-        return self.dflash
-
-
-def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
-    values = dict(
-        device="cpu",
-        speculative_algorithm="DFLASH",
-        speculative_draft_model_path=str(draft),
-        speculative_draft_model_revision="main",
-        speculative_dflash_block_size=None,
-        speculative_num_draft_tokens=None,
-        speculative_draft_attention_backend=None,
-        speculative_draft_kv_cache_dtype=None,
-        speculative_draft_model_quantization=None,
-        _speculative_draft_quantization_explicitly_set=False,
-        enable_return_aux_hidden_states=False,
-        download_dir=None,
-        model_path="target",
-        load_format="auto",
-        speculative_draft_load_format=None,
-        kv_cache_dtype="auto",
-        attention_backend=None,
-        prefill_attention_backend=None,
-        enable_unified_memory=False,
-        enable_page_major_kv_layout=False,
-        enable_kv_cache_sharding=False,
-        tp_size=1,
-        attn_dp_size=1,
-        speculative_draft_window_size=None,
-        speculative_token_map=None,
-        speculative_draft_sink_size=None,
-    )
-    values |= {row.field: row.off for row in UNSERVED}
-    return SimpleNamespace(**{**values, **overrides})
-
-
-def target_model() -> SimpleNamespace:
-    """SGLang's ModelConfig of a target of 5 layers, 64 wide, and 320 tokens."""
-    return SimpleNamespace(
-        hf_text_config=SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320),
-        hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
-        model_impl="auto",
-        is_local_attention_model=False,
-        use_ngram_embedding=False,
-    )
-
-
-class BuiltInWorker:
-    pass
-
-
-def built_in(algorithm: Algorithm, server_args: Any) -> type:
-    return BuiltInWorker
-
-
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Drafts on disk, and SGLang's views of server arguments replaced by the arguments themselves."""
-    from dflash_sglang.startup import decisions
-
-    monkeypatch.setattr(decisions, "resolving_view", lambda args: args)
-    model_config = target_model()
-    monkeypatch.setattr(decisions, "model_config_of", lambda args: model_config)
-    monkeypatch.setattr(decisions, "mambaish_config", lambda config: None)
-    monkeypatch.setattr(decisions, "draft_model_config_of", lambda args, path: None)
-    monkeypatch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
-    monkeypatch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
+    model_config = fake_views(monkeypatch)
     return SimpleNamespace(
         target=model_config,
         plain=make_pair(tmp_path / "plain")[1],

@@ -10,9 +10,9 @@ import torch
 
 from dflash_sglang import hooks
 from tests.support.draft_formats import FORMATS, speculators
+from tests.support.fakes import arguments
 from tests.support.start_up import change
 from tests.support.tiny import make_pair
-from tests.unit.test_plugin import arguments
 
 
 @pytest.fixture(autouse=True)

@@ -22,11 +22,11 @@ from dflash_sglang.checkpoint.families import foreign
 from tests.engine.test_formats import Target, loaded
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import FORMATS, KEPT, speculators_config, speculators_dflash2, vocabulary_tensors
+from tests.support.fakes import arguments
 from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.start_up import launch
 from tests.support.tiny import draft_config, write_checkpoint
 from tests.unit.checkpoint.test_config_parser import parsed
-from tests.unit.test_plugin import arguments
 
 BLOCK, LENGTH = 8, 193
 ANCHORS = range(1, LENGTH - BLOCK)  # 184 of them, with 7 proposals each

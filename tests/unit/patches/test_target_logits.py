@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import sglang_layers as layers
-from tests.unit.models.head.test_heads import Together
+from tests.support.fakes import Together
 
 VOCAB, ROWS = 100, 64  # two ranks; the second has 28 rows of padding
 HIDDEN, CAPTURED = 8, 6

@@ -13,9 +13,9 @@ import pytest
 
 from dflash_sglang.checkpoint.families import foreign
 from tests.support.draft_formats import FORMATS, speculators_config
+from tests.support.fakes import BuiltInWorker
 from tests.support.start_up import change, launch, refusal, refused
 from tests.support.tiny import draft_config, make_pair
-from tests.unit.test_plugin import BuiltInWorker
 
 SPECULATORS = "speculators with its own head and embedding"
 SINKS = "z-lab with attention sinks and a value scale"

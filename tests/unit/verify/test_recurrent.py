@@ -15,7 +15,8 @@ from dflash_sglang import hooks
 from dflash_sglang.startup import StartupError
 from dflash_sglang.verify import recurrent
 from dflash_sglang.verify.recurrent import RecurrentStates
-from tests.unit.test_plugin import Algorithm, BuiltInWorker, arguments, built_in, pair
+from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in
+from tests.unit.test_plugin import pair
 
 __all__ = ["pair"]  # a fixture
 

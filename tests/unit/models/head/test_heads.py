@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import sglang_layers as layers
+from tests.support.fakes import Together
 
 VALUES = (-3e38, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3e38)
 
@@ -72,26 +72,6 @@ def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(r
     expected = (hidden @ weight.T).argmax(-1)
     assert TargetHead(head).greedy(hidden).tolist() == expected.tolist()
     assert expected[0] == vocabulary - 1
-
-
-class Together:
-    """A group whose ranks are threads that meet in every collective."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=20)
-        self._sent: list[torch.Tensor] = [torch.empty(0)] * ranks
-
-    def of(self, rank: int) -> SimpleNamespace:
-        def all_gather_into_tensor(out: torch.Tensor, own: torch.Tensor) -> None:
-            self._sent[rank] = own
-            self._barrier.wait()
-            assert len({(sent.shape, sent.dtype) for sent in self._sent}) == 1
-            out.view(-1, *own.shape[1:]).copy_(torch.cat(self._sent))
-            self._barrier.wait()
-
-        return SimpleNamespace(
-            world_size=len(self._sent), rank_in_group=rank, all_gather_into_tensor=all_gather_into_tensor
-        )
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,0 +1,95 @@
+"""Stand-ins for SGLang's objects that several test modules use: server arguments, a target's config, ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from dflash_sglang.startup import UNSERVED
+
+
+class Algorithm:
+    """SGLang's SpeculativeAlgorithm, DFLASH or another one."""
+
+    def __init__(self, dflash: bool = True) -> None:
+        self.dflash = dflash
+
+    def is_dflash(self) -> bool:
+        return self.dflash
+
+
+def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
+    """ServerArgs of a launch with DFLASH that leaves everything else unset."""
+    values = dict(
+        device="cpu",
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(draft),
+        speculative_draft_model_revision="main",
+        speculative_dflash_block_size=None,
+        speculative_num_draft_tokens=None,
+        speculative_draft_attention_backend=None,
+        speculative_draft_kv_cache_dtype=None,
+        speculative_draft_model_quantization=None,
+        _speculative_draft_quantization_explicitly_set=False,
+        enable_return_aux_hidden_states=False,
+        download_dir=None,
+        model_path="target",
+        load_format="auto",
+        speculative_draft_load_format=None,
+        kv_cache_dtype="auto",
+        attention_backend=None,
+        prefill_attention_backend=None,
+        enable_unified_memory=False,
+        enable_page_major_kv_layout=False,
+        enable_kv_cache_sharding=False,
+        tp_size=1,
+        attn_dp_size=1,
+        speculative_draft_window_size=None,
+        speculative_token_map=None,
+        speculative_draft_sink_size=None,
+    )
+    values |= {row.field: row.off for row in UNSERVED}
+    return SimpleNamespace(**{**values, **overrides})
+
+
+def target_model() -> SimpleNamespace:
+    """SGLang's ModelConfig of a target of 5 layers, 64 wide, and 320 tokens."""
+    return SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_hidden_layers=5, hidden_size=64, vocab_size=320),
+        hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+        model_impl="auto",
+        is_local_attention_model=False,
+        use_ngram_embedding=False,
+    )
+
+
+class BuiltInWorker:
+    """What SGLang's own `create_worker` gives."""
+
+
+def built_in(algorithm: Algorithm, server_args: Any) -> type:
+    return BuiltInWorker
+
+
+class Together:
+    """A group whose ranks are threads that meet in every collective."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._sent: list[torch.Tensor] = [torch.empty(0)] * ranks
+
+    def of(self, rank: int) -> SimpleNamespace:
+        def all_gather_into_tensor(out: torch.Tensor, own: torch.Tensor) -> None:
+            self._sent[rank] = own
+            self._barrier.wait()
+            assert len({(sent.shape, sent.dtype) for sent in self._sent}) == 1
+            out.view(-1, *own.shape[1:]).copy_(torch.cat(self._sent))
+            self._barrier.wait()
+
+        return SimpleNamespace(
+            world_size=len(self._sent), rank_in_group=rank, all_gather_into_tensor=all_gather_into_tensor
+        )
