@@ -127,7 +127,7 @@ def _oracle(worker: type) -> None:
             wrong = torch.rand(known.shape, generator=generator) < 0.15
             tokens[row, 1 : 1 + len(known)] = torch.where(wrong, (known + 1) % 250, known)
             replaced = True
-        return Proposals.certain(tokens) if replaced else proposals
+        return Proposals.certain(tokens, logprobs=proposals.logprobs) if replaced else proposals
 
     Proposer.propose = with_oracle
 
