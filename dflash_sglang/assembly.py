@@ -9,6 +9,7 @@ build_controller     graphs of every width exist
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from dflash_sglang.attention.visibility import check_visibility
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.token_map import read_token_map
-from dflash_sglang.drafting.base import ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer
@@ -27,6 +27,7 @@ from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.context_kv.target_features import ensure_capture
 from dflash_sglang.models.loading import updates
+from dflash_sglang.patches import stops
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import PluginConfig
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
     from dflash_sglang.warmup.dummy_batches import Rehearsal
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass
 class LoadedDraft:
     """The draft with its weights, and what was decided about it."""
@@ -94,6 +98,7 @@ def load_draft(
 
     Raises ValueError or DraftConfigError for a draft that does not fit the target or the settings.
     """
+    stops.install()
     target = target_worker.model_runner
     raw, _ = draft_config(get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision)
     layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
@@ -140,7 +145,7 @@ class StepParts(NamedTuple):
 
     reservation: SlotReservation
     blocks: BlockBuilder
-    proposer: ProposalSource
+    proposer: Proposer
     verifier: Verifier
 
 
@@ -154,6 +159,8 @@ def build_step(
     slots = tables.acceptor.slots
     slots.fit(rows)
     draft.context_kv.bind(runner.token_to_kv_pool, runner.kv_index_translator)
+    if get_parallel().tp_rank == 0:
+        logger.info("dflash_sglang context KV: %s", draft.context_kv.reason)
     assert draft.model.spec.mask_token_id is not None  # start-up validation refuses a draft without
     logits = TargetLogits(target)
     tail = VerifyTail(target, runner, logits, tables.acceptor, draft.context_kv)

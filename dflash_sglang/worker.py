@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_sglang import assembly
+from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
+from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.drafting.window import is_imposed
-from dflash_sglang.patches import stops
+from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.patches.graph_captures import heap_left_alone
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.sglang_names.scheduler import (
@@ -26,10 +28,13 @@ from dflash_sglang.sglang_names.scheduler import (
     get_parallel,
 )
 from dflash_sglang.startup.lines import memory_line, startup_line
+from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.step_result import StepResult, idle_result
 from dflash_sglang.verify.tables import Tables, most_rows
+from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.warmup import first_requests
 from dflash_sglang.warmup.dummy_batches import Rehearsal
+from dflash_sglang.width.controller import WidthController
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,23 +56,20 @@ class DFlashWorker(BaseSpecWorker):
 
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
         super().__init__()
-        stops.install()
         self._target_worker, self.device = target_worker, target_worker.device
-        target = target_worker.model_runner
         self._config = PluginConfig.from_env()
         self._draft = assembly.load_draft(server_args, gpu_id, nccl_port, target_worker, self._config)
         self._draft_worker, self.draft_parallel_layout = self._draft.worker, self._draft.parallel_layout
-        self._context_kv = self._draft.context_kv
-        self.block_size = self._draft.block_size
-        self.width = self.block_size  # of the latest decode step's blocks
+        self._context_kv: ContextKV = self._draft.context_kv
+        self.block_size = self.width = self._draft.block_size  # width: of the latest decode step's blocks
         # Taken now: SGLang gives the KV pools what is free after this.
         self._slots = StepSlots(most_rows(), self.block_size, self.device)
-        vocab_size = target.model_config.vocab_size
-        self._tables = Tables.taken(self._slots, vocab_size, self._config.simulated_acceptance)
-        self._acceptor = self._tables.acceptor
+        model_config = target_worker.model_runner.model_config
+        self._tables = Tables.taken(self._slots, model_config.vocab_size, self._config.simulated_acceptance)
+        self._acceptor: Acceptor = self._tables.acceptor
         self._captures = ExitStack()
         if get_parallel().tp_rank == 0:
-            logger.info(startup_line(self._draft, target.model_config.context_len))
+            logger.info(startup_line(self._draft, model_config.context_len))
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
@@ -89,9 +91,10 @@ class DFlashWorker(BaseSpecWorker):
             )
         page_size = token_to_kv_pool_allocator.page_size
         parts = assembly.build_step(self._draft, self.target_worker, self._tables, page_size, self._config)
-        self._reservation, self._blocks, self._proposer, self._verifier = self._parts = parts
-        if get_parallel().tp_rank == 0:
-            logger.info("dflash_sglang context KV: %s", self._context_kv.reason)
+        self._parts, self._reservation = parts, parts.reservation
+        self._blocks: BlockBuilder = parts.blocks
+        self._proposer: Proposer = parts.proposer
+        self._verifier: Verifier = parts.verifier
 
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
@@ -110,7 +113,7 @@ class DFlashWorker(BaseSpecWorker):
             self._rehearsal = Rehearsal(
                 target, self._reservation, decode=self._rehearsed_step, prefill=self._rehearsed_prefill
             )
-            self._widths = assembly.build_controller(
+            self._widths: WidthController = assembly.build_controller(
                 draft, target, served, self._rehearsal, self._acceptor.set_max_commit
             )
         self.width = self._widths.choices[-1]
@@ -198,7 +201,7 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(accepted.new_seq_lens)
         if verified.unwritten is not None:
             self._context_kv.write_planned(*verified.unwritten)
-        next_input = self._draft_input(accepted.bonus_tokens, accepted.new_seq_lens)
+        next_input = DFlashDraftInput.create(accepted.bonus_tokens, accepted.new_seq_lens, self._reservation)
         return StepResult.from_verified(verified, proposals, ragged, next_input)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
@@ -223,7 +226,7 @@ class DFlashWorker(BaseSpecWorker):
             # A data-parallel neighbour prefills: the empty target forward above kept its collectives company.
             result.next_draft_input = self._idle_draft_input()
             return result
-        result.next_draft_input = self._draft_input(result.next_token_ids, result.new_seq_lens)
+        result.next_draft_input = DFlashDraftInput.create(result.next_token_ids, batch.seq_lens, self._reservation)
         self._slots.start(batch.req_pool_indices, result.next_draft_input.bonus_tokens, result.new_seq_lens)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
@@ -249,9 +252,6 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(draft_input.new_seq_lens)
         return idle_result(draft_input, self.block_size)
 
-    def _draft_input(self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> DFlashDraftInput:
-        return DFlashDraftInput.create(bonus_tokens, new_seq_lens, self._reservation)
-
     def _idle_draft_input(self) -> DFlashDraftInput:
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
-        return self._draft_input(empty, empty)
+        return DFlashDraftInput.create(empty, empty, self._reservation)
