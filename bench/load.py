@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,16 +125,21 @@ def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answe
                 return
             asked = time.perf_counter()
             events = server.stream(input_ids=prompt, sampling_params=sampling)
-            (first, _), *_, (last, meta) = [(time.perf_counter(), event["meta_info"]) for event in events]
+            seen = [(time.perf_counter(), event["meta_info"]) for event in events]
+            if len(seen) < 2:  # SGLang joins what its HTTP process had no time to send
+                raise RuntimeError(
+                    "an answer came in one piece: expected its first token before the rest; other work keeps the "
+                    "processors busy, measure without it"
+                )
+            (first, _), *_, (last, meta) = seen
             answers.append(Answer(asked, first, last, meta["completion_tokens"], meta.get("spec_verify_ct", 0)))
 
-    clients = [threading.Thread(target=client) for _ in range(load.concurrency)]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join()
-    if len(answers) != len(prompts):
-        raise RuntimeError(f"{len(prompts) - len(answers)} of {len(prompts)} requests failed on {server.url}")
+    with ThreadPoolExecutor(load.concurrency) as pool:
+        clients = [pool.submit(client) for _ in range(load.concurrency)]
+    failed = [error for one in clients if (error := one.exception())]
+    if failed:
+        missing = f"{len(prompts) - len(answers)} of {len(prompts)} requests failed on {server.url}"
+        raise RuntimeError(f"{missing}: {failed[0]}") from failed[0]
     return answers
 
 

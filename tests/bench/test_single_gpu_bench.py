@@ -103,6 +103,17 @@ def test_a_step_is_timed_from_when_all_of_a_wave_have_their_first_token():
     assert (decode_seconds(wave, wave=True), decode_seconds(wave, wave=False)) == (5.0, 7.0)
 
 
+def test_a_load_ends_with_the_reason_of_a_request_that_failed():
+    class InOnePiece(Stub):
+        def stream(self, **request: Any) -> Iterator[dict[str, Any]]:
+            yield list(super().stream(**request))[-1]
+
+    with pytest.raises(RuntimeError, match="1 of 1 requests failed on URL: an answer came in one piece"):
+        server = InOnePiece(1)
+        server.url = "URL"
+        ask(server, Load(1, 1, 16, 31))
+
+
 def profiled(step_ms: float, verify_span_ms: float, outside: float, idle: float = 0.015) -> dict[str, Any]:
     """What `take_apart` gives, of a step as long as that."""
     return {
@@ -221,7 +232,7 @@ def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(mo
     monkeypatch.setattr(startup, "ask", ask)
     monkeypatch.setattr(startup, "PAUSE", 0.05)
     out = tmp_path / "startup.json"
-    options = ["--out", str(out), "--rounds", "1", "--output", "31", "--max-running-requests", "2"]
+    options = ["--out", str(out), "--rounds", "1", "--output", "61", "--max-running-requests", "2"]
     command_line(monkeypatch, *ON_CPU, *options, "--bound", "1", "--first-bound", "1000")
     assert startup.main() == 0
     assert begun == [[0.0, 0.7], [0.0], [0.7]]  # the first one is uncounted
@@ -229,5 +240,5 @@ def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(mo
     assert list(written["figures"][OURS]) == ["greedy", "sampled"]
     for [start] in written["figures"][OURS].values():
         assert start["ready_s"] > 0 and len(start["latency_ms"]) == 10
-        assert start["verify_steps"] == [5] * 10  # of 30 tokens after the first, 6 at a time
+        assert start["verify_steps"] == [10] * 10  # of 60 tokens after the first, 6 at a time
     assert len(written["claims"]) == 2
