@@ -34,8 +34,7 @@ def captured_at(sizes: Sequence[int]) -> Iterator[None]:
 
 
 def shared_evenly(sizes: Sequence[int], runner: ModelRunner, width: int) -> list[int]:
-    """These batch sizes, each raised to the next of which ranks that share its rows have as many each: SGLang
-    captures no others."""
+    """Raise each batch size to the next one whose rows the ranks can share evenly: SGLang captures no others."""
     if not sizes:
         return []
     gathers = any(runner.decode_graph_gather_requirements())
@@ -46,8 +45,10 @@ def shared_evenly(sizes: Sequence[int], runner: ModelRunner, width: int) -> list
 
 @contextmanager
 def heap_left_alone() -> Iterator[None]:
-    """SGLang collects garbage before and after the captures of a runner, each time among all objects of the
-    process, a million: half a second. Meanwhile among new ones alone, and by nobody else."""
+    """Let SGLang collect garbage among new objects only, around the captures of a runner.
+
+    It collects before and after them, each time among the million objects of the process: half a second.
+    """
     by_itself = gc.isenabled()
     gc.freeze()
     gc.disable()
@@ -61,7 +62,7 @@ def heap_left_alone() -> Iterator[None]:
 
 
 def by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
-    """SGLang's graphs of a ragged verify, which it makes for algorithms that ask for them by the environment."""
+    """SGLang's graphs of a ragged verify. It makes them for algorithms that ask for them by the environment."""
 
     class ByTokens(graphs):
         ragged_verify_mode = property(lambda self: True, lambda self, mode: None)

@@ -1,7 +1,8 @@
-"""FlashAttention 3's tile schedule, made once in a captured forward and used by all of its layers.
+"""Make FlashAttention 3's tile schedule once in a captured forward, and use it in all layers.
 
-SGLang's backend does so for decode, with one query per request. For blocks every layer launches a kernel that
-finds the same schedule again.
+SGLang's backend does so for decode, with one query per request. For blocks, each layer launches a kernel that
+finds the same schedule again. On an H200 that costs 0.175 ms of a step of 5.95 ms with 1 request
+(`docs/internals/optimisations.md`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Queries that FlashAttention reads where the QKV projection left them.
+"""Let FlashAttention read queries where the QKV projection left them.
 
-SGLang's backend copies each layer's queries, a slice of the projection's rows, into a tensor of their own first.
+SGLang's backend first copies the queries of each layer, a slice of the projection's rows, into another tensor. On
+an H200 that costs 0.096 ms of a step of 5.95 ms with 1 request (`docs/internals/optimisations.md`).
 """
 
 from __future__ import annotations
