@@ -396,7 +396,7 @@ def test_logits_are_widened_for_what_needs_float32_alone(
         sampling_info=SimpleNamespace(**{**FIELDS, **info}),
         **{**dict(has_grammar=False, return_logprob=False), **batch},
     )
-    under_test.verify(asked, mock.MagicMock(part=None, size=width), mock.MagicMock(), None)
+    under_test.verify(asked, mock.MagicMock(size=width), mock.MagicMock(), None, None)
     expected = {"as they are": given, "whole as given": whole_as_given, "whole": whole}[taken]
     assert output.next_token_logits is expected
     assert verifier.sampling_mask_output.call_args.args[0] is expected
