@@ -33,6 +33,7 @@ import os
 import random
 import sys
 from collections.abc import AsyncIterator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ RECORDS_ENV = "DFLASH_TEST_RECORDS"
 def install(directory: Path, *modules: str) -> str:
     """Write the plugin's metadata into `directory`; returns the PYTHONPATH that a server finds it on.
 
-    modules: below `tests`, whose `activate()` is to run in the schedulers beside this one's.
+    modules: below `tests`, whose `activate()` is to run in the schedulers beside this one's. One that does not
+    exist is a ModuleNotFoundError here; SGLang would only log it.
     """
     names = ("support.scheduler_hooks", *modules)
+    for name in names:
+        if find_spec(f"tests.{name}") is None:
+            raise ModuleNotFoundError(f"tests.{name}: expected a module below tests that has `activate`")
     return plugin.installed(directory, {f"dflash_{one.rpartition('.')[2]}": f"tests.{one}" for one in names})
 
 
