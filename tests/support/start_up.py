@@ -23,7 +23,7 @@ def launch(directory: Path, **overrides: Any) -> type:
 
 
 def fake_views(patch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Puts `target_model`, which it returns, and server arguments themselves in place of SGLang's views of them."""
+    """Puts `target_model`, which it returns, and the server arguments in place of SGLang's views of them."""
     config = target_model()
     patch.setattr(decisions, "resolving_view", lambda args: args)
     patch.setattr(decisions, "model_config_of", lambda args: config)
