@@ -9,8 +9,6 @@ steps: `recorded_graphs`.
 from __future__ import annotations
 
 import random
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -296,18 +294,17 @@ def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(request, our
 
 def test_an_aborted_neighbour_leaves_the_others_unharmed(ours, plain):
     server, _ = ours
-    neighbour = dict(request(prompts()[-1], max_new_tokens=2000), rid="neighbour", stream=True)
+    neighbour = dict(request(prompts()[-1], max_new_tokens=2000), rid="neighbour")
 
-    def abort_soon() -> None:
-        time.sleep(0.3)
+    def abort_when_it_runs() -> list[dict[str, Any]]:
+        events = server.stream(**neighbour)
+        first = next(events)
         server.post("/abort_request", rid="neighbour")
+        return [first, *events]
 
-    aborter = threading.Thread(target=abort_soon)
     with ThreadPoolExecutor(1) as pool:
-        aborted = pool.submit(lambda: list(server.stream(**{k: v for k, v in neighbour.items() if k != "stream"})))
-        aborter.start()
+        aborted = pool.submit(abort_when_it_runs)
         assert_equal(ask_at_once(server, plain["asked"][:11]), plain_part(plain, 11))
-        aborter.join()
         events = aborted.result()
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert events[-1]["meta_info"]["completion_tokens"] < 2000
