@@ -17,11 +17,12 @@ settings.load_profile("untimed")
 
 # Workers share the files (`--no-loadscope-reorder` keeps their order): those that take minutes come first, then
 # others with servers, so that what is left over at the end is short.
-LONGEST = ("test_zoo", "test_kits", "test_lossless", "test_serving", "test_kv_types", "test_recurrent_serving")
+LONGEST = """zoo kits lossless collectives parallel width_policy request_fields step_work draft_head demo plugin
+serving recurrent_serving quantised kv_types""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {name: i for i, name in enumerate(LONGEST)}
+    rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(LONGEST)), item.path not in slow))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
