@@ -211,7 +211,7 @@ class ServedWidths(NamedTuple):
 def add_widths(draft: LoadedDraft, target: ModelRunner, parts: StepParts, config: PluginConfig) -> ServedWidths:
     """Make attention backends and graphs for the widths of the settings, as far as memory allows, and compile
     what sampled steps launch at each."""
-    block_size, group = draft.block_size, width_group(target.server_args.nnodes)
+    block_size, group = draft.block_size, width_group()
     asked = startup.servable(config.width, target, block_size)
     states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
     ragged = startup.can_be_ragged(asked, target, group, parts.proposer.gives_logprobs)

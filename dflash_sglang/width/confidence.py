@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dflash_sglang.width.acceptance import PRIOR_ACCEPTANCE
+
 # Of the chance that a proposal and all before it are accepted, by the draft's own probabilities: one bin between
 # two of these, the likeliest first. Rows are verified in this order, so that finer ones would change little.
 EDGES = np.array([0.99, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02])
@@ -25,11 +27,11 @@ class Confidence:
     from what was verified. What it says of a position is the batch's, a moving average over its steps.
     """
 
-    def __init__(self, widths: Sequence[int], acceptance: float):
-        """widths: ascending, the first one plain decoding; acceptance: of a proposal, before anything is known."""
+    def __init__(self, widths: Sequence[int]):
+        """widths: ascending, the first one plain decoding."""
         self._widths = list(widths)
         positions = widths[-1] - 1
-        usual = acceptance ** np.arange(1.0, positions + 1)
+        usual = PRIOR_ACCEPTANCE ** np.arange(1.0, positions + 1)
         self._counts = np.eye(BINS)[_bins(usual)]  # [positions, BINS], of a request
         self._requests = np.full(positions, USUAL)  # that drafted a position
         self.observed = 0  # steps
@@ -63,9 +65,9 @@ class Confidence:
         self._verified *= over
         self._accepted *= over
 
-    def part(self, width: int, rows: np.ndarray) -> np.ndarray:
-        """Of the proposals that come true those that are among so many rows [n], as in `committed`, the last of
-        which are whole blocks."""
+    def share(self, width: int, rows: np.ndarray) -> np.ndarray:
+        """Of the proposals that come true, the share [n] that is among so many rows [n], as in `committed`; the
+        last of them are full blocks."""
         committed = self.committed(width, rows) - 1.0
         return committed / committed[-1]
 

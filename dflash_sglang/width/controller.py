@@ -52,14 +52,13 @@ class WidthController:
     def __init__(
         self,
         policy: WidthPolicy,
-        widths: RuntimeStates,
+        states: RuntimeStates,
         limit: Callable[[np.ndarray, np.ndarray], None],
         clock: StepClock,
         speaks: bool = True,
     ) -> None:
-        """limit: sets what a step may commit of requests, `Acceptor.set_max_commit`; speaks: whether this rank
-        logs."""
-        self._policy, self._widths, self._limit, self._clock = policy, widths, limit, clock
+        """limit: sets what a step may commit of requests (`Acceptor.set_max_commit`). speaks: this rank logs."""
+        self._policy, self._states, self._limit, self._clock = policy, states, limit, clock
         self._steps: deque[_Step] = deque()
         self._after_step = False
         self._last_end: Any = None
@@ -67,14 +66,14 @@ class WidthController:
 
     @property
     def choices(self) -> Sequence[int]:
-        """RuntimeStates that steps may have, ascending."""
+        """Widths that steps may have, ascending."""
         return self._policy.widths
 
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
         self._after_step = False
         self._policy.prefill()
-        self._widths.use_widest()
+        self._states.use_widest()
         slots, least, most = new_requests(batch, self._policy.acceptance.block)
         if len(slots):
             self._policy.admit(slots, most.tolist(), least.tolist())
@@ -92,7 +91,7 @@ class WidthController:
         self._steps.append(_Step(requests, self._after_step))
         self._after_step = requests > 0
         self._pass_over_empty_steps()
-        self._widths.use(decision.width, ragged=decision.verify_budget is not None)
+        self._states.use(decision.width, ragged=decision.verify_budget is not None)
         if self._log is not None and not decision.probe:
             self._log.note(self._policy, decision.width, requests)
         return decision

@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_sglang.width.decider import Decision
 
-@dataclass
+
 class WidthMetrics:
-    """Counters since start-up, by width. Steps whose time was not measured count with the estimate of it.
+    """Counters since start-up, by width, and the last decision's estimates (docs/reference/metrics.md)."""
 
-    `gain_over_plain` and `gain_over_full` are estimates of the last choice: committed tokens per second of the
-    chosen width, in the long run, over those of plain decoding and of the whole block. `left_out`: steps without
-    a result, and results without a step.
-    """
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._widths = list(widths)
+        self.steps = [0] * len(widths)
+        self.seconds = [0.0] * len(widths)  # a step whose time was not measured counts with its estimate
+        self.tokens = [0] * len(widths)  # verified
+        self.probes = [0] * len(widths)
+        self.changes, self.last_change = 0, "start"
+        self.gain_over_plain = self.gain_over_full = 1.0
+        self.left_out = 0  # steps without a result, and results without a step
 
-    widths: Sequence[int]
-    steps: list[int] = field(init=False)
-    seconds: list[float] = field(init=False)
-    tokens: list[int] = field(init=False)  # verified
-    probes: list[int] = field(init=False)
-    changes: int = 0
-    last_change: str = "start"
-    gain_over_plain: float = 1.0
-    gain_over_full: float = 1.0
-    left_out: int = 0
+    def chose(self, decision: Decision, requests: int) -> None:
+        """A step of so many requests of this rank was decided."""
+        width, budget = self._widths.index(decision.width), decision.verify_budget
+        self.steps[width] += 1
+        self.tokens[width] += requests * decision.width if budget is None else budget
+        self.probes[width] += decision.probe
+        if decision.reason not in ("hold", "probe"):
+            self.changes += decision.reason != "start"
+            self.last_change = decision.reason
+        self.gain_over_plain, self.gain_over_full = decision.gain_over_plain, decision.gain_over_full
 
-    def __post_init__(self) -> None:
-        self.steps = [0] * len(self.widths)
-        self.seconds = [0.0] * len(self.widths)
-        self.tokens = [0] * len(self.widths)
-        self.probes = [0] * len(self.widths)
+    def came_back(self, decision: Decision, seconds: float | None) -> None:
+        """The result of a step is there; `seconds`: of the step, if they were measured."""
+        self.seconds[self._widths.index(decision.width)] += decision.seconds if seconds is None else seconds
 
     def snapshot(self) -> dict[str, Any]:
-        """For logs and gauges: steps, seconds, verified tokens, probes by width; the last change and its cause;
-        what the estimates left out."""
+        """For logs and gauges."""
+        by_width: dict[str, Sequence[float]] = {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "verified_tokens": self.tokens,
+            "probes": self.probes,
+        }
         return {
-            "steps": dict(zip(self.widths, self.steps, strict=True)),
-            "seconds": dict(zip(self.widths, self.seconds, strict=True)),
-            "verified_tokens": dict(zip(self.widths, self.tokens, strict=True)),
-            "probes": dict(zip(self.widths, self.probes, strict=True)),
+            **{name: dict(zip(self._widths, counts, strict=True)) for name, counts in by_width.items()},
             "changes": self.changes,
             "last_change": self.last_change,
             "gain_over_plain": self.gain_over_plain,

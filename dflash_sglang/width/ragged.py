@@ -1,149 +1,169 @@
-"""Steps that verify another number of tokens of every request: how many together, and what they promise."""
+"""Ragged steps verify another number of tokens of each request: how many together, and what that promises."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_sglang.width.acceptance import Acceptance
+from dflash_sglang.width.acceptance import Acceptance, Work, steps_needed
 from dflash_sglang.width.confidence import Confidence
-from dflash_sglang.width.group import Group
-from dflash_sglang.width.ragged_times import RaggedTimes
-from dflash_sglang.width.step_times import StepTimes
+from dflash_sglang.width.step_times import StepTimes, filled
 
 TABULATE_EVERY = 4  # observed steps
+# Of the times, chosen in the simulation: without the factor that corrects them, ragged steps that take 1.2 times
+# what start-up says give 0.80 of the tokens/s of full blocks; with it 0.995 (docs/results/width-simulated.md).
+LEAST = 0.1  # of a step of full blocks, the time of one that verifies as few tokens as can be
+COMPARED = 0.5  # of the error of a step of one kind after one of the other, what the factor follows
+MOST_COMPARED = 0.1  # the largest such error that counts
+FORGET = 512  # steps of full blocks after which what was compared weighs 1/e
+COMPARISONS, APART = 0.0025, 64  # of the time, what full steps in between may cost; steps from one to the next
 
 
-class Share(NamedTuple):
-    """Of the rows of whole blocks, those that a step verifies."""
+class Offer(NamedTuple):
+    """What a step of one width promises."""
 
-    tokens: int | None  # verified together; None: the width of each request
-    part: float  # of the proposals that come true, those that are verified
+    steps_needed: float  # of one request, to commit what a step as requests are served now commits of all
+    seconds: float  # of a step
+    verify_budget: int | None = None  # tokens that are verified together; None: the width of each request
+    share: float = 1.0  # of the proposals that come true, those that are verified
 
 
-class Offers(NamedTuple):
-    """The best step of every width."""
+class RaggedTimes:
+    """Seconds of a step by captured batch size, draft width and verified tokens.
 
-    steps_needed: list[float]  # of one request, to commit what a step as they are held commits of all
-    seconds: list[float]  # of a step
-    whole: float  # steps needed of whole blocks
-    shares: list[Share] | None = None
+    `record` takes what start-up measures: steps that draft at a width and verify about one token of each request.
+    Such a step is as short as a ragged one can be. What more tokens add depends on how many there are in all;
+    steps of full blocks (`step_times`) say how much. Kept is the ratio to the step of full blocks of the same
+    width, so that corrections of the one correct the other.
+
+    A factor of all ragged steps corrects the table. It follows the errors of steps of one kind that come after one
+    of the other (`compare`). While steps are ragged, a full one comes in between now and then (`compares`).
+    """
+
+    def __init__(self, step_times: StepTimes):
+        """step_times: of full blocks; the narrowest width is plain decoding."""
+        self._times = step_times
+        self._widths = np.array(step_times.widths)
+        self._samples: dict[tuple[int, int], float] = {}
+        self._least = np.ones((len(step_times.buckets), len(self._widths)))  # ratio to full blocks
+        self._factor = 1.0
+        self._was_ragged = False  # the observed step before
+        self._since = 0  # ragged steps since the last full one in between
+
+    def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
+        """A step of `batch` requests that drafted at `width` and verified as few tokens as can be. To be called
+        once the step times are fitted. The shortest of a cell counts."""
+        bucket, index = self._times.bucket(batch), self._times.widths.index(width)
+        ratio = seconds / self._times.of_width(bucket, index, context_tokens)
+        self._samples[bucket, index] = min(ratio, self._samples.get((bucket, index), ratio))
+
+    def fit(self) -> None:
+        """Builds the table from what was recorded; without any, fewer verified tokens spare nothing."""
+        if not self._samples:
+            return
+        least = np.full(self._least.shape, np.nan)
+        for cell, ratio in self._samples.items():
+            least[cell] = ratio
+        self._least = filled(least, np.array(self._times.buckets, float), self._widths.astype(float))
+        self._least = self._least.clip(LEAST, 1.0)
+        self._least[:, 0] = 1.0
+
+    def seconds(self, bucket: int, full: Sequence[float], budgets: Sequence[int]) -> np.ndarray:
+        """[widths, budgets] of steps that verify `budgets` tokens, given those of full blocks, `full` [widths], as
+        `StepTimes.seconds` has them for this bucket."""
+        blocks = np.array(full)
+        least = blocks * self._least[bucket]
+        added = np.maximum.accumulate(blocks - least)
+        each = np.array(budgets) / self._times.buckets[bucket]
+        return self._factor * (least[:, None] + np.interp(each, self._widths, added))
+
+    def compares(self, seconds: float, full: float) -> bool:
+        """Whether a step that would be ragged and take `seconds` verifies full blocks, in `full` seconds."""
+        self._since += 1
+        if self._since < APART or full - seconds > COMPARISONS * seconds * self._since:
+            return False
+        self._since = 0
+        return True
+
+    def compare(self, ragged: bool, error: float) -> None:
+        """A step was observed, and took 1 + error of what was expected."""
+        if ragged != self._was_ragged:
+            move = COMPARED * min(max(error, -MOST_COMPARED), MOST_COMPARED)
+            self._factor *= 1.0 + move if ragged else 1.0 - move
+        elif not ragged:
+            self._factor += (1.0 - self._factor) / FORGET
+        self._was_ragged = ragged
 
 
 class RaggedSteps:
-    """The step with the least time for the tokens that arrive, at each width. Whose tokens it verifies the draft's
-    probabilities say (`kernels.block.share_rows`).
+    """At each width the step with the least time for the tokens that arrive. The draft's probabilities say which
+    tokens of which requests it verifies (`kernels.block.share_rows`).
 
-    How many proposals of whole blocks come true is what `Acceptance` knows of each request; which part of them is
-    among so many rows, what `Confidence` knows of the batch. It remembers how requests were served last, since
-    that is why the batch is what it is.
+    How many proposals of full blocks come true is what `Acceptance` knows of each request. Which share of them is
+    among so many rows is what `Confidence` knows of the batch.
 
-    At start-up: `times.record`, then `start`.
+    At start-up: `times.record`, then `times.fit`.
     """
 
-    def __init__(
-        self,
-        step_times: StepTimes,
-        acceptance: Acceptance,
-        budgets: Sequence[int],
-        max_requests: int,
-        group: Group,
-        prior_acceptance: float,
-    ):
-        """budgets, ascending: how many tokens a step may verify together; prior_acceptance: of a proposal, before
-        anything is known. Raises ValueError if they do not reach `max_requests` whole blocks, or if the ranks of
-        the group hold requests of their own."""
-        if group.gather_loads is not None:
-            raise ValueError(
-                "budgets: expected none where ranks hold requests of their own: every rank verifies the same "
-                "number of tokens. Leave them out."
-            )
+    def __init__(self, step_times: StepTimes, acceptance: Acceptance, budgets: Sequence[int], max_requests: int):
+        """budgets, ascending: how many tokens a step may verify together. Raises ValueError if they do not reach
+        `max_requests` full blocks."""
         most = max_requests * acceptance.block
         if not budgets or list(budgets) != sorted(set(budgets)) or budgets[-1] < most:
             raise ValueError(
                 f"budgets={list(budgets)}: expected ascending numbers of tokens, the last at least {most}, "
-                f"max_requests={max_requests} whole blocks. Add what is missing."
+                f"max_requests={max_requests} full blocks. Add what is missing."
             )
         self.times = RaggedTimes(step_times)
-        self.confidence = Confidence(acceptance.widths, prior_acceptance)
-        self._acceptance = acceptance
-        self._widths = acceptance.widths
-        self._budgets = list(budgets)
-        self._group = group
-        self._held = 0, 1.0
+        self.confidence = Confidence(acceptance.widths)
+        self._widths, self._budgets = acceptance.widths, list(budgets)
         self._of_requests: dict[int, tuple[list[int], list[np.ndarray]]] = {}
         self._tabulated = 0
 
-    def start(self) -> None:
-        """Builds the table of what was recorded, rank 0's for every rank."""
-        self.times.fit()
-        if self._group.share_times is not None:
-            self.times.load(self._group.share_times(self.times.table()))
-
     def offers(
-        self,
-        slots: np.ndarray,
-        bucket: int,
-        seconds: list[float],
-        needs_full_blocks: bool,
-        interruptions: Callable[[np.ndarray], np.ndarray],
-    ) -> Offers:
-        """For these requests [n]. seconds [widths]: of steps that verify the width of every request, and
-        `needs_full_blocks` that no others can be had; `interruptions`: seconds [...] that are to be added to those
-        of steps that commit so many tokens [...], to compare them. They are not in what is offered."""
-        n, levels = len(slots), self._levels(slots)
-        needed = [_steps(levels, index, np.ones(1))[0] for index in range(len(self._widths))]
-        whole, taken, shares = needed[-1], list(seconds), [Share(None, 1.0)] * len(needed)
-        if not needs_full_blocks:
-            budgets, choices = self._choices(n)
-            table = self.times.seconds(bucket, seconds, budgets)
-            for index, verified in enumerate(choices, 1):
-                fewer = len(verified) - 1
-                steps = _steps(levels, index, verified)
-                step = np.append(table[index, :fewer], seconds[index])
-                best = int(((step + interruptions(n * needed[0] / steps)) * steps).argmin())
-                needed[index], taken[index] = float(steps[best]), float(step[best])
-                shares[index] = Share(budgets[best] if best < fewer else None, verified[best])
-        return Offers(needed, taken, whole, shares)
+        self, work: list[Work], requests: int, bucket: int, full: list[Offer], added: Callable[[Any], np.ndarray]
+    ) -> list[Offer]:
+        """The best step of every width for so many requests, which bring this work.
+
+        full: the offers of full blocks. added: seconds [...] that prefills add to steps that commit so many tokens
+        [...]; they count in the comparison and are not in the offers."""
+        budgets, choices = self._choices(requests)
+        table = self.times.seconds(bucket, [offer.seconds for offer in full], budgets)
+        offers, tokens = list(full), requests * full[0].steps_needed
+        for width, shares in enumerate(choices, 1):
+            fewer = len(shares) - 1  # the last one is full blocks
+            steps = steps_needed(work, width, shares)
+            seconds = np.append(table[width, :fewer], full[width].seconds)
+            best = int(((seconds + added(tokens / steps)) * steps).argmin())
+            if best < fewer:
+                offers[width] = Offer(float(steps[best]), float(seconds[best]), budgets[best], float(shares[best]))
+        return offers
+
+    def compared(self, offer: Offer, full: Offer) -> Offer:
+        """What the next step of a held width does: this offer, or full blocks where those are due for
+        comparison."""
+        if offer.verify_budget is not None and self.times.compares(offer.seconds, full.seconds):
+            return full
+        return offer
 
     def _choices(self, n: int) -> tuple[list[int], list[np.ndarray]]:
-        """Of n requests: the budgets that are less than whole blocks of the widest, and for each width but the
-        first the parts of what comes true among those that are less than its own, and among these."""
+        """For n requests: the budgets below full blocks of the widest; and for each width but the first the share
+        of what comes true among each of its budgets, the last of which is full blocks."""
         if self.confidence.observed >= self._tabulated + TABULATE_EVERY:
             self._tabulated = self.confidence.observed
             self._of_requests.clear()
         if n not in self._of_requests:
-            budgets = [total for total in self._budgets if n <= total < n * self._widths[-1]]
+            budgets = [budget for budget in self._budgets if n <= budget < n * self._widths[-1]]
             rows = [[*budgets[: bisect.bisect_left(budgets, n * w)], n * w] for w in self._widths[1:]]
-            parts = [self.confidence.part(index, np.array(of) / n) for index, of in enumerate(rows, 1)]
-            self._of_requests[n] = budgets, parts
+            shares = [self.confidence.share(index, np.array(of) / n) for index, of in enumerate(rows, 1)]
+            self._of_requests[n] = budgets, shares
         return self._of_requests[n]
 
-    def hold(self, width: int, part: float) -> None:
-        """How requests are served from now on: at `width` (an index), with this part of what comes true."""
-        self._held = width, part
 
-    def _levels(self, slots: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of requests [n] by the widest blocks that they allow: what a step commits, [widths, nodes], and what
-        steps as they are held commit of those at each node together [nodes]."""
-        width, part = self._held
-        found = []
-        for cap, requests in self._acceptance.levels(slots):
-            committed = self._acceptance.committed(cap)
-            found.append((committed, requests * (1.0 + (committed[width] - 1.0) * part)))
-        return found
-
-    def least(self, requests: int, width: int) -> int | None:
-        """As few tokens as a step of so many requests verifies; None where those are whole blocks of this
-        width."""
-        tokens = self._budgets[bisect.bisect_left(self._budgets, requests)]
-        return tokens if tokens < requests * width else None
-
-
-def _steps(levels: list[tuple[np.ndarray, np.ndarray]], width: int, parts: np.ndarray) -> np.ndarray:
-    """Steps of one request that commit what steps as they are held commit, at `width` (an index) with these parts
-    [n] of what comes true verified: [n]."""
-    return sum((1.0 / (1.0 + (committed[width] - 1.0) * parts[:, None])) @ held for committed, held in levels)
+def least_budget(budgets: Sequence[int], requests: int, width: int) -> int | None:
+    """As few tokens as a step of so many requests verifies; None where those are full blocks of this width."""
+    tokens = budgets[bisect.bisect_left(budgets, requests)]
+    return tokens if tokens < requests * width else None

@@ -1,4 +1,9 @@
-"""How ranks agree on one width: the exchanges of `collectives`, over gloo."""
+"""How ranks that run a step together get one width: rank 0 decides, the others are told.
+
+All ranks replay graphs of the same width, so they need one decision. Ranks of tensor parallelism run the same
+requests: rank 0 knows all that counts. Ranks of data-parallel attention hold requests of their own: each tells its
+load in every step, and rank 0 decides by the loads of the step before. Exchanges are over gloo.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +14,25 @@ import numpy as np
 import torch
 
 from dflash_sglang.sglang_names.scheduler import get_parallel, get_tp_group
-from dflash_sglang.width import Group, OneStepLate
+from dflash_sglang.width.group import Exchange, Group, OneStepLate
 
 
-def width_group(nodes: int) -> Group:
-    """How the ranks of this process's tensor-parallel group choose one width; nodes: that they are on."""
+def width_group() -> Group:
+    """The tensor-parallel group of this process."""
     ranks, parallel = get_tp_group(), get_parallel()
     if ranks.world_size == 1:
         return Group()
-    loads = None
-    if parallel.attn_dp_enabled or nodes > 1:
-        loads = OneStepLate(_gather(ranks, parallel.attn_tp_size))
-    return Group(share_times=_share(ranks), gather_loads=loads)
+    gather = OneStepLate(_gather(ranks, parallel.attn_tp_size)) if parallel.attn_dp_enabled else None
+    return Group(ranks.rank_in_group == 0, _broadcast(ranks), gather)
 
 
-def _share(ranks: Any) -> Callable[[np.ndarray], np.ndarray]:
-    def share(row: np.ndarray) -> np.ndarray:
+def _broadcast(ranks: Any) -> Exchange:
+    def broadcast(row: np.ndarray) -> np.ndarray:
         shared = torch.tensor(row, dtype=torch.float64)
         torch.distributed.broadcast(shared, src=ranks.ranks[0], group=ranks.cpu_group)
         return shared.numpy()
 
-    return share
+    return broadcast
 
 
 def _gather(ranks: Any, same_batch: int) -> Callable[[np.ndarray], Callable[[], np.ndarray]]:

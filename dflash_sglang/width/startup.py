@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,8 @@ from dflash_sglang.sglang_names.scheduler import (
     mambaish_config,
 )
 from dflash_sglang.startup import Problem, StartupError
-from dflash_sglang.width import Group, WidthPolicy, startup_cells
+from dflash_sglang.width import Group, StepTimes, WidthPolicy, startup_cells
+from dflash_sglang.width.ragged import least_budget
 from dflash_sglang.width.runtime_states import captured_sizes, sparse
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RUNS = 3  # of each cell
-MOST_SECONDS = 10.0  # after which only batches of the smallest size are still measured
+PASSES = 2  # over all cells
+MOST_SECONDS = 10.0  # after which only batches of the smallest size are still measured, once
 LONG_CONTEXT = 4096  # tokens of each request
 EAGER_CONTEXT, EAGER_TOKENS = 512, 1024  # where nothing is captured; the second ones are verified at once at most
 
@@ -76,30 +78,31 @@ def _only_the_block(runner: ModelRunner) -> str | None:
 
 
 def add_widths(
-    config: WidthConfig, widths: RuntimeStates, block: int, free: Callable[[], float], ragged: bool = False
+    config: WidthConfig, states: RuntimeStates, block: int, free: Callable[[], float], ragged: bool = False
 ) -> WidthConfig:
-    """Builds what these settings ask for, blocks that are verified in part (`ragged`) among it, as far as memory
-    allows; returns settings of what is served."""
+    """Build the runtime states that these settings ask for, as far as memory allows, and that of `ragged` steps.
+
+    Returns the settings of what is served."""
     wanted = config.states(block)
     if config.fixed is not None:
-        widths.add(wanted)  # at all batch sizes: its steps are all there are
+        states.add(wanted)  # at all batch sizes: its steps are all there are
         return config
-    took = widths.add_while_free(wanted, free, config.memory_reserve)
-    served = tuple(width for width in wanted if width in widths.served)
-    if get_parallel().tp_rank == 0:
+    took = states.add_while_free(wanted, free, config.memory_reserve)
+    served = tuple(width for width in wanted if width in states.served)
+    speaks = get_parallel().tp_rank == 0
+    if speaks:
         left_out = sorted(set(wanted) - set(served))
         note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
         prices = ", ".join(f"{width}: {price:.3f}" for width, price in took.items())
         logger.info("dflash_sglang verify widths: %s%s; memory that was added, in GB: %s", served, note, prices)
-    if ragged:
-        # As a width: the same forwards, of fewer requests or more.
+    if ragged:  # as dear as a width: the same forwards, of fewer requests or more
         ragged = free() - max(took.values(), default=0.0) >= config.memory_reserve
         if ragged:
-            widths.add_ragged()
-        elif get_parallel().tp_rank == 0:
+            states.add_ragged()
+        elif speaks:
             logger.warning(
-                "dflash_sglang verify width: not ragged: its graphs would "
-                "not leave %g GB free. Lower memory_reserve, or --mem-fraction-static.",
+                "dflash_sglang verify width: not ragged: its graphs would not leave %g GB free. Lower "
+                "memory_reserve, or --mem-fraction-static.",
                 config.memory_reserve,
             )
     return replace(config, widths=served, ragged=ragged)
@@ -116,21 +119,24 @@ def free_memory(runner: ModelRunner) -> Callable[[], float]:
 
 
 def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group, confident: bool) -> bool:
-    """Whether the tokens of a step are shared out among its requests; confident: whether the draft gives
-    probabilities. The log says why not, where it was asked."""
+    """Whether steps can be ragged; where they were asked for and cannot, the log says why.
+
+    confident: whether the draft gives probabilities."""
     if not config.ragged:
         return False
-    reason = _only_whole_blocks(runner, group, confident)
+    reason = _why_not_ragged(runner, group, confident)
     if reason is not None and get_parallel().tp_rank == 0:
         logger.warning("dflash_sglang verify width: not ragged: %s", reason)
     return reason is None
 
 
-def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> str | None:
+def _why_not_ragged(runner: ModelRunner, group: Group, confident: bool) -> str | None:
     if not verifies_parts(runner.attn_backend):
         return f"{type(verifying(runner.attn_backend)).__name__} verifies as many rows of each request"
-    if group.gather_loads is not None:
-        return "ranks hold requests of their own, or are on several nodes"
+    if group.gather is not None:
+        return "ranks hold requests of their own"
+    if runner.server_args.nnodes > 1:
+        return "ranks are on several nodes, whose devices may round the draft's probabilities otherwise"
     if not confident:
         return "the draft's selector gives walks, and no probability of each proposal"
     if runner.server_args.disable_cuda_graph_padding:
@@ -143,12 +149,12 @@ def _only_whole_blocks(runner: ModelRunner, group: Group, confident: bool) -> st
 
 
 def policy_of(
-    config: WidthConfig, runner: ModelRunner, block: int, group: Group, widths: RuntimeStates
+    config: WidthConfig, runner: ModelRunner, block: int, group: Group, states: RuntimeStates
 ) -> WidthPolicy:
     pool, sizes = runner.req_to_token_pool, _sizes(runner)
     buckets = [size for size in sizes if size < pool.size]
     at_most = next((size for size in sizes if size >= pool.size), pool.size)
-    budgets = widths.verify_budgets(pool.size) if config.ragged else None
+    budgets = states.verify_budgets(pool.size) if config.ragged else None
     slots = pool.req_to_token.shape[0]
     return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=slots, budgets=budgets)
 
@@ -160,43 +166,54 @@ def _sizes(runner: ModelRunner) -> list[int]:
 
 
 def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, group: Group) -> None:
-    """Fills the policy's tables from rehearsed steps, for `MOST_SECONDS` and a batch each at most; starts it."""
-    start, cells = time.perf_counter(), _cells(policy, runner)
-
-    def rehearse(
-        cells: list[tuple[int, int, int]],
-        tokens: Callable[[int, int], int | None],
-        record: Callable[[int, int, int, float], None],
-    ) -> int:
-        """tokens: verified together of so many requests in blocks of this width, or all."""
-        begin, measured = time.perf_counter(), 0
-        for requests, width, context in cells:
-            elapsed = np.array([time.perf_counter() - begin])
-            if group.share_times is not None:
-                elapsed = group.share_times(elapsed)  # all ranks stop alike
-            if requests > cells[0][0] and elapsed[0] > MOST_SECONDS:
-                continue
-            each = min(max(context // requests, 1), rehearsal.longest)
-            for seconds in rehearsal.seconds(requests, each, RUNS, width, tokens(requests, width)):
-                record(requests, width, requests * each, seconds)
-            measured += 1
-        return measured
-
-    measured = rehearse(cells, lambda *block: None, policy.step_times.record)
-    policy.start()
-    if policy.ragged is not None:
-        least = policy.ragged.least
-        parts = [cell for cell in cells if cell[1] > PLAIN and not cell[2] and least(*cell[:2]) is not None]
-        rehearse(parts, least, policy.ragged.times.record)
-        policy.ragged.start()
-    if get_parallel().tp_rank == 0:
+    """Fill the decider's tables from rehearsed steps, which all ranks run."""
+    start, cells, decider = time.perf_counter(), _cells(policy, runner), policy.decider
+    record = None if decider is None else decider.step_times.record
+    measured = _rehearse(cells, rehearsal, group, lambda *_: None, record)
+    if decider is not None:
+        decider.step_times.fit()
+    if policy.budgets is not None:
+        least = partial(least_budget, policy.budgets)
+        ragged = [cell for cell in cells if cell[1] > PLAIN and not cell[2] and least(*cell[:2]) is not None]
+        times = None if decider is None or decider.ragged is None else decider.ragged.times
+        _rehearse(ragged, rehearsal, group, least, None if times is None else times.record)
+        if times is not None:
+            times.fit()
+    if decider is not None:
         logger.info(
             "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by width: %s",
             measured,
             len(cells),
             time.perf_counter() - start,
-            "; ".join(_row(policy, bucket) for bucket in (0, len(policy.step_times.buckets) - 1)),
+            "; ".join(_row(decider.step_times, bucket) for bucket in (0, len(policy.buckets) - 1)),
         )
+
+
+def _rehearse(
+    cells: list[tuple[int, int, int]],
+    rehearsal: Rehearsal,
+    group: Group,
+    budget: Callable[[int, int], int | None],
+    record: Callable[[int, int, int, float], None] | None,
+) -> int:
+    """Time one step of each cell in each of `PASSES`, for `MOST_SECONDS` and a batch each at most. Returns how
+    many cells were measured.
+
+    budget: tokens that so many requests in blocks of a width verify together; None: all. A cell's steps are a pass
+    apart, so that what else runs on the GPU for a second or two (another server that starts) slows few of both."""
+    begin, measured = time.perf_counter(), set()
+    for _ in range(PASSES):
+        for cell in cells:
+            requests, width, context = cell
+            elapsed = group.broadcast(np.array([time.perf_counter() - begin]))[0]  # all ranks stop alike
+            if elapsed > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
+                continue
+            each = min(max(context // requests, 1), rehearsal.longest)
+            for seconds in rehearsal.seconds(requests, each, 1, width, budget(requests, width)):
+                if record is not None:
+                    record(requests, width, requests * each, seconds)
+            measured.add(cell)
+    return len(measured)
 
 
 def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int]]:
@@ -204,7 +221,7 @@ def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int
     is left to what serving measures: its buffers are not."""
     captured = captured_sizes(runner)
     most = runner.req_to_token_pool.size
-    buckets = policy.step_times.buckets
+    buckets = policy.buckets
     sizes = sorted({min(size, most) for size in buckets if not captured or size in captured})
     if captured:
         cells = startup_cells(sizes, policy.widths, long_context=LONG_CONTEXT)
@@ -213,8 +230,7 @@ def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int
     return sorted(cells, key=lambda cell: (cell[0], cell[2]))
 
 
-def _row(policy: WidthPolicy, bucket: int) -> str:
-    times = policy.step_times
-    shown = zip(policy.widths, times.seconds(bucket, 0), strict=True)
+def _row(times: StepTimes, bucket: int) -> str:
+    shown = zip(times.widths, times.seconds(bucket, 0), strict=True)
     by_width = ", ".join(f"{width}: {1000 * seconds:.2f}" for width, seconds in shown)
     return f"{times.buckets[bucket]} requests {by_width}"

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Chosen in the simulation (docs/results/width-simulated.md).
 MEASURED, FILLED = 2 / 3, 2.0  # variance of a cell, over that of an observation: measured at start-up, or not
 DRIFT = 1 / 240  # that it grows by with each step, up to that of a cell that nobody measured
-SHARES = (0.3, 0.4)  # of an error that go to its width and to its cell
+TO_WIDTH, TO_CELL = 0.3, 0.4  # of an error, the parts that go to the factor of its width and of its cell
 PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
-FIRST_SPREAD, SPREADS = 0.1, 3.0  # usual relative error; how many of it an error counts at most,
-LEAST_LIMIT, FRESH_LIMIT = 0.05, 1.0  # but at least these, the second times the gain
+LEAST_LIMIT = 0.1  # an error counts at most this much, or as much as the gain: pauses hardly move a table
 
 
 class StepTimesError(ValueError):
@@ -25,17 +25,17 @@ class StepTimes:
     """Seconds of a step for every captured batch size and width.
 
     A step costs `base[bucket, width] + slope[width] * context_tokens`, with `context_tokens` the sum over the
-    batch. `record` takes what start-up measures, `fit` fills what it did not: along the batch sizes piecewise
-    linearly, which keeps what is monotone monotone, beyond the largest measured one along its last slope (there a
-    step is bound by its tokens), and widths that were not measured from their neighbours.
+    batch. `record` takes what start-up measures, `fit` fills what it did not. Along the batch sizes that is
+    piecewise linear, which keeps what is monotone monotone; beyond the largest measured one it follows the last
+    slope, because a step is bound by its tokens there. Widths that were not measured follow their neighbours.
 
-    `observe` corrects the table by factors: one of the whole table, one per width and one per cell. That of the
-    whole table is the machine's pace, the median of the latest steps, so that one that is slower than at start-up,
-    for long or for a few steps, changes no ratio between a width that is in use and those that are not. What an
-    observation differs by from the steps before it goes to its width and its cell: a width that is slower than
-    measured is so at batch sizes that were not seen yet. An error counts at most `SPREADS` times the usual one,
-    and more in a cell that was seldom observed: steps with a pause in them hardly move it. What a cell is known
-    by grows old, so that one that start-up or a slow spell left wrong is right after a few probes.
+    `observe` corrects the table by three kinds of factors.
+
+    - The pace of the machine, one factor of the whole table: the median of the latest steps. A machine that is
+      slower than at start-up, for long or for a few steps, changes no ratio between widths.
+    - A factor per width: a width that is slower than measured is so at batch sizes that were not seen yet.
+    - A factor per cell, with a Kalman gain. The variance of a cell grows with its age, so a few probes correct
+      what start-up or a slow spell left wrong.
     """
 
     def __init__(self, buckets: Sequence[int], widths: Sequence[int]):
@@ -43,8 +43,7 @@ class StepTimes:
         self.buckets, self.widths = list(buckets), list(widths)
         if not self.buckets or self.buckets != sorted(set(self.buckets)):
             raise StepTimesError(f"buckets={self.buckets}: expected ascending batch sizes, at least one.")
-        self._samples: dict[tuple[int, int], dict[float, list[float]]] = {}  # by cell and context
-        self._spread = FIRST_SPREAD
+        self._samples: dict[tuple[int, int], dict[float, float]] = {}  # by cell and context
         self._pace = 1.0
         self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
         self._by_width = [1.0] * len(self.widths)
@@ -67,70 +66,50 @@ class StepTimes:
     # ---- Start-up ----------------------------------------------------------------------------------------
 
     def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
-        """A step measured at start-up; several of one cell are taken by their median."""
+        """A step measured at start-up. The shortest of a cell counts: what else runs on the machine only adds."""
         if width not in self.widths or not seconds > 0:
             raise StepTimesError(
                 f"record(batch={batch}, width={width}, seconds={seconds}): expected a width of {self.widths} and "
                 "a positive time."
             )
         cell = (self.bucket(batch), self.widths.index(width))
-        self._samples.setdefault(cell, {}).setdefault(float(context_tokens), []).append(float(seconds))
+        samples, context = self._samples.setdefault(cell, {}), float(context_tokens)
+        samples[context] = min(seconds, samples.get(context, seconds))
 
     def fit(self) -> None:
         """Builds the table from what was recorded. Raises StepTimesError if nothing was."""
         if not self._samples:
             raise StepTimesError("no step time was recorded: expected at least one cell of `startup_cells`.")
-        medians = {
-            cell: [(context, float(np.median(seconds))) for context, seconds in samples.items()]
-            for cell, samples in self._samples.items()
-        }
-        lines = [[line for cell, line in medians.items() if cell[1] == width] for width in range(len(self.widths))]
+        measured = {cell: list(samples.items()) for cell, samples in self._samples.items()}
+        lines = [
+            [line for cell, line in measured.items() if cell[1] == width] for width in range(len(self.widths))
+        ]
         usual = _slope([line for of_width in lines for line in of_width]) or 0.0
         slopes = [_slope(of_width) for of_width in lines]
         # Every width reads the same context: what differs between them is half noise.
         self._slope = [usual if slope is None else (slope + usual) / 2 for slope in slopes]
         base = np.full((len(self.buckets), len(self.widths)), np.nan)
-        for (bucket, width), line in medians.items():
+        for (bucket, width), line in measured.items():
             rest = [max(seconds - self._slope[width] * context, 0.1 * seconds) for context, seconds in line]
             base[bucket, width] = sum(rest) / len(rest)
             self._variance[bucket][width] = MEASURED
         self._base = filled(base, np.array(self.buckets, float), np.array(self.widths, float)).tolist()
 
-    def table(self) -> np.ndarray:
-        """The fitted table as one row [2 * buckets * widths + widths], for a group to share."""
-        return np.concatenate([np.ravel(self._base), np.ravel(self._variance), self._slope])
-
-    def load(self, row: np.ndarray) -> None:
-        """Takes another rank's `table()`."""
-        cells = len(self.buckets) * len(self.widths)
-        shape = (len(self.buckets), len(self.widths))
-        self._base = row[:cells].reshape(shape).tolist()
-        self._variance = row[cells : 2 * cells].reshape(shape).tolist()
-        self._slope = row[2 * cells :].tolist()
-
     # ---- Serving -----------------------------------------------------------------------------------------
 
     def seconds(self, bucket: int, context_tokens: float) -> list[float]:
         """Expected seconds of a step of every width."""
-        pace = self._pace
-        return [
-            (base + slope * context_tokens) * by_width * by_cell * pace
-            for base, slope, by_width, by_cell in zip(
-                self._base[bucket], self._slope, self._by_width, self._by_cell[bucket], strict=True
-            )
-        ]
+        return [self.of_width(bucket, width, context_tokens) for width in range(len(self.widths))]
 
     def of_width(self, bucket: int, width: int, context_tokens: float) -> float:
         """Expected seconds of a step of one width, given as an index."""
-        return (
-            (self._base[bucket][width] + self._slope[width] * context_tokens)
-            * (self._by_width[width] * self._by_cell[bucket][width])
-            * self._pace
-        )
+        of_table = self._base[bucket][width] + self._slope[width] * context_tokens
+        return of_table * self._by_width[width] * self._by_cell[bucket][width] * self._pace
 
     def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> float:
-        """A step that was served, its width given as an index. What it took beyond what was expected, as part of
-        that, as far as it counts."""
+        """Learn from a step that was served, its width given as an index.
+
+        Returns its error: what it took beyond what was expected, relative to that, as far as it counts."""
         if not seconds > 0:
             return 0.0
         ratio = seconds / self.of_width(bucket, width, context_tokens)
@@ -139,12 +118,10 @@ class StepTimes:
         variance = min(self._variance[bucket][width] + DRIFT * age, FILLED)
         gain = variance / (variance + 1.0)  # Kalman's, and the variance afterwards
         self._variance[bucket][width], self._last_observed[bucket][width] = gain, self._observed
-        limit = max(SPREADS * self._spread, LEAST_LIMIT, gain * FRESH_LIMIT)
+        limit = max(LEAST_LIMIT, gain)
         error = min(max(ratio - 1.0, -limit), limit)
-        self._spread += (min(abs(error), SPREADS * self._spread) - self._spread) / 32
-        of_width, of_cell = SHARES
-        self._by_width[width] *= 1.0 + of_width * gain * error
-        self._by_cell[bucket][width] *= 1.0 + of_cell * gain * error
+        self._by_width[width] *= 1.0 + TO_WIDTH * gain * error
+        self._by_cell[bucket][width] *= 1.0 + TO_CELL * gain * error
         self._latest.append(ratio * self._pace)
         if len(self._latest) == PACE_STEPS:
             self._pace = statistics.median(self._latest)
@@ -191,7 +168,7 @@ def _slope(lines: list[list[tuple[float, float]]]) -> float | None:
 
 
 def filled(base: np.ndarray, buckets: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """base [buckets, widths] with NaN where nothing was measured, without any NaN."""
+    """base [buckets, widths], its NaN (what nothing was measured of) filled."""
     out = base.copy()
     whole = [width for width in range(len(widths)) if np.isfinite(base[:, width]).sum() >= 2]
     if not whole:  # at most one batch size per width: taken for all batch sizes

@@ -38,12 +38,12 @@ NEW_TOKENS = 160
 TIE, TIES = 0.3, 0.05  # difference of logprobs; share of the tokens
 FLAGS: dict[str, Any] = dict(max_running_requests=MANY, cuda_graph_max_bs_decode=MANY, **ON_DEVICE)
 WIDTHS: dict[str, tuple[str, str, str]] = {  # settings, hooks, attention
-    "chosen": ('{"width": {"probe_budget": 0.1}}', "", "fa3"),
+    "chosen": ('{"width": {}}', "probes", "fa3"),
     "random": ('{"width": {}}', "widths", "fa3"),
     "random with triton": ('{"width": {}}', "widths", "triton"),
     "random with flashinfer": ('{"width": {}}', "widths", "flashinfer"),
-    "chosen per request": ('{"width": {"ragged": true, "probe_budget": 0.1}}', "", "fa3"),
-    "random per request": ('{"width": {"ragged": true}}', "widths,shares", "fa3"),
+    "chosen ragged": ('{"width": {"ragged": true}}', "probes", "fa3"),
+    "random ragged": ('{"width": {"ragged": true}}', "widths,shares", "fa3"),
 }
 
 
@@ -124,7 +124,7 @@ def test_several_widths_were_captured_measured_and_served(ours):
 
 
 def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(ours, request: pytest.FixtureRequest):
-    if request.node.callspec.params["ours"] == "random per request":
+    if request.node.callspec.params["ours"] == "random ragged":
         assert_shares_are_drawn(ours, prompts())
 
 

@@ -10,6 +10,7 @@ features   every write of context KV leaves its positions and features in a file
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
 widths     every decode step's blocks have a width of its own, where the policy is on
+probes     widths that look worse are tried for a tenth of the time
 shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
@@ -255,34 +256,34 @@ def _widths(worker: Any) -> None:
     from dflash_sglang.width import startup
     from dflash_sglang.width.choice import Choice, Chooser
 
-    startup.RUNS, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
-    draws = random.Random(0)  # the same on all ranks
+    startup.PASSES, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
+    draws = random.Random(0)
 
-    def at_some_width(self: Any, bucket: int, limit: int, *expected: Any) -> Choice:
+    def at_some_width(self: Any, bucket: int, limit: int, *_: Any) -> Choice:
         allowed = [index for index, width in enumerate(self.widths) if width <= limit]
         return Choice(width := draws.choice(allowed), width, "gain")
 
     Chooser.choose = at_some_width
 
 
+def _probes(worker: Any) -> None:
+    from dflash_sglang.width import choice
+
+    choice.PROBE_BUDGET = 0.1
+
+
 def _shares(worker: Any) -> None:
     from dflash_sglang.drafting.head import HeadProposals
-    from dflash_sglang.width.ragged import Offers, RaggedSteps, Share
+    from dflash_sglang.width.ragged import Offer, RaggedSteps
 
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
-    offers = RaggedSteps.offers
 
-    def some(
-        self: Any, slots: Any, bucket: int, seconds: Any, needs_full_blocks: bool, interruptions: Any
-    ) -> Offers:
-        offered = offers(self, slots, bucket, seconds, needs_full_blocks, interruptions)
-        if needs_full_blocks:
-            return offered
-        requests, shares = len(slots), []
-        for width in self._widths:
-            fewer = [total for total in self._budgets if requests <= total < requests * width]
-            shares.append(Share(draws.choice([*fewer, None]) if fewer else None, 1.0))
-        return offered._replace(shares=shares)
+    def some(self: Any, work: Any, requests: int, bucket: int, full: list[Offer], added: Any) -> list[Offer]:
+        offers = []
+        for width, offer in zip(self._widths, full, strict=True):
+            fewer = [budget for budget in self._budgets if requests <= budget < requests * width]
+            offers.append(offer._replace(verify_budget=draws.choice([*fewer, None]) if fewer else None))
+        return offers
 
     def of_no_draft(self: Any, bs: int, steps: int) -> torch.Tensor:
         drawn = -torch.rand((bs, steps), generator=generator)
@@ -377,7 +378,12 @@ def _rehearsals(worker: Any) -> None:
     def compared(self: Any) -> Any:
         random_state, coins = torch.get_rng_state(), random.Random(0).getstate()
         policy = self._widths._policy
-        told = json.dumps([policy.metrics.snapshot(), policy.step_times.table().tolist()])
+
+        def policy_now() -> str:
+            times = policy.decider and policy.decider.step_times
+            return json.dumps([policy.metrics.snapshot(), times and [times._base, times._variance]])
+
+        told = policy_now()
         width = self.width
         result = prewarm_sampling(self)
         for number, (tensor, old) in enumerate(zip(state(self), before, strict=True)):
@@ -385,12 +391,11 @@ def _rehearsals(worker: Any) -> None:
         assert torch.equal(torch.get_rng_state(), random_state), "random numbers were drawn"
         assert self._slots._coins.getstate() == coins, "coins were drawn"
         assert self._slots.current[0] == 4, "the next outcome of nobody is somebody's"
-        assert told == json.dumps([policy.metrics.snapshot(), policy.step_times.table().tolist()])
+        assert told == policy_now()
         assert self.width == width and not self._widths._steps
-        table = policy.step_times.table().tolist()
         ran["prefill"] = [[tokens, dict(sampling)] for tokens, sampling in ran["prefill"]]
         ran["step"] = [[context, dict(sampling), width] for context, sampling, width in ran["step"]]
-        (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([ran, table]))
+        (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([ran, json.loads(told)[1]]))
         return result
 
     for name in names:
@@ -519,6 +524,7 @@ _HOOKS = {
     "sentinels": _sentinels,
     "widths": _widths,
     "shares": _shares,
+    "probes": _probes,
     "rehearsals": _rehearsals,
     "firsts": _firsts,
     "seeds": _seeds,

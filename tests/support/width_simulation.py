@@ -21,6 +21,7 @@ from dflash_sglang.width import Group, WidthConfig, WidthPolicy, startup_cells
 BLOCK = 16
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+PASSES = 2  # of start-up
 CONTEXT = 512  # tokens per request at which the table was measured
 SECONDS_PER_CONTEXT_TOKEN = 3.7e-8  # 36 layers x 8 KV heads x 128 x K and V in bfloat16 at 4 TB/s
 
@@ -247,7 +248,7 @@ def adaptive(
     seed: int = 0,
     ragged: bool = False,
 ) -> WidthPolicy:
-    """Our policy, started on `startup_cells` of this machine, read three times each.
+    """Our policy, started on `startup_cells` of this machine, read `PASSES` times each.
 
     `wrong[bucket, width]` multiplies what start-up measures; `ragged`: tokens are shared out among the requests.
     """
@@ -256,21 +257,23 @@ def adaptive(
     config = config or WidthConfig(widths=tuple(machine.widths))
     budgets = tiers(buckets[-1] * BLOCK) if ragged else None
     policy = WidthPolicy(config, BLOCK, buckets, requests, group, budgets=budgets)
+    if policy.decider is None:
+        return policy
     random = np.random.default_rng(seed)
     for batch, width, context in startup_cells(buckets, policy.widths):
         index = list(machine.widths).index(width)
         seconds = machine.seconds(batch, context)[index]
         if wrong is not None:
             seconds *= wrong[list(machine.buckets).index(batch), index]
-        for _ in range(3):
-            policy.step_times.record(batch, width, context, machine.read(seconds, random))
-    policy.start()
-    if policy.ragged is not None:
+        for _ in range(PASSES):
+            policy.decider.step_times.record(batch, width, context, machine.read(seconds, random))
+    policy.decider.step_times.fit()
+    if policy.decider.ragged is not None:
         for batch, width, context in startup_cells(buckets, policy.widths):
             seconds = machine.ragged_seconds(batch, context, list(machine.widths).index(width), batch)
-            for _ in range(3 if width > 1 and not context else 0):
-                policy.ragged.times.record(batch, width, context, machine.read(seconds, random))
-        policy.ragged.start()
+            for _ in range(PASSES if width > 1 and not context else 0):
+                policy.decider.ragged.times.record(batch, width, context, machine.read(seconds, random))
+        policy.decider.ragged.times.fit()
     return policy
 
 
@@ -363,7 +366,7 @@ class Rank:
 
     def draft_chances(self, width: int) -> np.ndarray | None:
         """[n, proposals] that the draft says, where anybody asks: none beyond what requests allow."""
-        if self.draft.spread is None and getattr(self.policy, "ragged", None) is None:
+        if self.draft.spread is None and getattr(getattr(self.policy, "decider", None), "ragged", None) is None:
             return None
         chances = self.draft.chances(self._kind[self._running], width, self.random)
         return np.where(np.arange(chances.shape[1]) < self._cap[self._running][:, None] - 1, chances, 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_sglang.width import WidthConfig
+from dflash_sglang.width import choice
 from tests.support.width_simulation import (
     EASY,
     GOOD,
@@ -175,31 +175,32 @@ def prefills(machine: Machine) -> None:
 def margins() -> None:
     head("margin", "share of the best, 2 % jitter", "changes in 1000 steps", "10 % jitter", "changes")
     loads = [(Draft(GOOD), 0, c) for c in (1, 32, 64, 128)] + [(Draft(EASY, HARD), 0.5, c) for c in (8, 64)]
+    usual = choice.MARGIN
     for margin in (0.0, 0.01, 0.02, 0.05, 0.1):
+        choice.MARGIN = margin
         cells = []
         for jitter in (0.02, 0.1):
             machine = Machine(jitter=jitter, outliers=0.01)
-            config = WidthConfig(widths=WIDTHS, margin=margin)
             runs = [
-                serve(adaptive(machine, c, config, seed=seed), machine, draft, hard=hard, seed=seed).run(
-                    c, steps=800
-                )
+                serve(adaptive(machine, c, seed=seed), machine, draft, hard=hard, seed=seed).run(c, steps=800)
                 for draft, hard, c in loads
                 for seed in SEEDS
             ]
             cells += [f"{np.mean([np.mean(run.worth) for run in runs]):.3f}"]
             cells += [round(float(np.mean([run.changes for run in runs])) / 0.8)]
         row(f"{margin:.0%}", *cells)
+    choice.MARGIN = usual
 
 
 def cost() -> None:
+    choice.PROBE_BUDGET = 0.0
     head("batch", "choose, us", "verified, us", "choose per request, us", "its mean", "verified, us")
     for batch in (1, 64, 512, 4096):
         cells = []
         for ragged in (False, True):
             machine = Machine()
             machine.table[:, 1:] = machine.table[:, 1:2]  # a wide block is best: every step has something to learn
-            policy = adaptive(machine, batch, WidthConfig(widths=WIDTHS, probe_budget=0.0), ragged=ragged)
+            policy = adaptive(machine, batch, ragged=ragged)
             spent: dict[str, list[float]] = {"choose": [], "verified": []}
             server = serve(policy, machine, Draft(EASY, HARD), hard=0.5, delay=1)
             for name in spent:

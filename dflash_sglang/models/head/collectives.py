@@ -15,12 +15,11 @@ rank without requests then gets an IDLE batch, and its sizes are those of the ra
                                          one gather of packed tokens
               target             TP      its layers, head                   the same, on no tokens
               accepted tokens    ATP     broadcast (tp_sync)                nothing: all of ATP are IDLE
-    widths    step times         TP      rank 0's, every 64 decode steps    the same
-              loads              TP      gather, answered a step later      the same, of no requests
+    widths    loads              TP      gather, answered a step later      the same, of no requests
+              decision           TP      rank 0's broadcast                 the same
 
 The last two are exchanged by the processors (gloo), where a decode step chooses its width, before anything else of
-it. Loads are exchanged where ranks have requests of their own, or are on several nodes, whose processors may round
-sums otherwise: what is gathered is the same on all of them.
+it. Loads are exchanged only where ranks have requests of their own (data-parallel attention).
 
 `DFlashWorker` issues them in this order: `_decode` and `_idle` side by side. Nothing that spans several
 data-parallel ranks depends on what a rank's batch holds.

@@ -371,6 +371,7 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
     [
         "attention",
         "loads",
+        "nodes",
         "selector",
         "positions",
         "experts",
@@ -398,12 +399,13 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
             enable_return_routed_experts=what == "experts",
             disable_cuda_graph_padding=what == "padding",
             enable_return_indexer_topk=False,
+            nnodes=2 if what == "nodes" else 1,
         ),
     )
     if what == "pair":  # SGLang's, of which one verifies
         parts = SimpleNamespace(supports_ragged_verify_graph=True)
         runner.attn_backend._select_backend = lambda mode: parts if mode.is_target_verify() else None
-    group = Group(gather_loads=(lambda row: row) if what == "loads" else None)
+    group = Group(gather=(lambda row: row) if what == "loads" else None)
     config, added = WidthConfig(ragged=what != "not asked"), []
     parts = startup.can_be_ragged(config, runner, group, confident=what != "selector")
     assert parts == (what in (None, "memory", "pair"))
@@ -424,9 +426,9 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
 
     def served(took: list[int]) -> Any:
         widths = SimpleNamespace(add_while_free=lambda *_: dict.fromkeys(took, 0.5), served=sorted([*took, BLOCK]))
-        return startup.add_widths(WidthConfig(margin=0.1), widths, BLOCK, lambda: 0.0)
+        return startup.add_widths(WidthConfig(memory_reserve=1.0), widths, BLOCK, lambda: 0.0)
 
-    assert served([1, 4]) == WidthConfig(widths=(1, 4, 16), margin=0.1)
+    assert served([1, 4]) == WidthConfig(widths=(1, 4, 16), memory_reserve=1.0)
     assert served([1]).states(BLOCK) == (1, 16)
 
 

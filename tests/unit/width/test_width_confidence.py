@@ -32,7 +32,7 @@ def batch(generator: np.random.Generator, n: int, sure: float) -> tuple[np.ndarr
 @pytest.mark.parametrize("sure", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("rows", [None, 6])
 def test_what_steps_commit_is_learnt_whatever_the_draft_thinks_of_itself(sure: float, rows: int | None) -> None:
-    generator, confidence = np.random.default_rng(0), Confidence(WIDTHS, 0.8)
+    generator, confidence = np.random.default_rng(0), Confidence(WIDTHS)
     tokens = {2: 0.0, 5: 0.0, 9: 0.0, 16: 0.0}
     for step in range(400):
         logprobs, accepted = batch(generator, 64, sure)
@@ -52,7 +52,7 @@ def test_what_steps_commit_is_learnt_whatever_the_draft_thinks_of_itself(sure: f
 
 
 def test_a_narrower_block_has_the_first_positions_of_a_wider_one() -> None:
-    confidence = Confidence(WIDTHS, 0.8)
+    confidence = Confidence(WIDTHS)
     logprobs = np.tile(np.log([0.995, 0.995, 0.995, *[0.5] * 12]), (8, 1))
     for _ in range(400):
         confidence.observe(logprobs, np.full(8, 3), None)
@@ -62,7 +62,7 @@ def test_a_narrower_block_has_the_first_positions_of_a_wider_one() -> None:
 
 
 def test_positions_that_are_not_drafted_keep_what_was_known() -> None:
-    confidence = Confidence(WIDTHS, 0.8)
+    confidence = Confidence(WIDTHS)
     wide = confidence.committed(2, np.array([16.0]))[0] - confidence.committed(1, np.array([4.0]))[0]
     for _ in range(200):
         confidence.observe(np.full((4, 3), np.log(0.999)), np.full(4, 3), None)
@@ -71,5 +71,5 @@ def test_positions_that_are_not_drafted_keep_what_was_known() -> None:
 
 
 def test_nothing_observed_is_the_usual_acceptance() -> None:
-    got = Confidence(WIDTHS, 0.8).committed(2, np.array([16.0]))[0]
+    got = Confidence(WIDTHS).committed(2, np.array([16.0]))[0]
     assert got == pytest.approx(1 + sum(0.8**k for k in range(1, 16)), rel=0.05)

@@ -121,10 +121,11 @@ def test_a_steady_mix_ends_at_one_width_whichever_was_held_before(
 ) -> None:
     # The batch is what the held width made of it, and every request is valued by what that width commits of it.
     policy = adaptive(QUIET, 64)
-    server, seconds = serve(policy, QUIET, DRAFTS["mixed"], hard=0.5), policy.step_times.seconds
+    server, times = serve(policy, QUIET, DRAFTS["mixed"], hard=0.5), policy.decider.step_times
     flattered = np.where(np.array(WIDTHS) == first, 1e-3, 1.0)
     with monkeypatch.context() as at_first:
-        at_first.setattr(policy.step_times, "seconds", lambda *load: (flattered * seconds(*load)).tolist())
+        seconds = times.seconds
+        at_first.setattr(times, "seconds", lambda *load: (flattered * seconds(*load)).tolist())
         assert set(server.run(64, steps=500).held) == {first}
     server.run(64, steps=600)
     assert np.median(server.run(64, steps=300).held) == 4
@@ -247,9 +248,10 @@ def test_one_request_holds_its_batch_to_its_width_until_it_leaves() -> None:
     def widths(slots: np.ndarray) -> set[int]:
         chosen = []
         for _ in range(100):
-            chosen.append(policy.choose(slots, 512 * len(slots)).width)
+            decision = policy.choose(slots, 512 * len(slots))
+            chosen.append(decision.width)
             accepted = (random.random(len(slots)) < 0.05).astype(int)
-            policy.verified(np.minimum(accepted, chosen[-1] - 1), policy._in_flight[-1].expected_seconds)
+            policy.verified(np.minimum(accepted, chosen[-1] - 1), decision.seconds)
         return set(chosen)
 
     assert min(widths(slots)) == 8
@@ -278,22 +280,10 @@ def test_a_fixed_width_is_kept_and_costs_no_probe() -> None:
     assert policy.metrics.steps == [60]
 
 
-def test_a_rank_keeps_no_more_of_past_steps_however_many_there_were() -> None:
-    def kept(config: WidthConfig) -> int:
-        policy = adaptive(QUIET, 8, config, group=Group(share_times=lambda row: row))
-        for _ in range(500):
-            policy.choose(np.arange(8), 800)
-            policy.verified([1] * 8, 0.01)
-        return len(policy._chosen)
-
-    assert kept(WidthConfig(fixed="block")) == kept(WidthConfig(fixed=8)) == 0
-    assert 0 < kept(WidthConfig(exchange_every=16)) <= 16 + MOST_IN_FLIGHT
-
-
 def test_results_without_a_step_and_steps_without_a_result_cost_one_line_and_no_estimate(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    policy, slots = adaptive(QUIET, 8, WidthConfig(prior_acceptance=0.5)), np.arange(3)
+    policy, slots = adaptive(QUIET, 8, WidthConfig()), np.arange(3)
     policy.verified([15] * 3, 0.01)
     assert "a result of 3 requests that no step waits for: expected one result for each step" in caplog.text
     policy.choose(slots, 100)
@@ -301,7 +291,7 @@ def test_results_without_a_step_and_steps_without_a_result_cost_one_line_and_no_
     for _ in range(3 * MOST_IN_FLIGHT):
         policy.choose(slots, 100)
     assert policy.metrics.snapshot()["left_out"] == policy.metrics.left_out == 2 + 2 * MOST_IN_FLIGHT
-    untold = adaptive(QUIET, 8, WidthConfig(prior_acceptance=0.5))
+    untold = adaptive(QUIET, 8, WidthConfig())
     assert [policy.acceptance.level(slot) for slot in slots] == [1.0] * 3
     assert policy.acceptance.hazard.tolist() == untold.acceptance.hazard.tolist()
     for _ in range(MOST_IN_FLIGHT):
@@ -335,8 +325,6 @@ def test_ranks_choose_alike_when_results_are_lost(loads: bool) -> None:
         rank.policy.verified = lambda *told, verified=verified: verified(told[0][:-1], *told[1:])  # too few
     server.run(64, steps=70)  # its `run` asserts in every step that all ranks chose one width
     assert [rank for rank in server.ranks if rank.policy.metrics.left_out > 50] == list(losing)
-    times = [rank.policy.step_times.seconds(0, 0) for rank in server.ranks]
-    assert times == times[:1] * 4
 
 
 def test_two_runs_of_the_same_requests_choose_the_same_widths() -> None:
@@ -375,13 +363,11 @@ class Board:
         self.first: list[np.ndarray] = []
         self.shared = [0] * ranks
 
-    def group(self, rank: int, loads: bool, times: bool = True) -> Group:
-        return Group(
-            share_times=functools.partial(self.share, rank) if times else None,
-            gather_loads=OneStepLate(functools.partial(self.post, rank)) if loads else None,
-        )
+    def group(self, rank: int, loads: bool) -> Group:
+        gather = OneStepLate(functools.partial(self.post, rank)) if loads else None
+        return Group(rank == 0, functools.partial(self.broadcast, rank), gather)
 
-    def share(self, rank: int, row: np.ndarray) -> np.ndarray:
+    def broadcast(self, rank: int, row: np.ndarray) -> np.ndarray:
         if rank == 0:
             self.first.append(row.copy())
         self.shared[rank] += 1
@@ -396,14 +382,14 @@ class Board:
         return lambda: np.stack(self.rows[turn])
 
 
-def group_of(ranks: int, requests: int, *, loads: bool = True, times: bool = True, **load: Any) -> Server:
+def group_of(ranks: int, requests: int, *, loads: bool = True, **load: Any) -> Server:
     """Ranks whose clocks read differently; with `loads` they have different requests, else the same ones."""
     board = Board(ranks)
     return Server(
         NOISY,
         *(
             Rank(
-                adaptive(NOISY, requests, group=board.group(rank, loads, times), seed=rank),
+                adaptive(NOISY, requests, group=board.group(rank, loads), seed=rank),
                 DRAFTS["mixed"],
                 seed=rank if loads else 0,
                 clock=rank,
@@ -449,13 +435,6 @@ def test_ranks_choose_alike_within_what_the_requests_of_any_of_them_ask_for(data
                 policy.verified(np.zeros(len(batch), int), 0.01)
 
 
-def test_ranks_that_get_their_results_at_different_times_share_the_times_of_the_same_steps() -> None:
-    server = group_of(3, 64, hard=0.5)
-    server.run(64, steps=300)
-    first, *others = (rank.policy.step_times for rank in server.ranks)
-    assert all(times.seconds(0, 0) == first.seconds(0, 0) for times in others)
-
-
 def test_tensor_parallel_ranks_whose_clocks_differ_choose_alike() -> None:
     run = group_of(8, 64, loads=False, hard=0.5).run(64, steps=300)
     assert run.changes > 0 and np.mean(run.worth[100:]) >= 0.96
@@ -467,10 +446,7 @@ def test_ranks_choose_alike_when_requests_of_one_are_prefilled_between_steps(loa
     server.machine = Machine(jitter=0.1, outliers=0.02, **PREFILLS)
     batches = [64, 16, 0, 3] if loads else [64] * 4  # one of them idle, it is told of the others' prefills
     server.run(batches, steps=300)
-    shares = {rank.policy._interruptions.share(64.0) for rank in server.ranks}
-    assert len(shares) == 1 and shares.pop() > 0.1
-
-
-def test_without_the_exchange_of_times_such_ranks_part() -> None:
-    with pytest.raises(AssertionError, match="different widths"):
-        group_of(8, 64, loads=False, times=False, hard=0.5).run(64, steps=300)
+    first, *others = (rank.policy for rank in server.ranks)
+    assert first.decider.interruptions.share(64.0) > 0.1
+    assert all(other.decider is None for other in others)
+    assert all(other.metrics.last_change == first.metrics.last_change for other in others)

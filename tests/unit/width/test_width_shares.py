@@ -1,4 +1,4 @@
-"""Tokens of a step shared out among its requests: estimates, step times, totals, and the policy with them."""
+"""Ragged steps: estimates, step times, verify budgets, and the policy with them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from dflash_sglang.width import Group, StepTimes, WidthConfig, WidthPolicy
+from dflash_sglang.width import StepTimes, WidthConfig, WidthPolicy, choice
 from dflash_sglang.width.acceptance import Acceptance
-from dflash_sglang.width.ragged_times import RaggedTimes
+from dflash_sglang.width.ragged import RaggedTimes, least_budget
 from tests.support.width_simulation import (
     EASY,
     HARD,
     QUIET,
-    WIDTHS,
     Draft,
     Fixed,
     Machine,
@@ -22,7 +21,6 @@ from tests.support.width_simulation import (
     serve,
     shared,
     steady_mix,
-    tiers,
 )
 
 # ---- Estimates ---------------------------------------------------------------------------------------------
@@ -30,7 +28,7 @@ from tests.support.width_simulation import (
 
 def test_a_request_that_was_verified_in_part_says_nothing_of_what_was_not() -> None:
     def learnt(lens: list[int] | None, accepted: list[int]) -> Acceptance:
-        acceptance = Acceptance((1, 4), 4, prior_acceptance=0.8, prior_strength=2, memory=64)
+        acceptance = Acceptance((1, 4), 4)
         acceptance.admit(np.array([1, 2]), 0)
         for step in range(40):
             acceptance.observe(
@@ -58,9 +56,6 @@ def test_a_step_is_its_draft_at_a_width_and_its_verified_tokens() -> None:
     got = ragged.seconds(1, times.seconds(1, 0), tokens)
     assert got[1].tolist() == pytest.approx([truth(8, 4, t) for t in tokens])
     assert got[2].tolist() == pytest.approx([truth(8, 8, t) for t in tokens])
-    other = RaggedTimes(times)
-    other.load(ragged.table())
-    assert (other.seconds(1, times.seconds(1, 0), tokens) == got).all()
 
 
 # ---- The policy --------------------------------------------------------------------------------------------
@@ -83,8 +78,11 @@ def chances_of(random: np.random.Generator, requests: int, width: int) -> np.nda
     return random.beta(4 * mean, 4 * (1 - mean), (requests, width - 1))
 
 
-def test_what_is_verified_together_is_a_total_between_a_token_and_a_block_of_each() -> None:
-    policy = adaptive(Machine(), 8, WidthConfig(widths=WIDTHS, probe_budget=0.05), ragged=True)
+def test_what_is_verified_together_is_a_budget_between_a_token_and_a_block_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "PROBE_BUDGET", 0.05)
+    policy = adaptive(Machine(), 8, ragged=True)
     slots, random = np.arange(6), np.random.default_rng(0)
     policy.admit(slots)
     seen = set()
@@ -93,7 +91,7 @@ def test_what_is_verified_together_is_a_total_between_a_token_and_a_block_of_eac
         chances, lens = chances_of(random, 6, decision.width), None
         if decision.verify_budget is not None:
             assert step % 10 and 6 <= decision.verify_budget < 6 * decision.width
-            assert decision.verify_budget in policy.ragged._budgets
+            assert decision.verify_budget in policy.budgets
             seen.add(decision.verify_budget)
             lens = shared(chances, decision.verify_budget)
         accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
@@ -101,8 +99,9 @@ def test_what_is_verified_together_is_a_total_between_a_token_and_a_block_of_eac
     assert len(seen) > 1
 
 
-def test_a_batch_with_a_floor_verifies_whole_blocks_from_it_on() -> None:
-    policy = adaptive(Machine(), 64, WidthConfig(widths=WIDTHS, probe_budget=0.05), ragged=True)
+def test_a_batch_with_a_floor_verifies_full_blocks_from_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "PROBE_BUDGET", 0.05)
+    policy = adaptive(Machine(), 64, ragged=True)
     slots, parts, random = np.arange(64), [], np.random.default_rng(0)
     policy.admit(slots, [16] * 32 + [12] * 32, [1] * 63 + [6])
     for batch in (slots, slots[:63]):
@@ -122,11 +121,12 @@ def test_a_batch_with_a_floor_verifies_whole_blocks_from_it_on() -> None:
     assert parts[0] == 0 < parts[1]
 
 
-def test_steps_verified_in_part_take_what_they_had_to() -> None:
-    policy = adaptive(Machine(), 64, WidthConfig(widths=WIDTHS, probe_budget=0.0), ragged=True)
+def test_ragged_steps_take_what_they_had_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "PROBE_BUDGET", 0.0)
+    policy = adaptive(Machine(), 64, ragged=True)
     slots, random = np.arange(64), np.random.default_rng(0)
     policy.admit(slots)
-    before = policy.step_times.seconds(policy.step_times.bucket(64), 64 * 512)
+    before = policy.decider.step_times.seconds(policy.decider.step_times.bucket(64), 64 * 512)
     parts = 0
     for _ in range(40):
         decision = policy.choose(slots, 64 * 512)
@@ -135,14 +135,14 @@ def test_steps_verified_in_part_take_what_they_had_to() -> None:
         if decision.verify_budget is not None:
             parts, lens = parts + 1, shared(chances, decision.verify_budget)
             accepted = np.minimum(accepted, lens - 1)
-        policy.verified(accepted, policy._in_flight[-1].expected_seconds, np.log(chances), lens)
+        policy.verified(accepted, decision.seconds, np.log(chances), lens)
     assert parts > 5
-    after = policy.step_times.seconds(policy.step_times.bucket(64), 64 * 512)
+    after = policy.decider.step_times.seconds(policy.decider.step_times.bucket(64), 64 * 512)
     assert after == pytest.approx(before, rel=1e-6)
 
 
 @pytest.mark.parametrize("hard", [0.2, 0.5])
-def test_steps_in_part_that_take_longer_than_start_up_says_are_given_up(hard: float) -> None:
+def test_ragged_steps_that_take_longer_than_start_up_says_are_given_up(hard: float) -> None:
     machine, rates = Machine(jitter=0.02, outliers=0.01, parts=1.2), []
     for ragged in (True, False):
         server = serve(adaptive(machine, 64, ragged=ragged), machine, Draft(EASY, HARD), hard=hard)
@@ -151,7 +151,7 @@ def test_steps_in_part_that_take_longer_than_start_up_says_are_given_up(hard: fl
     assert rates[0] > 0.97 * rates[1]
 
 
-def test_a_factor_of_steps_in_part_comes_from_steps_of_the_other_kind_beside_them() -> None:
+def test_a_factor_of_ragged_steps_comes_from_steps_of_the_other_kind_beside_them() -> None:
     times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
     whole = np.array([0.01, 0.02, 0.04])
     before = times.seconds(0, whole, [20])
@@ -177,14 +177,12 @@ def test_whole_blocks_are_verified_for_comparison_at_a_bounded_cost(whole: float
 
 
 def test_as_few_tokens_as_can_be_are_rehearsed_where_they_are_no_whole_blocks() -> None:
-    ragged = adaptive(Machine(), 64, ragged=True).ragged
-    assert ragged.least(5, 2) == 5 and ragged.least(7, 2) == 8
-    assert ragged.least(1, 1) is None and ragged.least(5, 1) is None
+    budgets = adaptive(Machine(), 64, ragged=True).budgets
+    assert least_budget(budgets, 5, 2) == 5 and least_budget(budgets, 7, 2) == 8
+    assert least_budget(budgets, 1, 1) is None and least_budget(budgets, 5, 1) is None
 
 
 def test_budgets_that_cannot_be_are_refused_with_what_was_expected() -> None:
     for budgets in ([], [128, 4], [127]):
         with pytest.raises(ValueError, match=r"budgets=.*expected ascending.*at least 128, max_requests=8"):
             WidthPolicy(WidthConfig(), 16, [8], 8, budgets=budgets)
-    with pytest.raises(ValueError, match="expected none where ranks hold requests of their own"):
-        WidthPolicy(WidthConfig(), 16, [8], 8, Group(gather_loads=lambda row: row[None]), budgets=tiers(128))

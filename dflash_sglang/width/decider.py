@@ -1,0 +1,159 @@
+"""The decision of one step: what the rank that decides knows, and how it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dflash_sglang.settings.width import PLAIN
+from dflash_sglang.width.acceptance import Acceptance, Work, steps_needed
+from dflash_sglang.width.choice import Chooser
+from dflash_sglang.width.interruptions import Interruptions
+from dflash_sglang.width.ragged import Offer, RaggedSteps
+from dflash_sglang.width.step_times import StepTimes
+
+REASONS = ("start", "hold", "probe", "load", "gain", "limit")
+
+
+class Decision(NamedTuple):
+    """One step's width, and what is expected of it; the same on all ranks.
+
+    `verify_budget`: tokens that are verified of all requests together; None: `width` of each. `probe`: the width
+    is tried for this step only. `reason` as in `choice.Choice`. `seconds`: of the step. `share`: of the proposals
+    that come true, those that are verified. The gains are committed tokens per second in the long run over those
+    of plain decoding and of full blocks of the widest width.
+    """
+
+    width: int
+    verify_budget: int | None = None
+    probe: bool = False
+    reason: str = "hold"
+    seconds: float = 0.0
+    share: float = 1.0
+    gain_over_plain: float = 1.0
+    gain_over_full: float = 1.0
+
+    def row(self) -> np.ndarray:
+        """As numbers, for the other ranks."""
+        budget = self.verify_budget or 0
+        return np.array([self.width, budget, self.probe, REASONS.index(self.reason), *self[4:]], np.float64)
+
+    @classmethod
+    def from_row(cls, row: np.ndarray) -> Decision:
+        width, budget, probe, reason = map(int, row[:4])
+        return cls(width, budget or None, bool(probe), REASONS[reason], *row[4:].tolist())
+
+
+NO_DECISION = np.zeros(len(Decision._fields))  # the row of a rank that does not decide
+
+
+class Load(NamedTuple):
+    """What the requests of all ranks ask of a step. Steps are padded to the largest `batch` of a rank."""
+
+    requests: int
+    batch: int
+    context_tokens: float  # of the rank with most
+    limit: int
+    floor: int
+    steps_needed: list[float]  # [widths] of one request, to commit what a step as it is held commits of all
+
+    @classmethod
+    def from_requests(cls, acceptance: Acceptance, slots: np.ndarray, context: int, work: Sequence[Work]) -> Load:
+        """The load of one rank, whose requests in `slots` [n] bring this work."""
+        needed = [float(steps_needed(work, width)) for width in range(len(acceptance.widths))]
+        n = len(slots)
+        return cls(n, n, float(context), acceptance.cap(slots), acceptance.floor(slots), needed)
+
+    def row(self) -> np.ndarray:
+        return np.array([*self[:-1], *self.steps_needed], np.float64)
+
+    @classmethod
+    def from_rows(cls, rows: np.ndarray) -> Load:
+        """rows [ranks, n]"""
+        total, (_, batch, context, limit, floor, *_) = rows.sum(axis=0).tolist(), rows.max(axis=0).tolist()
+        return cls(int(total[0]), int(batch), context, int(limit), int(floor), total[5:])
+
+
+class Plan(NamedTuple):
+    """What the decider keeps of a step until its time is known."""
+
+    bucket: int
+    width: int  # an index
+    context_tokens: float
+    ragged: bool
+    part: float  # of the time of full blocks
+
+
+class Decider:
+    """Weighs what every width commits against what it takes. Only rank 0 has one.
+
+    At start-up: `step_times.record` for every cell of `startup_cells`, `step_times.fit`; then the same for
+    `ragged.times`, if there is `ragged`.
+    """
+
+    def __init__(
+        self, acceptance: Acceptance, buckets: Sequence[int], max_requests: int, budgets: Sequence[int] | None
+    ):
+        self.widths = acceptance.widths
+        self.step_times = StepTimes(buckets, self.widths)
+        self.ragged: RaggedSteps | None = None
+        if budgets is not None:
+            self.ragged = RaggedSteps(self.step_times, acceptance, budgets, max_requests)
+        self.interruptions = Interruptions()
+        self._chooser = Chooser(self.widths)
+        self._width = len(self.widths) - 1  # an index, of the latest decision that was no probe
+
+    def decide(self, load: Load, work: list[Work], needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
+        """work: of this rank's requests; only ragged steps ask for it, which ranks with the same requests have."""
+        if not load.requests:
+            return Decision(self.widths[self._width]), None
+        bucket = self.step_times.bucket(load.batch)
+        full_seconds = self.step_times.seconds(bucket, load.context_tokens)
+        offers = full = [Offer(*of) for of in zip(load.steps_needed, full_seconds, strict=True)]
+        if self.ragged is not None and not needs_full_blocks and load.floor == PLAIN:
+            offers = self.ragged.offers(work, load.requests, bucket, full, self._added)
+        committed, seconds = self._long_run(load, offers)
+        choice = self._chooser.choose(bucket, load.limit, load.floor, committed.tolist(), seconds.tolist())
+        width, offer = choice.width, offers[choice.width]
+        if not choice.probe:
+            self._width = width
+            if self.ragged is not None:
+                offer = self.ragged.compared(offer, full[width])
+        rates = committed / seconds
+        full_committed, full_taken = self._long_run(load, full)
+        decision = Decision(
+            self.widths[width],
+            offer.verify_budget,
+            choice.probe,
+            choice.reason,
+            offer.seconds,
+            offers[width].share,
+            rates[width] / rates[0],
+            rates[width] * full_taken[-1] / full_committed[-1],
+        )
+        self.interruptions.step(float(committed[width]))
+        ragged, part = offer.verify_budget is not None, offer.seconds / full_seconds[width]
+        return decision, Plan(bucket, width, load.context_tokens, ragged, part)
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """A step took so long."""
+        error = self.step_times.observe(plan.bucket, plan.width, plan.context_tokens, seconds / plan.part)
+        if self.ragged is not None:
+            self.ragged.times.compare(plan.ragged, error)
+
+    def _long_run(self, load: Load, offers: Sequence[Offer]) -> tuple[np.ndarray, np.ndarray]:
+        """[widths] committed tokens and seconds of a step, the first in the long run, the second with what
+        prefills add. Tokens are those that arrive over the steps that they need; a plain step commits one of a
+        request, so the steps needed of width 1 say how many tokens arrive."""
+        needed, seconds = (np.array(of) for of in list(zip(*offers, strict=True))[:2])
+        committed = load.requests * needed[0] / needed
+        return committed, seconds + self._added(committed)
+
+    def _added(self, committed: np.ndarray) -> np.ndarray:
+        """Seconds that prefills add to steps that commit so many tokens [...].
+
+        What a prefill takes besides the time of its tokens is a pass over the target's weights: a plain step of
+        one request without context."""
+        return self.step_times.of_width(0, 0, 0.0) * self.interruptions.share(committed)
