@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from dflash_sglang.settings.schema import known_settings
-from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.settings.width import AUTO, WidthConfig, WidthConfigError
 
 CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
@@ -45,8 +45,8 @@ class PluginConfig:
     accepted once those before it are; one such list, or several that requests take by the row that SGLang gives
     them, modulo their number. Outputs then follow neither the draft nor the target.
 
-    ``width``: how the verify width of each step is chosen (WidthConfig); a number or "block" alone is the width of
-    every step.
+    ``width``: a number, or "block" for the served block, is the width of every step; "auto" chooses a width for
+    each step; an object has the settings of WidthConfig.
     """
 
     context_kv: ContextKVForm = "auto"
@@ -116,7 +116,9 @@ def _profiles(value: Any) -> tuple[Profile, ...]:
 
 
 def _width(value: Any) -> WidthConfig:
-    """An object of WidthConfig's settings, or its `fixed` alone."""
+    """An object of WidthConfig's settings, or only its `fixed`, or "auto"."""
+    if value == AUTO:
+        return WidthConfig()
     try:
         return WidthConfig.from_mapping(value if isinstance(value, dict) else {"fixed": value})
     except WidthConfigError as error:

@@ -12,7 +12,16 @@ PLAIN = 1  # the width of plain decoding: nothing is drafted
 DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
 BLOCK: Literal["block"] = "block"  # the width of the block that is served
 
-RENAMED = {"per_request": "ragged"}
+AUTO = "auto"  # a width chosen for every step
+GONE = {
+    "per_request": "it is called ragged now. Rename it",
+    "margin": "the policy has one margin, 2 %. Remove it",
+    "probe_budget": "probes always cost at most 1 % of the time. Remove it",
+    "prior_acceptance": "it only counted until the first steps were verified. Remove it",
+    "prior_strength": "a new request always starts as an average one. Remove it",
+    "memory": "a request always forgets its history over 64 steps. Remove it",
+    "exchange_every": "rank 0 decides for all ranks, which exchange no step times. Remove it",
+}
 
 
 class WidthConfigError(ValueError):
@@ -30,18 +39,6 @@ class WidthConfig:
 
     ``ragged``: a step verifies another number of tokens of each request, up to the width that is drafted.
 
-    ``margin``: a width is left for another only if that one promises this much more throughput.
-
-    ``probe_budget``: share of the time that may be spent on steps at widths that look worse.
-
-    ``prior_acceptance``: conditional acceptance of a proposal before anything was verified.
-
-    ``prior_strength``: pseudo-count, in rejections, by which a request starts as the average request.
-
-    ``memory``: verify steps of its own after which a request's history weighs 1/e.
-
-    ``exchange_every``: steps between two exchanges of measured step times in a group of ranks.
-
     ``memory_reserve``: GB (2**30 bytes) of the device that graphs of more widths must leave free.
 
     ``highest_min_width``: the most that a request may ask for as its `min_width`, which widens the steps of all
@@ -53,12 +50,6 @@ class WidthConfig:
     widths: tuple[int, ...] | None = None
     fixed: int | Literal["block"] | None = None
     ragged: bool = False
-    margin: float = 0.02
-    probe_budget: float = 0.01
-    prior_acceptance: float = 0.8
-    prior_strength: float = 2.0
-    memory: int = 64
-    exchange_every: int = 64
     memory_reserve: float = 2.0
     highest_min_width: int = PLAIN
     lowest_max_width: int = PLAIN
@@ -79,12 +70,6 @@ class WidthConfig:
             raise _error("ragged", self.ragged, "true or false")
         if self.ragged and self.fixed is not None:
             raise WidthConfigError(f"width: fixed={self.fixed!r} and ragged=true: give one of them.")
-        _check("margin", self.margin, float, 0.0, 0.5, "a share from 0 to 0.5")
-        _check("probe_budget", self.probe_budget, float, 0.0, 0.1, "a share of the time from 0 to 0.1")
-        _check("prior_acceptance", self.prior_acceptance, float, 0.01, 0.99, "a probability from 0.01 to 0.99")
-        _check("prior_strength", self.prior_strength, float, 0.1, 1000.0, "a count from 0.1 to 1000")
-        _check("memory", self.memory, int, 2, 100_000, "a whole number of steps from 2 to 100000")
-        _check("exchange_every", self.exchange_every, int, 1, 100_000, "a whole number of steps from 1 to 100000")
         _check("memory_reserve", self.memory_reserve, float, 0.0, 1000.0, "GB from 0 to 1000")
         for key in ("highest_min_width", "lowest_max_width"):
             _check(key, getattr(self, key), int, PLAIN, None, "a whole number from 1 on")
@@ -92,8 +77,9 @@ class WidthConfig:
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:
         """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
-        for key in RENAMED.keys() & (values if isinstance(values, dict) else {}):
-            raise WidthConfigError(f"width: {key}: renamed to {RENAMED[key]}. Rename it.")
+        for key, why in GONE.items():
+            if isinstance(values, dict) and key in values:
+                raise WidthConfigError(f"width: {key}={values[key]!r}: expected no such key: {why}.")
         return cls(**known_settings(values, cls, "width", WidthConfigError))
 
     @property
@@ -102,7 +88,7 @@ class WidthConfig:
         return max([PLAIN, *(self.widths or ()), *([self.fixed] if isinstance(self.fixed, int) else ())])
 
     def states(self, block: int) -> tuple[int, ...]:
-        """The widths to serve for a draft of this block, ascending: 1 first, or the fixed one alone.
+        """The widths to serve for a draft of this block, ascending: 1 first, or only the fixed one.
 
         Raises WidthConfigError.
         """

@@ -103,7 +103,7 @@ def test_our_worker_chooses_widths_unless_one_is_asked_for_a_step_taken_apart_or
 
 @pytest.mark.parametrize("inherited, served", [
     ({"draft_head": "as_is"}, {"draft_head": "as_is", "width": "block"}),
-    ({"width": {"margin": 0.1}}, {"width": {"margin": 0.1}}),
+    ({"width": {"memory_reserve": 1}}, {"width": {"memory_reserve": 1}}),
 ])  # fmt: skip
 @pytest.mark.parametrize("inline", [True, False])
 def test_an_inherited_config_gets_the_blocks_width_where_it_has_none(

@@ -38,7 +38,7 @@ NEW_TOKENS = 160
 TIE, TIES = 0.3, 0.05  # difference of logprobs; share of the tokens
 FLAGS: dict[str, Any] = dict(max_running_requests=MANY, cuda_graph_max_bs_decode=MANY, **ON_DEVICE)
 WIDTHS: dict[str, tuple[str, str, str]] = {  # settings, hooks, attention
-    "chosen": ('{"width": {}}', "probes", "fa3"),
+    "chosen": ('{"width": "auto"}', "probes", "fa3"),
     "random": ('{"width": {}}', "widths", "fa3"),
     "random with triton": ('{"width": {}}', "widths", "triton"),
     "random with flashinfer": ('{"width": {}}', "widths", "flashinfer"),

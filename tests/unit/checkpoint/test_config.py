@@ -323,7 +323,7 @@ def test_a_field_that_cannot_be_served_is_named_with_its_value_and_what_to_chang
     assert raised.value.expected in str(raised.value) and raised.value.fix in str(raised.value)
 
 
-WIDTHS = ("4", '"block"', '{"margin": 0.1}', '{"ragged": true}')
+WIDTHS = ("4", '"block"', '"auto"', '{"ragged": true}')
 
 
 def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
@@ -340,7 +340,7 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
     assert widths == [
         WidthConfig(fixed=4),
         WidthConfig(fixed="block"),
-        WidthConfig(margin=0.1),
+        WidthConfig(),
         WidthConfig(ragged=True),
     ]
     assert PluginConfig().width == WidthConfig()
@@ -362,7 +362,10 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ('{"simulated_acceptance": [true]}', r"simulated_acceptance=\[True\]: expected"),
         ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
         ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*or 'block'"),
-        ('{"width": {"per_request": true}}', "width: per_request: renamed to ragged"),
+        (
+            '{"width": {"per_request": true}}',
+            "width: per_request=True: expected no such key: it is called ragged now",
+        ),
         ('{"width": {"ragged": 1}}', r"width: ragged=1 \(int\): expected true or false"),
         ('{"width": {"ragged": true, "fixed": 4}}', "width: fixed=4 and ragged=true: give one of them"),
         ('{"width": {"reserve": 1}}', "width: unknown key 'reserve'. Known keys: widths, fixed"),

@@ -418,10 +418,12 @@ def test_widths_follow_the_block() -> None:
         ({"fixed": 0}, r"fixed=0 \(int\): expected a whole number from 1 to the draft's block, or 'block'"),
         ({"fixed": True}, r"fixed=True \(bool\)"),
         ({"fixed": 4, "widths": [4, 8]}, "give one of them"),
-        ({"margin": 2}, r"margin=2 \(int\): expected a share from 0 to 0.5"),
-        ({"probe_budget": 0.5}, "expected a share of the time from 0 to 0.1"),
-        ({"prior_acceptance": 1.0}, "expected a probability from 0.01 to 0.99"),
-        ({"memory": 1.5}, r"memory=1.5 \(float\): expected a whole number of steps"),
+        ({"margin": 0.05}, r"margin=0.05: expected no such key: the policy has one margin, 2 %. Remove it"),
+        ({"per_request": True}, "per_request=True: expected no such key: it is called ragged now. Rename it"),
+        *(
+            ({key: 1}, rf"width: {key}=1: expected no such key: .*Remove it")
+            for key in ("probe_budget", "prior_acceptance", "prior_strength", "memory", "exchange_every")
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_what_was_expected(values: Any, message: str) -> None:
