@@ -25,11 +25,10 @@ from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
-from dflash_sglang.models.context_kv.target_features import ensure_capture
-from dflash_sglang.models.loading import updates
-from dflash_sglang.patches import stops
+from dflash_sglang.patches import weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
+from dflash_sglang.patches.target_features import ensure_capture
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
@@ -98,7 +97,6 @@ def load_draft(
 
     Raises ValueError or DraftConfigError for a draft that does not fit the target or the settings.
     """
-    stops.install()
     target = target_worker.model_runner
     raw, _ = draft_config(get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision)
     layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
@@ -124,7 +122,7 @@ def load_draft(
     borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, config.draft_head)
     context_kv = ContextKV(model, config.context_kv, partial(draft_tp_context, layout))
     head_copy = borrowed.head_copy
-    updates.install(target, runner, context_kv.refresh, None if head_copy is None else head_copy.refresh)
+    weight_updates.install(target, runner, context_kv.refresh, None if head_copy is None else head_copy.refresh)
     return LoadedDraft(
         worker=bundle.draft_worker,
         runner=runner,

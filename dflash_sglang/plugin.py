@@ -1,8 +1,6 @@
 """Entry point of SGLang's plugin group: registers the hooks. Imports nothing that could fail by itself."""
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 
 def activate() -> None:
@@ -23,15 +21,6 @@ def activate() -> None:
 
 
 def _register() -> None:
-    from dflash_sglang.hooks import create_worker, handle_speculative_decoding, hook_around, parse_config
-    from dflash_sglang.patches.faults import create_watchdog, start_subprocess_watchdog, stop_subprocess_watchdog
+    from dflash_sglang.patches.apply import register
 
-    hooks: dict[str, Callable[..., Any]] = {
-        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker": create_worker,
-        "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding": handle_speculative_decoding,
-        "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse": parse_config,
-        "sglang.srt.utils.watchdog.SubprocessWatchdog.start": start_subprocess_watchdog,
-        "sglang.srt.utils.watchdog.SubprocessWatchdog.stop": stop_subprocess_watchdog,
-        "sglang.srt.utils.watchdog.Watchdog.create": create_watchdog,
-    }
-    hook_around(hooks)
+    register("every")

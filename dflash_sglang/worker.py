@@ -150,7 +150,7 @@ class DFlashWorker(BaseSpecWorker):
         self._widths.verified(num_correct_drafts_per_req)
 
     def width_metrics(self) -> dict[str, Any]:
-        """For /server_info, see `hooks.get_internal_state`."""
+        """For /server_info, see `patches.results`."""
         return self._widths.snapshot()
 
     @property

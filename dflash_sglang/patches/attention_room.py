@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dflash_sglang.patches.apply import replaced
 from dflash_sglang.sglang_names.scheduler import get_spec
 
 if TYPE_CHECKING:
@@ -21,12 +22,9 @@ def room_for_blocks(runner: ModelRunner) -> Iterator[None]:
     those of FlashAttention 3 would read pages behind the table. Rows of `req_to_token` are wide enough.
     """
     config = runner.model_config
-    context_len = config.context_len
-    config.context_len = context_len + get_spec().speculative_num_draft_tokens - 1
-    try:
+    longest = config.context_len + get_spec().speculative_num_draft_tokens - 1
+    with replaced("attention-context", config, longest):
         yield
-    finally:
-        config.context_len = context_len
 
 
 def init_attention_backends(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from dflash_sglang.patches.apply import replace
+
 
 def plan_windows(backend: Any) -> bool:
     """Make a FlashInfer backend mask the keys to the left of each row's window.
@@ -28,5 +30,5 @@ def plan_windows(backend: Any) -> bool:
             kwargs["window_left"] = window_left
         begin(*args, **kwargs)
 
-    updater.call_begin_forward = call_begin_forward
+    replace("flashinfer-windows", updater, call_begin_forward)
     return True

@@ -7,6 +7,7 @@ import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dflash_sglang.patches.apply import replaced
 from dflash_sglang.sglang_names.scheduler import (
     get_cuda_graph_batch_size_alignment,
     get_exec,
@@ -24,13 +25,8 @@ if TYPE_CHECKING:
 def captured_at(sizes: Sequence[int]) -> Iterator[None]:
     """SGLang's graphs that are made meanwhile are for these batch sizes, if it makes any."""
     config = get_exec().graph.cuda_graph_config.decode
-    usual = config.bs
-    if sizes:
-        config.bs = list(sizes)
-    try:
+    with replaced("graph-sizes", config, list(sizes) if sizes else config.bs):
         yield
-    finally:
-        config.bs = usual
 
 
 def shared_evenly(sizes: Sequence[int], runner: ModelRunner, width: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dflash_sglang.patches.apply import replace
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def leave_in_place(graphs: Any) -> None:
     if isinstance(graphs, DecodeCudaGraphRunner):
         for name in GraphInputs._fields:
             slot = graphs.buffer_registry.get_slot(name)
-            slot.source_fn = partial(_unless_in_place, slot)
+            replace("graph-inputs", slot, partial(_unless_in_place, slot))
 
 
 def _unless_in_place(slot: Any, forward_batch: Any, context: Any) -> torch.Tensor | None:
@@ -56,4 +57,4 @@ def load_inputs_once(graphs: Any) -> None:
     graphs: what runs the target's decode steps, graphs or not.
     """
     if isinstance(graphs, DecodeCudaGraphRunner):
-        graphs._skips_prefilled_inputs = True
+        replace("graph-inputs-once", graphs, True)

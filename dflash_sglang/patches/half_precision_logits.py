@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_sglang.patches.apply import replace
 from dflash_sglang.sglang_names.scheduler import (
     LogitsProcessor,
     cast_to_float32_logits,
@@ -34,8 +35,9 @@ def keep_half_precision(processor: Any, vocab_size: int) -> HalfPrecisionLogits 
     """
     if processor.do_tensor_parallel_all_gather_dp_attn or processor.use_tp_lm_head_all_to_all:
         return None
-    processor._get_logits = HalfPrecisionLogits(processor, vocab_size)
-    return processor._get_logits
+    logits = HalfPrecisionLogits(processor, vocab_size)
+    replace("verify-logits", processor, logits)
+    return logits
 
 
 class HalfPrecisionLogits:
@@ -51,7 +53,7 @@ class HalfPrecisionLogits:
         self._vocab_size = vocab_size
         self._gathers = processor.do_tensor_parallel_all_gather
         self._of_rank = copy.copy(processor)
-        self._of_rank.do_tensor_parallel_all_gather = False
+        replace("verify-logits-gather", self._of_rank, False)
         wide = processor.final_logit_softcapping or processor.use_fp32_lm_head or processor.use_fp32_lm_head_output
         own = type(processor)._compute_lm_head is not LogitsProcessor._compute_lm_head
         self._is_product = not (wide or own or processor.rl_on_policy_target is not None)

@@ -12,22 +12,23 @@ from typing import Any
 
 from torch import Tensor
 
+from dflash_sglang.patches.apply import replace
+
 _WHOLE_CONTEXT = (-1, -1)
 
 
 def share_schedule(backend: Any, module: Any) -> None:
     """backend: SGLang's, of FlashAttention 3, from `module`."""
     if not isinstance(module.flash_attn_with_kvcache, SharedSchedules):
-        module.flash_attn_with_kvcache = SharedSchedules(
-            module.flash_attn_with_kvcache, backend._get_scheduler_metadata
-        )
+        schedules = SharedSchedules(module.flash_attn_with_kvcache, backend._get_scheduler_metadata)
+        replace("flash3-schedules", module, schedules)
     schedules, prepare = module.flash_attn_with_kvcache, backend.init_forward_metadata_in_graph
 
     def prepare_and_begin(forward_batch: Any) -> None:
         prepare(forward_batch)
         schedules.begin(backend.forward_metadata.cache_seqlens_int32)
 
-    backend.init_forward_metadata_in_graph = prepare_and_begin
+    replace("flash3-metadata", backend, prepare_and_begin)
 
 
 class SharedSchedules:

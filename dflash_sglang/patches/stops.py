@@ -3,30 +3,19 @@ the run, and nothing after the stop counts."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from dflash_sglang.sglang_names.scheduler import Req
 
-
-def install() -> None:
-    """Wraps SGLang's `Req.update_finish_state` in this process; a second call changes nothing."""
-    original = Req.update_finish_state
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def update_finish_state(req: Any, new_accepted_len: int = 1) -> None:
-        sampling = req.sampling_params
-        if new_accepted_len > 1 and (sampling.stop_strs or sampling.stop_regex_strs):
-            _first_stop(original, req, new_accepted_len)
-        else:  # of every request in every step
-            original(req, new_accepted_len)
-        if req.finished_len is not None:  # counted with the whole run; what is thought comes first
-            req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
-
-    Req.update_finish_state = update_finish_state
+def update_finish_state(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """AROUND Req.update_finish_state: runs for every request in every step."""
+    sampling = req.sampling_params
+    if new_accepted_len > 1 and (sampling.stop_strs or sampling.stop_regex_strs):
+        _first_stop(original, req, new_accepted_len)
+    else:
+        original(req, new_accepted_len)
+    if req.finished_len is not None:  # counted with the whole run; what is thought comes first
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 
 
 def _first_stop(original: Callable[..., None], req: Any, new_accepted_len: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_sglang.patches.apply import replace
+
 
 class StridedQueries(Tensor):
     """A slice of rows whose `contiguous` is itself; whatever else is done with it gives ordinary tensors."""
@@ -33,4 +35,4 @@ def read_by_strides(backend: Any) -> None:
             q = q.as_subclass(StridedQueries)
         return forward(q, k, v, layer, forward_batch, *args, **kwargs)
 
-    backend.forward_extend = forward_extend
+    replace("flash3-queries", backend, forward_extend)

@@ -11,9 +11,9 @@ from dflash_sglang.settings.width import WidthConfig
 
 
 class RequestChecks:
-    """AROUND dflash_utils.validate_dflash_request: runs in the scheduler for every request.
+    """Called around dflash_utils.validate_dflash_request (`patches.request_checks`).
 
-    What it returns is the error with which this request alone ends, HTTP status 400.
+    Returns the error with which only this request ends, HTTP status 400.
     """
 
     def __init__(self, widths: WidthConfig) -> None:

@@ -29,6 +29,9 @@ class PluginConfigError(ValueError):
 class PluginConfig:
     """Settings of the plugin.
 
+    ``accept_patches``: rows of the table of patches (`dflash-sglang patches`) that are applied on trust where the
+    source of SGLang differs from the known one.
+
     ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers),
     "per_layer" (each layer's whole qkv_proj), or "auto" (stacked where the weights allow it, else K and V of
     each layer where its quantisation can be sliced, else per layer).
@@ -49,6 +52,7 @@ class PluginConfig:
     each step; an object has the settings of WidthConfig.
     """
 
+    accept_patches: tuple[str, ...] = ()
     context_kv: ContextKVForm = "auto"
     draft_head: DraftHeadForm = "auto"
     proposals: ProposalKind = "auto"
@@ -90,6 +94,8 @@ def required(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _checked(key: str, value: Any) -> Any:
+    if key == "accept_patches":
+        return _names(value)
     if key == "simulated_acceptance":
         return _profiles(value)
     if key == "width":
@@ -100,6 +106,15 @@ def _checked(key: str, value: Any) -> Any:
             f"{CONFIG_ENV}: {key}={value!r} ({type(value).__name__}): expected one of {', '.join(choices)}."
         )
     return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise PluginConfigError(
+            f"{CONFIG_ENV}: accept_patches={value!r}: expected a list of names; "
+            "`dflash-sglang patches` prints them."
+        )
+    return tuple(value)
 
 
 def _profiles(value: Any) -> tuple[Profile, ...]:

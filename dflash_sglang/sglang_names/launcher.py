@@ -1,13 +1,9 @@
 """The SGLang names that read server arguments, apart from `scheduler.py` because the launcher needs no more."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
-from sglang.srt.arg_groups.speculative_hook import attn_dp_enabled_of
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
@@ -27,7 +23,6 @@ __all__ = [
     "hybrid_gdn_config",
     "mambaish_config",
     "model_config_of",
-    "our_dp_attention",
     "resolving_view",
 ]
 
@@ -40,13 +35,3 @@ def draft_model_config_of(server_args: Any, path: str) -> ModelConfig:
         model_revision=resolving_view(server_args).speculative_draft_model_revision,
         is_draft_model=True,
     )
-
-
-@contextmanager
-def our_dp_attention() -> Iterator[None]:
-    """Lifts what SGLang asks of data-parallel attention under its own worker: a GPU and --enable-dp-lm-head."""
-    speculative_hook.attn_dp_enabled_of = lambda cfg: False
-    try:
-        yield
-    finally:
-        speculative_hook.attn_dp_enabled_of = attn_dp_enabled_of

@@ -1,4 +1,4 @@
-"""Whether the installed SGLang is the one this package is written for: version, then every symbol it uses."""
+"""Whether the installed SGLang has every symbol that this package imports."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from dflash_sglang import SGLANG_VERSION, __version__
 
 
 class SGLangMismatchError(RuntimeError):
-    """The installed SGLang lacks what this version of dflash_sglang needs."""
+    """The installed SGLang is not what this version of dflash_sglang was made for."""
+
+    @staticmethod
+    def remedy() -> str:
+        return f"Install sglang=={SGLANG_VERSION}, or a dflash-sglang made for sglang {installed_version()}."
 
 
-def check_version() -> None:
-    """Raises SGLangMismatchError unless SGLang has the one supported version. Imports nothing of it."""
-    installed = importlib.metadata.version("sglang")
-    if installed != SGLANG_VERSION:
-        raise SGLangMismatchError(
-            f"dflash_sglang {__version__} needs sglang=={SGLANG_VERSION}, found sglang {installed}. "
-            f"Install sglang=={SGLANG_VERSION}, or a dflash-sglang made for {installed}."
-        )
+def installed_version() -> str:
+    return importlib.metadata.version("sglang")
 
 
 def check_symbols(module: str) -> None:
@@ -30,8 +28,7 @@ def check_symbols(module: str) -> None:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        installed = importlib.metadata.version("sglang")
         raise SGLangMismatchError(
-            f"dflash_sglang {__version__} does not fit sglang {installed}: {error}. "
-            f"Reinstall sglang=={SGLANG_VERSION}."
+            f"dflash_sglang {__version__} does not fit sglang {installed_version()}: {error}. "
+            f"{SGLangMismatchError.remedy()}"
         ) from error

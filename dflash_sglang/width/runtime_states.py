@@ -8,6 +8,7 @@ import math
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dflash_sglang.patches import runtime_state
 from dflash_sglang.patches.attention_room import room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
@@ -57,7 +58,7 @@ class RuntimeState(NamedTuple):
         return cls(attention, graphs)
 
     def install(self, runner: ModelRunner) -> None:
-        runner.attn_backend, runner.decode_cuda_graph_runner = self
+        runtime_state.use(runner, self.attention, self.graphs)
 
 
 class RuntimeStates:

@@ -16,7 +16,8 @@ import pytest
 
 from dflash_sglang import hooks, plugin
 from dflash_sglang.checkpoint.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
-from dflash_sglang.patches import faults
+from dflash_sglang.patches import apply, relay, results
+from dflash_sglang.patches.table import PATCHES
 from dflash_sglang.sglang_names import probe
 from dflash_sglang.startup import StartupError
 from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in
@@ -235,10 +236,10 @@ def test_a_threshold_that_would_change_the_output_is_rejected_while_serving() ->
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
 
     seen: list[Any] = []
-    hooks.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 1.0)
+    results.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 1.0)
     assert seen == [("controller", "threshold", 1.0)]
     with pytest.raises(UpdateRejected, match=r"threshold=0.5: expected 1.0 with DFLASH, whose output is exactly"):
-        hooks.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 0.5)
+        results.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 0.5)
     assert len(seen) == 1
 
 
@@ -246,14 +247,6 @@ def test_a_malformed_nested_config_is_named(pair: SimpleNamespace) -> None:
     path = pair.plain / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dflash_config": [1]}))
     with pytest.raises(StartupError, match=r"draft config dflash_config=\[1\]: expected an object"):
-        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
-
-
-def test_dflash_on_another_sglang_version_is_an_error_that_names_both(
-    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe.importlib.metadata, "version", lambda name: "0.5.24")
-    with pytest.raises(probe.SGLangMismatchError, match="needs sglang==0.5.23, found sglang 0.5.24"):
         hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
 
 
@@ -284,15 +277,15 @@ def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watch
 
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda *args: registered.append(args))
+    monkeypatch.setattr(apply, "_wanted", [])
     plugin.activate()
-    assert registered == [
-        (WORKER_TARGET, hooks.create_worker, HookType.AROUND),
-        (ARGUMENTS_TARGET, hooks.handle_speculative_decoding, HookType.AROUND),
-        (CONFIG_TARGET, hooks.parse_config, HookType.AROUND),
-        ("sglang.srt.utils.watchdog.SubprocessWatchdog.start", faults.start_subprocess_watchdog, HookType.AROUND),
-        ("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", faults.stop_subprocess_watchdog, HookType.AROUND),
-        ("sglang.srt.utils.watchdog.Watchdog.create", faults.create_watchdog, HookType.AROUND),
-    ]
+    hooked = {target: (hook.__name__, kind) for target, hook, kind in registered}
+    assert hooked == {
+        patch.target: (patch.by.rpartition(".")[2], HookType.AROUND)
+        for patch in PATCHES
+        if patch.process == "every"
+    }
+    assert {WORKER_TARGET, ARGUMENTS_TARGET, CONFIG_TARGET} < hooked.keys()
 
 
 def test_activation_is_light() -> None:
@@ -353,10 +346,10 @@ def test_sglang_gathers_nothing_for_a_decode_step_but_lengths_that_a_backend_wan
 
     gathered: list[str] = []
     waited = mock.Mock()
-    relay = SimpleNamespace(needs_cpu_seq_lens=lengths_on_host, publish_ready=SimpleNamespace(wait=waited))
+    future_map = SimpleNamespace(needs_cpu_seq_lens=lengths_on_host, publish_ready=SimpleNamespace(wait=waited))
     batch = SimpleNamespace(forward_mode=ForwardMode[mode], seq_lens_cpu=[5], seq_lens_sum=5)
-    hooks.resolve_seq_lens_cpu(lambda *_: gathered.append("lengths"), relay, batch)
-    hooks.resolve_forward_inputs(lambda *_: gathered.append("tokens"), batch, relay)
+    relay.resolve_seq_lens_cpu(lambda *_: gathered.append("lengths"), future_map, batch)
+    relay.resolve_forward_inputs(lambda *_: gathered.append("tokens"), batch, future_map)
     assert gathered == gathers
     left = "lengths" not in gathers
     assert waited.called == left  # SGLang's own does it, too

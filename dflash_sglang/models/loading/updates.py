@@ -11,37 +11,11 @@ from torch import Tensor, nn
 from dflash_sglang.models.loading.checkpoint_form import quantised_layers
 from dflash_sglang.models.loading.weights import listed, of_others, unexpected_in_update
 from dflash_sglang.requests.errors import shown
-from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
     from dflash_sglang.models.draft import DFlashDraftModel
 
 logger = logging.getLogger(__name__)
-
-
-def install(
-    target: ModelRunner,
-    draft: ModelRunner,
-    refresh_kv: Callable[[], None],
-    refresh_head: Callable[[], None] | None,
-) -> None:
-    """Puts the updaters of this module before those of both runners.
-
-    refresh_kv, refresh_head: take new weights over into copies, of the draft's projections, and of the head that
-    it proposes by, its own or the target's.
-    """
-    of_draft = [refresh_kv]
-    of_target: list[Callable[[], None]] = []
-    if refresh_head is not None:
-        (of_draft if draft.model.has_own_head else of_target).append(refresh_head)
-
-    def captured() -> bool:
-        return isinstance(target.decode_cuda_graph_runner, DecodeCudaGraphRunner)
-
-    target.weight_updater = TargetWeightUpdater(target.weight_updater, of_target, captured)
-    draft.weight_updater = DraftWeightUpdater(draft.weight_updater, draft.model, of_draft)
 
 
 class TargetWeightUpdater:
@@ -133,7 +107,7 @@ class DraftWeightUpdater:
     def __init__(self, updater: Any, model: DFlashDraftModel, refresh: Iterable[Callable[[], None]]):
         """refresh: each takes the model's weights over into a copy."""
         self._updater, self._model, self._refresh = updater, model, tuple(refresh)
-        self.with_target = False  # whether the target gets the request too, see `hooks.select_runners`
+        self.with_target = False  # whether the target gets the request too, see `patches.weight_updates`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._updater, name)

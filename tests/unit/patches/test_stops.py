@@ -31,8 +31,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from dflash_sglang.patches import stops
 
-    monkeypatch.setattr(Req, "update_finish_state", Req.update_finish_state)  # undone afterwards
-    stops.install()
+    hook, original = stops.update_finish_state, Req.update_finish_state
+    monkeypatch.setattr(Req, "update_finish_state", lambda req, *args: hook(original, req, *args))
 
 
 def request(**sampling: Any) -> Any:

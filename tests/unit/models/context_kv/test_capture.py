@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.models.context_kv.target_features import CaptureError, ensure_capture
+from dflash_sglang.patches.target_features import CaptureError, ensure_capture
 from tests.support import sglang_layers
 from tests.support.tiny import target_config, target_tensors, write_checkpoint
 

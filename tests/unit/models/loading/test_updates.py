@@ -33,7 +33,7 @@ def kernels() -> Any:
         patch.setattr(f"{UPDATER}.monkey_patch_torch_reductions", lambda: None)
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-        from dflash_sglang.hooks import select_runners
+        from dflash_sglang.patches.weight_updates import select_runners
 
         hooked = functools.partial(select_runners, SchedulerWeightUpdaterManager._select_runners)
         patch.setattr(
@@ -78,7 +78,7 @@ class Server:
     def __init__(self, draft: Any, refresh_head: bool = True) -> None:
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-        from dflash_sglang.models.loading import updates
+        from dflash_sglang.patches import weight_updates
 
         self.head, self.draft = Head(), draft
         self.copy = self.head.weight.clone()
@@ -87,7 +87,7 @@ class Server:
             SimpleNamespace(
                 weight_updater=sglang_updater(model),
                 model=model,
-                decode_cuda_graph_runner=object.__new__(updates.DecodeCudaGraphRunner),
+                decode_cuda_graph_runner=object.__new__(weight_updates.DecodeCudaGraphRunner),
             )
             for model in (self.head, draft)
         )
@@ -96,7 +96,9 @@ class Server:
             self.copy.copy_(self.head.weight)
             self.refreshed.append("head")
 
-        updates.install(target, of_draft, lambda: self.refreshed.append("kv"), refresh if refresh_head else None)
+        weight_updates.install(
+            target, of_draft, lambda: self.refreshed.append("kv"), refresh if refresh_head else None
+        )
         self.target_updater, self.draft_updater = target.weight_updater, of_draft.weight_updater
         self.manager = SchedulerWeightUpdaterManager(
             tp_worker=SimpleNamespace(

@@ -1,0 +1,43 @@
+"""What the scheduler tells of requests and of itself under DFLASH."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from dflash_sglang.requests.errors import shown
+
+_REJECTED = "sglang.srt.managers.scheduler_components.internal_state.UpdateRejected"
+
+
+def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
+    """AROUND SchedulerInternalStateController.get_internal_state: adds the widths of this package's worker, as
+    `dflash_width` of /server_info's `internal_states`."""
+    output = original(controller, request)
+    metrics = getattr(controller.scheduler.draft_worker, "width_metrics", None)  # of this package's worker only
+    if metrics is not None:
+        output.internal_state["dflash_width"] = metrics()
+    return output
+
+
+def validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:
+    """AROUND SchedulerInternalStateController._validate_accept_threshold, of /set_internal_state."""
+    if float(value) != 1.0:
+        rejected = pkgutil.resolve_name(_REJECTED)
+        raise rejected(f"{key}={shown(value)}: expected 1.0 with DFLASH, whose output is exactly the target's.")
+    original(controller, key, value)
+
+
+def add_logprob_return_values(
+    original: Callable[..., int], processor: Any, i: int, req: Any, *args: Any, **kwargs: Any
+) -> int:
+    """AROUND SchedulerLogprobResultProcessor.add_logprob_return_values, of a prefill's results.
+
+    A request for no new token gets no output logprob. Speculation samples a token all the same.
+    """
+    count = original(processor, i, req, *args, **kwargs)
+    if req.sampling_params.max_new_tokens == 0:
+        req.logprob.output_token_logprobs_val.clear()
+        req.logprob.output_token_logprobs_idx.clear()
+    return count
