@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
+
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
 from dflash_sglang.patches.apply import replaced
 from dflash_sglang.sglang_names.scheduler import (
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
 
 
 @contextmanager
@@ -57,10 +57,10 @@ def heap_left_alone() -> Iterator[None]:
             gc.enable()
 
 
-def by_tokens(graphs: type[DecodeCudaGraphRunner]) -> type[DecodeCudaGraphRunner]:
-    """SGLang's graphs of a ragged verify. It makes them for algorithms that ask for them by the environment."""
+def by_tokens() -> AbstractContextManager[None]:
+    """SGLang's graphs that are made meanwhile are of a ragged verify: one for each number of tokens.
 
-    class ByTokens(graphs):
-        ragged_verify_mode = property(lambda self: True, lambda self, mode: None)
 
-    return ByTokens
+    SGLang makes them for algorithms that ask for them by the environment.
+    """
+    return replaced("ragged-graphs", decode_cuda_graph_runner, lambda spec_algorithm: True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["hook around", "replaced attribute", "added method", "subclass"]
+Kind = Literal["hook around", "replaced attribute", "added method"]
 Process = Literal["every", "launcher", "scheduler"]
 
 _SRT = "sglang.srt"
@@ -380,9 +380,9 @@ PATCHES = (
         gain=NOT_MEASURED,
     ),
     Patch(
-        name="graphs-by-tokens",
-        target=f"{_GRAPHS}.ragged_verify_mode",
-        kind="subclass",
+        name="ragged-graphs",
+        target=f"{_GRAPHS.rpartition('.')[0]}.ragged_verify_compact_graphs_enabled",
+        kind="replaced attribute",
         process="scheduler",
         by="dflash_sglang.patches.graph_captures.by_tokens",
         reader=f"{_GRAPHS}.__init__",
@@ -394,13 +394,3 @@ PATCHES = (
 
 
 BY_NAME = {patch.name: patch for patch in PATCHES}
-
-
-def markdown() -> str:
-    """The table as `docs/internals/patches.md` shows it."""
-    head = "| name | SGLang's | kind | why | gain | module |\n|---|---|---|---|---|---|"
-    rows = (
-        f"| `{p.name}` | `{p.target}` | {p.kind} | {p.why} | {p.gain} | `{p.by.rpartition('.')[0]}` |"
-        for p in PATCHES
-    )
-    return "\n".join((head, *rows))

@@ -29,9 +29,6 @@ class PluginConfigError(ValueError):
 class PluginConfig:
     """Settings of the plugin.
 
-    ``accept_patches``: rows of the table of patches (`dflash-sglang patches`) that are applied on trust where the
-    source of SGLang differs from the known one.
-
     ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers),
     "per_layer" (each layer's whole qkv_proj), or "auto" (stacked where the weights allow it, else K and V of
     each layer where its quantisation can be sliced, else per layer).
@@ -50,14 +47,17 @@ class PluginConfig:
 
     ``width``: a number, or "block" for the served block, is the width of every step; "auto" chooses a width for
     each step; an object has the settings of WidthConfig.
+
+    ``accept_patches``: rows of the table of patches (`dflash-sglang patches`) that are applied on trust where the
+    source of SGLang differs from the known one.
     """
 
-    accept_patches: tuple[str, ...] = ()
     context_kv: ContextKVForm = "auto"
     draft_head: DraftHeadForm = "auto"
     proposals: ProposalKind = "auto"
     simulated_acceptance: tuple[Profile, ...] | None = None
     width: WidthConfig = WidthConfig()
+    accept_patches: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:

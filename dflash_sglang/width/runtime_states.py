@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import gc
 import math
+from contextlib import nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,8 +53,8 @@ class RuntimeState(NamedTuple):
             plan_windows(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
-                kind = by_tokens(type(graphs)) if ragged else type(graphs)
-                graphs = kind(runner, attn_backend=attention, speculative_num_draft_tokens=width)
+                with by_tokens() if ragged else nullcontext():
+                    graphs = type(graphs)(runner, attn_backend=attention, speculative_num_draft_tokens=width)
                 leave_in_place(graphs)
         return cls(attention, graphs)
 
