@@ -1,4 +1,4 @@
-"""Command line: `dflash-sglang pair`, `demo`, `bench` and `hot-vocab`."""
+"""Command line: `dflash-sglang pair`, `demo`, `bench`, `hot-vocab` and `patches`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 when a server failed, float32 outputs differ or a text has too few tokens, 2 for
-    a setting that `bench` cannot measure or `hot-vocab` cannot read or write, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 1 when a server failed, float32 outputs differ, a text has too few tokens or a
+    patch does not fit, 2 for an option that cannot be measured, read or written, 130 after Ctrl-C."""
     options = _parser().parse_args(argv)
     if options.command == "pair":
         print(json.dumps(pair_directories(), indent=1))
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dflash_sglang.bench.run import bench
 
         return bench(options)
+    if options.command == "patches":
+        return _patches(options)
     return _hot_vocab(options) if options.command == "hot-vocab" else _demo(options)
 
 
@@ -49,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     hot.add_argument("--text", required=True, nargs="+", type=Path, help="files like what the server will write")
     hot.add_argument("--size", type=_between(16, 1 << 20), default=32768, help="tokens to keep (default 32768)")
     hot.add_argument("--out", required=True, type=Path)
+    patches = commands.add_parser(
+        "patches", help="print what is changed in SGLang, and whether SGLang is as known"
+    )
+    patches.add_argument("--sglang", type=Path, metavar="DIR", help="a folder with another `sglang` package")
+    patches.add_argument(
+        "--json", action="store_true", help="print each patch's hash in that SGLang, null where gone"
+    )
     return parser
 
 
@@ -117,6 +126,29 @@ def _hot_vocab(options: argparse.Namespace) -> int:
         return 1
     print(f"{options.out}: {len(tokens)} of {len(tokenizer)} tokens, {share:.2%} of this text's")
     return 0
+
+
+def _patches(options: argparse.Namespace) -> int:
+    from dflash_sglang.patches.contract import MATCHES, states
+    from dflash_sglang.patches.source import fingerprint
+    from dflash_sglang.patches.table import PATCHES
+
+    if options.sglang is not None and not (options.sglang / "srt").is_dir():
+        print(
+            f"dflash-sglang patches: --sglang {options.sglang}: expected a folder with srt/ in it", file=sys.stderr
+        )
+        return 2
+    found = states(options.sglang)
+    if options.json:
+        print(json.dumps({patch.name: fingerprint(patch.source, options.sglang) for patch in PATCHES}, indent=1))
+    else:
+        for patch in PATCHES:
+            print(f"{patch.name:22}{found[patch.name]:16}{patch.kind:20}{patch.target}")
+            print(f"{'':22}{patch.why} Gain: {patch.gain}. In {patch.by}.")
+    differing = [name for name, state in found.items() if state != MATCHES]
+    if differing:
+        print(f"{len(differing)} of {len(found)} patches do not fit: {', '.join(differing)}", file=sys.stderr)
+    return 1 if differing else 0
 
 
 @contextlib.contextmanager

@@ -60,7 +60,6 @@ def heap_left_alone() -> Iterator[None]:
 def by_tokens() -> AbstractContextManager[None]:
     """SGLang's graphs that are made meanwhile are of a ragged verify: one for each number of tokens.
 
-
     SGLang makes them for algorithms that ask for them by the environment.
     """
     return replaced("ragged-graphs", decode_cuda_graph_runner, lambda spec_algorithm: True)

@@ -1,0 +1,397 @@
+"""The table of patches is the contract with SGLang: what breaks a row ends start-up by the row's name."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import pkgutil
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_sglang import cli, hooks
+from dflash_sglang.patches import apply, contract, source, table
+from dflash_sglang.patches.table import PATCHES, Patch
+from dflash_sglang.settings.plugin_config import PluginConfigError
+from dflash_sglang.sglang_names import probe
+from dflash_sglang.sglang_names.probe import SGLangMismatchError
+
+OF_0_5_22 = Path(__file__).parents[2] / "support" / "sglang_0.5.22.json"
+HOOKS = [patch for patch in PATCHES if patch.kind == "hook around"]
+REPLACED = [patch for patch in PATCHES if patch.kind == "replaced attribute"]
+
+
+def name_of(patch: Patch) -> str:
+    return patch.name
+
+
+@pytest.fixture(autouse=True)
+def unchecked() -> Iterator[None]:
+    """The contract is checked anew in every test."""
+    contract.check.cache_clear()
+    yield
+    contract.check.cache_clear()
+
+
+def copied(patch: Patch, folder: Path) -> tuple[Path, list[str]]:
+    """A `sglang` package of the one file that a row relies on, and the names inside of the file."""
+    names = patch.source.split(".")[1:]
+    depth = next(
+        i for i in range(len(names), 0, -1) if source.installed().joinpath(*names[:i]).with_suffix(".py").exists()
+    )
+    path = Path(*names[:depth]).with_suffix(".py")
+    (folder / path).parent.mkdir(parents=True)
+    shutil.copyfile(source.installed() / path, folder / path)
+    return folder / path, names[depth:]
+
+
+def node_of(path: Path, names: Sequence[str]) -> Any:
+    """The definition, found in a parse of the whole file: `source` parses only what it is asked for."""
+    scope: Any = ast.parse(path.read_bytes())
+    for name in names:
+        (scope,) = (node for node in scope.body if getattr(node, "name", None) == name)
+    return scope
+
+
+def read_from(folder: Path, patch: Patch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The contract reads this row's source from a folder; the names of all rows that rely on the same source."""
+    read = source.fingerprint.__wrapped__
+    monkeypatch.setattr(
+        contract, "fingerprint", lambda dotted, root: read(dotted, folder if dotted == patch.source else root)
+    )
+    return [other.name for other in PATCHES if other.source == patch.source]
+
+
+def refused() -> dict[str, str]:
+    """What is said of each row that ends start-up."""
+    with pytest.raises(SGLangMismatchError) as error:
+        contract.check()
+    return dict(re.findall(r"^  ([a-z0-9-]+): sglang\.\S+: (.*)$", str(error.value), re.MULTILINE))
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
+
+
+def test_every_row_has_a_name_of_its_own_and_fits_the_installed_sglang() -> None:
+    assert len(table.BY_NAME) == len(PATCHES)
+    assert set(contract.states().values()) == {contract.MATCHES}
+    assert list(contract.check()) == []
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
+def test_a_row_names_the_function_of_ours_that_acts(patch: Patch) -> None:
+    assert callable(pkgutil.resolve_name(patch.by))
+    if patch.kind == "replaced attribute":
+        module = Path(pkgutil.resolve_name(patch.by.rpartition(".")[0]).__file__).read_text()
+        assert re.search(rf'replaced?\("{patch.name}", ', module), (
+            "apply.replace must be called with the row's name"
+        )
+
+
+def test_no_other_module_changes_sglang() -> None:
+    """Hooks are registered and attributes replaced by `patches.apply`, and by the CPU platform."""
+    package = Path(hooks.__file__).parent
+    registering = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "HookRegistry" in path.read_text() and "platforms" not in path.parts
+    }
+    assert registering == {"patches/apply.py"}
+
+
+def test_the_document_has_every_row() -> None:
+    page = Path(hooks.__file__).parents[1] / "docs" / "internals" / "patches.md"
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| `(sglang\S+)` \|", page.read_text(), re.MULTILINE)
+    assert rows == [(patch.name, patch.target) for patch in PATCHES]
+
+
+# ---- Breakages ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
+def test_a_function_that_was_renamed_ends_start_up_by_the_rows_name(
+    patch: Patch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, names = copied(patch, tmp_path)
+    path.write_text(re.sub(rf"\b(def|class) {names[-1]}\b", r"\1 another_name", path.read_text()))
+    assert refused_of(patch, tmp_path, monkeypatch) == "gone"
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
+def test_a_function_whose_code_changed_ends_start_up_by_the_rows_name(
+    patch: Patch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, names = copied(patch, tmp_path)
+    last = node_of(path, names).body[-1]
+    lines = path.read_text().splitlines(keepends=True)
+    lines.insert(
+        last.lineno - 1 - len(getattr(last, "decorator_list", ())), " " * last.col_offset + "changed = 1\n"
+    )
+    path.write_text("".join(lines))
+    assert refused_of(patch, tmp_path, monkeypatch) == "source differs"
+
+
+def refused_of(patch: Patch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    names = read_from(folder, patch, monkeypatch)
+    said = refused()
+    assert list(said) == names, "and no other row"
+    return said[patch.name]
+
+
+def pass_on(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("patch", HOOKS, ids=name_of)
+def test_a_hook_that_sglang_did_not_apply_ends_start_up_by_the_rows_name(
+    patch: Patch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def fail(target: str, hooks: Any) -> None:
+        raise TypeError("no hook on this")
+
+    pkgutil.resolve_name(patch.target)  # an import may register hooks of the CPU platform
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(HookRegistry, "_apply_target", fail)
+    another = replace(patch, by=f"{__name__}.pass_on")  # the row's own may act already, from another test
+    monkeypatch.setattr(apply, "PATCHES", (another,))
+    monkeypatch.setattr(apply, "_wanted", [])
+    with pytest.raises(SGLangMismatchError, match=rf"\n  {patch.name}: {re.escape(patch.target)}: .*not apply"):
+        apply.apply(patch.process)
+    assert "Failed to apply hooks" in caplog.text  # all that SGLang does
+
+
+@pytest.mark.parametrize("patch", HOOKS, ids=name_of)
+def test_a_hook_without_a_target_ends_start_up_by_the_rows_name(
+    patch: Patch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apply, "PATCHES", (patch,))
+    monkeypatch.setattr(apply, "_wanted", [])
+    monkeypatch.setattr(apply, "_resolved", lambda dotted: None)
+    for start in (lambda: apply.register(patch.process), apply.verify):
+        with pytest.raises(SGLangMismatchError, match=rf"\n  {patch.name}: "):
+            start()
+
+
+@pytest.mark.parametrize("patch", REPLACED, ids=name_of)
+def test_an_attribute_that_is_gone_or_keeps_its_value_ends_start_up_by_the_rows_name(patch: Patch) -> None:
+    gone = rf"\n  {patch.name}: {re.escape(patch.target)}: SimpleNamespace has no attribute {patch.attribute}"
+    with pytest.raises(SGLangMismatchError, match=gone):
+        apply.replace(patch.name, SimpleNamespace(), object())
+    with pytest.raises(SGLangMismatchError, match=gone), apply.replaced(patch.name, SimpleNamespace(), object()):
+        pass
+    discards = type("Discards", (), {patch.attribute: property(lambda self: None, lambda self, value: None)})
+    with pytest.raises(SGLangMismatchError, match=rf"\n  {patch.name}: .*Discards does not take another"):
+        apply.replace(patch.name, discards(), object())
+
+
+def test_a_hook_that_acts_is_seen_behind_hooks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    (patch,) = (patch for patch in PATCHES if patch.name == "relay-lengths")
+    monkeypatch.setattr(FutureMap, "resolve_seq_lens_cpu", FutureMap.resolve_seq_lens_cpu)  # undone afterwards
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(apply, "PATCHES", (patch,))
+    monkeypatch.setattr(apply, "_wanted", [])
+    HookRegistry.register(patch.target, lambda result, *args, **kwargs: None, HookType.AFTER)
+    apply.apply("scheduler")
+    apply.verify()
+
+
+def test_a_replaced_attribute_is_given_back() -> None:
+    config = SimpleNamespace(context_len=8)
+    with pytest.raises(KeyError), apply.replaced("attention-context", config, 12):
+        assert config.context_len == 12
+        raise KeyError
+    assert config.context_len == 8
+
+
+def test_a_refused_sglang_ends_every_way_into_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of the three may be the one that is lost: each of the others looks at the table."""
+    monkeypatch.setattr(contract, "states", lambda: {patch.name: contract.GONE for patch in PATCHES})
+    launch = SimpleNamespace(speculative_algorithm="DFLASH", enable_return_aux_hidden_states=False)
+    monkeypatch.setattr(hooks, "_resolved", None)
+    algorithm = SimpleNamespace(is_dflash=lambda: True)
+    for enter in (
+        lambda: hooks.handle_speculative_decoding(lambda args: None, launch),
+        lambda: hooks.create_worker(lambda *_: type, algorithm, launch),
+        lambda: hooks.parse_config(lambda *_: None, None, "draft"),
+    ):
+        with pytest.raises(SGLangMismatchError, match=f"{len(PATCHES)} of {len(PATCHES)} patches"):
+            enter()
+
+
+# ---- What counts -------------------------------------------------------------------------------------------
+
+
+BEFORE = '''
+import a
+
+class C(object):
+    """Of C."""
+
+    x = 1
+
+    @property
+    def f(self):
+        """Of f."""
+        return self.g(1, "one") if self.x else """
+of a string
+"""
+
+    @f.setter
+    def f(self, value):
+        self.x = value
+
+def f():
+    return 2
+'''
+SAME = {
+    "a comment": ("        self.x = value", "        # why\n# at the margin\n        self.x = value  # here"),
+    "another docstring": ('"""Of f."""', '"""Of f, at\n    length."""'),
+    "no docstring": ('        """Of f."""\n', ""),
+    "layout": ('self.g(1, "one")', "self.g(\n            1,\n            'one',\n        )"),
+    "what stands beside it": ("import a", "import b"),
+    "another function of the name": ("    return 2", "    return 3"),
+}
+OTHER = {
+    "a value": ("self.g(1,", "self.g(2,"),
+    "a string": ("of a string", "of another string"),
+    "a decorator": ("@f.setter", "@f.deleter"),
+    "an argument": ("def f(self, value)", "def f(self, value, more=None)"),
+}
+
+
+@pytest.mark.parametrize("change", [*SAME, *OTHER])
+def test_only_code_changes_a_hash(change: str, tmp_path: Path) -> None:
+    hashes = []
+    for number, (old, new) in enumerate([("", ""), {**SAME, **OTHER}[change]]):
+        root = tmp_path / str(number)
+        root.mkdir()
+        assert old in BEFORE
+        (root / "m.py").write_text(BEFORE.replace(old, new, 1) if old else BEFORE)
+        hashes.append(source.fingerprint("sglang.m.C.f", root))
+    assert None not in hashes
+    assert (hashes[0] == hashes[1]) == (change in SAME)
+
+
+def test_a_hash_is_that_of_the_same_definition_in_a_parse_of_the_whole_file(tmp_path: Path) -> None:
+    for number, patch in enumerate(PATCHES):
+        path, names = copied(patch, tmp_path / str(number))
+        node = ast.unparse(node_of(path, names))
+        path.write_text(node)
+        dotted = ".".join(("sglang", *path.relative_to(tmp_path / str(number)).with_suffix("").parts, names[-1]))
+        assert source.fingerprint(dotted, tmp_path / str(number)) == patch.fingerprint, patch.name
+
+
+# ---- Other versions of SGLang ------------------------------------------------------------------------------
+
+
+def test_an_sglang_of_another_version_whose_source_fits_is_served_with_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe.importlib.metadata, "version", lambda name: "0.5.24.dev7")
+    ((level, line),) = contract.check()
+    assert level == logging.INFO
+    fits = f"{len(PATCHES)} of {len(PATCHES)} patches made for sglang 0.5.23"
+    assert line == f"dflash_sglang serves sglang 0.5.24.dev7: its source fits {fits}."
+
+
+def known_hashes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """The installed SGLang seems to be 0.5.22."""
+    hashes = json.loads(OF_0_5_22.read_text())["hashes"]
+    by_source = {table.BY_NAME[name].source: found for name, found in hashes.items()}
+    monkeypatch.setattr(contract, "fingerprint", lambda dotted, root: by_source[dotted])
+    monkeypatch.setattr(probe.importlib.metadata, "version", lambda name: "0.5.22")
+    return hashes
+
+
+def test_sglang_0_5_22_is_refused_with_the_list_of_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = known_hashes(monkeypatch)
+    assert hashes.keys() == table.BY_NAME.keys(), json.loads(OF_0_5_22.read_text())["made_by"]
+    differing = {name: found for name, found in hashes.items() if found != table.BY_NAME[name].fingerprint}
+    assert 0 < len(differing) < len(PATCHES)
+    assert refused() == {name: "source differs" if found else "gone" for name, found in differing.items()}
+    with pytest.raises(SGLangMismatchError) as error:
+        contract.check()
+    assert f"does not fit sglang 0.5.22: {len(differing)} of {len(PATCHES)} patches" in str(error.value)
+    assert "Install sglang==0.5.23, or a dflash-sglang made for sglang 0.5.22." in str(error.value)
+    assert "accept_patches" in str(error.value)
+
+
+# ---- accept_patches ----------------------------------------------------------------------------------------
+
+
+def test_named_rows_are_taken_on_trust_each_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    known_hashes(monkeypatch)
+    differing = tuple(refused())
+    *warnings, served = contract.check(differing)
+    assert [line.split(":")[1].strip() for _, line in warnings] == list(differing)
+    assert {level for level, _ in warnings} == {logging.WARNING}
+    assert all("applied on trust" in line for _, line in warnings) and "sglang 0.5.22" in served[1]
+    with pytest.raises(SGLangMismatchError) as error:
+        contract.check(differing[1:])
+    assert re.findall(r"^  ([a-z0-9-]+): ", str(error.value), re.MULTILINE) == [differing[0]]
+
+
+def test_a_row_that_is_gone_is_not_taken_on_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "fingerprint", lambda dotted, root: None)
+    with pytest.raises(SGLangMismatchError, match="\n  worker: .*: gone"):
+        contract.check(tuple(table.BY_NAME))
+
+
+def test_an_accepted_row_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(PluginConfigError, match="accept_patches: unknown patch 'wroker'. Known patches: worker, "):
+        contract.check(("worker", "wroker"))
+
+
+def test_the_setting_is_a_list_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_sglang.settings.plugin_config import PluginConfig
+
+    assert PluginConfig.from_mapping({"accept_patches": ["worker"]}).accept_patches == ("worker",)
+    for value in ("worker", [1], None, {"worker": True}):
+        with pytest.raises(PluginConfigError, match="accept_patches=.*: expected a list of names"):
+            PluginConfig.from_mapping({"accept_patches": value})
+
+
+def test_the_launcher_logs_every_remark_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(contract, "check", lambda accepted: [(logging.WARNING, "one"), (logging.INFO, "two")])
+    monkeypatch.setattr(hooks, "apply", lambda process: None)
+    with caplog.at_level(logging.INFO, logger="dflash_sglang"):
+        hooks._patch_launcher.__wrapped__()
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "one"),
+        ("INFO", "two"),
+    ]
+
+
+# ---- The command -------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_every_row_and_whether_it_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["patches"]) == 0
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"^{patch.name} +matches .*{patch.target}$", printed, re.MULTILINE) for patch in PATCHES)
+    assert all(patch.why in printed and patch.gain in printed and patch.by in printed for patch in PATCHES)
+    assert cli.main(["patches", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {patch.name: patch.fingerprint for patch in PATCHES}
+    (tmp_path / "srt").mkdir()
+    assert cli.main(["patches", "--sglang", str(tmp_path)]) == 1
+    assert f"{len(PATCHES)} of {len(PATCHES)} patches do not fit: worker, " in capsys.readouterr().err
+    assert cli.main(["patches", "--sglang", str(tmp_path / "srt")]) == 2
