@@ -43,12 +43,15 @@ demo: $(INSTALLED)
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
+# The SGLang that everything here is tested with; an installed one is kept by `pip install` where its source fits.
+SGLANG := sglang==0.5.23
+
 # The dependencies as wheels only, then the project itself, editable. Bytecode is compiled once, here: every server
 # is several processes that import SGLang, twice as fast with it. An environment that was left half made, or is of
 # another Python, is made again.
 $(INSTALLED): pyproject.toml
 	$(if $(call first,pip,$(BIN)/python),,$(new_venv))
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --only-binary :all: --compile-bytecode --requirement pyproject.toml --extra test
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --only-binary :all: --compile-bytecode --requirement pyproject.toml --extra test "$(SGLANG)"
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@

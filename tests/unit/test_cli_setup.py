@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from dflash_sglang import SGLANG_VERSION
 
 ROOT = Path(__file__).parents[2]
 # A Python that runs what it is given as 3.13 would.
@@ -37,6 +40,15 @@ def setup(project: Path, pythons: str) -> subprocess.CompletedProcess[str]:
 def test_the_first_python_that_fits_makes_the_environment(project: Path) -> None:
     planned = setup(project, f"no-such-python {project / 'python3.13'} {sys.executable} python3")
     assert planned.stdout.splitlines()[0] == f"{sys.executable} -m venv --clear .venv", planned.stderr
+
+
+def test_the_environment_gets_the_one_sglang_that_is_tested_and_a_plain_install_keeps_a_later_one(
+    project: Path,
+) -> None:
+    planned = setup(project, sys.executable).stdout
+    assert "--requirement pyproject.toml" in planned and f'"sglang=={SGLANG_VERSION}"' in planned
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dependencies"] == [f"sglang>={SGLANG_VERSION}"]
 
 
 def test_without_a_python_that_fits_one_sentence_says_what_to_do(project: Path) -> None:
