@@ -1,8 +1,8 @@
-"""A rank that dies is named, and ends the server, where SGLang alone says that "one child failed" or goes on.
+"""A process that dies is named, and the first replica to die ends the server.
 
-SGLang ends a server when one of the launcher's processes dies, or when a rank waits for another for longer than
---watchdog-timeout. It does not say which one died where a rank that lost its peer complains sooner, and no one
-watches the schedulers of data-parallel replicas, which are the controller's processes.
+SGLang ends a server when a process of the launcher's dies, or when a rank waits longer than --watchdog-timeout. It
+does not say which process died where a rank that lost its peer complains sooner. The schedulers of data-parallel
+replicas are the controller's processes, and SGLang watches none of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -23,16 +23,6 @@ logger = logging.getLogger(__name__)
 
 TEARDOWN = 5.0  # seconds that the memory of a process that ends may take
 CONTROLLER = "DataParallelController"  # the name of its watchdog
-
-
-def start_subprocess_watchdog(original: Callable[..., None], watchdog: Any) -> None:
-    """AROUND SubprocessWatchdog.start: runs in the launcher, once its processes are ready.
-
-    Processes get the ranks of their titles, where SGLang counts them: the controller of replicas is its first.
-    """
-    named = zip(watchdog._processes, watchdog._names, strict=True)
-    watchdog._names = [_title(process) or name for process, name in named]
-    original(watchdog)
 
 
 def stop_subprocess_watchdog(original: Callable[..., None], watchdog: Any) -> None:
@@ -60,7 +50,7 @@ def create_watchdog(original: Callable[..., Any], debug_name: str, *args: Any, *
     With DFLASH, the first replica's scheduler to die ends the server.
     """
     if debug_name == CONTROLLER and _is_dflash():
-        titles = {process: _title(process) for process in _children()}
+        titles = {process: _title(process) for process in multiprocessing.active_children()}
         threading.Thread(target=_end_with_the_first, args=(titles,), name="replicas", daemon=True).start()
     return original(debug_name, *args, **kwargs)
 
@@ -99,10 +89,6 @@ def _title(process: BaseProcess) -> str:
         return " ".join(psutil.Process(process.pid).cmdline()).strip()
     except psutil.NoSuchProcess:
         return ""
-
-
-def _children() -> Iterable[BaseProcess]:
-    return multiprocessing.active_children()
 
 
 def _is_dflash() -> bool:

@@ -10,7 +10,6 @@ import sys
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from sglang.srt.utils.watchdog import SubprocessWatchdog
 
@@ -75,19 +74,11 @@ def test_what_the_launcher_ended_itself_is_no_fault_when_it_shuts_down_again(chi
     assert stops == [watchdog, watchdog] and not caplog.records
 
 
-def test_processes_are_called_by_their_titles_where_they_have_one(children):
-    starts = []
-    watchdog = SimpleNamespace(_processes=[children[0], children[3]], _names=["scheduler_0", "scheduler_1"])
-    faults.start_subprocess_watchdog(starts.append, watchdog)
-    (title, number), own = watchdog._names, " ".join(psutil.Process().cmdline())
-    assert (title, number) == (own.strip(), "scheduler_1") and starts == [watchdog]
-
-
 @pytest.mark.parametrize("dflash", [True, False])
 def test_the_first_replica_to_die_ends_the_server_under_dflash_alone(children, caplog, monkeypatch, dflash):
     sent = []
     monkeypatch.setattr(faults, "_is_dflash", lambda: dflash)
-    monkeypatch.setattr(faults, "_children", lambda: children[:2])
+    monkeypatch.setattr(faults.multiprocessing, "active_children", lambda: children[:2])
     process = SimpleNamespace(getppid=os.getppid, kill=lambda pid, how: sent.append((pid, how)))
     monkeypatch.setattr(faults, "os", process)
     with caplog.at_level(logging.ERROR):
