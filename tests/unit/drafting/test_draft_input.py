@@ -1,0 +1,133 @@
+"""The reservation of slots and rows, and the draft input that carries a batch's lengths to the next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+CONTEXT = 100
+OF_A_BATCH = ("tree_cache", "req_to_token_pool", "req_pool_indices")
+
+
+def reservation(block: int, row_width: int, page: int) -> Any:
+    from dflash_sglang.drafting.draft_input import SlotReservation
+
+    return SlotReservation(8, block, row_width, page, "cpu")
+
+
+@given(
+    block=st.integers(2, 32),
+    page=st.sampled_from([1, 16, 64]),
+    context=st.integers(64, 300),
+    data=st.data(),
+)
+def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(block, page, context, data):
+    # As SGLang sizes a row: too short for two blocks past the context limit where pages are of one token.
+    row_width = context + (4 + block if page == 1 else 2 * block + page - 1)
+    committed = data.draw(st.lists(st.integers(1, context), min_size=1, max_size=8))
+    allocated = [-(-(c + data.draw(st.integers(0, 2 * block))) // page) * page for c in committed]
+    limit = row_width // page * page
+    reqs = [
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=min(a, limit)))
+        for c, a in zip(committed, allocated, strict=True)
+    ]
+    alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH))
+    with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode", alloc):
+        reserved = reservation(block, row_width, page).reserve(given)
+    asked = alloc.call_args.kwargs
+    assert reserved.committed.tolist() == committed
+    assert reserved.committed_sum == sum(committed)
+    before, lengths = [req.kv.kv_allocated_len for req in reqs], reserved.lengths.tolist()
+    assert asked["cur_kv_lens"].tolist() == asked["cur_kv_lens_cpu"].tolist() == before
+    assert asked["nxt_kv_lens"].tolist() == asked["nxt_kv_lens_cpu"].tolist() == lengths
+    assert asked["num_needed_tokens"] == sum(lengths) - sum(before)
+    assert reserved.lengths_sum == sum(lengths)
+    for c, a, r in zip(committed, before, lengths, strict=True):
+        assert a <= r <= limit
+        assert r % page == 0
+        assert r == limit or r >= c + 2 * block
+
+
+@given(
+    committed=st.lists(st.integers(1, CONTEXT + 20), min_size=1, max_size=5),
+    width=st.integers(1, 16),
+    longer=st.integers(0, 16),
+    exact=st.booleans(),
+)
+def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer, exact):
+    """FlashInfer's graphs of width 1 have room for so many keys of each request, its own among them."""
+    from dflash_sglang.drafting.block import BlockBuilder
+    from dflash_sglang.drafting.step_slots import StepSlots
+    from dflash_sglang.sglang_names.scheduler import DFlashVerifyInput
+
+    rows = torch.arange(len(committed))
+    translator = mock.Mock()
+    runner: Any = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(len(committed), CONTEXT + 20).int()),
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        kv_index_translator=translator,
+    )
+    slots = StepSlots(len(committed), 16, "cpu")
+    slots.start(rows, torch.zeros_like(rows), torch.tensor(committed))
+    builder = BlockBuilder(runner, 16, 7, slots, in_place=False)
+    bounds = torch.tensor([min(c, CONTEXT - 1) + longer + width for c in committed], dtype=torch.int32)
+    batch: Any = SimpleNamespace(
+        reqs=committed,
+        req_pool_indices=rows,
+        seq_lens_cpu=torch.tensor(committed) if exact else None,
+        spec_info=SimpleNamespace(nxt_kv_lens_cpu=bounds, nxt_kv_lens_sum=int(bounds.sum())),
+    )
+    block = builder.build(batch, width)
+    prefixes = [min(c, CONTEXT - 1) for c in committed]
+    assert block.prefix_lens.tolist() == prefixes
+    read = sum(prefixes) + len(committed) * width
+    assert read <= len(committed) * width * CONTEXT
+    more = 0 if exact else longer
+    assert block.kv_len_bounds.tolist() == [prefix + width + more for prefix in prefixes]
+    indices, ends, *_ = DFlashVerifyInput(block.ids, block.positions, width).generate_attn_arg_prefill(
+        req_pool_indices=rows,
+        paged_kernel_lens=block.prefix_lens,
+        paged_kernel_lens_sum=block.prefix_bounds_sum,
+        translator=translator,
+        plan=block.loc_plan,
+    )
+    assert ends[-1] == read == len(indices) - len(committed) * more
+
+
+def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
+    def reserve(*committed: int) -> Any:
+        reqs = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=c)) for c in committed]
+        return slots.reserve(SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH)))
+
+    slots = reservation(4, 100, 1)
+    with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"):
+        steps = [reserve(10, 20, 30), reserve(11, 21, 31), reserve(22, 32), reserve(23, 33, 1, 2)]
+        assert [step.lengths.tolist() for step in steps] == [[18, 28, 38], [19, 29, 39], [30, 40], [31, 41, 9, 10]]
+        again = reserve(24, 34)  # in the buffers of the first
+    assert again.lengths.tolist() == [32, 42]
+    assert [step.lengths.tolist() for step in steps[1:]] == [[19, 29, 39], [30, 40], [31, 41, 9, 10]]
+    assert [step.committed.tolist() for step in steps] == [[10, 20, 30], [11, 21, 31], [22, 32], [23, 33, 1, 2]]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_draft_input_is_filtered_and_merged_with_its_batch(overlap):
+    """Tokens and lengths are the relay's, by the requests' rows; without overlap SGLang names no rows."""
+    from dflash_sglang.drafting.draft_input import DFlashDraftInput
+
+    def of(*requests: int) -> DFlashDraftInput:
+        made = DFlashDraftInput.create(torch.tensor(requests) + 100, torch.tensor(requests) + 200, None)
+        made.future_indices = torch.tensor(requests) if overlap else None
+        return made
+
+    running = of(1, 2, 3)
+    running.nxt_kv_lens_cpu, running.nxt_kv_lens_sum = torch.tensor([5, 6, 7]), 18
+    running.filter_batch(torch.tensor([0, 2]), [0, 2])
+    running.merge_batch(of(8))
+    assert (running.future_indices.tolist() == [1, 3, 8]) if overlap else (running.future_indices is None)
+    assert running.nxt_kv_lens_cpu is running.nxt_kv_lens_sum is None, "a reservation is of one step's batch"

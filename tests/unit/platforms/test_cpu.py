@@ -1,0 +1,237 @@
+"""The CPU platform: its attention against a dense reference, its operators, and where it is active."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from dflash_sglang.attention import dense
+from dflash_sglang.attention.torch_cpu import TorchCpuAttention, query_ranges
+from dflash_sglang.platforms import cpu
+from dflash_sglang.platforms.cpu.dp import mask_dp_pad_moe_topk_ids
+from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, block_slots
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def paged_rows(lens: list[int], page_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """req_to_token in pages scattered over a pool, requests in shuffled slots; past a row's end slot 0."""
+    shuffle = random.Random(seed)
+    pages = [-(-n // page_size) for n in lens]
+    free = list(range(1, sum(pages) + 4))
+    shuffle.shuffle(free)
+    slots = (len(free) + 1) * page_size
+    request_slots = shuffle.sample(range(len(lens) + 2), len(lens))
+    req_to_token = torch.zeros(len(lens) + 2, max(lens) + 8, dtype=torch.int32)  # slot 0 is poisoned
+    for row, n, count in zip(request_slots, lens, pages, strict=True):
+        taken = [page * page_size + i for page in free[:count] for i in range(page_size)]
+        del free[:count]
+        req_to_token[row, :n] = torch.tensor(taken[:n])
+    return req_to_token, torch.tensor(request_slots), slots
+
+
+def visible_keys(q: int, context: int, causal: bool, window: int | None) -> list[int]:
+    keys = range(q + 1) if causal else range(context)
+    return [k for k in keys if window is None or abs(q - k) < window]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=5),
+    uniform=st.booleans(),
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 12)),
+    page_size=st.sampled_from([1, 4, 16]),
+    bfloat16=st.booleans(),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_attention_equals_softmax_over_exactly_the_visible_keys(
+    requests: list[tuple[int, int]],
+    uniform: bool,
+    causal: bool,
+    window: int | None,
+    page_size: int,
+    bfloat16: bool,
+    with_sinks: bool,
+    seed: int,
+) -> None:
+    prefix_lens = [prefix for prefix, _ in requests]
+    query_lens = [requests[0][1] if uniform else n for _, n in requests]
+    lens = [p + n for p, n in zip(prefix_lens, query_lens, strict=True)]
+    req_to_token, request_slots, slots = paged_rows(lens, page_size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    key, value = (torch.full((slots, KV_HEADS, DIM), float("nan"), dtype=dtype) for _ in range(2))
+    for row, n in zip(request_slots.tolist(), lens, strict=True):
+        used = req_to_token[row, :n].long()
+        for cache in (key, value):
+            cache[used] = torch.randn(n, KV_HEADS, DIM, generator=generator).to(dtype)
+    query = torch.randn(sum(query_lens), HEADS, DIM, generator=generator).to(dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "MAX_QUERIES", 4)  # prefills of 5 .. 9 queries are cut
+        groups = dense.group_queries(req_to_token, request_slots, prefix_lens, query_lens)
+    window_left = None if window is None else window - 1
+    sinks = torch.randn(HEADS, generator=generator).to(dtype) if with_sinks else None
+    options = dict(causal=causal, window_left=window_left, scale=0.3, sinks=sinks)
+    got = dense.attend(query, key, value, groups, **options)
+
+    expected = torch.empty_like(query, dtype=torch.float64)
+    token = 0
+    for row, prefix, n in zip(request_slots.tolist(), prefix_lens, query_lens, strict=True):
+        for q in range(prefix, prefix + n):
+            seen = req_to_token[row, visible_keys(q, prefix + n, causal, window)].long()
+            k, v = (cache[seen].double().repeat_interleave(HEADS // KV_HEADS, 1) for cache in (key, value))
+            scores = torch.einsum("hd,khd->hk", query[token].double(), k) * 0.3
+            # A sink is a score more, of a key without a value.
+            scores = scores if sinks is None else torch.cat([scores, sinks.double()[:, None]], dim=1)
+            expected[token] = torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(seen)], v)
+            token += 1
+    torch.testing.assert_close(got.double(), expected, atol=3e-2 if bfloat16 else 1e-5, rtol=1e-2)
+
+
+class Pool:
+    """A one-layer KV pool that stores what the backend writes."""
+
+    def __init__(self, slots: int, dim: int):
+        self.key, self.value = torch.zeros(slots, 1, dim), torch.zeros(slots, 1, dim)
+
+    dtype = torch.float32
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: torch.Tensor, v: torch.Tensor, *scales: None) -> None:
+        self.key[loc.loc], self.value[loc.loc] = k, v
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.key
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.value
+
+
+def seen_positions(prefix_len: int, queries: int, *, window: int | None = None, **batch: Any) -> list[list[int]]:
+    """The positions each query of one request reads, through the backend: value t is the t-th unit vector."""
+    attn_type = batch.pop("attn_type", AttentionType.DECODER)
+    total = prefix_len + queries
+    pool = Pool(total + 1, total)
+    slots = torch.arange(1, total + 1)
+    units = torch.eye(total)[:, None]
+    pool.value[slots[:prefix_len]] = units[:prefix_len]
+    backend = TorchCpuAttention(
+        SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=slots[None].int()), token_to_kv_pool=pool)
+    )
+    forward_batch = SimpleNamespace(req_pool_indices=torch.tensor([0]), out_cache_loc=slots[prefix_len:], **batch)
+    layer = SimpleNamespace(
+        layer_id=0,
+        is_cross_attention=False,
+        logit_cap=0.0,
+        tp_q_head_num=1,
+        qk_head_dim=total,
+        v_head_dim=total,
+        scaling=1.0,
+        attn_type=attn_type,
+        sliding_window_size=-1 if window is None else window - 1,
+        k_scale=None,
+        v_scale=None,
+    )
+    backend.init_forward_metadata(forward_batch)
+    zeros = torch.zeros(queries, 1, total)
+    out = backend.forward(zeros.flatten(1), zeros, units[prefix_len:], layer, forward_batch)
+    return [row.nonzero().flatten().tolist() for row in out]
+
+
+def block_batch(prefix_len: int, block: int) -> dict[str, Any]:
+    return dict(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        seq_lens=torch.tensor([prefix_len]),
+        spec_info=SimpleNamespace(draft_token_num=block, ragged_verify_layout=None),
+    )
+
+
+def test_every_query_of_a_non_causal_block_sees_the_context_and_the_last_block_position() -> None:
+    batch = block_batch(5, 4)
+    assert seen_positions(5, 4, attn_type=AttentionType.ENCODER_ONLY, **batch) == [list(range(9))] * 4
+    assert seen_positions(5, 4, **batch) == [list(range(q + 1)) for q in range(5, 9)]
+
+
+def test_requests_of_a_verify_have_as_many_queries_as_the_layout_says() -> None:
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        seq_lens=torch.tensor([5, 2]),
+        spec_info=SimpleNamespace(
+            draft_token_num=4, ragged_verify_layout=SimpleNamespace(verify_lens=torch.tensor([1, 3]))
+        ),
+    )
+    assert query_ranges(batch) == ([5, 2], [1, 3])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("context", [7, 8, 9, 80])
+def test_a_window_of_8_ends_where_the_reference_ends(context: int, causal: bool) -> None:
+    block = 12  # wider than the window: its right edge counts too
+    attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
+    seen = seen_positions(context, block, window=8, attn_type=attn_type, **block_batch(context, block))
+    assert seen == [visible_keys(q, context + block, causal, 8) for q in range(context, context + block)]
+
+
+def test_decode_and_extend_count_the_queries_in_seq_lens() -> None:
+    decode = dict(forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor([6]))
+    assert seen_positions(5, 1, **decode) == [list(range(6))]
+    extend = dict(
+        seq_lens=torch.tensor([8]), extend_prefix_lens=torch.tensor([5]), extend_seq_lens=torch.tensor([3])
+    )
+    expected = [list(range(q + 1)) for q in range(5, 8)]
+    assert seen_positions(5, 3, forward_mode=ForwardMode.EXTEND, **extend) == expected
+    assert seen_positions(5, 3, forward_mode=ForwardMode.MIXED, **extend) == expected
+
+
+def test_new_slots_go_to_their_own_requests_rows_and_a_block_reads_them_back() -> None:
+    req_to_token = torch.full((4, 6), -1, dtype=torch.int32)
+    rows = torch.tensor([3, 1])
+    start, end = torch.tensor([2, 0]), torch.tensor([5, 3])
+    assign_req_to_token_pool(rows, req_to_token, start, end, torch.arange(10, 16), 2)
+    assert req_to_token[3].tolist() == [-1, -1, 10, 11, 12, -1]
+    assert req_to_token[1].tolist() == [13, 14, 15, -1, -1, -1]
+    assert bool((req_to_token[[0, 2]] == -1).all())
+    slots = block_slots(
+        req_pool_indices=rows,
+        req_to_token=req_to_token,
+        start_offset=start,
+        end_offset=end,
+        batch_size=2,
+        draft_token_num=3,
+        device="cpu",
+    )
+    assert slots.tolist() == [10, 11, 12, 13, 14, 15] and slots.dtype == torch.int64
+    with pytest.raises(IndexError):
+        assign_req_to_token_pool(rows[:1], req_to_token, start[:1], start[:1] + 5, torch.arange(5), 1)
+
+
+def test_experts_see_no_rows_that_pad_a_data_parallel_ranks_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.dp_attention import _DpGatheredBufferWrapper as buffer
+
+    monkeypatch.setattr(buffer, "_global_num_tokens_gpu", torch.tensor([1, 3, 0]))
+    monkeypatch.setattr(buffer, "_local_dp_buffer_len", 3)
+    chosen = torch.ones(9, 2, dtype=torch.int32)
+    mask_dp_pad_moe_topk_ids(chosen)
+    assert chosen[:, 0].tolist() == chosen[:, 1].tolist() == [1, -1, -1, 1, 1, 1, -1, -1, -1]
+    unpadded = torch.ones(4, 2, dtype=torch.int32)
+    mask_dp_pad_moe_topk_ids(unpadded)
+    assert unpadded.min() == 1
+
+
+def test_the_platform_is_active_only_where_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    assert cpu.activate() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    assert cpu.activate() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", "dflash_cpu")
+    assert cpu.activate() == "dflash_sglang.platforms.cpu.platform.CpuPlatform"
