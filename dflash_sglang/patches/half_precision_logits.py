@@ -53,7 +53,7 @@ class HalfPrecisionLogits:
         self._vocab_size = vocab_size
         self._gathers = processor.do_tensor_parallel_all_gather
         self._of_rank = copy.copy(processor)
-        replace("verify-logits-gather", self._of_rank, False)
+        replace("verify-gather", self._of_rank, False)
         wide = processor.final_logit_softcapping or processor.use_fp32_lm_head or processor.use_fp32_lm_head_output
         own = type(processor)._compute_lm_head is not LogitsProcessor._compute_lm_head
         self._is_product = not (wide or own or processor.rl_on_policy_target is not None)
