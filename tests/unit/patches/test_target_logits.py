@@ -385,7 +385,7 @@ def test_logits_are_widened_for_what_needs_float32_alone(
     for name in ("tail", "acceptor", "runner", "tp_sync", "penalties", "sampler", "processors", "by_kernels"):
         setattr(under_test, f"_{name}", mock.MagicMock())
     under_test._recurrent, under_test._sanitizes = None, sanitizes
-    under_test._penalties.of.return_value = penalised
+    under_test._penalties.penalised.return_value = penalised
     given, whole, whole_as_given = (mock.MagicMock() for _ in range(3))
     under_test._logits = mock.MagicMock()
     under_test._logits.whole.side_effect = lambda _, as_given=False: whole_as_given if as_given else whole
