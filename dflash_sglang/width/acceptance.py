@@ -38,11 +38,15 @@ class Work(NamedTuple):
     tokens: np.ndarray  # [nodes] of all requests at a node
 
 
-def steps_needed(work: Sequence[Work], width: int, shares: np.ndarray | float = 1.0) -> np.ndarray:
-    """Steps [...] of one request that commit the work, at `width` (an index) with these shares [...] of what comes
+def steps_needed(work: Sequence[Work]) -> np.ndarray:
+    """[widths] steps of one request that commit the work, with full blocks of each width."""
+    return sum((1.0 / of.committed) @ of.tokens for of in work)
+
+
+def ragged_steps_needed(work: Sequence[Work], width: int, shares: np.ndarray) -> np.ndarray:
+    """[n] steps of one request that commit the work, at `width` (an index) with these shares [n] of what comes
     true verified."""
-    shares = np.asarray(shares)[..., None]
-    return sum((1.0 / (1.0 + (of.committed[width] - 1.0) * shares)) @ of.tokens for of in work)
+    return sum((1.0 / (1.0 + (of.committed[width] - 1.0) * shares[:, None])) @ of.tokens for of in work)
 
 
 class Acceptance:

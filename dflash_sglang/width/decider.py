@@ -46,9 +46,6 @@ class Decision(NamedTuple):
         return cls(width, budget or None, bool(probe), REASONS[reason], *row[4:].tolist())
 
 
-NO_DECISION = np.zeros(len(Decision._fields))  # the row of a rank that does not decide
-
-
 class Load(NamedTuple):
     """What the requests of all ranks ask of a step. Steps are padded to the largest `batch` of a rank."""
 
@@ -62,8 +59,7 @@ class Load(NamedTuple):
     @classmethod
     def from_requests(cls, acceptance: Acceptance, slots: np.ndarray, context: int, work: Sequence[Work]) -> Load:
         """The load of one rank, whose requests in `slots` [n] bring this work."""
-        needed = [float(steps_needed(work, width)) for width in range(len(acceptance.widths))]
-        n = len(slots)
+        n, needed = len(slots), steps_needed(work).tolist()
         return cls(n, n, float(context), acceptance.cap(slots), acceptance.floor(slots), needed)
 
     def row(self) -> np.ndarray:
@@ -111,7 +107,7 @@ class Decider:
             return Decision(self.widths[self._width]), None
         bucket = self.step_times.bucket(load.batch)
         full_seconds = self.step_times.seconds(bucket, load.context_tokens)
-        offers = full = [Offer(*of) for of in zip(load.steps_needed, full_seconds, strict=True)]
+        offers = full = list(map(Offer, load.steps_needed, full_seconds))
         if self.ragged is not None and not needs_full_blocks and load.floor == PLAIN:
             offers = self.ragged.offers(work, load.requests, bucket, full, self._added)
         committed, seconds = self._long_run(load, offers)
@@ -122,7 +118,7 @@ class Decider:
             if self.ragged is not None:
                 offer = self.ragged.compared(offer, full[width])
         rates = committed / seconds
-        full_committed, full_taken = self._long_run(load, full)
+        full_committed, full_taken = (committed, seconds) if offers is full else self._long_run(load, full)
         decision = Decision(
             self.widths[width],
             offer.verify_budget,
@@ -130,8 +126,8 @@ class Decider:
             choice.reason,
             offer.seconds,
             offers[width].share,
-            rates[width] / rates[0],
-            rates[width] * full_taken[-1] / full_committed[-1],
+            float(rates[width] / rates[0]),
+            float(rates[width] * full_taken[-1] / full_committed[-1]),
         )
         self.interruptions.step(float(committed[width]))
         ragged, part = offer.verify_budget is not None, offer.seconds / full_seconds[width]
@@ -147,7 +143,8 @@ class Decider:
         """[widths] committed tokens and seconds of a step, the first in the long run, the second with what
         prefills add. Tokens are those that arrive over the steps that they need; a plain step commits one of a
         request, so the steps needed of width 1 say how many tokens arrive."""
-        needed, seconds = (np.array(of) for of in list(zip(*offers, strict=True))[:2])
+        needed = np.array([offer.steps_needed for offer in offers])
+        seconds = np.array([offer.seconds for offer in offers])
         committed = load.requests * needed[0] / needed
         return committed, seconds + self._added(committed)
 

@@ -10,10 +10,6 @@ import numpy as np
 Exchange = Callable[[np.ndarray], np.ndarray]
 
 
-def _alone(row: np.ndarray) -> np.ndarray:
-    return row
-
-
 @dataclass(frozen=True)
 class Group:
     """The ranks that run a step together. The defaults are those of a rank alone.
@@ -21,13 +17,14 @@ class Group:
     ``decides``: whether this is the rank that decides.
 
     ``broadcast``: takes a row of float64 [n], returns the deciding rank's. All ranks call it in the same order.
+    None: there are no others.
 
     ``gather``: takes this rank's row [n], returns those of all ranks [ranks, n], one call late (`OneStepLate`).
     Only where ranks hold requests of their own.
     """
 
     decides: bool = True
-    broadcast: Exchange = _alone
+    broadcast: Exchange | None = None
     gather: Exchange | None = None
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.width.acceptance import Acceptance, Work
-from dflash_sglang.width.decider import NO_DECISION, Decider, Decision, Load, Plan
+from dflash_sglang.width.acceptance import Acceptance
+from dflash_sglang.width.decider import Decider, Decision, Load, Plan
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.metrics import WidthMetrics
 from dflash_sglang.width.step_times import StepTimesError
@@ -106,18 +106,17 @@ class WidthPolicy:
         return decision
 
     def _decide(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
-        row, plan = NO_DECISION, None
-        work: list[Work] = []
-        load: Load | None = None
-        if self.decider is not None or self._group.gather is not None:
+        """This rank's decision, or what the deciding rank tells; with the plan, on that rank."""
+        group, decision, plan = self._group, Decision(self.widths[-1]), None
+        if self.decider is not None or group.gather is not None:
             work = self.acceptance.work(slots, *self._held)
             load = Load.from_requests(self.acceptance, slots, context, work)
-        if self._group.gather is not None and load is not None:
-            load = Load.from_rows(self._group.gather(load.row()))
-        if self.decider is not None and load is not None:
-            decision, plan = self.decider.decide(load, work, needs_full_blocks)
-            row = decision.row()
-        decision = Decision.from_row(self._group.broadcast(row))
+            if group.gather is not None:
+                load = Load.from_rows(group.gather(load.row()))
+            if self.decider is not None:
+                decision, plan = self.decider.decide(load, work, needs_full_blocks)
+        if group.broadcast is not None:
+            decision = Decision.from_row(group.broadcast(decision.row()))
         if not decision.probe:
             self._held = self.widths.index(decision.width), decision.share
         return decision, plan

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_sglang.width.acceptance import Acceptance, Work, steps_needed
+from dflash_sglang.width.acceptance import Acceptance, Work, ragged_steps_needed
 from dflash_sglang.width.confidence import Confidence
 from dflash_sglang.width.step_times import StepTimes, filled
 
@@ -135,7 +135,7 @@ class RaggedSteps:
         offers, tokens = list(full), requests * full[0].steps_needed
         for width, shares in enumerate(choices, 1):
             fewer = len(shares) - 1  # the last one is full blocks
-            steps = steps_needed(work, width, shares)
+            steps = ragged_steps_needed(work, width, shares)
             seconds = np.append(table[width, :fewer], full[width].seconds)
             best = int(((seconds + added(tokens / steps)) * steps).argmin())
             if best < fewer:

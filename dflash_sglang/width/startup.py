@@ -205,8 +205,10 @@ def _rehearse(
     for _ in range(PASSES):
         for cell in cells:
             requests, width, context = cell
-            elapsed = group.broadcast(np.array([time.perf_counter() - begin]))[0]  # all ranks stop alike
-            if elapsed > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
+            elapsed = np.array([time.perf_counter() - begin])
+            if group.broadcast is not None:
+                elapsed = group.broadcast(elapsed)  # all ranks stop alike
+            if elapsed[0] > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
                 continue
             each = min(max(context // requests, 1), rehearsal.longest)
             for seconds in rehearsal.seconds(requests, each, 1, width, budget(requests, width)):

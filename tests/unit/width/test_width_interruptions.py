@@ -92,7 +92,7 @@ def test_prefills_are_in_no_step_time_and_in_the_gains_that_are_told(monkeypatch
     assert times.seconds(8, 0.0) == table and width == 4
     plain_steps, steps = policy.metrics.steps
     assert sum(policy.metrics.seconds) == pytest.approx(plain_steps * plain + steps * four)
-    tokens, once = float(steps_needed(policy.acceptance.work(slots, 1), 0)), times.seconds(0, 0.0)[0]
+    tokens, once = steps_needed(policy.acceptance.work(slots, 1))[0], times.seconds(0, 0.0)[0]
     share = policy.decider.interruptions.share
     spent = plain + once * share(256.0), four + once * share(tokens)
     assert policy.metrics.gain_over_plain == pytest.approx(tokens / 256 * spent[0] / spent[1], rel=0.01)

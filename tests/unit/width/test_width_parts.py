@@ -158,8 +158,7 @@ def committed(estimate: Acceptance, slots: Any) -> np.ndarray:
 
 def needed(estimate: Acceptance, slots: Any, held: int) -> np.ndarray:
     """[widths] steps of one request that commit what a step of these does at the held width."""
-    work = estimate.work(np.array(slots), held)
-    return np.array([float(steps_needed(work, width)) for width in range(len(WIDTHS))])
+    return steps_needed(estimate.work(np.array(slots), held))
 
 
 def teach(estimate: Acceptance, draft: Draft, kinds: np.ndarray, width: int, steps: range, seed: int = 0) -> None:
