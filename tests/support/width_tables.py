@@ -94,7 +94,7 @@ def changing(machine: Machine) -> None:
 
 def mixes() -> None:
     fixed_widths = (f"fixed {width}" for width in WIDTHS)
-    kinds = ("ours", "ours / best", "worst seed"), ("per request", "per request / best", "worst seed")
+    kinds = ("ours", "ours / best", "worst seed"), ("ragged", "ragged / best", "worst seed")
     head("concurrency", "hard", *fixed_widths, *kinds[0], *kinds[1])
     seeds = range(6)
     for concurrency, hard in STEADY:
@@ -113,7 +113,7 @@ def mixes() -> None:
 
 def told_apart() -> None:
     """Where the draft says more of a proposal than its kind and position do."""
-    head("concurrency", "hard", "best fixed", "one width", "per request", "per request / best")
+    head("concurrency", "hard", "best fixed", "one width", "ragged", "ragged / best")
     seeds = range(6)
     for concurrency, hard in STEADY:
 
@@ -137,7 +137,7 @@ def told_apart() -> None:
 
 
 def unmixed(machine: Machine) -> None:
-    head("accept length", "concurrency", "one width", "per request", "per request / one width")
+    head("accept length", "concurrency", "one width", "ragged", "ragged / one width")
     for name, draft in (("6.4", Draft(GOOD)), ("1.5", Draft(POOR))):
         for concurrency in (1, 8, 32, 64, 128, 256):
             rates = []
@@ -152,7 +152,7 @@ def unmixed(machine: Machine) -> None:
 def prefills(machine: Machine) -> None:
     head(
         "answer", "concurrency", "no speculation", "best fixed", "ours", "ours / best",
-        "without counting prefills / best", "per request / best",
+        "without counting prefills / best", "ragged / best",
     )  # fmt: skip
     for answer in ANSWERS:
         for concurrency in (1, 32, 128, 256):
@@ -194,7 +194,7 @@ def margins() -> None:
 
 def cost() -> None:
     choice.PROBE_BUDGET = 0.0
-    head("batch", "choose, us", "verified, us", "choose per request, us", "its mean", "verified, us")
+    head("batch", "choose, us", "verified, us", "choose ragged, us", "its mean", "verified, us")
     for batch in (1, 64, 512, 4096):
         cells = []
         for ragged in (False, True):
