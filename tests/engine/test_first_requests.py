@@ -151,7 +151,7 @@ def test_no_kind_of_request_makes_a_buffer_or_lets_one_grow(served):
     taken = {where.rpartition(".")[2]: size for where, size in json.loads((records / "taken.json").read_text())}
     rows, vocabulary = 49, 320  # of SGLang's 48 requests
     assert taken["_counts"] == 4 * rows * vocabulary and taken["_ends"] == rows * vocabulary
-    assert {"_packed", "_most", "_last"} <= set(taken), "outcomes, limits, what processors are told"
+    assert {"_packed", "_max_commit", "_last"} <= set(taken), "outcomes, limits, what processors are told"
     made = {where for _, _, buffers in firsts(records) for where in map(tuple, buffers)}
     assert made == set()
 
