@@ -31,6 +31,8 @@ class VerifyTail:
         acceptor: Acceptor,
         context: ContextWriter,
     ) -> None:
+        """acceptor: accepts every replay; context: writes every replay's rows, where draft and target name slots
+        alike."""
         self._logits, self._acceptor, self._context = logits, acceptor, context
         # A graph has the slots as the target's pool names them.
         self.writes_context = names_slots_alike(target, draft)
@@ -43,24 +45,13 @@ class VerifyTail:
             self._context.write(
                 out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc[:num_tokens]
             )
-        bs = forward_batch.batch_size
-        target_ids = self._logits.best(out.next_token_logits[:num_tokens])
-        layout = forward_batch.spec_info.ragged_verify_layout
-        if layout is not None:  # its tensors are the capture's: SGLang renews them before each replay
-            self._acceptor.accept(
-                forward_batch.input_ids,
-                target_ids,
-                forward_batch.seq_lens,
-                forward_batch.req_pool_indices,
-                Ragged(layout.qo_indptr_device, layout.verify_lens, self._acceptor.block_size),
-            )
-            return
-        self._acceptor.accept(
-            forward_batch.input_ids.view(bs, -1),
-            target_ids.view(bs, -1),
-            forward_batch.seq_lens,
-            forward_batch.req_pool_indices,
-        )
+        ids, target_ids = forward_batch.input_ids, self._logits.best(out.next_token_logits[:num_tokens])
+        layout, ragged = forward_batch.spec_info.ragged_verify_layout, None
+        if layout is None:
+            ids, target_ids = (of.view(forward_batch.batch_size, -1) for of in (ids, target_ids))
+        else:  # its tensors are the capture's: SGLang renews them before each replay
+            ragged = Ragged(layout.qo_indptr_device, layout.verify_lens, self._acceptor.block_size)
+        self._acceptor.accept(ids, target_ids, forward_batch.seq_lens, forward_batch.req_pool_indices, ragged)
 
 
 def names_slots_alike(target: ModelRunner, draft: ModelRunner) -> bool:
