@@ -53,7 +53,7 @@ class RaggedVerify:
         """
         if proposals.logprobs is None:
             raise ValueError(
-                "a ragged step: expected proposals with logprobs, found none. Set width.per_request to false for "
+                "a ragged step: expected proposals with logprobs, found none. Set width.ragged to false for "
                 "this draft."
             )
         bs, captured = block.batch_size, self._captured_requests(budget, block.batch_size)
