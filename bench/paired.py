@@ -1,0 +1,150 @@
+"""Start-up and tokens per second of this checkout of the package and of another one, in turn on one GPU.
+
+python -m bench.paired --before DIR --target DIR --draft DIR --out FILE [--concurrency 1 8 32 64 128] [--rounds 3]
+                       [--seconds 5] [--starts 2]
+
+`--before`: the other checkout, a directory that holds `dflash_sglang`. Each checkout starts `--starts` times, with
+no other server there, after one start that is not counted. Then one server of each is up, and both have every load
+in turn. Acceptance is forced by position, and each server chooses its widths.
+
+Tokens per second come from the steps that a server counts in a steady load: each step of a width commits what the
+coins give at that width in the long run. So few coins of a short load add no noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.load import Load, rotated
+from bench.servers import Candidate, add_options, parse, server_of, together
+from bench.steady import RAMP, WARM_UP, clients, occupy
+from bench.widths import ACCEPTANCE, BLOCK, mean_length, since, told
+from dflash_sglang.demo.launch import OURS, wait_for
+from dflash_sglang.demo.server import Server
+from dflash_sglang.demo.signals import signals_as_exit
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+
+BEFORE, AFTER = "before", "after"
+ROOT = Path(__file__).parents[1]
+KEPT, START_UP = 0.99, 1.0  # of tokens/s at least, of the time from launch to ready at most
+
+
+def candidates(before: Path, python_path: str) -> list[Candidate]:
+    """One server of each checkout, whose package comes first on its path."""
+    settings = json.dumps({"simulated_acceptance": ACCEPTANCE["good"], "width": {}})
+    return [
+        Candidate(
+            name, OURS, environment={CONFIG_ENV: settings, "PYTHONPATH": f"{root}:{python_path}"}, accept_length=0
+        )
+        for name, root in ((BEFORE, before.resolve()), (AFTER, ROOT))
+    ]
+
+
+def require_checkouts(found: Sequence[Candidate], environment: Mapping[str, str]) -> None:
+    """Raises ValueError where a server would import another package than that of its checkout."""
+    for one in found:
+        root = one.environment["PYTHONPATH"].partition(":")[0]
+        code = "import dflash_sglang; print(dflash_sglang.__file__)"
+        asked = {**environment, **one.environment}
+        file = subprocess.run(
+            [sys.executable, "-c", code], env=asked, cwd="/", capture_output=True, text=True, check=True
+        ).stdout.strip()
+        if Path(file).parents[1] != Path(root):
+            raise ValueError(f"{one.name}: expected the package of {root}, found {file}. Name a checkout.")
+
+
+def rate(steps: Mapping[str, Sequence[float]], seconds: float, concurrency: int) -> float:
+    """Tokens per second that so many steps of each width commit in the long run."""
+    lengths = {width: mean_length(ACCEPTANCE["good"], int(width)) for width in steps}
+    return concurrency * sum(count * lengths[width] for width, (count, *_) in steps.items()) / seconds
+
+
+def measure(server: Server, load: Load, seconds: float) -> dict[str, Any]:
+    server.post("/flush_cache?timeout=60")
+    with clients(server, load):
+        time.sleep(RAMP)
+        before, start = told(server), time.perf_counter()
+        time.sleep(seconds)
+        steps, took = since(before, told(server)), time.perf_counter() - start
+    return {"tokens_per_second": round(rate(steps, took, load.concurrency), 1), "steps": steps}
+
+
+def start(candidate: Candidate, arguments: argparse.Namespace, scratch: Path, most: int, tokens: int) -> float:
+    """Seconds from launch to ready of a server that then ends."""
+    began = time.perf_counter()
+    with server_of(candidate, arguments, scratch, requests=most, tokens=tokens) as server:
+        wait_for(OURS, server)
+        return round(time.perf_counter() - began, 2)
+
+
+def claims(starts: Mapping[str, Sequence[float]], loads: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """starts: {checkout: seconds}; loads: {concurrency: {checkout: [what `measure` gave, by round]}}."""
+    out = []
+    if all(starts.values()):
+        ratio = statistics.median(starts[AFTER]) / statistics.median(starts[BEFORE])
+        out.append(report.at_most("start-up time over before, median", round(ratio, 4), START_UP))
+    for concurrency, of in loads.items():
+        rates = {
+            name: statistics.median(one["tokens_per_second"] for one in rounds) for name, rounds in of.items()
+        }
+        what = f"tokens/s over before, {concurrency} requests, median of {len(of[AFTER])} rounds"
+        out.append(report.at_least(what, round(rates[AFTER] / rates[BEFORE], 4), KEPT))
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, [OURS], accept_length=0)
+    parser.add_argument("--before", required=True, type=Path, help="the other checkout")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
+    parser.add_argument("--starts", type=int, default=2, help="of each checkout, alone")
+    arguments = parse(parser)
+    found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""))
+    require_checkouts(found, os.environ)
+    most = max(arguments.concurrency)
+    tokens = int(most * (arguments.input + 0.7 * arguments.output + 2 * BLOCK))
+    load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
+    starts: dict[str, list[float]] = {one.name: [] for one in found}
+    loads: dict[str, dict[str, list[Any]]] = {}
+    status = 1
+
+    def keep() -> int:  # what is there, should the rest not come
+        figures = {"start_up_s": starts, "loads": loads}
+        return report.finish("bench.paired", arguments.out, claims(starts, loads), figures=figures)
+
+    with signals_as_exit(), tempfile.TemporaryDirectory() as scratch:
+        for turn in range(arguments.starts + 1 if arguments.starts else 0):
+            for one in rotated(found, turn):
+                seconds = start(one, arguments, Path(scratch), most, tokens)
+                print(one.name, "ready after", seconds, flush=True)
+                if turn:  # the first one compiles
+                    starts[one.name].append(seconds)
+        with together(found, arguments, requests=most, tokens=tokens, compiled=bool(arguments.starts)) as servers:
+            for server in servers.values():
+                occupy(server, Load(most, 1, arguments.input, arguments.output, token_ids=load.token_ids), WARM_UP)
+            for concurrency in arguments.concurrency:
+                of = Load(concurrency, 1, arguments.input, arguments.output, token_ids=load.token_ids)
+                rounds = loads.setdefault(str(concurrency), {one.name: [] for one in found})
+                for turn in range(arguments.rounds):
+                    for name in rotated(list(servers), turn):
+                        rounds[name].append(measure(servers[name], of, arguments.seconds))
+                        print(concurrency, name, rounds[name][-1], flush=True)
+                status = keep()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
