@@ -81,9 +81,8 @@ def decode(new_tokens: int) -> Steps:
 
 def from_history(accepted: Sequence[np.ndarray], positions: int) -> list[np.ndarray]:
     """[steps, positions] of every prompt: what the policy expects before each step of the batch."""
-    config = WidthConfig()
-    widths = config.states(positions + 1)
-    history = Acceptance(widths, len(accepted), config.prior_acceptance, config.prior_strength, config.memory)
+    widths = WidthConfig().states(positions + 1)
+    history = Acceptance(widths, len(accepted))
     history.admit(np.arange(len(accepted)), 0)
     expected: list[list[np.ndarray]] = [[] for _ in accepted]
     for step in range(max(map(len, accepted))):

@@ -117,7 +117,8 @@ def main() -> int:
     most = max(arguments.concurrency)
     tokens = int(most * (arguments.input + 0.7 * arguments.output + 2 * BLOCK))
     load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
-    starts: dict[str, list[float]] = {one.name: [] for one in found}
+    by_name = {one.name: one for one in found}
+    starts: dict[str, list[float]] = {name: [] for name in by_name}
     loads: dict[str, dict[str, list[Any]]] = {}
     status = 1
 
@@ -127,11 +128,11 @@ def main() -> int:
 
     with signals_as_exit(), tempfile.TemporaryDirectory() as scratch:
         for turn in range(arguments.starts + 1 if arguments.starts else 0):
-            for one in rotated(found, turn):
-                seconds = start(one, arguments, Path(scratch), most, tokens)
-                print(one.name, "ready after", seconds, flush=True)
+            for name in rotated(list(starts), turn):
+                seconds = start(by_name[name], arguments, Path(scratch), most, tokens)
+                print(name, "ready after", seconds, flush=True)
                 if turn:  # the first one compiles
-                    starts[one.name].append(seconds)
+                    starts[name].append(seconds)
         with together(found, arguments, requests=most, tokens=tokens, compiled=bool(arguments.starts)) as servers:
             for server in servers.values():
                 occupy(server, Load(most, 1, arguments.input, arguments.output, token_ids=load.token_ids), WARM_UP)

@@ -156,14 +156,6 @@ def test_no_kind_of_request_makes_a_buffer_or_lets_one_grow(served):
     assert made == set()
 
 
-@pytest.mark.slow
-def test_the_first_stream_imports_nothing(served):
-    _, server, records = served
-    generate(server, REQUESTS[0])
-    assert len(list(server.stream(input_ids=[5, 6, 7], sampling_params=REQUESTS[0]))) > 1
-    assert lines(records / "streams.jsonl") == [[]]
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("width", ["block", {"widths": [1, 4, 16]}], ids=["block", "widths"])

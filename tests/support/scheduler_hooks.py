@@ -15,9 +15,8 @@ shares     how many tokens a step verifies together is drawn, and what the draft
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
-           what the HTTP server imports for a stream, to streams.jsonl; (when, which) kernels Triton compiles or
-           loads, at start-up or for a request, to kernels.jsonl; buffers that this package has when SGLang has
-           sized the KV pools, to taken.json
+           (when, which) kernels Triton compiles or loads, at start-up or for a request, to kernels.jsonl; buffers
+           that this package has when SGLang has sized the KV pools, to taken.json
 causal     the CPU platform's attention takes every layer for causal
 sentinels  each step may change only its own slots, and a reservation only its own rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
@@ -33,7 +32,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ import torch
 
 from bench import plugin
 
-_modules: set[str] = set()  # of the HTTP server, at the latest answer
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
 
@@ -100,12 +98,6 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.init_memory_pools", before_memory_pools, HookType.BEFORE
     )
-    if "firsts" in chosen:
-        HookRegistry.register(
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-            _tell_imports,
-            HookType.AROUND,
-        )
     if "host_lengths" in chosen:
         HookRegistry.register(
             "sglang.srt.managers.scheduler.Scheduler.init_model_worker", _void_what_is_gathered, HookType.BEFORE
@@ -444,20 +436,6 @@ def _firsts(worker: Any) -> None:
         knobs.runtime.kernel_load_start_hook.add(loaded)
     worker.prewarm_sampling, worker.forward_batch_generation = prewarmed, watched
     worker.alloc_memory_pool = sized
-
-
-def _tell_imports(original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """AROUND TokenizerManager.generate_request: the body of a stream asks for it."""
-
-    async def answers() -> AsyncIterator[Any]:
-        if request.stream:
-            with (Path(os.environ[RECORDS_ENV]) / "streams.jsonl").open("a") as file:
-                file.write(json.dumps(sorted(set(sys.modules) - _modules)) + "\n")
-        async for answer in original(manager, request, *args, **kwargs):
-            _modules.update(sys.modules)
-            yield answer
-
-    return answers()
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
