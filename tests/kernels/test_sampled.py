@@ -73,7 +73,7 @@ def to(device: str, of: Batch) -> Batch:
 
 def by_kernels(of: Batch, work: Workspace, out: Tensor | None = None) -> Tensor:
     out = torch.full_like(of.proposals.tokens, -7) if out is None else out
-    target_tokens_triton(SampledRows(of.logits, *of.proposals), of.filters, work, out)
+    target_tokens_triton(SampledRows(of.logits, *of.proposals[:3]), of.filters, work, out)
     return out
 
 
