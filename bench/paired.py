@@ -14,6 +14,7 @@ coins give at that width in the long run. So few coins of a short load add no no
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -135,9 +136,9 @@ def main() -> int:
                     starts[name].append(seconds)
         with together(found, arguments, requests=most, tokens=tokens, compiled=bool(arguments.starts)) as servers:
             for server in servers.values():
-                occupy(server, Load(most, 1, arguments.input, arguments.output, token_ids=load.token_ids), WARM_UP)
+                occupy(server, dataclasses.replace(load, concurrency=most), WARM_UP)
             for concurrency in arguments.concurrency:
-                of = Load(concurrency, 1, arguments.input, arguments.output, token_ids=load.token_ids)
+                of = dataclasses.replace(load, concurrency=concurrency)
                 rounds = loads.setdefault(str(concurrency), {one.name: [] for one in found})
                 for turn in range(arguments.rounds):
                     for name in rotated(list(servers), turn):

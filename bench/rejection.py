@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from bench import report
-from bench.graph_times import captured
 from bench.launches import launches
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.verify.rejection import RejectionSampler, rejection_sample
@@ -96,7 +95,7 @@ def measure(
 
     forms: dict[str, Callable[[], Any]] = {
         "ours": ours,
-        "captured": captured(ours)[0].replay,
+        "captured": captured(ours).replay,
         "built-in": built_in(logits, info, tokens),
     }
     if requests * block <= TORCH_ROWS:
@@ -153,6 +152,17 @@ def microseconds(run: Callable[[], Any]) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / STEPS)
     return round(statistics.median(times), 1)
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of what `run` launches."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
 if __name__ == "__main__":
