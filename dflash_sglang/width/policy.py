@@ -72,6 +72,8 @@ class WidthPolicy:
         self.decider: Decider | None = None
         if self._fixed is None and self._group.decides:
             self.decider = Decider(self.acceptance, buckets, max_requests, budgets)
+        # A rank whose requests are rank 0's has nothing to say, so it learns nothing of them.
+        self._has_a_say = self.decider is not None or (self._fixed is None and self._group.gather is not None)
         self._held = 0, 1.0  # index of the width of the latest step that was no probe, and its share
         self._step = 0
         self._in_flight: deque[_InFlight] = deque()
@@ -108,7 +110,7 @@ class WidthPolicy:
     def _decide(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
         """This rank's decision, or what the deciding rank tells; with the plan, on that rank."""
         group, decision, plan = self._group, Decision(self.widths[-1]), None
-        if self.decider is not None or group.gather is not None:
+        if self._has_a_say:
             work = self.acceptance.work(slots, *self._held)
             load = Load.from_requests(self.acceptance, slots, context, work)
             if group.gather is not None:
@@ -144,7 +146,7 @@ class WidthPolicy:
             return
         self._in_flight.popleft()
         self.metrics.came_back(done.decision, seconds)
-        if self._fixed is not None:
+        if not self._has_a_say:
             return
         accepted, width = np.asarray(accepted, np.int64), self.widths.index(done.decision.width)
         self.acceptance.observe(done.step, done.slots, width, accepted, lens)
