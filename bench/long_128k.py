@@ -106,6 +106,7 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--settings", nargs="*", default=["none@128", "1024@128", "1024"], help="of the pair")
     parser.add_argument("--pair-lengths", type=int, nargs="+", default=[32_768, 131_072])
+    parser.set_defaults(mem_fraction=0.95)  # of servers that start together
     arguments = parse(parser)
     # Both prompts stay in the cache.
     context = max(arguments.lengths) + arguments.output + BLOCK_TOKENS
@@ -122,7 +123,9 @@ def main() -> int:
             with ExitStack() as pairs:
                 servers = {
                     setting: pairs.enter_context(
-                        long_context.server_of(setting, of_pair, arguments.device, scratch)
+                        long_context.server_of(
+                            setting, of_pair, arguments.device, scratch, mem_fraction=arguments.mem_fraction
+                        )
                     )
                     for setting in arguments.settings
                 }

@@ -67,13 +67,14 @@ def checkpoints(scratch: Path, factor: str) -> Mapping[str, str]:
     return {name: str(copy) for name, copy in copies.items()}
 
 
-def server_of(setting: str, context: int, device: str, scratch: Path) -> Server:
-    """The server of one setting, not started yet."""
+def server_of(setting: str, context: int, device: str, scratch: Path, mem_fraction: float = 0.3) -> Server:
+    """The server of one setting, not started yet. mem_fraction: near 1 where larger servers start beside it."""
     window, _, factor = setting.partition("@")
     cpu = device == "cpu"
     flags = [
         *model_flags(OURS, **checkpoints(scratch, factor)), "--skip-tokenizer-init", *(ON_CPU if cpu else ()),
-        "--context-length", str(context), "--max-total-tokens", str(3 * context), "--mem-fraction-static", "0.3",
+        "--context-length", str(context), "--max-total-tokens", str(3 * context),
+        "--mem-fraction-static", str(mem_fraction),
         "--cuda-graph-max-bs-decode", "2", "--max-running-requests", "2", "--skip-server-warmup",
     ]  # fmt: skip
     if window != "none":

@@ -1,7 +1,7 @@
 """Start-up and tokens per second of this checkout of the package and of another one, in turn on one GPU.
 
 python -m bench.paired --before DIR --target DIR --draft DIR --out FILE [--concurrency 1 8 32 64 128] [--rounds 3]
-                       [--seconds 5] [--starts 2]
+                       [--seconds 6] [--starts 2]
 
 `--before`: the other checkout, a directory that holds `dflash_sglang`. Each checkout starts `--starts` times, with
 no other server there, after one start that is not counted. Then one server of each is up, and both have every load
@@ -29,7 +29,7 @@ from typing import Any
 from bench import report
 from bench.load import Load, rotated
 from bench.servers import Candidate, add_options, parse, server_of, together
-from bench.steady import RAMP, WARM_UP, clients, occupy
+from bench.steady import RAMP, SPREAD, WARM_UP, clients, occupy
 from bench.widths import ACCEPTANCE, BLOCK, mean_length, since, told
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server
@@ -110,13 +110,14 @@ def main() -> int:
     parser.add_argument("--before", required=True, type=Path, help="the other checkout")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a load that are measured")
     parser.add_argument("--starts", type=int, default=2, help="of each checkout, alone")
     arguments = parse(parser)
     found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""))
     require_checkouts(found, os.environ)
     most = max(arguments.concurrency)
-    tokens = int(most * (arguments.input + 0.7 * arguments.output + 2 * BLOCK))
+    longest = int((1 + SPREAD) * arguments.output)
+    tokens = most * (arguments.input + longest + 2 * BLOCK)  # no request waits for another one's end
     load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
     by_name = {one.name: one for one in found}
     starts: dict[str, list[float]] = {name: [] for name in by_name}
