@@ -9,6 +9,8 @@ writes DIRECTORY/target and DIRECTORY/draft. `--config-only` leaves out the targ
 |---|---|---|
 | qwen3-8b | Qwen3-8B: 36 layers (16.4 GB) | 5 layers (2.1 GB) |
 | qwen3-30b-a3b | Qwen3-30B-A3B: 48 layers, 128 experts of which 8 are taken (61 GB) | 8 dense layers (1.0 GB) |
+| hybrid-9b | Qwen3.5-9B: 24 gated delta nets, 8 layers with full attention (17.9 GB) | 6 layers (2.5 GB) |
+| hybrid-27b | Qwen3.5-27B: 48 gated delta nets, 16 layers with full attention (54 GB) | 5 layers (3.5 GB) |
 | tiny | 4 layers of width 32 (0.1 MB); for measurements of the host without a GPU | 1 layer |
 | small-moe | 6 layers, 16 experts, 4 taken (60 MB); vocabulary and tokenizer of the package's pair | 2 layers |
 
@@ -36,18 +38,30 @@ COMMON: dict[str, Any] = dict(
     tie_word_embeddings=False, hidden_act="silu",
 )  # fmt: skip
 QWEN3: dict[str, Any] = dict(COMMON, rope_theta=1e6, vocab_size=151936, bos_token_id=151643, eos_token_id=151645)
+# Recurrent layers and one of four with full attention, as in the checkpoints of Qwen3.5 and Qwen3.6.
+HYBRID: dict[str, Any] = dict(
+    COMMON, vocab_size=248320, bos_token_id=248044, eos_token_id=248046, max_position_embeddings=262144,
+)  # fmt: skip
+DELTA_NETS: dict[str, Any] = dict(
+    full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+)  # fmt: skip
 BYTES: dict[str, Any] = dict(COMMON, rope_theta=1e4, vocab_size=320, bos_token_id=256, eos_token_id=257)
-EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+# Of its target's config.json a draft has what every dense decoder has.
+DENSE = (
+    *COMMON, "rope_theta", "vocab_size", "bos_token_id", "eos_token_id", "hidden_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`target`: fields of its config.json beside those of `common`; the draft is dense, of the same widths."""
+    """Fields of config.json. `target`: beside those of `common`; `draft`: where it differs from the target."""
 
     common: Mapping[str, Any]
     target: Mapping[str, Any]
-    draft_layers: int
-    draft_mlp: int
+    draft: Mapping[str, Any]
     mask_token_id: int
     tokenizer: bool = False  # the package's pair has one that fits
 
@@ -59,7 +73,7 @@ SHAPES: Mapping[str, Shape] = {
             num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
             num_key_value_heads=8, head_dim=128,
         ),
-        draft_layers=5, draft_mlp=12288, mask_token_id=151669,
+        draft=dict(num_hidden_layers=5, intermediate_size=12288), mask_token_id=151669,
     ),
     "qwen3-30b-a3b": Shape(
         QWEN3,
@@ -68,7 +82,31 @@ SHAPES: Mapping[str, Shape] = {
             num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
             moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
         ),
-        draft_layers=8, draft_mlp=6144, mask_token_id=151669,
+        draft=dict(num_hidden_layers=8, intermediate_size=6144), mask_token_id=151669,
+    ),
+    "hybrid-9b": Shape(
+        HYBRID,
+        dict(
+            num_hidden_layers=32, hidden_size=4096, intermediate_size=12288, num_attention_heads=16,
+            num_key_value_heads=4, head_dim=256, **DELTA_NETS, linear_num_value_heads=32,
+        ),
+        dict(
+            num_hidden_layers=6, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
+            head_dim=128, rope_theta=1e7,
+        ),
+        mask_token_id=248077,
+    ),
+    "hybrid-27b": Shape(
+        HYBRID,
+        dict(
+            num_hidden_layers=64, hidden_size=5120, intermediate_size=17408, num_attention_heads=24,
+            num_key_value_heads=4, head_dim=256, **DELTA_NETS, linear_num_value_heads=48,
+        ),
+        dict(
+            num_hidden_layers=5, intermediate_size=17408, num_attention_heads=32, num_key_value_heads=8,
+            head_dim=128, rope_theta=1e7,
+        ),
+        mask_token_id=248070,
     ),
     "tiny": Shape(
         BYTES,
@@ -76,7 +114,7 @@ SHAPES: Mapping[str, Shape] = {
             num_hidden_layers=4, hidden_size=32, intermediate_size=32, num_attention_heads=1,
             num_key_value_heads=1, head_dim=32,
         ),
-        draft_layers=1, draft_mlp=32, mask_token_id=259,
+        draft=dict(num_hidden_layers=1, intermediate_size=32), mask_token_id=259,
     ),
     "small-moe": Shape(
         BYTES,
@@ -85,7 +123,7 @@ SHAPES: Mapping[str, Shape] = {
             num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
             moe_intermediate_size=256, norm_topk_prob=True, decoder_sparse_step=1,
         ),
-        draft_layers=2, draft_mlp=1024, mask_token_id=259, tokenizer=True,
+        draft=dict(num_hidden_layers=2, intermediate_size=1024), mask_token_id=259, tokenizer=True,
     ),
 }  # fmt: skip
 
@@ -107,21 +145,45 @@ def mlp(prefix: str, hidden: int, width: int) -> dict[str, torch.Tensor]:
     }
 
 
-def layer(prefix: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of one decoder layer, with experts where the config has them."""
+def attention(prefix: str, config: Mapping[str, Any], gated: bool) -> dict[str, torch.Tensor]:
     hidden, dim = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    attention, block = f"{prefix}.self_attn", f"{prefix}.mlp"
-    tensors = {
-        f"{attention}.q_proj.weight": matrix(queries, hidden),
-        f"{attention}.k_proj.weight": matrix(keys, hidden),
-        f"{attention}.v_proj.weight": matrix(keys, hidden),
-        f"{attention}.o_proj.weight": matrix(hidden, queries),
-        f"{attention}.q_norm.weight": ones(dim),
-        f"{attention}.k_norm.weight": ones(dim),
-        f"{prefix}.input_layernorm.weight": ones(hidden),
-        f"{prefix}.post_attention_layernorm.weight": ones(hidden),
+    return {
+        f"{prefix}.q_proj.weight": matrix(2 * queries if gated else queries, hidden),
+        f"{prefix}.k_proj.weight": matrix(keys, hidden),
+        f"{prefix}.v_proj.weight": matrix(keys, hidden),
+        f"{prefix}.o_proj.weight": matrix(hidden, queries),
+        f"{prefix}.q_norm.weight": ones(dim),
+        f"{prefix}.k_norm.weight": ones(dim),
     }
+
+
+def delta_net(prefix: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    hidden, heads, dim = config["hidden_size"], config["linear_num_value_heads"], config["linear_value_head_dim"]
+    values, keys = heads * dim, config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    channels = 2 * keys + values
+    return {
+        f"{prefix}.in_proj_qkv.weight": matrix(channels, hidden),
+        f"{prefix}.in_proj_z.weight": matrix(values, hidden),
+        f"{prefix}.in_proj_b.weight": matrix(heads, hidden),
+        f"{prefix}.in_proj_a.weight": matrix(heads, hidden),
+        f"{prefix}.conv1d.weight": matrix(channels, config["linear_conv_kernel_dim"]).unsqueeze(1),
+        f"{prefix}.A_log": ones(heads),
+        f"{prefix}.dt_bias": ones(heads),
+        f"{prefix}.norm.weight": ones(dim),
+        f"{prefix}.out_proj.weight": matrix(hidden, values),
+    }
+
+
+def layer(prefix: str, config: Mapping[str, Any], number: int) -> dict[str, torch.Tensor]:
+    """The tensors of one decoder layer, with experts or as a delta net where the config says so."""
+    hidden, block = config["hidden_size"], f"{prefix}.mlp"
+    interval = config.get("full_attention_interval")
+    if interval is not None and (number + 1) % interval:
+        tensors = delta_net(f"{prefix}.linear_attn", config)
+    else:
+        tensors = attention(f"{prefix}.self_attn", config, gated=interval is not None)
+    tensors |= {f"{prefix}.{name}_layernorm.weight": ones(hidden) for name in ("input", "post_attention")}
     if "num_experts" not in config:
         return tensors | mlp(block, hidden, config["intermediate_size"])
     tensors[f"{block}.gate.weight"] = matrix(config["num_experts"], hidden)
@@ -131,31 +193,29 @@ def layer(prefix: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def target_config(shape: Shape, layers: int | None) -> dict[str, Any]:
-    moe = "num_experts" in shape.target
-    return {
-        **shape.common,
-        **shape.target,
-        "model_type": "qwen3_moe" if moe else "qwen3",
-        "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
-        "num_hidden_layers": layers or shape.target["num_hidden_layers"],
-        **({"mlp_only_layers": []} if moe else {}),
-    }
+    if "num_experts" in shape.target:
+        kind = dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[])
+    elif "full_attention_interval" in shape.target:
+        kind = dict(model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"])
+    else:
+        kind = dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    count = layers or shape.target["num_hidden_layers"]
+    return {**shape.common, **shape.target, **kind, "num_hidden_layers": count}
 
 
 def draft_config(shape: Shape, target: Mapping[str, Any]) -> dict[str, Any]:
     """Features of five layers of the target, evenly apart, the first and the last two not among them."""
-    dense = {key: value for key, value in target.items() if key not in (*EXPERTS, "mlp_only_layers")}
+    dense = {key: value for key, value in target.items() if key in DENSE}
     layers = target["num_hidden_layers"]
     features = min(5, layers - 3)
     return {
         **dense,
+        **shape.draft,
         "model_type": "qwen3",
         "architectures": ["DFlashDraftModel"],
-        "intermediate_size": shape.draft_mlp,
-        "num_hidden_layers": shape.draft_layers,
         "num_target_layers": layers,
         "block_size": BLOCK,
-        "layer_types": ["full_attention"] * shape.draft_layers,
+        "layer_types": ["full_attention"] * shape.draft["num_hidden_layers"],
         "dflash_config": {
             "target_layer_ids": [1 + i * (layers - 4) // max(1, features - 1) for i in range(features)],
             "mask_token_id": shape.mask_token_id,
@@ -178,7 +238,7 @@ def target_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         "model.norm.weight": ones(hidden),
     }
     for i in range(config["num_hidden_layers"]):
-        tensors |= layer(f"model.layers.{i}", config)
+        tensors |= layer(f"model.layers.{i}", config, i)
     return tensors
 
 
@@ -187,7 +247,7 @@ def draft_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {name: ones(hidden) for name in ("hidden_norm.weight", "norm.weight")}
     tensors["fc.weight"] = matrix(hidden, len(config["dflash_config"]["target_layer_ids"]) * hidden)
     for i in range(config["num_hidden_layers"]):
-        tensors |= layer(f"layers.{i}", config)
+        tensors |= layer(f"layers.{i}", config, i)
     return tensors
 
 

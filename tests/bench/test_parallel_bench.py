@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -149,6 +150,7 @@ Loading shards: 0% Completed | 0/1 [00:00<?, ?it/s][2026-11-21 19:00:02 DP0 TP0]
 
 @pytest.mark.parametrize("name, ids", [
     ("qwen3-8b", [1, 9, 17, 25, 33]), ("qwen3-30b-a3b", [1, 12, 23, 34, 45]), ("small-moe", [1, 2, 3]),
+    ("hybrid-9b", [1, 8, 15, 22, 29]),
 ])  # fmt: skip
 def test_a_random_draft_reads_layers_that_its_target_has(name, ids):
     shape = random_pair.SHAPES[name]
@@ -174,3 +176,16 @@ def test_a_random_pair_with_experts_has_the_tensors_that_its_config_names(tmp_pa
     assert facts["fc.weight"].shape == (draft["hidden_size"], features * draft["hidden_size"])
     only = random_pair.write_pair(tmp_path / "only", "small-moe", config_only=True)
     assert tensor_facts(random_pair.Path(only["target"])) == {}
+
+
+def test_a_random_pair_with_delta_nets_has_the_tensors_that_its_config_names(tmp_path, monkeypatch):
+    from transformers import Qwen3_5ForCausalLM
+
+    shape = random_pair.SHAPES["hybrid-9b"]
+    small = dict(hidden_size=64, intermediate_size=96, linear_num_key_heads=2, linear_num_value_heads=4)
+    tiny = replace(shape, common={**shape.common, "vocab_size": 64}, target={**shape.target, **small})
+    monkeypatch.setitem(random_pair.SHAPES, "hybrid-9b", tiny)
+    directories = random_pair.write_pair(tmp_path, "hybrid-9b", layers=5)
+    model, found = Qwen3_5ForCausalLM.from_pretrained(directories["target"], output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert [hasattr(one, "linear_attn") for one in model.model.layers] == [True, True, True, False, True]
