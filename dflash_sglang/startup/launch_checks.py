@@ -13,137 +13,97 @@ COORDINATION = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
 
 @dataclass(frozen=True)
 class Unserved:
-    """``field``: of the server arguments, or an environment variable; ``setting``: as the operator writes it."""
+    """A setting of a launch that has to have one value with DFLASH.
+
+    ``field``: of the server arguments, or an environment variable. ``off``: the one value; ``instead``: what to
+    set, where that value is not it. ``flag``: as the operator writes the field, where it is not the field's name.
+    """
 
     field: str
-    setting: str
     off: object
-    expected: str
+    why: str
     fix: str = ""
+    instead: str = ""
+    flag: str = ""
+
+    @property
+    def setting(self) -> str:
+        """As the operator writes the field."""
+        return self.flag or f"--{self.field.replace('_', '-')}"
+
+    def problem(self, value: object) -> Problem:
+        wanted = self.instead or ("unset" if self.off in (None, False) else repr(self.off))
+        fix = self.fix or f"Remove {self.setting}, or serve without speculation."
+        return Problem(self.setting, value, f"{wanted} with DFLASH: {self.why}", fix)
 
 
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
-_REPLAYED = "unset with DFLASH, whose verify keeps the recurrent state of every row"
-_EXACT = "1.0 with DFLASH, whose output is exactly the target's"
-_TARGETS_KV = "unset with DFLASH: it restores the target's keys and values, and none of the draft's"
+_REPLAYED = "its verify keeps the recurrent state of every row"
+_EXACT = "its output is exactly the target's"
+_TARGETS_KV = "it restores the target's keys and values, and none of the draft's"
 _HICACHE = "Remove {}; --enable-hierarchical-cache keeps both."
 _BUILT_IN = "or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it with a draft in z-lab's format"
 
 UNSERVED = (
-    Unserved(
-        "pp_size",
-        "--pp-size",
-        1,
-        "1 with DFLASH: one rank has all of the target's layers",
-        "Remove --pp-size; use --tp-size instead.",
-    ),
-    Unserved("attn_cp_size", "--attn-cp-size", 1, f"1 with DFLASH: {_WHOLE_ROWS}"),
-    Unserved("enable_prefill_cp", "--enable-prefill-cp", False, f"unset with DFLASH: {_WHOLE_ROWS}"),
-    Unserved("dcp_size", "--dcp-size", 1, f"1 with DFLASH: {_WHOLE_ROWS}"),
-    Unserved(
-        "enable_attn_tp_input_scattered",
-        "--enable-attn-tp-input-scattered",
-        False,
-        f"unset with DFLASH: {_WHOLE_ROWS}",
-    ),
-    Unserved(
-        "enable_two_batch_overlap",
-        "--enable-two-batch-overlap",
-        False,
-        "unset with DFLASH: SGLang splits the verify of a tree, not of a block",
-    ),
+    Unserved("pp_size", 1, "one rank has all of the target's layers", "Remove --pp-size; use --tp-size instead."),
+    Unserved("attn_cp_size", 1, _WHOLE_ROWS),
+    Unserved("enable_prefill_cp", False, _WHOLE_ROWS),
+    Unserved("dcp_size", 1, _WHOLE_ROWS),
+    Unserved("enable_attn_tp_input_scattered", False, _WHOLE_ROWS),
+    Unserved("enable_two_batch_overlap", False, "SGLang splits the verify of a tree, not of a block"),
     Unserved(
         "disaggregation_mode",
-        "--disaggregation-mode",
         "null",
-        "'null' with DFLASH: what its worker keeps of a request is not sent from prefill to decode",
+        "what its worker keeps of a request is not sent from prefill to decode",
         f"Remove --disaggregation-mode, {_BUILT_IN}.",
     ),
-    Unserved(
-        "enable_pdmux",
-        "--enable-pdmux",
-        False,
-        "unset with DFLASH: its loop runs the target without the draft",
-    ),
-    Unserved(
-        "decoupled_spec_role",
-        "--decoupled-spec-role",
-        "null",
-        "'null' with DFLASH: draft and verify run in one engine",
-    ),
-    Unserved(
-        "elastic_ep_backend",
-        "--elastic-ep-backend",
-        None,
-        "unset with DFLASH: ranks that leave or join do not do so in its draft",
-    ),
+    Unserved("enable_pdmux", False, "its loop runs the target without the draft"),
+    Unserved("decoupled_spec_role", "null", "draft and verify run in one engine"),
+    Unserved("elastic_ep_backend", None, "ranks that leave or join do not do so in its draft"),
     Unserved(
         "use_ray",
-        "--use-ray",
         False,
-        "unset with DFLASH: SGLang's Ray actors load no plugins, and would run its built-in worker",
+        "SGLang's Ray actors load no plugins, and would run its built-in worker",
         f"Remove --use-ray, {_BUILT_IN}.",
     ),
-    Unserved("dwdp_size", "--dwdp-size", 1, "1: SGLang has no speculative decoding with it"),
-    Unserved(
-        COORDINATION,
-        COORDINATION,
-        False,
-        "unset with DFLASH: data-parallel ranks prefill together, or decode together",
-    ),
+    Unserved("dwdp_size", 1, "SGLang has no speculative decoding with it"),
+    Unserved(COORDINATION, False, "data-parallel ranks prefill together, or decode together", flag=COORDINATION),
     Unserved(
         "decrypted_draft_config_file",
-        "--decrypted-draft-config-file",
         None,
-        "unset with DFLASH, which reads the config.json of the draft's checkpoint",
+        "it reads the config.json of the draft's checkpoint",
         f"Serve the draft with a config.json that can be read, {_BUILT_IN}.",
     ),
     Unserved(
         "grammar_backend",
-        "--grammar-backend",
         None,
-        "xgrammar or llguidance with DFLASH: outlines cannot take back the proposals that it has looked at",
+        "outlines cannot take back the proposals that it has looked at",
         "Set --grammar-backend xgrammar.",
+        instead="xgrammar or llguidance",
     ),
-    Unserved(
-        "enable_hisparse",
-        "--enable-hisparse",
-        False,
-        "unset with DFLASH: SGLang stages and commits the blocks of EAGLE alone",
-    ),
-    Unserved("enable_lmcache", "--enable-lmcache", False, _TARGETS_KV, _HICACHE.format("--enable-lmcache")),
-    Unserved("enable_flexkv", "--enable-flexkv", False, _TARGETS_KV, _HICACHE.format("--enable-flexkv")),
-    Unserved(
-        "kv_canary",
-        "--kv-canary",
-        "none",
-        "'none' with DFLASH, whose start-up captures and rehearses after the canary is armed",
-    ),
+    Unserved("enable_hisparse", False, "SGLang stages and commits the blocks of EAGLE alone"),
+    Unserved("enable_lmcache", False, _TARGETS_KV, _HICACHE.format("--enable-lmcache")),
+    Unserved("enable_flexkv", False, _TARGETS_KV, _HICACHE.format("--enable-flexkv")),
+    Unserved("kv_canary", "none", "its start-up captures and rehearses after the canary is armed"),
     # Features that would silently do something else under speculation.
     Unserved(
         "return_hidden_states_mode",
-        "--enable-return-hidden-states",
         None,
-        "unset with DFLASH: the hidden states of a verify go to the draft",
+        "the hidden states of a verify go to the draft",
+        flag="--enable-return-hidden-states",
     ),
-    Unserved("speculative_accept_threshold_single", "--speculative-accept-threshold-single", 1.0, _EXACT),
-    Unserved("speculative_accept_threshold_acc", "--speculative-accept-threshold-acc", 1.0, _EXACT),
+    Unserved("speculative_accept_threshold_single", 1.0, _EXACT),
+    Unserved("speculative_accept_threshold_acc", 1.0, _EXACT),
     Unserved(
         "speculative_use_block_verification",
-        "--speculative-use-block-verification",
         False,
-        "unset with DFLASH, which accepts token by token",
+        "it accepts token by token",
         f"Remove --speculative-use-block-verification, {_BUILT_IN}.",
     ),
-    Unserved(
-        "enable_mis",
-        "--enable-mis",
-        False,
-        "unset with DFLASH: SGLang scores several items at once without speculation alone",
-    ),
-    Unserved("enable_watermark", "--enable-watermark", False, "unset with DFLASH, which does not watermark"),
-    Unserved("enable_linear_replayssm", "--enable-linear-replayssm", False, _REPLAYED),
-    Unserved("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec", False, _REPLAYED),
+    Unserved("enable_mis", False, "SGLang scores several items at once without speculation alone"),
+    Unserved("enable_watermark", False, "it does not watermark"),
+    Unserved("enable_linear_replayssm", False, _REPLAYED),
+    Unserved("enable_linear_replayssm_spec", False, _REPLAYED),
 )
 
 
@@ -151,8 +111,7 @@ def launch_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
     """What of a launch no draft could be served with. ``settings``: values by the fields of UNSERVED."""
     for row in UNSERVED:
         if settings[row.field] != row.off:
-            fix = row.fix or f"Remove {row.setting}, or serve without speculation."
-            yield Problem(row.setting, settings[row.field], row.expected, fix)
+            yield row.problem(settings[row.field])
 
 
 def reported_rows_problems(settings: Any, chunk: int | None, requests: int, block: int) -> Iterator[Problem]:
