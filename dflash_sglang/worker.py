@@ -117,7 +117,7 @@ class DFlashWorker(BaseSpecWorker):
                 draft, target, served, self._rehearsal, self._acceptor.set_max_commit
             )
         self.width = self._widths.choices[-1]
-        logger.info(memory_line(draft.runner, draft.model, draft.borrowed.head_copy, self._tables))
+        logger.info(memory_line(draft, self._tables))
 
     def _rehearsed_step(self, batch: ScheduleBatch, width: int, budget: int | None) -> None:
         self._slots.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)

@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from dflash_sglang import __version__
 from dflash_sglang.sglang_names.scheduler import get_spec
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
+    from dflash_sglang.assembly import LoadedDraft
     from dflash_sglang.checkpoint import DraftSpec
+    from dflash_sglang.verify.tables import Tables
 
 GB = 1 << 30
 
 
-class Decided(Protocol):
-    """The draft once it is loaded, see `assembly.LoadedDraft`."""
-
-    model: Any
-    block_size: int
-    attention_backend: str
-    feature_layer_ids: Sequence[int]
-    borrowed: Any
-    context_kv: Any
-    draws_proposals: bool
-    proposed_tokens: int | None
-
-
-class TakesMemory(Protocol):
-    """Tensors beside the draft's weights."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-
-class KeepsRequests(Protocol):
-    """What is kept of requests: bytes of how many."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def requests(self) -> int: ...
-
-
-def startup_line(draft: Decided, context_len: int) -> str:
+def startup_line(draft: LoadedDraft, context_len: int) -> str:
     """`dflash_sglang <version> worker active: ...`, as one line of key=value pairs. context_len: the target's."""
     spec = draft.model.spec
     decisions = {
@@ -105,19 +74,20 @@ def rope_read(spec: DraftSpec) -> str:
     return ", ".join(parts)
 
 
-def _head(draft: Decided) -> str:
+def _head(draft: LoadedDraft) -> str:
     """The form of the head's weights and, with a token map, how many tokens it has."""
     path = get_spec().speculative_token_map
     tokens = "" if path is None else f"{draft.proposed_tokens} tokens ({path}), "
     return tokens + draft.borrowed.head_form
 
 
-def memory_line(runner: Any, model: nn.Module, head_copy: TakesMemory | None, tables: KeepsRequests) -> str:
+def memory_line(draft: LoadedDraft, tables: Tables) -> str:
     """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
 
     Weights are those it does not borrow, KV its own pool, tables what verification keeps of requests, graphs what
     SGLang saw those of whole blocks take. What other widths took, target and draft, is in a line of their own.
     """
+    runner, model, head_copy = draft.runner, draft.model, draft.borrowed.head_copy
     # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
     tensors = [*model.parameters(), *model.buffers(), *(() if head_copy is None else head_copy.tensors)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

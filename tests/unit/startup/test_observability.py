@@ -54,6 +54,7 @@ def test_the_start_up_line_shows_what_was_read_of_every_layer(
 def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(tmp_path: Path) -> None:
     from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.models.head.draft_head import HeadCopy
     from dflash_sglang.models.head.fp8_head import Fp8Head
     from dflash_sglang.models.head.hot_rows import HotRows
     from dflash_sglang.startup.lines import GB, memory_line
@@ -67,8 +68,12 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     pool = layers.make_pool(model, slots=SLOTS)
     runner = SimpleNamespace(token_to_kv_pool=pool, graph_memory_usage={"target_verify": 0.25, "decode": 0.5})
     head, kept = nn.Linear(512, 5000, bias=False), torch.arange(3000)
-    line = memory_line(runner, model, HotRows(head, kept), tables)
-    in_fp8 = memory_line(runner, model, Fp8Head(head, kept), tables)
+
+    def said(head_copy: HeadCopy) -> str:
+        borrowed = SimpleNamespace(head_copy=head_copy)
+        return memory_line(SimpleNamespace(runner=runner, model=model, borrowed=borrowed), tables)
+
+    line, in_fp8 = said(HotRows(head, kept)), said(Fp8Head(head, kept))
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     weights, kv = (float(part.split()[0]) for part in (line.partition("weights ")[2], line.partition("KV ")[2]))
     assert abs(weights - (held + 3000 * 512 * 4) / GB) < 0.002  # and tables of positions
