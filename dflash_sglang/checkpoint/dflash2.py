@@ -103,9 +103,7 @@ def _convolution(fields: Fields, hidden_size: int) -> ConvolutionSpec | None:
             )
     spec = ConvolutionSpec(as_int(taps, 1), as_int(group_size, 1))
     if spec.taps > MAX_TAPS:
-        raise DraftConfigError(
-            taps[0], spec.taps, f"at most {MAX_TAPS} taps", f"Correct {taps[0]} in the draft's config.json."
-        )
+        raise DraftConfigError(taps[0], spec.taps, f"at most {MAX_TAPS} taps")
     if hidden_size % spec.group_size:
         raise DraftConfigError(
             group_size[0],

@@ -198,9 +198,7 @@ def _target_layer_ids(fields: Fields) -> tuple[int, ...] | None:
         return None
     valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not valid or not ids:
-        raise DraftConfigError(
-            field, ids, "a non-empty list of integers", f"Correct {field} in the draft's config.json."
-        )
+        raise DraftConfigError(field, ids, "a non-empty list of integers")
     return tuple(ids)
 
 

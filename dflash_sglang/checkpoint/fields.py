@@ -34,13 +34,14 @@ def one_line(text: object, longest: int = 600) -> str:
 class DraftConfigError(ValueError):
     """A field of the draft's config.json that cannot be served.
 
-    Attributes: ``field``, ``value`` as found, ``expected`` and ``fix`` (what to change), all shown in
-    the message.
+    Attributes: ``field``, ``value`` as found, ``expected`` and ``fix`` (what to change; by default the field),
+    all shown in the message.
     """
 
-    def __init__(self, field: str, value: object, expected: str, fix: str) -> None:
-        self.field, self.value, self.expected, self.fix = field, value, expected, fix
-        super().__init__(f"draft config {field}={shown(value)}: expected {expected}. {fix}")
+    def __init__(self, field: str, value: object, expected: str, fix: str = "") -> None:
+        self.field, self.value, self.expected = field, value, expected
+        self.fix = fix or f"Correct {field} in the draft's config.json."
+        super().__init__(f"draft config {field}={shown(value)}: expected {expected}. {self.fix}")
 
 
 class Fields:
@@ -57,7 +58,7 @@ class Fields:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise DraftConfigError(name, value, "an object", f"Correct {name} in the draft's config.json.")
+            raise DraftConfigError(name, value, "an object")
         return value
 
     def shape(self, name: str, default: object = _ABSENT) -> tuple[str, Any]:
@@ -89,7 +90,7 @@ def as_int(found: tuple[str, Any], minimum: int, maximum: int = LARGEST) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         too_large = isinstance(value, int) and value > maximum
         expected = f"an integer of at most {maximum}" if too_large else f"an integer >= {minimum}"
-        raise DraftConfigError(field, value, expected, f"Correct {field} in the draft's config.json.")
+        raise DraftConfigError(field, value, expected)
     return value
 
 
@@ -97,7 +98,7 @@ def as_float(found: tuple[str, Any]) -> float:
     """The number of a found field, which must be positive and one that a float holds."""
     field, value = found
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= float_info.max:
-        raise DraftConfigError(field, value, "a positive number", f"Correct {field} in the draft's config.json.")
+        raise DraftConfigError(field, value, "a positive number")
     return float(value)
 
 
@@ -105,5 +106,5 @@ def as_bool(found: tuple[str, Any]) -> bool:
     """The true or false of a found field (numbers and strings are neither)."""
     field, value = found
     if not isinstance(value, bool):
-        raise DraftConfigError(field, value, "true or false", f"Correct {field} in the draft's config.json.")
+        raise DraftConfigError(field, value, "true or false")
     return value

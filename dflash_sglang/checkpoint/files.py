@@ -86,12 +86,7 @@ def _check_bounds(config: dict[str, Any]) -> None:
         ]
         for path, key, value in entries:
             if isinstance(value, int) and value > MOST_LAYERS and _COUNTED.search(str(key)):
-                raise DraftConfigError(
-                    path,
-                    value,
-                    f"an integer of at most {MOST_LAYERS}",
-                    f"Correct {path} in the draft's config.json.",
-                )
+                raise DraftConfigError(path, value, f"an integer of at most {MOST_LAYERS}")
         level = [(path, value) for path, _, value in entries if isinstance(value, Mapping | list)]
         if not level:
             return

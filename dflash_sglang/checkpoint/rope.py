@@ -148,10 +148,5 @@ def _rotary_dim(fields: Fields, given: Given, head_dim: int, whole_head: bool) -
         dim = int(min(head_dim * as_float((field, factor)), LARGEST))
     as_int((field, dim), 2)
     if dim > head_dim or dim % 2:
-        raise DraftConfigError(
-            field,
-            dim,
-            f"an even rotary width of at most head_dim={head_dim}",
-            f"Correct {field} in the draft's config.json.",
-        )
+        raise DraftConfigError(field, dim, f"an even rotary width of at most head_dim={head_dim}")
     return dim
