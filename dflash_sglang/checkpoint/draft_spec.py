@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2, is_dflash2
-from dflash_sglang.checkpoint.features import check_features
-from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_bool, as_float, as_int
+from dflash_sglang.checkpoint.fields import (
+    MOST_LAYERS,
+    DraftConfigError,
+    Fields,
+    as_bool,
+    as_float,
+    as_int,
+    class_default,
+)
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
-from dflash_sglang.checkpoint.model_type import class_default
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
 from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
 
 QWEN3_HEAD_DIM = 128  # of transformers' Qwen3 where a config has none
+
+_VLLM_PLACES = ("dflash_config", "eagle_config", None)  # where vLLM looks; None is the top level
+LAYER_INPUTS = "eagle_aux_hidden_state_layer_ids"
+"""The target's layers by the number of layers before their output: one more than in `target_layer_ids`."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +82,12 @@ class DraftSpec:
         num_heads = as_int(fields.shape("num_attention_heads"), 1)
         unsaid = QWEN3_HEAD_DIM if fields.text.get("model_type") == "qwen3" else hidden_size // num_heads
         head_dim = as_int(fields.shape("head_dim", unsaid), 2)
-        value_scale = fields.draft("attention_value_scale")
-        num_target_layers = fields.draft("num_target_layers")
         vocab_size = as_int(fields.shape("vocab_size"), 1)
         norm_eps = fields.shape("rms_norm_eps", None)
         if norm_eps[1] is None:
             norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
         target_layer_ids = _target_layer_ids(fields)
-        check_features(fields, target_layer_ids)
+        _check_features(fields, target_layer_ids)
         return cls(
             architecture=_architecture(config),
             hidden_size=hidden_size,
@@ -96,12 +102,12 @@ class DraftSpec:
             attention_bias=as_bool(fields.shape("attention_bias", False)),
             hidden_act=_hidden_act(fields),
             block_size=_block_size(fields),
-            mask_token_id=_mask_token_id(fields),
+            mask_token_id=fields.optional("mask_token_id", as_int, 0),
             target_layer_ids=target_layer_ids,
-            num_target_layers=None if num_target_layers[1] is None else as_int(num_target_layers, 1),
+            num_target_layers=fields.optional("num_target_layers", as_int, 1),
             layers=layer_attention(fields, num_layers),
             rope=rope(fields, head_dim, whole_head=speculators),
-            attention_value_scale=None if value_scale[1] is None else as_float(value_scale),
+            attention_value_scale=fields.optional("attention_value_scale", as_float),
             quantization=_quantization(config),
             speculators=speculators,
             vocabulary=vocabulary(fields),
@@ -142,18 +148,6 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
     return tuple(round(1 + i * step) for i in range(num_draft_layers))
 
 
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """The raw config.json of a checkpoint directory. Raises OSError and ValueError where it cannot be read."""
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(f"{path}: expected JSON whose objects and lists are nested less deeply.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(config).__name__}.")
-    return config
-
-
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -187,11 +181,6 @@ def _block_size(fields: Fields) -> int:
     return as_int((field, size), 1)
 
 
-def _mask_token_id(fields: Fields) -> int | None:
-    field, mask = fields.draft("mask_token_id")
-    return None if mask is None else as_int((field, mask), 0)
-
-
 def _target_layer_ids(fields: Fields) -> tuple[int, ...] | None:
     field, ids = fields.draft("target_layer_ids")
     if ids is None:
@@ -200,6 +189,42 @@ def _target_layer_ids(fields: Fields) -> tuple[int, ...] | None:
     if not valid or not ids:
         raise DraftConfigError(field, ids, "a non-empty list of integers")
     return tuple(ids)
+
+
+def _check_features(fields: Fields, layer_ids: Sequence[int] | None) -> None:
+    """Raise DraftConfigError for a draft that is fed with anything but the outputs of `layer_ids`, joined by its
+    `fc`, or that names two sets of layers.
+
+    ``layer_ids``: the draft's `target_layer_ids`, None where its config leaves them to the default.
+    """
+    for place in _VLLM_PLACES:
+        given, path = (fields.top, "") if place is None else (fields.mapping(place), f"{place}.")
+        used = given.get("use_aux_hidden_state")
+        if used is not None and not as_bool((f"{path}use_aux_hidden_state", used)):
+            raise DraftConfigError(
+                f"{path}use_aux_hidden_state",
+                used,
+                "true: a draft whose fc joins the outputs of several layers of the target",
+                "Serve a draft that was trained with them; this one takes the target's last hidden state alone.",
+            )
+        inputs = given.get(LAYER_INPUTS)
+        if inputs is None:
+            continue
+        if layer_ids is None:
+            raise DraftConfigError(
+                f"{path}{LAYER_INPUTS}",
+                inputs,
+                "target_layer_ids beside it",
+                "Write these numbers less 1 into dflash_config.target_layer_ids of the draft's config.json.",
+            )
+        shifted = [i + 1 for i in layer_ids]
+        if inputs != shifted:
+            raise DraftConfigError(
+                f"{path}{LAYER_INPUTS}",
+                inputs,
+                f"{shifted}: each of target_layer_ids={list(layer_ids)} and 1, as vLLM counts them",
+                "Keep the one that the draft was trained with in its config.json.",
+            )
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:

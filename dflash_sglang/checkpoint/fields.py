@@ -1,11 +1,14 @@
-"""Typed reading of a draft's raw config.json: where a field may stand, and errors that name it."""
+"""Typed reading of a draft's raw config.json: where a field may stand, what transformers fills in, and errors that
+name the field."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from sys import float_info
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LARGEST = 2**31 - 1
 """Of any number in a config.json that is a count, a size or an id."""
@@ -13,6 +16,9 @@ MOST_LAYERS = 1024
 """Of a draft, and of a target that a draft names; more of them are a mistake that takes minutes to read."""
 
 _ABSENT = object()
+# The classes of nearly all drafts, which agree.
+_COMMON = ("qwen3", "llama")
+_COMMON_DEFAULTS = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "rms_norm_eps": 1e-6}
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
@@ -79,6 +85,41 @@ class Fields:
             return f"dflash_config.{name}", value
         value = self.top.get(name)
         return name, default if value is None else value
+
+    def optional(self, name: str, read: Callable[..., T], *bounds: int) -> T | None:
+        """A DFlash field as `as_int`, `as_float` or `as_bool` reads it; None where the config has none."""
+        found = self.draft(name)
+        return None if found[1] is None else read(found, *bounds)
+
+
+def class_default(fields: Fields, name: str) -> Any:
+    """The value of field `name` in the transformers class of the draft's `model_type` (Qwen3's without one).
+
+    The class that wrote a config.json made the layers that were trained, and every server reads the file through
+    that class. Raises DraftConfigError where transformers has no such class, or the class no such field.
+    """
+    model_type = fields.text.get("model_type") or "qwen3"
+    if model_type in _COMMON:
+        return _COMMON_DEFAULTS[name]
+    # Imported here: most configs leave nothing out.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    value = None
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        try:
+            value = getattr(CONFIG_MAPPING[model_type](), name, None)
+        except (ValueError, OSError) as error:
+            raise DraftConfigError(
+                "model_type", model_type, f"the type of a language model ({error})", "Correct it in config.json."
+            ) from error
+    if value is None:
+        raise DraftConfigError(
+            name,
+            None,
+            f"its value, which transformers does not fill in for model_type={model_type!r}",
+            f"Add {name} (the one that the draft was trained with) to its config.json.",
+        )
+    return value
 
 
 def as_int(found: tuple[str, Any], minimum: int, maximum: int = LARGEST) -> int:

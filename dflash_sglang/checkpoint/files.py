@@ -11,8 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dflash_sglang.checkpoint import DraftConfigError, read_config
-from dflash_sglang.checkpoint.fields import MOST_LAYERS
+from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError
 
 LARGEST_CONFIG = 1 << 22  # bytes of a config.json; published ones have a few thousand
 DEEPEST_CONFIG = 32  # objects and lists inside of one another
@@ -57,6 +56,18 @@ def weights_directory(path: str, revision: str | None, download_dir: str | None)
 
     patterns = ["config.json", "*.safetensors", INDEX, "mask_embedding.pt"]
     return Path(snapshot_download(path, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The raw config.json of a checkpoint directory. Raises OSError and ValueError where it cannot be read."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path}: expected JSON whose objects and lists are nested less deeply.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(config).__name__}.")
+    return config
 
 
 def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any], Path]:

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_sglang.checkpoint.fields import LARGEST, DraftConfigError, Fields, as_bool, as_float, as_int, shown
-from dflash_sglang.checkpoint.model_type import class_default
+from dflash_sglang.checkpoint.fields import (
+    LARGEST,
+    DraftConfigError,
+    Fields,
+    as_bool,
+    as_float,
+    as_int,
+    class_default,
+    shown,
+)
 
 _SCALING_TYPES = ("default", "linear", "yarn", "llama3")
 _OF_THE_SEQUENCE = ("dynamic", "longrope")

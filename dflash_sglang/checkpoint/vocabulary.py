@@ -32,21 +32,15 @@ class VocabularySpec:
 def vocabulary(fields: Fields) -> VocabularySpec:
     """VocabularySpec of a draft. Scales and caps count in `dflash_config` alone: the top level holds those
     that were copied from the target. Raises DraftConfigError for a malformed field."""
-    size = fields.draft("draft_vocab_size")
     cap = _nested(fields, "final_logit_softcapping", 0)
     return VocabularySpec(
-        draft_vocab_size=None if size[1] is None else as_int(size, 1),
-        has_head=_flag(fields, "has_lm_head"),
-        has_embedding=_flag(fields, "has_embed_tokens"),
+        draft_vocab_size=fields.optional("draft_vocab_size", as_int, 1),
+        has_head=fields.optional("has_lm_head", as_bool),
+        has_embedding=fields.optional("has_embed_tokens", as_bool),
         embedding_scale=as_float(_nested(fields, "input_embedding_scale", 1.0)),
         logit_multiplier=as_float(_nested(fields, "output_multiplier", 1.0)),
         logit_softcap=None if cap[1] == 0 else as_float(cap),
     )
-
-
-def _flag(fields: Fields, name: str) -> bool | None:
-    found = fields.draft(name)
-    return None if found[1] is None else as_bool(found)
 
 
 def _nested(fields: Fields, name: str, default: float) -> tuple[str, Any]:
