@@ -41,7 +41,7 @@ from dflash_sglang.sglang_names.scheduler import (
     model_draft_parallel_spec,
     resolve_draft_parallel_layout,
 )
-from dflash_sglang.startup import TargetFacts
+from dflash_sglang.startup.facts import TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_sglang.attention.base import VerifyingBackend
 from dflash_sglang.sglang_names.scheduler import ForwardMode
-from dflash_sglang.startup import Problem
+from dflash_sglang.startup.facts import Problem
 
 
 def verifying(backend: Any) -> VerifyingBackend:

@@ -20,7 +20,7 @@ from dflash_sglang.sglang_names.scheduler import (
     SpeculativeAlgorithm,
     forward_context,
 )
-from dflash_sglang.startup import GPU_DRAFT_BACKENDS, Problem, StartupError
+from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

@@ -30,7 +30,7 @@ from dflash_sglang.sglang_names.scheduler import (
     WeightsMapper,
     get_model,
 )
-from dflash_sglang.startup.layer_checks import layer_shapes
+from dflash_sglang.startup.tensor_checks import layer_shapes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

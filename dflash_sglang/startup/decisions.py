@@ -26,30 +26,14 @@ from dflash_sglang.sglang_names.launcher import (
     model_config_of,
     resolving_view,
 )
-from dflash_sglang.startup import (
-    COORDINATION,
-    GPU_DRAFT_BACKENDS,
-    MODELOPT,
-    UNSERVED,
-    ParallelFacts,
-    Problem,
-    ServingFacts,
-    StartupError,
-    TargetFacts,
-    config_problem,
-    draft_problems,
-    kv_problems,
-    launch_problems,
-    own_problems,
-    pool_problems,
-    quantisation_problems,
-    serving_problems,
-    token_map_problems,
-    unread_problems,
-    weights_problems,
-    window_problems,
-)
+from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
+from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
+from dflash_sglang.startup.launch_checks import COORDINATION, UNSERVED, launch_problems
+from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
+from dflash_sglang.startup.serving_checks import serving_problems
 from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
+from dflash_sglang.startup.tensor_checks import weights_problems
+from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
 _KV_POOL_FLAGS = {
     "enable_unified_memory": "--enable-unified-memory",
@@ -74,8 +58,8 @@ def check_startup(server_args: Any) -> Foreign | None:
 def _check(cfg: Any, server_args: Any) -> Foreign | None:
     if not _our_device(cfg.device):
         return Foreign("--device", cfg.device, "a device without kernels of this package")
-    serving, parallel = _serving_facts(cfg), parallel_facts(cfg)
-    problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving), *kv_problems(serving)]
+    serving = _serving_facts(cfg)
+    problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving)]
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
@@ -106,9 +90,7 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     except DraftConfigError as error:
         raise StartupError([*problems, config_problem(error)]) from error
     target = TargetFacts.from_config(target_config.hf_text_config)
-    problems += draft_problems(spec, target, parallel, serving, tensors, own)
-    problems += [*window_problems(spec, serving), *pool_problems(config)]
-    problems += own_problems(spec, target, own) if tensors else unread_problems(spec, target)
+    problems += [*draft_problems(spec, target, serving, tensors, own), *pool_problems(config)]
     if cfg.speculative_token_map is not None:
         problems += _token_map_problems(cfg.speculative_token_map, spec, target, own)
     if problems:
@@ -238,6 +220,7 @@ def _serving_facts(cfg: Any) -> ServingFacts:
         draft_sinks=cfg.speculative_draft_sink_size,
         widest=PluginConfig.from_env().width.widest,
         draft_as_gguf=cfg.speculative_draft_load_format is None and _loads_gguf(cfg),
+        draft_ranks=draft_ranks(cfg),
     )
 
 
@@ -247,9 +230,9 @@ def _loads_gguf(cfg: Any) -> bool:
     return cfg.load_format == "gguf" or (cfg.load_format == "auto" and check_gguf_file(cfg.model_path))
 
 
-def parallel_facts(cfg: Any) -> ParallelFacts:
-    """Of server arguments as `resolving_view` shows them."""
-    return ParallelFacts(draft_tp_size=max(1, cfg.tp_size // (cfg.attn_dp_size * cfg.attn_cp_size)))
+def draft_ranks(cfg: Any) -> int:
+    """Ranks over which one draft is split, of server arguments as `resolving_view` shows them."""
+    return max(1, cfg.tp_size // (cfg.attn_dp_size * cfg.attn_cp_size))
 
 
 def _launch_settings(cfg: Any) -> dict[str, object]:

@@ -52,13 +52,6 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
-class ParallelFacts:
-    """``draft_tp_size``: ranks over which one draft is split (the attention TP group)."""
-
-    draft_tp_size: int = 1
-
-
-@dataclass(frozen=True)
 class ServingFacts:
     """The operator's side.
 
@@ -69,7 +62,7 @@ class ServingFacts:
     attention backend that will read it, None where SGLang chooses. ``draft_window``, ``draft_sinks``:
     --speculative-draft-window-size and --speculative-draft-sink-size, None where unset. ``widest``: the widest
     block that DFLASH_SGLANG_CONFIG asks for by number. ``draft_as_gguf``: whether SGLang would load the draft as
-    the .gguf file that the target is.
+    the .gguf file that the target is. ``draft_ranks``: over which one draft is split (the attention TP group).
     """
 
     draft_path: str | None
@@ -85,3 +78,4 @@ class ServingFacts:
     draft_sinks: int | None = None
     widest: int = 1
     draft_as_gguf: bool = False
+    draft_ranks: int = 1

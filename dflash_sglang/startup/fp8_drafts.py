@@ -14,7 +14,7 @@ import torch
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts, draft_config, tensor_facts, weights_directory
 from dflash_sglang.sglang_names.launcher import declare_resolution, resolving_view
-from dflash_sglang.startup.decisions import parallel_facts
+from dflash_sglang.startup.decisions import draft_ranks
 from dflash_sglang.startup.quantisation_checks import FLAG
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ def quantise_where_shorter(server_args: Any) -> None:
     path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
     spec = DraftSpec.from_config(draft_config(path, revision)[0])
     tensors = tensor_facts(weights_directory(path, revision, cfg.download_dir))
-    ranks = parallel_facts(cfg).draft_tp_size
-    reason = obstacle(spec, tensors, ranks, cfg.dtype, torch.cuda.get_device_capability())
+    reason = obstacle(spec, tensors, draft_ranks(cfg), cfg.dtype, torch.cuda.get_device_capability())
     if reason is not None:
         logger.info("dflash_sglang draft weights: as they are, not in fp8: %s", reason)
         return

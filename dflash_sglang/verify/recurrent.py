@@ -19,7 +19,7 @@ from dflash_sglang.sglang_names.scheduler import (
     mamba_track_grid,
     mambaish_config,
 )
-from dflash_sglang.startup import Problem, StartupError
+from dflash_sglang.startup.facts import Problem, StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -26,7 +26,8 @@ from dflash_sglang.sglang_names.scheduler import (
     get_schedule,
     sanitize_nan_logits,
 )
-from dflash_sglang.startup import StartupError, reported_rows_problems
+from dflash_sglang.startup.facts import StartupError
+from dflash_sglang.startup.launch_checks import reported_rows_problems
 from dflash_sglang.verify.graph_tail import VerifyTail
 from dflash_sglang.verify.penalties import PenalisedRequests
 from dflash_sglang.verify.recurrent import RecurrentStates

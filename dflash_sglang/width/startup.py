@@ -21,7 +21,7 @@ from dflash_sglang.sglang_names.scheduler import (
     get_tp_group,
     mambaish_config,
 )
-from dflash_sglang.startup import Problem, StartupError
+from dflash_sglang.startup.facts import Problem, StartupError
 from dflash_sglang.width import Group, StepTimes, WidthPolicy, startup_cells
 from dflash_sglang.width.ragged import least_budget
 from dflash_sglang.width.runtime_states import captured_sizes, sparse

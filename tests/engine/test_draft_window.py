@@ -17,7 +17,8 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from dflash_sglang.startup import ServingFacts, window_problems
+from dflash_sglang.startup.facts import ServingFacts
+from dflash_sglang.startup.serving_checks import window_problems
 from tests.kernels.test_window_rows import seen_columns
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support import sglang_layers as layers

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dflash_sglang.startup import UNSERVED
+from dflash_sglang.startup.launch_checks import UNSERVED
 
 
 class Algorithm:

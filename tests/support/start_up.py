@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dflash_sglang import hooks
-from dflash_sglang.startup import StartupError, decisions
+from dflash_sglang.startup import decisions
+from dflash_sglang.startup.facts import StartupError
 from tests.support.fakes import Algorithm, arguments, built_in, target_model
 
 

@@ -19,7 +19,7 @@ from dflash_sglang.checkpoint.families import _ROWS, FOREIGN_ARCHITECTURES, Fore
 from dflash_sglang.patches import apply, relay, results
 from dflash_sglang.patches.table import PATCHES
 from dflash_sglang.sglang_names import probe
-from dflash_sglang.startup import StartupError
+from dflash_sglang.startup.facts import StartupError
 from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in
 from tests.support.start_up import fake_views
 from tests.support.tiny import draft_config, make_pair

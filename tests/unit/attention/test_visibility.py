@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.startup import StartupError
+from dflash_sglang.startup.facts import StartupError
 from tests.support import sglang_layers as layers
 from tests.support.tiny import draft_config, draft_tensors
 

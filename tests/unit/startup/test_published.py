@@ -19,8 +19,8 @@ from dflash_sglang import hooks
 from dflash_sglang.checkpoint import DraftSpec, read_config
 from dflash_sglang.checkpoint.families import Foreign
 from dflash_sglang.checkpoint.own_modules import own_modules
-from dflash_sglang.startup import StartupError, TargetFacts
 from dflash_sglang.startup.decisions import check_startup
+from dflash_sglang.startup.facts import StartupError, TargetFacts
 from tests.support.start_up import hook_config_parser
 
 DIRECTORY = Path(__file__).parents[2] / "support" / "published"

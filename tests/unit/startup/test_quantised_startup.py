@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.startup import quantisation_problems
-from dflash_sglang.startup.quantisation_checks import FLAG
+from dflash_sglang.startup.quantisation_checks import FLAG, quantisation_problems
 from tests.support.start_up import launch, refusal
 from tests.support.tiny import make_pair
 from training.quantise import SCHEMES

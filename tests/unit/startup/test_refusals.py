@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang import hooks
-from dflash_sglang.startup import StartupError
+from dflash_sglang.startup.facts import StartupError
 from tests.support.start_up import hook_config_parser, refused
 from tests.support.tiny import draft_config, make_pair, target_config
 from tests.unit.checkpoint.test_dflash2_config import dflash2_config

@@ -15,18 +15,11 @@ import torch
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts, config_directory, tensor_facts
 from dflash_sglang.checkpoint.own_modules import OwnModules
-from dflash_sglang.startup import (
-    COORDINATION,
-    UNSERVED,
-    ParallelFacts,
-    Problem,
-    ServingFacts,
-    TargetFacts,
-    draft_problems,
-    launch_problems,
-    own_problems,
-    serving_problems,
-)
+from dflash_sglang.startup.facts import Problem, ServingFacts, TargetFacts
+from dflash_sglang.startup.fit_checks import draft_problems
+from dflash_sglang.startup.launch_checks import COORDINATION, UNSERVED, launch_problems
+from dflash_sglang.startup.serving_checks import serving_problems
+from dflash_sglang.startup.vocabulary_checks import own_problems
 from tests.support.tiny import draft_config, make_pair, target_config, write_checkpoint
 
 TARGET = TargetFacts.from_config(target_config())
@@ -36,7 +29,7 @@ FC = {"fc.weight": TensorFacts("F32", (64, 192))}
 
 def problems(
     target: TargetFacts = TARGET,
-    draft_tp_size: int = 1,
+    draft_ranks: int = 1,
     tensors: dict[str, TensorFacts] | None = None,
     serving: dict[str, Any] | None = None,
     **draft: Any,
@@ -44,9 +37,9 @@ def problems(
     return draft_problems(
         DraftSpec.from_config(draft_config(**draft)),
         target,
-        ParallelFacts(draft_tp_size=draft_tp_size),
-        ServingFacts(draft_path="draft", **(serving or {})),
+        ServingFacts(draft_path="draft", draft_ranks=draft_ranks, **(serving or {})),
         FC if tensors is None else tensors,
+        OwnModules(),
     )
 
 
@@ -124,14 +117,14 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
         "--speculative-dflash-block-size",
         9,
     ),
-    "heads": ({"draft_tp_size": 8}, "draft config num_attention_heads", 4),
+    "heads": ({"draft_ranks": 8}, "draft config num_attention_heads", 4),
     "columns of the MLP": (
-        {"draft_tp_size": 4, "intermediate_size": 130},
+        {"draft_ranks": 4, "intermediate_size": 130},
         "draft config intermediate_size",
         130,
     ),
     "key-value heads": (
-        {"draft_tp_size": 4, "num_key_value_heads": 3, "num_attention_heads": 12},
+        {"draft_ranks": 4, "num_key_value_heads": 3, "num_attention_heads": 12},
         "draft config num_key_value_heads",
         3,
     ),
@@ -309,7 +302,7 @@ def test_trtllm_mha_serves_drafts_whose_layers_are_all_causal(causality: dict) -
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_key_value_heads_may_be_replicated_over_more_ranks_than_there_are(tp: int) -> None:
-    assert problems(draft_tp_size=tp) == []
+    assert problems(draft_ranks=tp) == []
 
 
 LAYER_ROWS: dict[str, tuple[str, str, tuple[int, ...], tuple[int, ...]]] = {

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_sglang import hooks
-from dflash_sglang.startup import StartupError
+from dflash_sglang.startup.facts import StartupError
 from dflash_sglang.verify import recurrent
 from dflash_sglang.verify.recurrent import RecurrentStates
 from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in

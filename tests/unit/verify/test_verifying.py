@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.startup import StartupError
+from dflash_sglang.startup.facts import StartupError
 
 
 class WrapperDispatch(Enum):

@@ -436,7 +436,7 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    from dflash_sglang.startup import StartupError
+    from dflash_sglang.startup.facts import StartupError
     from dflash_sglang.width import startup
 
     caplog.set_level("INFO")

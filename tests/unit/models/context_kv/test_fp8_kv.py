@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.startup import ServingFacts, kv_problems, pool_problems
+from dflash_sglang.startup.facts import ServingFacts
+from dflash_sglang.startup.fit_checks import pool_problems
+from dflash_sglang.startup.serving_checks import kv_problems
 from tests.support import sglang_layers as layers
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
