@@ -35,12 +35,6 @@ from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
 from dflash_sglang.startup.tensor_checks import weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
-_KV_POOL_FLAGS = {
-    "enable_unified_memory": "--enable-unified-memory",
-    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
-    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
-}
-
 
 def check_startup(server_args: Any) -> Foreign | None:
     """None when this package's worker can run the launch, else why the built-in worker does.
@@ -210,7 +204,6 @@ def _serving_facts(cfg: Any) -> ServingFacts:
         block_flag=flag,
         draft_attention_backend=cfg.speculative_draft_attention_backend,
         supported_backends=("torch_native",) if cfg.device == "cpu" else GPU_DRAFT_BACKENDS,
-        kv_pool_flag=next((flag for field, flag in _KV_POOL_FLAGS.items() if getattr(cfg, field)), None),
         kv_dtype=cfg.kv_cache_dtype,
         draft_kv_dtype=cfg.speculative_draft_kv_cache_dtype,
         draft_reader=(

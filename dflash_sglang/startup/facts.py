@@ -57,12 +57,12 @@ class ServingFacts:
 
     ``block_size``: what ``block_flag`` asks for, None for the trained block. ``draft_attention_backend``:
     --speculative-draft-attention-backend, None to follow the target's. ``supported_backends``: those that run the
-    draft on this platform. ``kv_pool_flag``: a flag that changes the layout of KV pools, or None. ``kv_dtype``:
-    --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool, None to follow it. ``draft_reader``: the
-    attention backend that will read it, None where SGLang chooses. ``draft_window``, ``draft_sinks``:
-    --speculative-draft-window-size and --speculative-draft-sink-size, None where unset. ``widest``: the widest
-    block that DFLASH_SGLANG_CONFIG asks for by number. ``draft_as_gguf``: whether SGLang would load the draft as
-    the .gguf file that the target is. ``draft_ranks``: over which one draft is split (the attention TP group).
+    draft on this platform. ``kv_dtype``: --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool, None to
+    follow it. ``draft_reader``: the attention backend that will read it, None where SGLang chooses.
+    ``draft_window``, ``draft_sinks``: --speculative-draft-window-size and --speculative-draft-sink-size, None
+    where unset. ``widest``: the widest block that DFLASH_SGLANG_CONFIG asks for by number. ``draft_as_gguf``:
+    whether SGLang would load the draft as the .gguf file that the target is. ``draft_ranks``: over which one draft
+    is split (the attention TP group).
     """
 
     draft_path: str | None
@@ -70,7 +70,6 @@ class ServingFacts:
     block_flag: str = "--speculative-dflash-block-size"
     draft_attention_backend: str | None = None
     supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS
-    kv_pool_flag: str | None = None
     kv_dtype: str = "auto"
     draft_kv_dtype: str | None = None
     draft_reader: str | None = None

@@ -40,6 +40,7 @@ class Unserved:
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
 _REPLAYED = "its verify keeps the recurrent state of every row"
 _EXACT = "its output is exactly the target's"
+_ONE_ROW = "context KV is written into pools with one row per slot and layer"
 _TARGETS_KV = "it restores the target's keys and values, and none of the draft's"
 _HICACHE = "Remove {}; --enable-hierarchical-cache keeps both."
 _BUILT_IN = "or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it with a draft in z-lab's format"
@@ -81,6 +82,9 @@ UNSERVED = (
         "Set --grammar-backend xgrammar.",
         instead="xgrammar or llguidance",
     ),
+    Unserved("enable_unified_memory", False, _ONE_ROW),
+    Unserved("enable_page_major_kv_layout", False, _ONE_ROW),
+    Unserved("enable_kv_cache_sharding", False, _ONE_ROW),
     Unserved("enable_hisparse", False, "SGLang stages and commits the blocks of EAGLE alone"),
     Unserved("enable_lmcache", False, _TARGETS_KV, _HICACHE.format("--enable-lmcache")),
     Unserved("enable_flexkv", False, _TARGETS_KV, _HICACHE.format("--enable-flexkv")),

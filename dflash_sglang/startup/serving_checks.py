@@ -29,13 +29,6 @@ def serving_problems(serving: ServingFacts) -> Iterator[Problem]:
             "the DFlash draft's directory or repository",
             "Add --speculative-draft-model-path.",
         )
-    if serving.kv_pool_flag is not None:
-        yield Problem(
-            serving.kv_pool_flag,
-            True,
-            "a KV pool with one row per slot and layer, into which context KV is written",
-            f"Remove {serving.kv_pool_flag}.",
-        )
     if serving.draft_as_gguf:
         yield Problem(
             "--speculative-draft-load-format",

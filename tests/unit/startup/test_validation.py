@@ -180,11 +180,6 @@ def test_a_mismatch_is_one_problem_that_names_field_value_expectation_and_fix(
 
 SERVING_ROWS: dict[str, tuple[ServingFacts, str, object]] = {
     "no draft": (ServingFacts(None), "--speculative-draft-model-path", None),
-    "pool layout": (
-        ServingFacts("draft", kv_pool_flag="--enable-unified-memory"),
-        "--enable-unified-memory",
-        True,
-    ),
     "a target in GGUF": (
         ServingFacts("draft", draft_as_gguf=True),
         "--speculative-draft-load-format",
@@ -233,6 +228,15 @@ LAUNCH_ROWS = {
         "--decrypted-draft-config-file='plain.json': expected unset with DFLASH: it reads",
     ),
     "use_ray": (True, "--use-ray=True: expected unset with DFLASH: SGLang's Ray actors load no plugins"),
+    "enable_unified_memory": (True, "--enable-unified-memory=True: expected unset with DFLASH: context KV is"),
+    "enable_page_major_kv_layout": (
+        True,
+        "--enable-page-major-kv-layout=True: expected unset with DFLASH:",
+    ),
+    "enable_kv_cache_sharding": (
+        True,
+        "--enable-kv-cache-sharding=True: expected unset with DFLASH:",
+    ),
     "enable_hisparse": (True, "--enable-hisparse=True: expected unset with DFLASH: SGLang stages and commits"),
     "enable_lmcache": (True, "--enable-lmcache=True: expected unset with DFLASH: it restores the target's keys"),
     "enable_flexkv": (True, "--enable-flexkv=True: expected unset with DFLASH: it restores the target's keys"),
