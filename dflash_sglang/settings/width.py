@@ -90,14 +90,8 @@ class WidthConfig:
     def states(self, block: int) -> tuple[int, ...]:
         """The widths to serve for a draft of this block, ascending: 1 first, or only the fixed one.
 
-        Raises WidthConfigError.
+        Start-up has checked `widest` against the block that is served.
         """
-        if self.widest > block:
-            key, value = ("fixed", self.fixed) if self.widths is None else ("widths", list(self.widths))
-            raise WidthConfigError(
-                f"width: {key}={value}: expected at most {block}, the block that is served; a draft may be served "
-                f"narrower than its block, not wider. Lower it, or leave {key} out."
-            )
         if self.fixed is not None:
             return (block if isinstance(self.fixed, str) else self.fixed,)
         narrower = (width for width in DEFAULT_WIDTHS if width < block)

@@ -80,7 +80,7 @@ def block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
         yield Problem(
             "DFLASH_SGLANG_CONFIG width",
             serving.widest,
-            f"at most {served}, the block that is served",
+            f"at most {served}, the block that is served; it may be served narrower, not wider",
             "Lower it, or leave it out.",
         )
 

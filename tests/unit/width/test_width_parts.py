@@ -430,7 +430,7 @@ def test_settings_that_cannot_be_are_refused_with_what_was_expected(values: Any,
         WidthConfig.from_mapping(values)
 
 
-def test_a_width_beyond_the_block_is_refused() -> None:
+def test_the_widest_block_that_is_asked_for_is_told_to_start_up() -> None:
     for values in ({"widths": [4, 16]}, {"fixed": 16}):
-        with pytest.raises(WidthConfigError, match="expected at most 8, the block that is served"):
-            WidthConfig.from_mapping(values).states(8)
+        assert WidthConfig.from_mapping(values).widest == 16
+    assert WidthConfig(fixed="block").widest == 1
