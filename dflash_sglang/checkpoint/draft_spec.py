@@ -69,7 +69,8 @@ class DraftSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
-        """DraftSpec of a raw config.json (not of a transformers config object, which rewrites fields).
+        """DraftSpec of a raw config.json (not of a transformers config object, which rewrites fields), which
+        `families.check_family` has let pass.
 
         Raises DraftConfigError for a field that is missing, malformed or not servable.
         """
@@ -89,7 +90,7 @@ class DraftSpec:
         target_layer_ids = _target_layer_ids(fields)
         _check_features(fields, target_layer_ids)
         return cls(
-            architecture=_architecture(config),
+            architecture=config["architectures"][0],
             hidden_size=hidden_size,
             intermediate_size=as_int(fields.shape("intermediate_size"), 1),
             num_layers=num_layers,
@@ -146,18 +147,6 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
         )
     step = (last - 1) / (num_draft_layers - 1)
     return tuple(round(1 + i * step) for i in range(num_draft_layers))
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise DraftConfigError(
-            "architectures",
-            names,
-            'a list with one name, such as ["DFlashDraftModel"]',
-            "Add architectures to the draft's config.json.",
-        )
-    return names[0]
 
 
 def _hidden_act(fields: Fields) -> str:

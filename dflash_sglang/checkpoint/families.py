@@ -108,7 +108,7 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
     """
     names = config.get("architectures")
     if not isinstance(names, list):
-        names = []  # which DraftSpec refuses, as it does a malformed dflash_config
+        names = []  # which `check_family` refuses, as DraftSpec does a malformed dflash_config
     for name in names:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])

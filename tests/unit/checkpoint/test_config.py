@@ -298,7 +298,6 @@ def test_value_scale_and_quantisation_are_read() -> None:
         ({"dflash_config": {"causal": 1}}, "dflash_config.causal", 1),
         ({"hidden_size": None}, "hidden_size", None),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
-        ({"architectures": None}, "architectures", None),
         ({"rope_scaling": {"rope_type": "fope"}}, "rope_scaling.rope_type", "fope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters", None),
         ({"rope_parameters": {"rope_theta": 3.0}, "rope_scaling": YARN}, "rope_scaling", YARN),
