@@ -17,8 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.visibility import check_visibility
-from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import SlotReservation
@@ -98,10 +96,6 @@ def load_draft(
     Raises ValueError or DraftConfigError for a draft that does not fit the target or the settings.
     """
     target = target_worker.model_runner
-    raw, _ = draft_config(get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision)
-    layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
-    feature_layer_ids = DraftSpec.from_config(raw).feature_layer_ids(layers)
-    ensure_capture(target.model, feature_layer_ids)
     layout = resolve_draft_parallel_layout(
         model_draft_parallel_spec(target.spec_aux_config.draft_model_config, spec_algorithm=target.spec_algorithm),
         collapse_cp=True,
@@ -117,6 +111,9 @@ def load_draft(
             algo_label="DFLASH",
         )
     runner, model = bundle.draft_model_runner, bundle.draft_model
+    layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
+    feature_layer_ids = model.spec.feature_layer_ids(layers)
+    ensure_capture(target.model, feature_layer_ids)
     path = get_spec().speculative_token_map
     token_map = None if path is None else read_token_map(path)
     borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, config.draft_head)

@@ -70,8 +70,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any], Path]:
-    """(raw config.json, its directory) of a draft checkpoint.
+def draft_config(path: str, revision: str | None) -> dict[str, Any]:
+    """The raw config.json of a draft checkpoint.
 
     Raises OSError and ValueError where there is none, and DraftConfigError for one that takes long to work with:
     a large file, deep nesting, thousands of layers.
@@ -84,7 +84,7 @@ def draft_config(path: str, revision: str | None = None) -> tuple[dict[str, Any]
         )
     config = read_config(directory)
     _check_bounds(config)
-    return config, directory
+    return config
 
 
 def _check_bounds(config: dict[str, Any]) -> None:

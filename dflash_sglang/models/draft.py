@@ -73,8 +73,7 @@ class DFlashDraftModel(nn.Module):
         super().__init__()
         self.config = config
         path, revision = config._name_or_path, getattr(config, "_commit_hash", None)
-        raw, _ = draft_config(path, revision)
-        self.spec = spec = DraftSpec.from_config(raw)
+        self.spec = spec = DraftSpec.from_config(draft_config(path, revision))
         base = f"{prefix}." if prefix else ""
         # A checkpoint that names no target layers has one feature per draft layer.
         self.num_features = len(spec.target_layer_ids) if spec.target_layer_ids else spec.num_layers

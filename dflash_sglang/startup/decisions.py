@@ -97,14 +97,13 @@ def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
     """The draft's raw config.json. Raises StartupError with these problems where it cannot be read."""
     path = cfg.speculative_draft_model_path
     try:
-        config, _ = draft_config(path, cfg.speculative_draft_model_revision)
+        return draft_config(path, cfg.speculative_draft_model_revision)
     except DraftConfigError as error:
         raise StartupError([*problems, config_problem(error)]) from error
     except (OSError, ValueError) as error:
         what = "a DFlash draft's directory, or its repository on the hub, with a config.json"
         fix = f"Correct it: {error}"
         raise StartupError([*problems, Problem("--speculative-draft-model-path", path, what, fix)]) from error
-    return config
 
 
 def _token_map_problems(path: str, spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:

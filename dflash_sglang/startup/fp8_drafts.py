@@ -37,7 +37,7 @@ def quantise_where_shorter(server_args: Any) -> None:
     if cfg._speculative_draft_quantization_explicitly_set or cfg.speculative_draft_model_quantization is not None:
         return  # the latter alone: the target's --quantization
     path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
-    spec = DraftSpec.from_config(draft_config(path, revision)[0])
+    spec = DraftSpec.from_config(draft_config(path, revision))
     tensors = tensor_facts(weights_directory(path, revision, cfg.download_dir))
     reason = obstacle(spec, tensors, draft_ranks(cfg), cfg.dtype, torch.cuda.get_device_capability())
     if reason is not None:

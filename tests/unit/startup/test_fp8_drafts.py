@@ -68,7 +68,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     """Server arguments of a large draft on a Hopper GPU -> (what is declared of them, what is logged)."""
     declared: dict[str, Any] = {}
     monkeypatch.setattr(fp8_drafts, "resolving_view", lambda args: args)
-    monkeypatch.setattr(fp8_drafts, "draft_config", lambda path, revision: (draft_config(**LARGE), path))
+    monkeypatch.setattr(fp8_drafts, "draft_config", lambda path, revision: draft_config(**LARGE))
     monkeypatch.setattr(fp8_drafts, "weights_directory", lambda path, revision, download_dir: path)
     monkeypatch.setattr(fp8_drafts, "tensor_facts", lambda directory: matrices())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
