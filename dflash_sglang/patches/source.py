@@ -6,9 +6,8 @@ import ast
 import functools
 import hashlib
 import importlib.util
-import re
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _DIGITS = 12  # hexadecimal, of a SHA-256
 _UNCOUNTED = ("kind", "type_comment")  # fields of a syntax tree: u"" and comments
@@ -21,14 +20,13 @@ def fingerprint(dotted: str, root: Path | None = None) -> str | None:
     dotted: such as "sglang.srt.module.Class.method". root: the folder of a `sglang` package, by default of the
     installed one. Comments, docstrings and layout do not count. Python 3.11 and 3.12 give the same hash.
     """
-    source, names = _source_of(dotted, root or installed())
-    blocks = [source] if names else []
-    for name in names:
-        blocks = [found for block in blocks for found in _definitions(block, name)]
-    if not blocks:
+    file, names = _file_of(dotted, root or installed())
+    found: list[Any] = [_tree(file)] if names and file.is_file() else []
+    for name in names:  # a property has two definitions
+        found = [node for outer in found for node in outer.body if getattr(node, "name", None) == name]
+    if not found:
         return None
-    trees = "\n".join(_shown(_parsed(block)) for block in blocks)
-    return hashlib.sha256(trees.encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256("\n".join(map(_shown, found)).encode()).hexdigest()[:_DIGITS]
 
 
 def installed() -> Path:
@@ -39,70 +37,19 @@ def installed() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _source_of(dotted: str, folder: Path) -> tuple[str, list[str]]:
-    """The text of the module in a dotted name, empty without one, and the names inside of it."""
+def _file_of(dotted: str, folder: Path) -> tuple[Path, list[str]]:
+    """The file of the module in a dotted name, which may not exist, and the names inside of it."""
     _, *names = dotted.split(".")
     while names and (folder / names[0]).is_dir():
         folder /= names.pop(0)
     if names and (folder / f"{names[0]}.py").is_file():
-        return _text(folder / f"{names[0]}.py"), names[1:]
-    return _text(folder / "__init__.py") if (folder / "__init__.py").is_file() else "", names
+        return folder / f"{names[0]}.py", names[1:]
+    return folder / "__init__.py", names
 
 
-@functools.cache
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def _definitions(block: str, name: str) -> Iterator[str]:
-    """The text of each definition of a name in a module or class, with decorators: a property has two.
-
-    Lines are looked at, and only what is asked for is parsed: files of SGLang have up to 8000 lines.
-    """
-    lines = block.splitlines(keepends=True)
-    first = re.compile(rf"\s*(?:async )?(?:def|class) {re.escape(name)}\b")
-    heads = [number for number, line in enumerate(lines) if name in line and first.match(line)]
-    depth = min((_depth(lines[number]) for number in heads), default=0)
-    for head in heads:
-        if _depth(lines[head]) == depth:
-            yield "".join(lines[_decorated(lines, head) : _end(lines, head)])
-
-
-def _end(lines: list[str], head: int) -> int:
-    """One past the last line of a definition: the next that is no deeper, and no comment, bracket or string."""
-    depth, quotes = _depth(lines[head]), 0
-    for number in range(head, len(lines)):
-        line = lines[number]
-        text = line.lstrip()
-        if number > head and not quotes % 2 and text and _depth(line) <= depth and text[0] not in "#)]}":
-            return number
-        quotes += line.count('"""') + line.count("'''")
-    return len(lines)
-
-
-def _decorated(lines: list[str], head: int) -> int:
-    """The first line of the decorators above a definition, its own without."""
-    first = head
-    for number in range(head - 1, -1, -1):
-        line = lines[number]
-        text = line.lstrip()
-        if not text or _depth(line) < _depth(lines[head]):
-            break
-        if _depth(line) == _depth(lines[head]):
-            if text[0] not in "@#)]}":
-                break
-            first = number if text[0] == "@" else first
-    return first
-
-
-def _depth(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _parsed(block: str) -> ast.stmt:
-    indented = block[:1] in " \t"
-    module = ast.parse(f"class _:\n{block}" if indented else block)
-    return module.body[0].body[0] if indented else module.body[0]  # type: ignore[attr-defined]
+@functools.lru_cache(maxsize=1)  # large trees: rows of one file are asked for together
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _shown(value: object) -> str:

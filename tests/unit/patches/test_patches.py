@@ -54,7 +54,7 @@ def copied(patch: Patch, folder: Path) -> tuple[Path, list[str]]:
 
 
 def node_of(path: Path, names: Sequence[str]) -> Any:
-    """The definition, found in a parse of the whole file: `source` parses only what it is asked for."""
+    """The one definition of these names, each inside of the one before."""
     scope: Any = ast.parse(path.read_bytes())
     for name in names:
         (scope,) = (node for node in scope.body if getattr(node, "name", None) == name)
@@ -63,9 +63,10 @@ def node_of(path: Path, names: Sequence[str]) -> Any:
 
 def read_from(folder: Path, patch: Patch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The contract reads this row's source from a folder; the names of all rows that rely on the same source."""
-    read = source.fingerprint.__wrapped__
     monkeypatch.setattr(
-        contract, "fingerprint", lambda dotted, root: read(dotted, folder if dotted == patch.source else root)
+        contract,
+        "fingerprint",
+        lambda dotted, root: source.fingerprint(dotted, folder if dotted == patch.source else root),
     )
     return [other.name for other in PATCHES if other.source == patch.source]
 
@@ -287,7 +288,7 @@ def test_only_code_changes_a_hash(change: str, tmp_path: Path) -> None:
     assert (hashes[0] == hashes[1]) == (change in SAME)
 
 
-def test_a_hash_is_that_of_the_same_definition_in_a_parse_of_the_whole_file(tmp_path: Path) -> None:
+def test_a_hash_is_that_of_the_definition_alone_in_a_file_of_its_own(tmp_path: Path) -> None:
     for number, patch in enumerate(PATCHES):
         path, names = copied(patch, tmp_path / str(number))
         node = ast.unparse(node_of(path, names))
