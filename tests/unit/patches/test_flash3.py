@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dflash_sglang.patches import flash3
-from dflash_sglang.patches.flash3 import spare_launches
-from dflash_sglang.patches.shared_schedule import SharedSchedules
+from dflash_sglang.patches.flash3 import SharedSchedules, spare_launches
 
 HEADS, KV_HEADS, DIM, WIDTH = 32, 8, 128, 16
 
