@@ -6,14 +6,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dflash_sglang.requests.width_bounds import width_bounds
 from dflash_sglang.settings.width import PLAIN
-from dflash_sglang.width.policy import MOST_IN_FLIGHT
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -21,25 +19,26 @@ if TYPE_CHECKING:
     from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.verify.step_result import StepResult
     from dflash_sglang.width import Decision, WidthPolicy
+    from dflash_sglang.width.policy import Step
     from dflash_sglang.width.runtime_states import RuntimeStates
 
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0  # between two lines about changes of the width
+MOST_IN_FLIGHT = 8  # steps that were launched and did not come back; overlap scheduling has at most two
 
 
-@dataclass
-class _Step:
-    """A decode step whose result is to come; one without requests has none."""
+class _Launched(NamedTuple):
+    """A decode step whose result is to come."""
 
-    requests: int
-    follows: bool  # on a step with requests, nothing in between
-    result: StepResult | None = None
-    end: Any = None  # `StepClock.mark`
+    step: Step
+    result: StepResult
+    start: Any  # end of the step before, as a `StepClock.mark`; None if anything else ran in between
+    end: Any
 
     def has(self, accepted: list[int]) -> bool:
         """Whether SGLang took this list of accepted proposals from the step's result."""
-        return self.result is not None and self.result.num_correct_drafts_per_req_cpu is accepted
+        return self.result.num_correct_drafts_per_req_cpu is accepted
 
 
 class WidthController:
@@ -59,9 +58,9 @@ class WidthController:
     ) -> None:
         """limit: sets what a step may commit of requests (`Acceptor.set_max_commit`). speaks: this rank logs."""
         self._policy, self._states, self._limit, self._clock = policy, states, limit, clock
-        self._steps: deque[_Step] = deque()
-        self._after_step = False
-        self._last_end: Any = None
+        self._chosen: Step | None = None  # the latest step with requests
+        self._launched: deque[_Launched] = deque()
+        self._last_end: Any = None  # of the latest step, unless anything else was launched after it
         self._log = _ChangeLog() if speaks else None
 
     @property
@@ -71,7 +70,7 @@ class WidthController:
 
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
-        self._after_step = False
+        self._last_end = None
         self._policy.prefill()
         self._states.use_widest()
         slots, least, most = new_requests(batch, self._policy.acceptance.block)
@@ -85,12 +84,13 @@ class WidthController:
         needs_full_blocks: the step verifies the width of each request."""
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
-        decision = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0, needs_full_blocks)
-        if len(self._steps) >= MOST_IN_FLIGHT:  # the policy has lost it, too
-            self._last_end = self._steps.popleft().end
-        self._steps.append(_Step(requests, self._after_step))
-        self._after_step = requests > 0
-        self._pass_over_empty_steps()
+        step = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0, needs_full_blocks)
+        if requests:
+            self._chosen = step
+        else:  # it has no result
+            self._policy.verified(step, [])
+            self._last_end = None
+        decision = step.decision
         self._states.use(decision.width, ragged=decision.verify_budget is not None)
         if self._log is not None and not decision.probe:
             self._log.note(self._policy, decision.width, requests)
@@ -98,32 +98,27 @@ class WidthController:
 
     def returned(self, result: StepResult) -> None:
         """The step that `next` was asked for last has been launched."""
-        self._steps[-1].result, self._steps[-1].end = result, self._clock.mark()
+        assert self._chosen is not None
+        if len(self._launched) == MOST_IN_FLIGHT:
+            self._launched.popleft()
+            self._policy.leave_out(f"{MOST_IN_FLIGHT} steps were launched and none came back")
+        end = self._clock.mark()
+        self._launched.append(_Launched(self._chosen, result, self._last_end, end))
+        self._last_end = end
 
     def verified(self, accepted: list[int]) -> None:
         """A step with requests came back: accepted [n] proposals, the list itself that its result has. Steps
         before it that did not come back are lost."""
-        if not any(step.has(accepted) for step in self._steps):
-            self._policy.stray(len(accepted))
+        if not any(launched.has(accepted) for launched in self._launched):
+            self._policy.leave_out(f"a result of {len(accepted)} requests that no step waits for")
             return
-        while not (step := self._steps.popleft()).has(accepted):
-            if step.requests:
-                self._policy.lose("a step came back before the one that was launched before it")
-                self._last_end = step.end
-            else:
-                self._policy.verified([])
-        assert step.result is not None
-        timed = step.follows and self._last_end is not None
-        seconds = self._clock.seconds(self._last_end, step.end) if timed else None
-        drafted = step.result.logprobs, step.result.verified_lens
-        self._policy.verified(accepted, seconds, *(None if of is None else of.numpy() for of in drafted))
-        self._last_end = step.end
-        self._pass_over_empty_steps()
-
-    def _pass_over_empty_steps(self) -> None:
-        while self._steps and not self._steps[0].requests:
-            self._steps.popleft()
-            self._policy.verified([])
+        while not (done := self._launched.popleft()).has(accepted):
+            self._policy.leave_out("a step came back before the one that was launched before it")
+        seconds = None if done.start is None else self._clock.seconds(done.start, done.end)
+        drafted = done.result.logprobs, done.result.verified_lens
+        self._policy.verified(
+            done.step, accepted, seconds, *(None if of is None else of.numpy() for of in drafted)
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """What the server tells of its widths."""

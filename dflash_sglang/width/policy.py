@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,12 +17,12 @@ from dflash_sglang.width.step_times import StepTimesError
 
 logger = logging.getLogger(__name__)
 
-MOST_IN_FLIGHT = 8  # steps that were chosen and not verified; overlap scheduling has at most two
 
+class Step(NamedTuple):
+    """A step that was chosen, for when its result is there."""
 
-class _InFlight(NamedTuple):
-    step: int
-    slots: np.ndarray
+    number: int
+    slots: np.ndarray  # [n] of its requests
     decision: Decision
     plan: Plan | None
 
@@ -32,15 +31,13 @@ class WidthPolicy:
     """One width for every step of the whole batch.
 
     Serving: `prefill` for every prefill of any rank, `admit` when a request is prefilled, `choose` before each
-    decode step, `verified` when its result is on the host, in the order of the steps. Overlap scheduling chooses a
-    step or two ahead of what it was told. A result that comes back after its request's slot was given away is
-    dropped.
+    decode step, `verified` when its result is on the host. Overlap scheduling chooses a step or two ahead of what
+    it was told. A result that comes back after its request's slot was given away is dropped.
 
     All ranks of a group make the same calls of `choose` in the same order. Rank 0 decides (`decider`), the others
     are told. Every rank estimates the acceptance of its own requests. Nothing here reads a clock or draws.
 
-    Records of steps in flight decide nothing but estimates. A result that fits no record, or a record that gets no
-    result, is left out of the estimates, counted in `metrics.left_out`, and logged the first time.
+    Results decide nothing but estimates. One that is lost or fits no step is left out of them (`leave_out`).
     """
 
     def __init__(
@@ -75,37 +72,32 @@ class WidthPolicy:
         # A rank whose requests are rank 0's has nothing to say, so it learns nothing of them.
         self._has_a_say = self.decider is not None or (self._fixed is None and self._group.gather is not None)
         self._held = 0, 1.0  # index of the width of the latest step that was no probe, and its share
-        self._step = 0
-        self._in_flight: deque[_InFlight] = deque()
+        self._steps = 0
 
     def admit(
         self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
     ) -> None:
         """New requests in these slots [n], with the `max_width` and the `min_width` of each."""
-        self.acceptance.admit(slots, self._step, max_widths, min_widths)
+        self.acceptance.admit(slots, self._steps, max_widths, min_widths)
 
     def prefill(self) -> None:
         """The next decode step comes after a prefill, of this rank's requests or of another's."""
         if self.decider is not None:
             self.decider.interruptions.prefill()
 
-    def choose(self, slots: np.ndarray, context_tokens: int, needs_full_blocks: bool = False) -> Decision:
+    def choose(self, slots: np.ndarray, context_tokens: int, needs_full_blocks: bool = False) -> Step:
         """The width of the next step for the requests in `slots` [n], whose contexts have `context_tokens`
         together.
 
-        No slots: another rank has requests. `needs_full_blocks`: the step verifies the width of every request.
-        With `MOST_IN_FLIGHT` steps in flight the oldest one is lost (`lose`)."""
-        if len(self._in_flight) >= MOST_IN_FLIGHT:
-            self.lose(f"{MOST_IN_FLIGHT} steps were chosen and none verified")
+        No slots: another rank has requests. `needs_full_blocks`: the step verifies the width of every request."""
         slots = np.array(slots, np.intp)
         if self._fixed is not None:
             decision, plan = self._fixed, None
         else:
             decision, plan = self._decide(slots, context_tokens, needs_full_blocks)
-        self._in_flight.append(_InFlight(self._step, slots, decision, plan))
-        self._step += 1
         self.metrics.chose(decision, len(slots))
-        return decision
+        self._steps += 1
+        return Step(self._steps - 1, slots, decision, plan)
 
     def _decide(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
         """This rank's decision, or what the deciding rank tells; with the plan, on that rank."""
@@ -125,47 +117,33 @@ class WidthPolicy:
 
     def verified(
         self,
+        step: Step,
         accepted: Sequence[int] | np.ndarray,
         seconds: float | None = None,
         logprobs: np.ndarray | None = None,
         lens: np.ndarray | None = None,
     ) -> None:
-        """The oldest step that is in flight came back: `accepted` [n] proposals, and how long it took.
+        """A step came back: `accepted` [n] proposals, and how long it took.
 
         logprobs [n, steps]: of what was drafted, where the draft gives them. lens [n]: verified tokens of each
         request; None: full blocks. `seconds`: from the end of the step before to the end of this one, so that the
-        host's share counts; None where something else ran in between (a prefill). A result is dropped if no step
-        is in flight; result and step are dropped if [n] is not that step's.
+        host's share counts; None where something else ran in between (a prefill).
         """
-        if not self._in_flight:
-            self.stray(len(accepted))
+        if len(accepted) != len(step.slots):
+            self.leave_out(f"{len(accepted)} results for step {step.number} of {len(step.slots)} requests")
             return
-        done = self._in_flight[0]
-        if len(accepted) != len(done.slots):
-            self.lose(f"{len(accepted)} results for step {done.step} of {len(done.slots)} requests")
-            return
-        self._in_flight.popleft()
-        self.metrics.came_back(done.decision, seconds)
+        self.metrics.came_back(step.decision, seconds)
         if not self._has_a_say:
             return
-        accepted, width = np.asarray(accepted, np.int64), self.widths.index(done.decision.width)
-        self.acceptance.observe(done.step, done.slots, width, accepted, lens)
+        accepted, width = np.asarray(accepted, np.int64), self.widths.index(step.decision.width)
+        self.acceptance.observe(step.number, step.slots, width, accepted, lens)
         if self.decider is not None and self.decider.ragged is not None and logprobs is not None:
             self.decider.ragged.confidence.observe(logprobs, accepted, lens)
-        if self.decider is not None and done.plan is not None and seconds is not None:
-            self.decider.observe(done.plan, seconds)
+        if self.decider is not None and step.plan is not None and seconds is not None:
+            self.decider.observe(step.plan, seconds)
 
-    def lose(self, why: str) -> None:
-        """The oldest step in flight gets no result that can be used."""
-        if self._in_flight:
-            self._in_flight.popleft()
-        self._leave_out(why)
-
-    def stray(self, requests: int) -> None:
-        """A result of so many requests came back that no step in flight waits for."""
-        self._leave_out(f"a result of {requests} requests that no step waits for")
-
-    def _leave_out(self, why: str) -> None:
+    def leave_out(self, why: str) -> None:
+        """A step gets no result, or a result has no step. They are counted, and the first one is logged."""
         self.metrics.left_out += 1
         if self.metrics.left_out == 1:
             logger.warning(

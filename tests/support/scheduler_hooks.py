@@ -384,7 +384,7 @@ def _rehearsals(worker: Any) -> None:
         assert self._slots._coins.getstate() == coins, "coins were drawn"
         assert self._slots.current[0] == 4, "the next outcome of nobody is somebody's"
         assert told == policy_now()
-        assert self.width == width and not self._widths._steps
+        assert self.width == width and not self._widths._launched
         ran["prefill"] = [[tokens, dict(sampling)] for tokens, sampling in ran["prefill"]]
         ran["step"] = [[context, dict(sampling), width] for context, sampling, width in ran["step"]]
         (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([ran, json.loads(told)[1]]))

@@ -40,7 +40,9 @@ class Policy(Protocol):
     ) -> None: ...
     def prefill(self) -> None: ...
     def choose(self, slots: np.ndarray, context_tokens: int) -> Any: ...
-    def verified(self, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None) -> None: ...
+    def verified(
+        self, step: Any, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None
+    ) -> None: ...
 
 
 @dataclass
@@ -218,7 +220,7 @@ class Fixed:
     """Always one width."""
 
     def __init__(self, width: int):
-        self.width, self.probe = width, False
+        self.width, self.probe, self.decision = width, False, self
 
     def admit(
         self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
@@ -229,7 +231,9 @@ class Fixed:
     def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
         return self
 
-    def verified(self, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None) -> None: ...
+    def verified(
+        self, step: Any, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None
+    ) -> None: ...
 
 
 class Oracle(Fixed):
@@ -313,7 +317,8 @@ class Rank:
         self._kind, self._left, self._context = (np.zeros(slots, np.int64) for _ in range(3))
         self._cap = np.full(slots, BLOCK, np.int64)
         self._running = np.zeros(0, np.int64)
-        self._late: list[tuple[np.ndarray, float | None, np.ndarray | None, np.ndarray | None]] = []
+        self._step: Any = None  # the policy's
+        self._late: list[tuple[Any, np.ndarray, float | None, np.ndarray | None, np.ndarray | None]] = []
         self._fresh = True
 
     @property
@@ -362,7 +367,8 @@ class Rank:
         return (counts * committed[:, held]) @ (1 / committed)
 
     def choose(self) -> Any:
-        return self.policy.choose(self._running, self.context_tokens)
+        self._step = self.policy.choose(self._running, self.context_tokens)
+        return self._step.decision
 
     def draft_chances(self, width: int) -> np.ndarray | None:
         """[n, proposals] that the draft says, where anybody asks: none beyond what requests allow."""
@@ -390,7 +396,8 @@ class Rank:
         if lens is not None:
             accepted = np.minimum(accepted, lens - 1)
         said = None if chances is None else np.log(chances.clip(1e-9))
-        self._late.append((accepted, seconds if self.clock.random() < self.timed else None, said, lens))
+        timed = self.clock.random() < self.timed
+        self._late.append((self._step, accepted, seconds if timed else None, said, lens))
         if len(self._late) >= self.delay:
             self.policy.verified(*self._late.pop(0))
         self._left[slots] -= accepted + 1

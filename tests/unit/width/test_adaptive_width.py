@@ -36,19 +36,16 @@ class Policy:
     def choose(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> Any:
         self.told.append(("choose", slots.tolist(), context))
         self.needs_full_blocks.append(needs_full_blocks)
-        return SimpleNamespace(
-            width=self.widths.pop(0), probe=False, verify_budget=None if needs_full_blocks else 48
-        )
+        number, budget = len(self.needs_full_blocks), None if needs_full_blocks else 48
+        decision = SimpleNamespace(width=self.widths.pop(0), probe=False, verify_budget=budget)
+        return SimpleNamespace(number=number, decision=decision)
 
-    def verified(self, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
-        self.told.append(("verified", accepted, seconds))
+    def verified(self, step: Any, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
+        self.told.append(("verified", accepted, seconds, step.number))
         self.of_draft.append([None if of is None else of.tolist() for of in of_draft])
 
-    def lose(self, why: str) -> None:
-        self.told.append(("lose",))
-
-    def stray(self, requests: int) -> None:
-        self.told.append(("stray", requests))
+    def leave_out(self, why: str) -> None:
+        self.told.append(("left out", why))
 
 
 class Widths(list):
@@ -176,7 +173,7 @@ def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_
     assert policy.of_draft == [list(of) for of in of_draft]
 
 
-def test_a_step_of_other_ranks_has_no_result_and_keeps_its_turn() -> None:
+def test_a_step_of_other_ranks_has_no_result_to_wait_for() -> None:
     widths, policy, _ = adaptive([8, 8, 8])
     widths.next(decoding())
     result = launch(widths, decoding(5, context=70))
@@ -187,8 +184,8 @@ def test_a_step_of_other_ranks_has_no_result_and_keeps_its_turn() -> None:
         ("verified", []),
         ("choose", [5]),
         ("choose", []),
-        ("verified", [7]),
         ("verified", []),
+        ("verified", [7]),
     ]
     assert policy.told[2] == ("choose", [5], 70)
 
@@ -206,26 +203,27 @@ def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_
     clock.ends = 107.0
     come_back(widths, launch(widths, decoding(1, 2)), [0, 0])
     assert [told for told in policy.told if told[0] != "choose"] == [
-        ("verified", [1, 1], None),
-        ("lose",),
-        ("verified", [], None),
-        ("verified", [3, 3], None),  # it follows a step without requests
-        ("stray", 2),
-        ("stray", 2),
-        ("verified", [0, 0], 3.0),
+        ("verified", [], None, 3),
+        ("verified", [1, 1], None, 1),
+        ("left out", "a step came back before the one that was launched before it"),
+        ("verified", [3, 3], None, 4),  # it follows a step without requests
+        ("left out", "a result of 2 requests that no step waits for"),
+        ("left out", "a result of 2 requests that no step waits for"),
+        ("verified", [0, 0], 3.0, 5),
     ]
 
 
 def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed() -> None:
-    from dflash_sglang.width.policy import MOST_IN_FLIGHT
+    from dflash_sglang.width.controller import MOST_IN_FLIGHT
 
     widths, policy, clock = adaptive([8] * 3 * MOST_IN_FLIGHT)
     for step in range(3 * MOST_IN_FLIGHT):
         clock.ends = 100.0 + step
         result = launch(widths, decoding(1))
-    assert len(widths._steps) == MOST_IN_FLIGHT
+    lost = ("left out", f"{MOST_IN_FLIGHT} steps were launched and none came back")
+    assert len(widths._launched) == MOST_IN_FLIGHT and policy.told.count(lost) == 2 * MOST_IN_FLIGHT
     come_back(widths, result, [2])
-    assert policy.told[-1] == ("verified", [2], 1.0) and not widths._steps
+    assert policy.told[-1] == ("verified", [2], 1.0, 3 * MOST_IN_FLIGHT) and not widths._launched
 
 
 def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:

@@ -87,8 +87,9 @@ def test_prefills_are_in_no_step_time_and_in_the_gains_that_are_told(monkeypatch
     plain, four = times.seconds(times.bucket(256), 512 * 256)
     for _ in range(500):
         policy.prefill()
-        width = policy.choose(slots, 512 * 256).width
-        policy.verified(np.minimum(np.tile([1, 2, 3, 3], 64), width - 1))
+        step = policy.choose(slots, 512 * 256)
+        width = step.decision.width
+        policy.verified(step, np.minimum(np.tile([1, 2, 3, 3], 64), width - 1))
     assert times.seconds(8, 0.0) == table and width == 4
     plain_steps, steps = policy.metrics.steps
     assert sum(policy.metrics.seconds) == pytest.approx(plain_steps * plain + steps * four)
@@ -105,6 +106,7 @@ def test_a_fixed_width_counts_no_prefills() -> None:
     policy.admit(np.arange(8))
     for _ in range(100):
         policy.prefill()
-        assert policy.choose(np.arange(8), 4096).width == 8
-        policy.verified(np.zeros(8, int), 0.01)
+        step = policy.choose(np.arange(8), 4096)
+        assert step.decision.width == 8
+        policy.verified(step, np.zeros(8, int), 0.01)
     assert policy.decider is None

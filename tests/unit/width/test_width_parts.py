@@ -379,7 +379,7 @@ def test_an_exchange_that_is_one_step_late_starts_with_no_requests() -> None:
     assert (gather(np.array([1.0, 2.0])) == 0).all()
     assert gather(np.array([5.0, 5.0])).tolist() == [[1.0, 2.0], [2.0, 4.0]]
     policy = adaptive(Machine(), 64, group=Group(gather=late()))
-    assert policy.choose(np.arange(64), 64 * 500).width == 16  # the widest, before anything is known
+    assert policy.choose(np.arange(64), 64 * 500).decision.width == 16  # the widest, before anything is known
 
 
 def test_a_group_of_one_chooses_as_no_group_does() -> None:

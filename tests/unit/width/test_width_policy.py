@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang.width import Group, OneStepLate, WidthConfig
-from dflash_sglang.width.policy import MOST_IN_FLIGHT
 from tests.support.width_simulation import (
     BUCKETS,
     EASY,
@@ -248,10 +247,10 @@ def test_one_request_holds_its_batch_to_its_width_until_it_leaves() -> None:
     def widths(slots: np.ndarray) -> set[int]:
         chosen = []
         for _ in range(100):
-            decision = policy.choose(slots, 512 * len(slots))
-            chosen.append(decision.width)
+            step = policy.choose(slots, 512 * len(slots))
+            chosen.append(step.decision.width)
             accepted = (random.random(len(slots)) < 0.05).astype(int)
-            policy.verified(np.minimum(accepted, chosen[-1] - 1), decision.seconds)
+            policy.verified(step, np.minimum(accepted, chosen[-1] - 1), step.decision.seconds)
         return set(chosen)
 
     assert min(widths(slots)) == 8
@@ -284,20 +283,17 @@ def test_results_without_a_step_and_steps_without_a_result_cost_one_line_and_no_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy, slots = adaptive(QUIET, 8, WidthConfig()), np.arange(3)
-    policy.verified([15] * 3, 0.01)
+    policy.leave_out("a result of 3 requests that no step waits for")
     assert "a result of 3 requests that no step waits for: expected one result for each step" in caplog.text
-    policy.choose(slots, 100)
-    policy.verified([15, 15], 0.01)
-    for _ in range(3 * MOST_IN_FLIGHT):
-        policy.choose(slots, 100)
-    assert policy.metrics.snapshot()["left_out"] == policy.metrics.left_out == 2 + 2 * MOST_IN_FLIGHT
+    step = policy.choose(slots, 100)
+    policy.verified(step, [15, 15], 0.01)
+    assert policy.metrics.snapshot()["left_out"] == policy.metrics.left_out == 2
     untold = adaptive(QUIET, 8, WidthConfig())
     assert [policy.acceptance.level(slot) for slot in slots] == [1.0] * 3
     assert policy.acceptance.hazard.tolist() == untold.acceptance.hazard.tolist()
-    for _ in range(MOST_IN_FLIGHT):
-        policy.verified([15] * 3, 0.01)
-    assert policy.acceptance.level(0) < 1.0 and len(policy._in_flight) == 0
-    assert policy.metrics.left_out == 2 + 2 * MOST_IN_FLIGHT and len(caplog.records) == 1
+    policy.verified(step, [15] * 3, 0.01)
+    assert policy.acceptance.level(0) < 1.0
+    assert policy.metrics.left_out == 2 and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("fixed", [None, 8])
@@ -309,7 +305,6 @@ def test_a_server_goes_on_when_results_are_lost_and_learns_from_those_that_come(
     server.run(32, steps=50)
     rank.policy.verified = told
     run = server.run(32, steps=300)
-    assert policy.metrics.left_out >= 40
     assert set(run.widths) == {8} if fixed else np.mean(run.worth[100:]) >= 0.96
 
 
@@ -319,10 +314,10 @@ def test_ranks_choose_alike_when_results_are_lost(loads: bool) -> None:
     losing = server.ranks[2:3] if loads else server.ranks  # ranks with the same requests lose the same
     server.run(64, steps=50)
     for rank in losing:
-        rank.policy.lose("lost")
-        rank.policy.stray(3)
         verified = rank.policy.verified
-        rank.policy.verified = lambda *told, verified=verified: verified(told[0][:-1], *told[1:])  # too few
+        rank.policy.verified = lambda step, accepted, *told, verified=verified: verified(
+            step, accepted[:-1], *told
+        )  # too few
     server.run(64, steps=70)  # its `run` asserts in every step that all ranks chose one width
     assert [rank for rank in server.ranks if rank.policy.metrics.left_out > 50] == list(losing)
 
@@ -427,12 +422,13 @@ def test_ranks_choose_alike_within_what_the_requests_of_any_of_them_ask_for(data
             caps += [most for _, most in bounds]
         for late in (True, False):  # the first step's load is that of the batches before
             ranks = list(zip(policies, batches, strict=True))
-            (width,) = {policy.choose(batch, 500 * len(batch)).width for policy, batch in ranks}
+            steps = [policy.choose(batch, 500 * len(batch)) for policy, batch in ranks]
+            (width,) = {step.decision.width for step in steps}
             if floors and not late:
                 allowed = [width for width in WIDTHS if width <= max(caps)]
                 assert width in ([w for w in allowed if w >= max(floors)] or allowed[-1:])
-            for policy, batch in ranks:
-                policy.verified(np.zeros(len(batch), int), 0.01)
+            for (policy, batch), step in zip(ranks, steps, strict=True):
+                policy.verified(step, np.zeros(len(batch), int), 0.01)
 
 
 def test_tensor_parallel_ranks_whose_clocks_differ_choose_alike() -> None:

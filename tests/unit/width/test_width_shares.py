@@ -87,7 +87,8 @@ def test_what_is_verified_together_is_a_budget_between_a_token_and_a_block_of_ea
     policy.admit(slots)
     seen = set()
     for step in range(300):
-        decision = policy.choose(slots, 6 * 512, needs_full_blocks=step % 10 == 0)
+        chosen = policy.choose(slots, 6 * 512, needs_full_blocks=step % 10 == 0)
+        decision = chosen.decision
         chances, lens = chances_of(random, 6, decision.width), None
         if decision.verify_budget is not None:
             assert step % 10 and 6 <= decision.verify_budget < 6 * decision.width
@@ -95,7 +96,9 @@ def test_what_is_verified_together_is_a_budget_between_a_token_and_a_block_of_ea
             seen.add(decision.verify_budget)
             lens = shared(chances, decision.verify_budget)
         accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
-        policy.verified(accepted if lens is None else np.minimum(accepted, lens - 1), 0.007, np.log(chances), lens)
+        if lens is not None:
+            accepted = np.minimum(accepted, lens - 1)
+        policy.verified(chosen, accepted, 0.007, np.log(chances), lens)
     assert len(seen) > 1
 
 
@@ -107,14 +110,15 @@ def test_a_batch_with_a_floor_verifies_full_blocks_from_it_on(monkeypatch: pytes
     for batch in (slots, slots[:63]):
         chosen = []
         for _ in range(100):
-            chosen.append(policy.choose(batch, len(batch) * 512))
+            step = policy.choose(batch, len(batch) * 512)
+            chosen.append(step.decision)
             chances, lens = chances_of(random, len(batch), chosen[-1].width), None
             accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
             if chosen[-1].verify_budget is not None:
                 lens = shared(chances, chosen[-1].verify_budget)
                 accepted = np.minimum(accepted, lens - 1)
             accepted = np.minimum(accepted, np.where(batch < 32, 15, 11))
-            policy.verified(accepted, 0.007, np.log(chances), lens)
+            policy.verified(step, accepted, 0.007, np.log(chances), lens)
         parts.append(sum(decision.verify_budget is not None for decision in chosen))
         if len(batch) == 64:
             assert min(decision.width for decision in chosen) >= 6
@@ -129,13 +133,14 @@ def test_ragged_steps_take_what_they_had_to(monkeypatch: pytest.MonkeyPatch) -> 
     before = policy.decider.step_times.seconds(policy.decider.step_times.bucket(64), 64 * 512)
     parts = 0
     for _ in range(40):
-        decision = policy.choose(slots, 64 * 512)
+        step = policy.choose(slots, 64 * 512)
+        decision = step.decision
         chances, lens = chances_of(random, 64, decision.width), None
         accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
         if decision.verify_budget is not None:
             parts, lens = parts + 1, shared(chances, decision.verify_budget)
             accepted = np.minimum(accepted, lens - 1)
-        policy.verified(accepted, decision.seconds, np.log(chances), lens)
+        policy.verified(step, accepted, decision.seconds, np.log(chances), lens)
     assert parts > 5
     after = policy.decider.step_times.seconds(policy.decider.step_times.bucket(64), 64 * 512)
     assert after == pytest.approx(before, rel=1e-6)
