@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,17 +93,14 @@ class Rehearsal:
         with torch.no_grad(), self._contexts(1, context):
             self._decode(self._decoding(1, context, sampling), width, None)
 
-    def seconds(
-        self, requests: int, context: int, runs: int, width: int, tokens: int | None = None
-    ) -> list[float]:
-        """Of `runs` greedy steps of so many requests with `context` tokens each; one more before them is not
-        timed."""
+    def seconds(self, requests: int, context: int, width: int, tokens: int | None = None) -> float:
+        """Of a greedy step of so many requests with `context` tokens each; one before it is not timed."""
         with torch.no_grad(), self._contexts(requests, context):
-            batch, marks = self._decoding(requests, context, GREEDY), []
-            for _ in range(runs + 1):
-                self._decode(copy(batch), width, tokens)
-                marks.append(self._clock.mark())
-            return [self._clock.seconds(start, end) for start, end in pairwise(marks)]
+            batch = self._decoding(requests, context, GREEDY)
+            self._decode(copy(batch), width, tokens)
+            start = self._clock.mark()
+            self._decode(copy(batch), width, tokens)
+            return self._clock.seconds(start, self._clock.mark())
 
     @contextmanager
     def _contexts(self, requests: int, context: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from dflash_sglang.width.acceptance import Acceptance, Work, steps_needed
 from dflash_sglang.width.choice import Chooser
 from dflash_sglang.width.interruptions import Interruptions
 from dflash_sglang.width.ragged import Offer, RaggedSteps
-from dflash_sglang.width.step_times import StepTimes
+from dflash_sglang.width.step_times import Sample, StepTimes
 
 REASONS = ("start", "hold", "probe", "load", "gain", "limit")
 
@@ -83,11 +83,7 @@ class Plan(NamedTuple):
 
 
 class Decider:
-    """Weighs what every width commits against what it takes. Only rank 0 has one.
-
-    At start-up: `step_times.record` for every cell of `startup_cells`, `step_times.fit`; then the same for
-    `ragged.times`, if there is `ragged`.
-    """
+    """Weighs what every width commits against what it takes. Only rank 0 has one."""
 
     def __init__(
         self, acceptance: Acceptance, buckets: Sequence[int], max_requests: int, budgets: Sequence[int] | None
@@ -100,6 +96,12 @@ class Decider:
         self.interruptions = Interruptions()
         self._chooser = Chooser(self.widths)
         self._width = len(self.widths) - 1  # an index, of the latest decision that was no probe
+
+    def fit(self, full: Iterable[Sample], ragged: Iterable[Sample]) -> None:
+        """Start-up's steps of full blocks, of cells of `startup_cells`, and those with as few tokens as can be."""
+        self.step_times.fit(full)
+        if self.ragged is not None:
+            self.ragged.times.fit(ragged)
 
     def decide(self, load: Load, work: list[Work], needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
         """work: of this rank's requests; only ragged steps ask for it, which ranks with the same requests have."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflash_sglang.width.acceptance import Acceptance, Work, ragged_steps_needed
 from dflash_sglang.width.confidence import Confidence
-from dflash_sglang.width.step_times import StepTimes, filled
+from dflash_sglang.width.step_times import Sample, StepTimes, filled
 
 TABULATE_EVERY = 4  # observed steps
 # Of the times, chosen in the simulation: without the factor that corrects them, ragged steps that take 1.2 times
@@ -34,10 +34,10 @@ class Offer(NamedTuple):
 class RaggedTimes:
     """Seconds of a step by captured batch size, draft width and verified tokens.
 
-    `record` takes what start-up measures: steps that draft at a width and verify about one token of each request.
-    Such a step is as short as a ragged one can be. What more tokens add depends on how many there are in all;
-    steps of full blocks (`step_times`) say how much. Kept is the ratio to the step of full blocks of the same
-    width, so that corrections of the one correct the other.
+    Start-up measures steps that draft at a width and verify about one token of each request. Such a step is as
+    short as a ragged one can be. What more tokens add depends on how many there are in all; steps of full blocks
+    (`step_times`) say how much. Kept is the ratio to the step of full blocks of the same width, so that
+    corrections of the one correct the other.
 
     A factor of all ragged steps corrects the table. It follows the errors of steps of one kind that come after one
     of the other (`compare`). While steps are ragged, a full one comes in between now and then (`compares`).
@@ -47,26 +47,21 @@ class RaggedTimes:
         """step_times: of full blocks; the narrowest width is plain decoding."""
         self._times = step_times
         self._widths = np.array(step_times.widths)
-        self._samples: dict[tuple[int, int], float] = {}
         self._least = np.ones((len(step_times.buckets), len(self._widths)))  # ratio to full blocks
         self._factor = 1.0
         self._was_ragged = False  # the observed step before
         self._since = 0  # ragged steps since the last full one in between
 
-    def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
-        """A step of `batch` requests that drafted at `width` and verified as few tokens as can be. To be called
-        once the step times are fitted. The shortest of a cell counts."""
-        bucket, index = self._times.bucket(batch), self._times.widths.index(width)
-        ratio = seconds / self._times.of_width(bucket, index, context_tokens)
-        self._samples[bucket, index] = min(ratio, self._samples.get((bucket, index), ratio))
+    def fit(self, samples: Iterable[Sample]) -> None:
+        """Builds the table from steps that verified as few tokens as can be, once the step times are fitted.
 
-    def fit(self) -> None:
-        """Builds the table from what was recorded; without any, fewer verified tokens spare nothing."""
-        if not self._samples:
-            return
+        The shortest of a cell counts. Without any, fewer verified tokens spare nothing."""
         least = np.full(self._least.shape, np.nan)
-        for cell, ratio in self._samples.items():
-            least[cell] = ratio
+        for batch, width, context, seconds in samples:
+            cell = self._times.bucket(batch), self._times.widths.index(width)
+            least[cell] = np.fmin(least[cell], seconds / self._times.of_width(*cell, context))
+        if np.isnan(least).all():
+            return
         self._least = filled(least, np.array(self._times.buckets, float), self._widths.astype(float))
         self._least = self._least.clip(LEAST, 1.0)
         self._least[:, 0] = 1.0
@@ -104,8 +99,6 @@ class RaggedSteps:
 
     How many proposals of full blocks come true is what `Acceptance` knows of each request. Which share of them is
     among so many rows is what `Confidence` knows of the batch.
-
-    At start-up: `times.record`, then `times.fit`.
     """
 
     def __init__(self, step_times: StepTimes, acceptance: Acceptance, budgets: Sequence[int], max_requests: int):

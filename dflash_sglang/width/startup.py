@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ from dflash_sglang.startup.facts import Problem, StartupError
 from dflash_sglang.width import Group, StepTimes, WidthPolicy, startup_cells
 from dflash_sglang.width.ragged import least_budget
 from dflash_sglang.width.runtime_states import captured_sizes, sparse
+from dflash_sglang.width.step_times import Sample
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -151,7 +151,9 @@ def _why_not_ragged(runner: ModelRunner, group: Group, confident: bool) -> str |
 def policy_of(
     config: WidthConfig, runner: ModelRunner, block: int, group: Group, states: RuntimeStates
 ) -> WidthPolicy:
-    pool, sizes = runner.req_to_token_pool, _sizes(runner)
+    """The policy of these settings, before `measure`. Batch sizes are the captured ones, or powers of two."""
+    pool = runner.req_to_token_pool
+    sizes = sparse(captured_sizes(runner)) or [1 << power for power in range(pool.size.bit_length())]
     buckets = [size for size in sizes if size < pool.size]
     at_most = next((size for size in sizes if size >= pool.size), pool.size)
     budgets = states.verify_budgets(pool.size) if config.ragged else None
@@ -159,63 +161,50 @@ def policy_of(
     return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=slots, budgets=budgets)
 
 
-def _sizes(runner: ModelRunner) -> list[int]:
-    """Batch sizes that steps of every width are padded to; powers of two where nothing is captured."""
-    most = runner.req_to_token_pool.size
-    return sparse(captured_sizes(runner)) or [1 << power for power in range(most.bit_length())]
-
-
 def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, group: Group) -> None:
     """Fill the decider's tables from rehearsed steps, which all ranks run."""
-    start, cells, decider = time.perf_counter(), _cells(policy, runner), policy.decider
-    record = None if decider is None else decider.step_times.record
-    measured = _rehearse(cells, rehearsal, group, lambda *_: None, record)
-    if decider is not None:
-        decider.step_times.fit()
+    start, cells = time.perf_counter(), _cells(policy, runner)
+    full = _rehearse([(*cell, None) for cell in cells], rehearsal, group)
+    ragged: list[Sample] = []
     if policy.budgets is not None:
-        least = partial(least_budget, policy.budgets)
-        ragged = [cell for cell in cells if cell[1] > PLAIN and not cell[2] and least(*cell[:2]) is not None]
-        times = None if decider is None or decider.ragged is None else decider.ragged.times
-        _rehearse(ragged, rehearsal, group, least, None if times is None else times.record)
-        if times is not None:
-            times.fit()
-    if decider is not None:
-        logger.info(
-            "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by width: %s",
-            measured,
-            len(cells),
-            time.perf_counter() - start,
-            "; ".join(_row(decider.step_times, bucket) for bucket in (0, len(policy.buckets) - 1)),
-        )
+        least = [
+            (batch, width, context, least_budget(policy.budgets, batch, width))
+            for batch, width, context in cells
+            if width > PLAIN and not context
+        ]
+        ragged = _rehearse([cell for cell in least if cell[3] is not None], rehearsal, group)
+    if policy.decider is None:
+        return
+    policy.decider.fit(full, ragged)
+    logger.info(
+        "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by width: %s",
+        len({sample[:3] for sample in full}),
+        len(cells),
+        time.perf_counter() - start,
+        "; ".join(_row(policy.decider.step_times, bucket) for bucket in (0, len(policy.buckets) - 1)),
+    )
 
 
-def _rehearse(
-    cells: list[tuple[int, int, int]],
-    rehearsal: Rehearsal,
-    group: Group,
-    budget: Callable[[int, int], int | None],
-    record: Callable[[int, int, int, float], None] | None,
-) -> int:
-    """Time one step of each cell in each of `PASSES`, for `MOST_SECONDS` and a batch each at most. Returns how
-    many cells were measured.
+def _rehearse(cells: list[tuple[int, int, int, int | None]], rehearsal: Rehearsal, group: Group) -> list[Sample]:
+    """Time one step of each cell in each of `PASSES`, for `MOST_SECONDS` and a batch each at most.
 
-    budget: tokens that so many requests in blocks of a width verify together; None: all. A cell's steps are a pass
-    apart, so that what else runs on the GPU for a second or two (another server that starts) slows few of both."""
-    begin, measured = time.perf_counter(), set()
+    cells: batch, width, context tokens, and how many tokens are verified together (None: all). A cell's steps are
+    a pass apart, so that what else runs on the GPU for a second or two (another server that starts) slows few of
+    both."""
+    begin, measured, samples = time.perf_counter(), set(), []
     for _ in range(PASSES):
         for cell in cells:
-            requests, width, context = cell
+            requests, width, context, budget = cell
             elapsed = np.array([time.perf_counter() - begin])
             if group.broadcast is not None:
                 elapsed = group.broadcast(elapsed)  # all ranks stop alike
             if elapsed[0] > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
                 continue
             each = min(max(context // requests, 1), rehearsal.longest)
-            for seconds in rehearsal.seconds(requests, each, 1, width, budget(requests, width)):
-                if record is not None:
-                    record(requests, width, requests * each, seconds)
+            seconds = rehearsal.seconds(requests, each, width, budget)
+            samples.append(Sample(requests, width, requests * each, seconds))
             measured.add(cell)
-    return len(measured)
+    return samples
 
 
 def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,16 +19,25 @@ LEAST_LIMIT = 0.1  # an error counts at most this much, or as much as the gain: 
 
 
 class StepTimesError(ValueError):
-    """A step time was recorded that has no place in the table, or none was recorded at all."""
+    """A batch has no place in the table, or nothing was measured at start-up."""
+
+
+class Sample(NamedTuple):
+    """A step that start-up measured."""
+
+    batch: int
+    width: int
+    context_tokens: int  # of the whole batch
+    seconds: float
 
 
 class StepTimes:
     """Seconds of a step for every captured batch size and width.
 
     A step costs `base[bucket, width] + slope[width] * context_tokens`, with `context_tokens` the sum over the
-    batch. `record` takes what start-up measures, `fit` fills what it did not. Along the batch sizes that is
-    piecewise linear, which keeps what is monotone monotone; beyond the largest measured one it follows the last
-    slope, because a step is bound by its tokens there. Widths that were not measured follow their neighbours.
+    batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is piecewise
+    linear, which keeps what is monotone monotone; beyond the largest measured one it follows the last slope,
+    because a step is bound by its tokens there. Widths that were not measured follow their neighbours.
 
     `observe` corrects the table by three kinds of factors.
 
@@ -43,7 +53,6 @@ class StepTimes:
         self.buckets, self.widths = list(buckets), list(widths)
         if not self.buckets or self.buckets != sorted(set(self.buckets)):
             raise StepTimesError(f"buckets={self.buckets}: expected ascending batch sizes, at least one.")
-        self._samples: dict[tuple[int, int], dict[float, float]] = {}  # by cell and context
         self._pace = 1.0
         self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
         self._by_width = [1.0] * len(self.widths)
@@ -65,22 +74,17 @@ class StepTimes:
 
     # ---- Start-up ----------------------------------------------------------------------------------------
 
-    def record(self, batch: int, width: int, context_tokens: int, seconds: float) -> None:
-        """A step measured at start-up. The shortest of a cell counts: what else runs on the machine only adds."""
-        if width not in self.widths or not seconds > 0:
-            raise StepTimesError(
-                f"record(batch={batch}, width={width}, seconds={seconds}): expected a width of {self.widths} and "
-                "a positive time."
-            )
-        cell = (self.bucket(batch), self.widths.index(width))
-        samples, context = self._samples.setdefault(cell, {}), float(context_tokens)
-        samples[context] = min(seconds, samples.get(context, seconds))
+    def fit(self, samples: Iterable[Sample]) -> None:
+        """Builds the table. The shortest time of equal steps counts: what else runs on the machine only adds.
 
-    def fit(self) -> None:
-        """Builds the table from what was recorded. Raises StepTimesError if nothing was."""
-        if not self._samples:
-            raise StepTimesError("no step time was recorded: expected at least one cell of `startup_cells`.")
-        measured = {cell: list(samples.items()) for cell, samples in self._samples.items()}
+        Raises StepTimesError without samples."""
+        shortest: dict[tuple[int, int], dict[int, float]] = {}  # by cell and context
+        for batch, width, context, seconds in samples:
+            of_cell = shortest.setdefault((self.bucket(batch), self.widths.index(width)), {})
+            of_cell[context] = min(seconds, of_cell.get(context, seconds))
+        if not shortest:
+            raise StepTimesError("no step time was measured: expected at least one cell of `startup_cells`.")
+        measured = {cell: list(of_cell.items()) for cell, of_cell in shortest.items()}
         lines = [
             [line for cell, line in measured.items() if cell[1] == width] for width in range(len(self.widths))
         ]
@@ -156,7 +160,7 @@ def startup_cells(
     return cells + [(middle, width, middle * long_context) for width in widths]
 
 
-def _slope(lines: list[list[tuple[float, float]]]) -> float | None:
+def _slope(lines: list[list[tuple[int, float]]]) -> float | None:
     """Seconds per context token from cells that are (context, seconds) each, None if none has two contexts."""
     above = below = 0.0
     for line in lines:

@@ -17,6 +17,7 @@ import torch
 
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.width import Group, WidthConfig, WidthPolicy, startup_cells
+from dflash_sglang.width.step_times import Sample
 
 BLOCK = 16
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
@@ -264,20 +265,20 @@ def adaptive(
     if policy.decider is None:
         return policy
     random = np.random.default_rng(seed)
+    full, least = [], []
     for batch, width, context in startup_cells(buckets, policy.widths):
         index = list(machine.widths).index(width)
         seconds = machine.seconds(batch, context)[index]
         if wrong is not None:
             seconds *= wrong[list(machine.buckets).index(batch), index]
         for _ in range(PASSES):
-            policy.decider.step_times.record(batch, width, context, machine.read(seconds, random))
-    policy.decider.step_times.fit()
+            full.append(Sample(batch, width, context, machine.read(seconds, random)))
     if policy.decider.ragged is not None:
         for batch, width, context in startup_cells(buckets, policy.widths):
             seconds = machine.ragged_seconds(batch, context, list(machine.widths).index(width), batch)
             for _ in range(PASSES if width > 1 and not context else 0):
-                policy.decider.ragged.times.record(batch, width, context, machine.read(seconds, random))
-        policy.decider.ragged.times.fit()
+                least.append(Sample(batch, width, context, machine.read(seconds, random)))
+    policy.decider.fit(full, least)
     return policy
 
 

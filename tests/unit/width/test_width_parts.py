@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dflash_sglang.width import (
 )
 from dflash_sglang.width.acceptance import Acceptance, steps_needed
 from dflash_sglang.width.choice import Chooser
+from dflash_sglang.width.step_times import Sample
 from tests.support.width_simulation import BUCKETS, EASY, GOOD, HARD, WIDTHS, Draft, Machine, adaptive, serve
 
 # ---- Step times --------------------------------------------------------------------------------------------
@@ -30,9 +32,7 @@ from tests.support.width_simulation import BUCKETS, EASY, GOOD, HARD, WIDTHS, Dr
 
 def fitted(cells: dict[tuple[int, int], float], buckets: Any = (1, 8, 64), widths: Any = (1, 4, 16)) -> StepTimes:
     times = StepTimes(buckets, widths)
-    for (batch, width), seconds in cells.items():
-        times.record(batch, width, 0, seconds)
-    times.fit()
+    times.fit(Sample(batch, width, 0, seconds) for (batch, width), seconds in cells.items())
     return times
 
 
@@ -76,13 +76,9 @@ def test_a_width_that_was_not_measured_lies_between_its_neighbours() -> None:
 
 def test_the_cost_of_context_is_measured_and_one_pause_does_not_spoil_it() -> None:
     times = StepTimes((1, 8), (1, 8))
-    for batch in (1, 8):
-        for width in (1, 8):
-            for seconds in (0.01, 0.01, 0.5):
-                times.record(batch, width, 0, seconds)
-    for seconds in (0.01 + 1e-3, 0.01 + 1e-3, 0.3):
-        times.record(8, 8, 10_000, seconds)
-    times.fit()
+    cells = itertools.product((1, 8), (1, 8), [0], (0.01, 0.01, 0.5))
+    long = [(8, 8, 10_000, seconds) for seconds in (0.01 + 1e-3, 0.01 + 1e-3, 0.3)]
+    times.fit(Sample(*cell) for cell in [*cells, *long])
     assert times.seconds(1, 20_000) == pytest.approx([0.012, 0.012])
 
 
@@ -133,11 +129,9 @@ def test_what_is_known_of_a_width_grows_old_so_that_a_few_probes_correct_it() ->
 def test_step_times_refuse_what_has_no_place_in_the_table() -> None:
     times = StepTimes((1, 8), (1, 4))
     with pytest.raises(StepTimesError, match="batch=9: expected at most 8, the largest captured batch size"):
-        times.record(9, 4, 0, 0.01)
-    with pytest.raises(StepTimesError, match=r"width=3.*expected a width of \[1, 4\]"):
-        times.record(8, 3, 0, 0.01)
-    with pytest.raises(StepTimesError, match="no step time was recorded"):
-        times.fit()
+        times.fit([Sample(9, 4, 0, 0.01)])
+    with pytest.raises(StepTimesError, match="no step time was measured"):
+        times.fit([])
     with pytest.raises(StepTimesError, match="ascending"):
         StepTimes((8, 1), (1, 4))
     with pytest.raises(StepTimesError, match="expected at least max_requests=9. Add the batch sizes"):

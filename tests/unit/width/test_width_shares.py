@@ -10,6 +10,7 @@ import pytest
 from dflash_sglang.width import StepTimes, WidthConfig, WidthPolicy, choice
 from dflash_sglang.width.acceptance import Acceptance
 from dflash_sglang.width.ragged import RaggedTimes, least_budget
+from dflash_sglang.width.step_times import Sample
 from tests.support.width_simulation import (
     EASY,
     HARD,
@@ -45,13 +46,14 @@ def test_a_request_that_was_verified_in_part_says_nothing_of_what_was_not() -> N
 def test_a_step_is_its_draft_at_a_width_and_its_verified_tokens() -> None:
     times = StepTimes((1, 8), (1, 4, 8))
     truth = lambda batch, width, tokens: 5 + (0.2 * batch * width if width > 1 else 0) + 0.5 * tokens  # noqa: E731
-    for batch, width in itertools.product((1, 8), (1, 4, 8)):
-        times.record(batch, width, 0, truth(batch, width, batch * width))
-    times.fit()
+    times.fit(
+        Sample(batch, width, 0, truth(batch, width, batch * width))
+        for batch, width in itertools.product((1, 8), (1, 4, 8))
+    )
     ragged = RaggedTimes(times)
-    for batch, width in itertools.product((1, 8), (4, 8)):
-        ragged.record(batch, width, 0, truth(batch, width, batch))
-    ragged.fit()
+    ragged.fit(
+        Sample(batch, width, 0, truth(batch, width, batch)) for batch, width in itertools.product((1, 8), (4, 8))
+    )
     tokens = [8, 20, 50, 64]
     got = ragged.seconds(1, times.seconds(1, 0), tokens)
     assert got[1].tolist() == pytest.approx([truth(8, 4, t) for t in tokens])
