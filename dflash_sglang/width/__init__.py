@@ -7,14 +7,13 @@ from dflash_sglang.settings.width import WidthConfig, WidthConfigError
 from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.group import Group, OneStepLate
 from dflash_sglang.width.policy import WidthPolicy
-from dflash_sglang.width.step_times import StepTimes, StepTimesError, startup_cells
+from dflash_sglang.width.step_times import StepTimes, startup_cells
 
 __all__ = [
     "Decision",
     "Group",
     "OneStepLate",
     "StepTimes",
-    "StepTimesError",
     "WidthConfig",
     "WidthConfigError",
     "WidthPolicy",

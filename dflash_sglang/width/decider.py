@@ -85,14 +85,10 @@ class Plan(NamedTuple):
 class Decider:
     """Weighs what every width commits against what it takes. Only rank 0 has one."""
 
-    def __init__(
-        self, acceptance: Acceptance, buckets: Sequence[int], max_requests: int, budgets: Sequence[int] | None
-    ):
+    def __init__(self, acceptance: Acceptance, buckets: Sequence[int], budgets: Sequence[int] | None):
         self.widths = acceptance.widths
         self.step_times = StepTimes(buckets, self.widths)
-        self.ragged: RaggedSteps | None = None
-        if budgets is not None:
-            self.ragged = RaggedSteps(self.step_times, acceptance, budgets, max_requests)
+        self.ragged = None if budgets is None else RaggedSteps(self.step_times, acceptance, budgets)
         self.interruptions = Interruptions()
         self._chooser = Chooser(self.widths)
         self._width = len(self.widths) - 1  # an index, of the latest decision that was no probe

@@ -13,7 +13,6 @@ from dflash_sglang.width.acceptance import Acceptance
 from dflash_sglang.width.decider import Decider, Decision, Load, Plan
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.metrics import WidthMetrics
-from dflash_sglang.width.step_times import StepTimesError
 
 logger = logging.getLogger(__name__)
 
@@ -45,30 +44,24 @@ class WidthPolicy:
         config: WidthConfig,
         block: int,
         buckets: Sequence[int],
-        max_requests: int,
+        slots: int,
         group: Group | None = None,
-        slots: int | None = None,
         budgets: Sequence[int] | None = None,
     ):
-        """`block`: the widest block that is served. `buckets`: captured batch sizes, the largest at least
-        `max_requests`, which run at once on this rank. Requests are named by slots in [0, `slots`), by default
-        [0, `max_requests`].
+        """`block`: the widest block that is served. `buckets`, ascending: the batch sizes that steps are padded
+        to, the last one for all requests that can run. Requests are named by slots in [0, `slots`).
 
-        `budgets`, ascending: how many tokens a ragged step may verify together; without, steps are not ragged."""
-        if buckets[-1] < max_requests:
-            raise StepTimesError(
-                f"buckets end at {buckets[-1]}: expected at least max_requests={max_requests}. Add the batch "
-                "sizes that run without a graph."
-            )
+        `budgets`, ascending: how many tokens a ragged step may verify together, the last one enough for full
+        blocks of all requests; without, steps are not ragged."""
         self.widths = config.states(block)
         self.buckets, self.budgets = list(buckets), budgets
-        self.acceptance = Acceptance(self.widths, max_requests + 1 if slots is None else slots)
+        self.acceptance = Acceptance(self.widths, slots)
         self.metrics = WidthMetrics(self.widths)
         self._group = group or Group()
         self._fixed = Decision(self.widths[0]) if config.fixed is not None else None
         self.decider: Decider | None = None
         if self._fixed is None and self._group.decides:
-            self.decider = Decider(self.acceptance, buckets, max_requests, budgets)
+            self.decider = Decider(self.acceptance, buckets, budgets)
         # A rank whose requests are rank 0's has nothing to say, so it learns nothing of them.
         self._has_a_say = self.decider is not None or (self._fixed is None and self._group.gather is not None)
         self._held = 0, 1.0  # index of the width of the latest step that was no probe, and its share

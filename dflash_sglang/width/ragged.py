@@ -101,15 +101,8 @@ class RaggedSteps:
     among so many rows is what `Confidence` knows of the batch.
     """
 
-    def __init__(self, step_times: StepTimes, acceptance: Acceptance, budgets: Sequence[int], max_requests: int):
-        """budgets, ascending: how many tokens a step may verify together. Raises ValueError if they do not reach
-        `max_requests` full blocks."""
-        most = max_requests * acceptance.block
-        if not budgets or list(budgets) != sorted(set(budgets)) or budgets[-1] < most:
-            raise ValueError(
-                f"budgets={list(budgets)}: expected ascending numbers of tokens, the last at least {most}, "
-                f"max_requests={max_requests} full blocks. Add what is missing."
-            )
+    def __init__(self, step_times: StepTimes, acceptance: Acceptance, budgets: Sequence[int]):
+        """budgets, ascending: how many tokens a step may verify together."""
         self.times = RaggedTimes(step_times)
         self.confidence = Confidence(acceptance.widths)
         self._widths, self._budgets = acceptance.widths, list(budgets)

@@ -157,8 +157,7 @@ def policy_of(
     buckets = [size for size in sizes if size < pool.size]
     at_most = next((size for size in sizes if size >= pool.size), pool.size)
     budgets = states.verify_budgets(pool.size) if config.ragged else None
-    slots = pool.req_to_token.shape[0]
-    return WidthPolicy(config, block, [*buckets, at_most], pool.size, group, slots=slots, budgets=budgets)
+    return WidthPolicy(config, block, [*buckets, at_most], pool.req_to_token.shape[0], group, budgets)
 
 
 def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, group: Group) -> None:

@@ -18,10 +18,6 @@ PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
 LEAST_LIMIT = 0.1  # an error counts at most this much, or as much as the gain: pauses hardly move a table
 
 
-class StepTimesError(ValueError):
-    """A batch has no place in the table, or nothing was measured at start-up."""
-
-
 class Sample(NamedTuple):
     """A step that start-up measured."""
 
@@ -51,8 +47,6 @@ class StepTimes:
     def __init__(self, buckets: Sequence[int], widths: Sequence[int]):
         """`buckets`: the captured batch sizes; `widths`: those to choose from. Both ascending."""
         self.buckets, self.widths = list(buckets), list(widths)
-        if not self.buckets or self.buckets != sorted(set(self.buckets)):
-            raise StepTimesError(f"buckets={self.buckets}: expected ascending batch sizes, at least one.")
         self._pace = 1.0
         self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
         self._by_width = [1.0] * len(self.widths)
@@ -64,12 +58,10 @@ class StepTimes:
         self._slope = [0.0] * len(self.widths)
 
     def bucket(self, batch: int) -> int:
-        """Index of the captured batch size that a batch is padded to. Raises StepTimesError beyond the largest."""
+        """Index of the captured batch size that a batch is padded to. Raises ValueError beyond the largest."""
         index = bisect.bisect_left(self.buckets, batch)
         if index == len(self.buckets):
-            raise StepTimesError(
-                f"batch={batch}: expected at most {self.buckets[-1]}, the largest captured batch size."
-            )
+            raise ValueError(f"batch={batch}: expected at most {self.buckets[-1]}, the largest of the step times.")
         return index
 
     # ---- Start-up ----------------------------------------------------------------------------------------
@@ -77,13 +69,13 @@ class StepTimes:
     def fit(self, samples: Iterable[Sample]) -> None:
         """Builds the table. The shortest time of equal steps counts: what else runs on the machine only adds.
 
-        Raises StepTimesError without samples."""
+        Raises ValueError without samples."""
         shortest: dict[tuple[int, int], dict[int, float]] = {}  # by cell and context
         for batch, width, context, seconds in samples:
             of_cell = shortest.setdefault((self.bucket(batch), self.widths.index(width)), {})
             of_cell[context] = min(seconds, of_cell.get(context, seconds))
         if not shortest:
-            raise StepTimesError("no step time was measured: expected at least one cell of `startup_cells`.")
+            raise ValueError("no step time was measured: expected at least one cell of `startup_cells`.")
         measured = {cell: list(of_cell.items()) for cell, of_cell in shortest.items()}
         lines = [
             [line for cell, line in measured.items() if cell[1] == width] for width in range(len(self.widths))

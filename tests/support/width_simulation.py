@@ -261,7 +261,7 @@ def adaptive(
     buckets.append(machine.buckets[len(buckets)])
     config = config or WidthConfig(widths=tuple(machine.widths))
     budgets = tiers(buckets[-1] * BLOCK) if ragged else None
-    policy = WidthPolicy(config, BLOCK, buckets, requests, group, budgets=budgets)
+    policy = WidthPolicy(config, BLOCK, buckets, requests + 1, group, budgets)
     if policy.decider is None:
         return policy
     random = np.random.default_rng(seed)

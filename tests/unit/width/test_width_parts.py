@@ -15,10 +15,8 @@ from dflash_sglang.width import (
     Group,
     OneStepLate,
     StepTimes,
-    StepTimesError,
     WidthConfig,
     WidthConfigError,
-    WidthPolicy,
     choice,
     startup_cells,
 )
@@ -128,14 +126,10 @@ def test_what_is_known_of_a_width_grows_old_so_that_a_few_probes_correct_it() ->
 
 def test_step_times_refuse_what_has_no_place_in_the_table() -> None:
     times = StepTimes((1, 8), (1, 4))
-    with pytest.raises(StepTimesError, match="batch=9: expected at most 8, the largest captured batch size"):
+    with pytest.raises(ValueError, match="batch=9: expected at most 8, the largest of the step times"):
         times.fit([Sample(9, 4, 0, 0.01)])
-    with pytest.raises(StepTimesError, match="no step time was measured"):
+    with pytest.raises(ValueError, match="no step time was measured"):
         times.fit([])
-    with pytest.raises(StepTimesError, match="ascending"):
-        StepTimes((8, 1), (1, 4))
-    with pytest.raises(StepTimesError, match="expected at least max_requests=9. Add the batch sizes"):
-        WidthPolicy(WidthConfig(), 16, (1, 8), 9)
 
 
 # ---- Acceptance --------------------------------------------------------------------------------------------
