@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # By the simulation (docs/results/width-simulated.md, "The margin"): 0 to 5 % give 0.991 to 0.993 of the best.
 MARGIN = 0.02  # that another width must promise more than the held one
@@ -13,21 +13,18 @@ LEAST_COST = 0.03  # of a step, that a probe is charged at least
 CAUTION = 4 / 3  # of the estimated cost that is charged: the widths that get tried are those that were flattered
 
 
-@dataclass(frozen=True)
-class Choice:
-    """`width` is an index. `incumbent`: the width that is held, which a probe leaves for one step.
+REASONS = ("start", "hold", "probe", "load", "gain", "limit")
 
-    `reason`: "start", "load" (another batch size), "gain" (more tokens per second promised), "limit" (what
-    the requests allow), "hold" or "probe".
+
+class Choice(NamedTuple):
+    """`width` is an index.
+
+    `reason`: "start", "hold", "probe" (this width for one step), "load" (another batch size), "gain" (more tokens
+    per second promised) or "limit" (what the requests allow).
     """
 
     width: int
-    incumbent: int
     reason: str
-
-    @property
-    def probe(self) -> bool:
-        return self.width != self.incumbent
 
 
 class Chooser:
@@ -61,9 +58,9 @@ class Chooser:
         self._situation = (bucket, allowed)
         if reason != "hold" or self._held is None:
             self._held = best
-            return Choice(best, best, reason)
+            return Choice(best, reason)
         probe = self._probe(self._held, allowed, rates, committed, seconds)
-        return Choice(self._held, self._held, reason) if probe is None else Choice(probe, self._held, "probe")
+        return Choice(self._held, reason) if probe is None else Choice(probe, "probe")
 
     def _reason(self, situation: tuple[int, range], best: int, rates: list[float]) -> str:
         if self._held is None or self._situation is None:

@@ -9,41 +9,42 @@ import numpy as np
 
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.width.acceptance import Acceptance, Work, steps_needed
-from dflash_sglang.width.choice import Chooser
+from dflash_sglang.width.choice import REASONS, Chooser
 from dflash_sglang.width.interruptions import Interruptions
 from dflash_sglang.width.ragged import Offer, RaggedSteps
 from dflash_sglang.width.step_times import Sample, StepTimes
-
-REASONS = ("start", "hold", "probe", "load", "gain", "limit")
 
 
 class Decision(NamedTuple):
     """One step's width, and what is expected of it; the same on all ranks.
 
-    `verify_budget`: tokens that are verified of all requests together; None: `width` of each. `probe`: the width
-    is tried for this step only. `reason` as in `choice.Choice`. `seconds`: of the step. `share`: of the proposals
-    that come true, those that are verified. The gains are committed tokens per second in the long run over those
-    of plain decoding and of full blocks of the widest width.
+    `verify_budget`: tokens that are verified of all requests together; None: `width` of each. `reason` as in
+    `choice.Choice`. `seconds`: of the step. `share`: of the proposals that come true, those that are verified.
+    The gains are committed tokens per second in the long run over those of plain decoding and of full blocks of
+    the widest width.
     """
 
     width: int
     verify_budget: int | None = None
-    probe: bool = False
     reason: str = "hold"
     seconds: float = 0.0
     share: float = 1.0
     gain_over_plain: float = 1.0
     gain_over_full: float = 1.0
 
+    @property
+    def probe(self) -> bool:
+        """Whether the width is tried for this step only."""
+        return self.reason == "probe"
+
     def row(self) -> np.ndarray:
         """As numbers, for the other ranks."""
-        budget = self.verify_budget or 0
-        return np.array([self.width, budget, self.probe, REASONS.index(self.reason), *self[4:]], np.float64)
+        return np.array([self.width, self.verify_budget or 0, REASONS.index(self.reason), *self[3:]], np.float64)
 
     @classmethod
     def from_row(cls, row: np.ndarray) -> Decision:
-        width, budget, probe, reason = map(int, row[:4])
-        return cls(width, budget or None, bool(probe), REASONS[reason], *row[4:].tolist())
+        width, budget, reason = map(int, row[:3])
+        return cls(width, budget or None, REASONS[reason], *row[3:].tolist())
 
 
 class Load(NamedTuple):
@@ -111,7 +112,7 @@ class Decider:
         committed, seconds = self._long_run(load, offers)
         choice = self._chooser.choose(bucket, load.limit, load.floor, committed.tolist(), seconds.tolist())
         width, offer = choice.width, offers[choice.width]
-        if not choice.probe:
+        if choice.reason != "probe":
             self._width = width
             if self.ragged is not None:
                 offer = self.ragged.compared(offer, full[width])
@@ -120,7 +121,6 @@ class Decider:
         decision = Decision(
             self.widths[width],
             offer.verify_budget,
-            choice.probe,
             choice.reason,
             offer.seconds,
             offers[width].share,

@@ -253,7 +253,7 @@ def _widths(worker: Any) -> None:
 
     def at_some_width(self: Any, bucket: int, limit: int, *_: Any) -> Choice:
         allowed = [index for index, width in enumerate(self.widths) if width <= limit]
-        return Choice(width := draws.choice(allowed), width, "gain")
+        return Choice(draws.choice(allowed), "gain")
 
     Chooser.choose = at_some_width
 

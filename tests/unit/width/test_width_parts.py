@@ -299,15 +299,16 @@ def test_the_chooser_keeps_to_floor_and_limit_and_spends_no_more_than_its_budget
         allowed = allowed or [max(width for width, w in enumerate(WIDTHS) if w <= limit)]
         for _ in range(60):
             chosen = chooser.choose(bucket, limit, floor, committed.tolist(), seconds.tolist())
-            assert chosen.width in allowed and chosen.incumbent in allowed
-            assert len(allowed) > 1 or not chosen.probe
+            probe = chosen.reason == "probe"
+            held = held if probe else chosen.width  # a change is made at once
+            assert chosen.width in allowed and held in allowed
+            assert not probe or chosen.width != held
             rates = committed / seconds
-            assert rates[chosen.incumbent] * 1.02 >= rates[allowed].max() * (1 - 1e-9)
-            assert chosen.incumbent == held or not chosen.probe  # a change is made at once
-            time, held = time + seconds[chosen.incumbent], chosen.incumbent
-            if chosen.probe:
-                cost = seconds[chosen.width] - committed[chosen.width] / rates[chosen.incumbent]
-                dearest[chosen.width] = max(dearest[chosen.width], seconds[chosen.incumbent])
+            assert rates[held] * 1.02 >= rates[allowed].max() * (1 - 1e-9)
+            time += seconds[held]
+            if probe:
+                cost = seconds[chosen.width] - committed[chosen.width] / rates[held]
+                dearest[chosen.width] = max(dearest[chosen.width], seconds[held])
                 spent += max(cost, 0.0)
     assert spent <= choice.PROBE_BUDGET * time + sum(dearest)
 
@@ -380,8 +381,8 @@ def test_a_group_of_one_chooses_as_no_group_does() -> None:
 
 def test_a_decision_is_the_same_for_the_ranks_that_are_told_of_it() -> None:
     told = (
-        Decision(4, None, True, "probe", 0.5, 1.0, 1.5, 2.0),
-        Decision(6, 48, False, "limit", 0.25, 0.75, 3.0, 4.0),
+        Decision(4, None, "probe", 0.5, 1.0, 1.5, 2.0),
+        Decision(6, 48, "limit", 0.25, 0.75, 3.0, 4.0),
     )
     for decision in told:
         assert Decision.from_row(decision.row()) == decision
