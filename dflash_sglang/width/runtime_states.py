@@ -58,9 +58,6 @@ class RuntimeState(NamedTuple):
                 leave_in_place(graphs)
         return cls(attention, graphs)
 
-    def install(self, runner: ModelRunner) -> None:
-        runtime_state.use(runner, self.attention, self.graphs)
-
 
 class RuntimeStates:
     """The runtime states of all served widths, one of which is in use.
@@ -85,32 +82,23 @@ class RuntimeStates:
         self._ragged: RuntimeState | None = None  # the target's, whatever the width of the draft's blocks
         self._ragged_used = False
 
-    @property
-    def served(self) -> list[int]:
-        """Ascending."""
-        return sorted(self._states)
+    def add(self, width: int, sizes: Sequence[int] | None = None) -> None:
+        """Build the states of a width, captured at `sizes`, by default at those of the widest blocks.
 
-    def add(self, widths: Iterable[int], sizes: Sequence[int] | None = None) -> None:
-        """Build the states of these widths, captured at `sizes`, by default at those of the widest blocks.
-
-        Width 1 has no draft forward. Python's garbage is collected after each width, because garbage that holds
-        tensors would keep device memory from the next one."""
-        for width in widths:
-            if width not in self._states:
-                own = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
-                self._states[width] = self._built(width, own)
-                gc.collect()
-        self._model.serve_blocks_of(self._used)
-
-    def _built(self, width: int, sizes: Sequence[int]) -> tuple[RuntimeState, RuntimeState]:
-        """The target's and the draft's."""
-        target = RuntimeState.build(self._target, width, sizes)
+        Width 1 has no draft forward. Python's garbage is collected, because garbage that holds tensors would keep
+        device memory from the next width."""
+        if width in self._states:
+            return
+        sizes = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
+        target, draft = RuntimeState.build(self._target, width, sizes), RuntimeState.from_runner(self._draft)
         load_inputs_once(target.graphs)
-        if width == PLAIN:
-            return target, RuntimeState.from_runner(self._draft)
-        self._model.serve_blocks_of(width)
-        with self._draft_scope():
-            return target, RuntimeState.build(self._draft, width, sizes)
+        if width != PLAIN:
+            self._model.serve_blocks_of(width)
+            with self._draft_scope():
+                draft = RuntimeState.build(self._draft, width, sizes)
+            self._model.serve_blocks_of(self._used)
+        self._states[width] = target, draft
+        gc.collect()
 
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
         """Add one width after the other, the most useful first, while `reserve` of what is `free()` should remain.
@@ -123,7 +111,7 @@ class RuntimeStates:
             before, sizes = free(), self._sizes(width)
             capturable = bool(sizes) or not captured_sizes(self._target)
             if width == PLAIN or (capturable and before - max(took.values(), default=0.0) >= reserve):
-                self.add([width], sizes)
+                self.add(width, sizes)
                 took[width] = before - free()
         return took
 
@@ -187,8 +175,8 @@ class RuntimeStates:
         if ragged:
             assert self._ragged is not None, "add_ragged comes first"
             target = self._ragged
-        target.install(self._target)
-        draft.install(self._draft)
+        runtime_state.use(self._target, *target)
+        runtime_state.use(self._draft, *draft)
         self._used, self._ragged_used = width, ragged
 
 

@@ -85,10 +85,11 @@ def add_widths(
     Returns the settings of what is served."""
     wanted = config.states(block)
     if config.fixed is not None:
-        states.add(wanted)  # at all batch sizes: its steps are all there are
+        (width,) = wanted
+        states.add(width)  # at all batch sizes: its steps are all there are
         return config
     took = states.add_while_free(wanted, free, config.memory_reserve)
-    served = tuple(width for width in wanted if width in states.served)
+    served = tuple(width for width in wanted if width in took or width == block)
     speaks = get_parallel().tp_rank == 0
     if speaks:
         left_out = sorted(set(wanted) - set(served))

@@ -407,9 +407,7 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     config, added = WidthConfig(ragged=what != "not asked"), []
     parts = startup.can_be_ragged(config, runner, group, confident=what != "selector")
     assert parts == (what in (None, "memory", "pair"))
-    widths = SimpleNamespace(
-        add_while_free=lambda *_: {1: 1.5}, served=[1, BLOCK], add_ragged=lambda: added.append("parts")
-    )
+    widths = SimpleNamespace(add_while_free=lambda *_: {1: 1.5}, add_ragged=lambda: added.append("parts"))
     free = 3.4 if what == "memory" else 3.6
     served = startup.add_widths(config, widths, BLOCK, lambda: free, parts)
     assert served.ragged == (what in (None, "pair")) and added == ["parts"] * (what in (None, "pair"))
@@ -423,7 +421,7 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=1))
 
     def served(took: list[int]) -> Any:
-        widths = SimpleNamespace(add_while_free=lambda *_: dict.fromkeys(took, 0.5), served=sorted([*took, BLOCK]))
+        widths = SimpleNamespace(add_while_free=lambda *_: dict.fromkeys(took, 0.5))
         return startup.add_widths(WidthConfig(memory_reserve=1.0), widths, BLOCK, lambda: 0.0)
 
     assert served([1, 4]) == WidthConfig(widths=(1, 4, 16), memory_reserve=1.0)

@@ -52,10 +52,11 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
     )
     gc.unfreeze()
     with graph_captures.heap_left_alone():
-        served.add([1, 4], [1, 2])
+        served.add(1, [1, 2])
+        served.add(4, [1, 2])
         assert [reference() for reference in left] == [None] * 3
     assert seen == [(width, True, False, True) for width in (1, 4, 4)]
-    assert served.served == [1, 4, 8]
+    assert sorted(served._states) == [1, 4, 8]
     assert gc.get_freeze_count() == 0 and gc.isenabled() and not graph.enable_cudagraph_gc
 
 
@@ -74,9 +75,9 @@ def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> 
         built._widest = 16
         built._target = SimpleNamespace(decode_cuda_graph_runner=None)
 
-        def add(widths: Any, sizes: Any) -> None:
+        def add(width: int, sizes: Any) -> None:
             assert sizes == [], "nothing is captured"
-            left[0] -= price * len(list(widths))
+            left[0] -= price
 
         built.add = add
         return built.add_while_free((1, 2, 4, 8, 16), lambda: left[0], reserve)
@@ -216,11 +217,11 @@ def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
     assert built._fitting(captured, width) == sizes
     built._states = {}
     added = []
-    monkeypatch.setattr(built, "add", lambda widths, sizes: added.append((*widths, sizes)), raising=False)
+    monkeypatch.setattr(built, "add", lambda width, sizes: added.append(width), raising=False)
     monkeypatch.setattr(built, "_sizes", lambda width: built._fitting(captured, width), raising=False)
     if width not in (1, block):
         built.add_while_free([width, block], lambda: 9.0, 1.0)
-        assert [one[0] for one in added] == [1, width][: 1 + bool(sizes)], "plain decoding is always there"
+        assert added == [1, width][: 1 + bool(sizes)], "plain decoding is always there"
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
