@@ -170,7 +170,7 @@ class Acceptance:
         self._trials[:n] += trials
         self._rejections[:n] += rejections
         most = np.maximum(POSITION_MEMORY, STEPS_REMEMBERED * trials)
-        over = np.minimum(1.0, most / np.maximum(self._trials[:n], most))
+        over = most / np.maximum(self._trials[:n], most)
         self._trials[:n] *= over
         self._rejections[:n] *= over
         before, hazard = 1.0 - PRIOR_ACCEPTANCE, []

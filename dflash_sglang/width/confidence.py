@@ -61,7 +61,7 @@ class Confidence:
         most = np.maximum(KEPT_PROPOSALS, KEPT_OF_STEP * verified)
         self._verified += verified
         self._accepted += came_true
-        over = np.minimum(1.0, most / np.maximum(self._verified, 1.0))
+        over = most / np.maximum(self._verified, most)
         self._verified *= over
         self._accepted *= over
 

@@ -61,7 +61,7 @@ class WidthController:
         self._chosen: Step | None = None  # the latest step with requests
         self._launched: deque[_Launched] = deque()
         self._last_end: Any = None  # of the latest step, unless anything else was launched after it
-        self._log = _ChangeLog() if speaks else None
+        self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
 
     @property
     def choices(self) -> Sequence[int]:
@@ -92,8 +92,8 @@ class WidthController:
             self._last_end = None
         decision = step.decision
         self._states.use(decision.width, ragged=decision.verify_budget is not None)
-        if self._log is not None and not decision.probe:
-            self._log.note(self._policy, decision.width, requests)
+        if self._speaks and not decision.probe:
+            self._log_change(decision.width, requests)
         return decision
 
     def returned(self, result: StepResult) -> None:
@@ -120,6 +120,24 @@ class WidthController:
             done.step, accepted, seconds, *(None if of is None else of.numpy() for of in drafted)
         )
 
+    def _log_change(self, width: int, requests: int) -> None:
+        """One line if the width has changed, not more often than every `LOG_SECONDS`."""
+        metrics = self._policy.metrics
+        changes = metrics.changes - self._logged_changes
+        if not changes or (now := time.perf_counter()) - self._logged_at < LOG_SECONDS:
+            return
+        logger.info(
+            "dflash_sglang verify width: %d at %d requests (%s; %d changes since the last line); estimated gain "
+            "%.2f over plain decoding, %.2f over the whole block",
+            width,
+            requests,
+            metrics.last_change,
+            changes,
+            metrics.gain_over_plain,
+            metrics.gain_over_full,
+        )
+        self._logged_changes, self._logged_at = metrics.changes, now
+
     def snapshot(self) -> dict[str, Any]:
         """What the server tells of its widths."""
         return self._policy.metrics.snapshot()
@@ -134,27 +152,3 @@ def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarr
     widest = [min(most or block, block) for _, most in asked]
     slots = batch.req_pool_indices_cpu[: len(new)].numpy() if new else np.zeros(0, np.int64)
     return slots, np.array(narrowest, np.int64), np.array(widest, np.int64)
-
-
-class _ChangeLog:
-    """One line when the width has changed, not more often than every `LOG_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._changes = 0
-        self._last = -LOG_SECONDS
-
-    def note(self, policy: WidthPolicy, width: int, requests: int) -> None:
-        metrics = policy.metrics
-        if metrics.changes == self._changes or (now := time.perf_counter()) - self._last < LOG_SECONDS:
-            return
-        logger.info(
-            "dflash_sglang verify width: %d at %d requests (%s; %d changes since the last line); estimated gain "
-            "%.2f over plain decoding, %.2f over the whole block",
-            width,
-            requests,
-            metrics.last_change,
-            metrics.changes - self._changes,
-            metrics.gain_over_plain,
-            metrics.gain_over_full,
-        )
-        self._changes, self._last = metrics.changes, now
