@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.sampled.tokens import CHUNK, SampledRows, Workspace, target_tokens_triton
-from dflash_sglang.verify.filters import Filters, filtered_probs
+from dflash_sglang.verify.sampling import Filters, filtered_probs
 
 if TYPE_CHECKING:
     from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo

@@ -31,8 +31,7 @@ from dflash_sglang.startup.launch_checks import reported_rows_problems
 from dflash_sglang.verify.graph_tail import VerifyTail
 from dflash_sglang.verify.penalties import PenalisedRequests
 from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.verify.sampling import mask_and_bias, seeded_tokens
-from dflash_sglang.verify.sampling_masks import sampling_mask_output
+from dflash_sglang.verify.sampling import mask_and_bias, sampling_mask_output, seeded_tokens
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
 

@@ -32,7 +32,7 @@ from dflash_sglang.kernels.block import (
 from dflash_sglang.kernels.context import context_write
 from dflash_sglang.kernels.head import pack_shard, selector_walk
 from dflash_sglang.kernels.sampled import tokens
-from dflash_sglang.verify.filters import Filters
+from dflash_sglang.verify.sampling import Filters
 from tests.kernels.conftest import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")

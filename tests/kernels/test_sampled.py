@@ -13,8 +13,8 @@ from dflash_sglang.kernels.sampled.cuts import cut_kernel
 from dflash_sglang.kernels.sampled.draw import pick_kernel, residual_kernel
 from dflash_sglang.kernels.sampled.rows import chunk_stats_kernel, verdict_kernel
 from dflash_sglang.kernels.sampled.tokens import SampledRows, Workspace, target_tokens_triton
-from dflash_sglang.verify.filters import Filters, filtered_probs
 from dflash_sglang.verify.rejection import sample_with
+from dflash_sglang.verify.sampling import Filters, filtered_probs
 
 OFF = 1 << 30
 # Per request in turn: temperature, top-k, top-p, min-p.

@@ -101,7 +101,7 @@ def test_output_follows_the_targets_filtered_distribution_whatever_is_proposed(n
 
 def test_sglangs_kernels_filter_what_the_filter_before_has_left() -> None:
     """With a min-p among the requests: top-k, top-p and min-p one after the other, each of a distribution."""
-    from dflash_sglang.verify.filters import Filters, filtered_probs
+    from dflash_sglang.verify.sampling import Filters, filtered_probs
 
     generator, rows, vocab = torch.Generator().manual_seed(0), 200, 50
 

@@ -16,10 +16,10 @@ OK, OVERFLOW, INVALID = range(3)
 
 @pytest.fixture(autouse=True)
 def cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_sglang.verify import sampling_masks
+    from dflash_sglang.verify import sampling
 
     features = SimpleNamespace(features=SimpleNamespace(sampling_mask_max_tokens=CAP))
-    monkeypatch.setattr(sampling_masks, "get_exec", lambda: features)
+    monkeypatch.setattr(sampling, "get_exec", lambda: features)
     torch.manual_seed(0)
 
 
@@ -48,7 +48,7 @@ def info(top_ks: list[int], top_p: float = 1.0, asking: list[int] | None = None,
 def sampled(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """(target ids, committed, the output) of a step that proposes the likeliest tokens"""
     from dflash_sglang.verify.rejection import rejection_sample
-    from dflash_sglang.verify.sampling_masks import sampling_mask_output
+    from dflash_sglang.verify.sampling import sampling_mask_output
 
     bs = len(batch.top_ks)
     best = logits.view(bs, BLOCK, VOCAB)[:, :-1].argmax(dim=-1)
@@ -62,7 +62,7 @@ def sampled(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 def test_a_committed_token_is_among_those_it_was_drawn_from_with_its_probability(top_p: float, ties: bool) -> None:
-    from dflash_sglang.verify.filters import Filters, filtered_probs
+    from dflash_sglang.verify.sampling import Filters, filtered_probs
 
     logits = 2 * torch.randn(BS * BLOCK, VOCAB)
     logits = logits.bfloat16().float() if ties else logits
@@ -93,7 +93,7 @@ def test_the_support_of_a_greedy_request_is_its_token_also_beside_others_and_wit
 
 
 def test_supports_that_are_too_large_and_tokens_outside_are_told() -> None:
-    from dflash_sglang.verify.sampling_masks import sampling_mask_output
+    from dflash_sglang.verify.sampling import sampling_mask_output
 
     logits = torch.zeros(BLOCK, VOCAB)
     logits[1, :200] = 5.0  # so many tokens tie for the 4 that are asked for
@@ -106,7 +106,7 @@ def test_supports_that_are_too_large_and_tokens_outside_are_told() -> None:
 
 
 def test_a_token_at_the_cut_is_in_however_the_cut_is_rounded() -> None:
-    from dflash_sglang.verify.sampling_masks import sampling_mask_output
+    from dflash_sglang.verify.sampling import sampling_mask_output
 
     logits = torch.full((BLOCK, VOCAB), -20.0)
     logits[:, :3] = torch.tensor([2.0, 1.0, 0.999])
@@ -119,7 +119,7 @@ def test_a_token_at_the_cut_is_in_however_the_cut_is_rounded() -> None:
 
 
 def test_nothing_is_reported_where_nobody_asks() -> None:
-    from dflash_sglang.verify.sampling_masks import sampling_mask_output
+    from dflash_sglang.verify.sampling import sampling_mask_output
 
     batch = info([12])
     batch.sampling_mask_batch_indices = None
