@@ -21,10 +21,13 @@ from dflash_sglang.sglang_names.scheduler import (
     BaseSpecWorker,
     CaptureHiddenMode,
     GenerationBatchResult,
+    SpecTpSync,
+    SpecTpSyncSite,
     async_h2d,
     compute_position,
     draft_pp_context,
     draft_tp_context,
+    get_dp_tp_group,
     get_parallel,
 )
 from dflash_sglang.startup.lines import memory_line, startup_line
@@ -67,6 +70,7 @@ class DFlashWorker(BaseSpecWorker):
         model_config = target_worker.model_runner.model_config
         self._tables = Tables.taken(self._slots, model_config.vocab_size, self._config.simulated_acceptance)
         self._acceptor: Acceptor = self._tables.acceptor
+        self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._captures = ExitStack()
         if get_parallel().tp_rank == 0:
             logger.info(startup_line(self._draft, model_config.context_len))
@@ -214,13 +218,15 @@ class DFlashWorker(BaseSpecWorker):
 
     def _extend(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
         """The target's prefill and the context KV of its tokens."""
-        self._verifier.before_prefill(batch)
+        self._tables.adjustments.before_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
         loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
         features, result.logits_output.hidden_states = result.logits_output.hidden_states, None
-        self._verifier.after_prefill(batch, result.next_token_ids)
+        # All ranks of a tensor-parallel group go on from rank 0's first tokens.
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
+        self._tables.adjustments.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if batch.forward_mode.is_idle():
             # A data-parallel neighbour prefills: the empty target forward above kept its collectives company.

@@ -8,7 +8,6 @@ from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
@@ -105,7 +104,6 @@ __all__ = [
     "ForwardMode",
     "FutureRelayBuffers",
     "GenerationBatchResult",
-    "GrammarMask",
     "GrammarTree",
     "IdSpaceKind",
     "KVWriteLoc",

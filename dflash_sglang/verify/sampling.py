@@ -14,16 +14,23 @@ from torch import Tensor
 
 from dflash_sglang.kernels.sampled.tokens import RowFilters
 from dflash_sglang.sglang_names.scheduler import (
-    GrammarMask,
     LogitsProcessorOutput,
     SamplingBatchInfo,
     SamplingMaskOutput,
     SamplingMaskStatus,
+    SpecTpSync,
+    SpecTpSyncSite,
+    get_dp_tp_group,
     get_exec,
 )
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampler import Sampler
+
+    from dflash_sglang.drafting.block import Block
+    from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.verify.rejection import RejectionSampler
+    from dflash_sglang.verify.target_logits import TargetLogits
 
 # Of `sampling_mask_output`.
 AT_ONCE = 8  # requests, of whose rows a handful of copies is made
@@ -80,17 +87,28 @@ def _with_ties(probs: Tensor, inside: Tensor) -> Tensor:
     return (probs * (probs >= least)).sum(dim=-1)
 
 
-def mask_and_bias(
-    logits: Tensor,  # [bs * block, vocab], changed in place
-    info: SamplingBatchInfo,
-    grammar_mask: GrammarMask | None,
-    block_size: int,
-) -> None:
-    """Grammar, then logit bias, as SGLang's decode step applies them after the penalties."""
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
-    if info.logit_bias is not None:
-        logits.view(-1, block_size, logits.shape[-1]).add_(info.logit_bias[:, None])
+class TargetTokens:
+    """Chooses the target's token after every row, the same on all ranks of a tensor-parallel group."""
+
+    def __init__(self, logits: TargetLogits, rejection: RejectionSampler, sampler: Sampler, by_kernels: bool):
+        """sampler: SGLang's; by_kernels: as `kernels` of `Filters.from_batch`."""
+        self._logits, self._rejection, self._sampler = logits, rejection, sampler
+        self._by_kernels = by_kernels
+        self._tp_sync = SpecTpSync(get_dp_tp_group())
+
+    def choose(self, logits: Tensor, info: SamplingBatchInfo, block: Block, proposals: Proposals) -> Tensor:
+        """logits [bs * block, vocab] of any float dtype, adjusted, are kept -> [bs, block] int64."""
+        if info.is_all_greedy:
+            target_ids = self._logits.best(logits).view(-1, block.size)
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
+            return target_ids
+        if info.sampling_seed is not None or block.size == 1:  # a token follows from its seed, or no proposal
+            own = logits.to(torch.float32, copy=True)
+            target_ids = seeded_tokens(own, info, block.rows.positions, self._sampler, block.size)
+        else:
+            target_ids = self._rejection.target_tokens(logits, info, proposals, self._by_kernels)
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
+        return target_ids
 
 
 def seeded_tokens(

@@ -14,8 +14,7 @@ from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.settings.plugin_config import Profile
 from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule
 from dflash_sglang.verify.acceptance import Acceptor
-from dflash_sglang.verify.custom_processors import CustomProcessors
-from dflash_sglang.verify.penalties import Penalties
+from dflash_sglang.verify.adjustments import Adjustments
 from dflash_sglang.verify.rejection import RejectionSampler
 
 
@@ -23,9 +22,8 @@ class Tables(NamedTuple):
     """Taken with `taken`; `acceptor.slots.fit` once req_to_token exists."""
 
     acceptor: Acceptor
-    penalties: Penalties
+    adjustments: Adjustments
     sampler: RejectionSampler
-    processors: CustomProcessors
 
     @classmethod
     def taken(
@@ -38,9 +36,8 @@ class Tables(NamedTuple):
         rows, block_size, device = slots.max_requests, slots.block_size, slots.device
         return cls(
             Acceptor(slots, simulated_acceptance),
-            Penalties(rows, vocab_size, device),
+            Adjustments(rows, block_size, vocab_size, device),
             RejectionSampler(rows, block_size, vocab_size, device),
-            CustomProcessors(rows, block_size, device),
         )
 
     @property

@@ -12,15 +12,9 @@ from dflash_sglang.patches.graph_inputs import load_inputs_once
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
-    GrammarMask,
     GrammarTree,
-    SamplingBatchInfo,
-    SpecTpSync,
-    SpecTpSyncSite,
-    build_grammar_vocab_mask,
     compute_spec_logprobs,
     envs,
-    get_dp_tp_group,
     get_exec,
     get_parallel,
     get_schedule,
@@ -29,9 +23,8 @@ from dflash_sglang.sglang_names.scheduler import (
 from dflash_sglang.startup.facts import StartupError
 from dflash_sglang.startup.launch_checks import reported_rows_problems
 from dflash_sglang.verify.graph_tail import VerifyTail
-from dflash_sglang.verify.penalties import PenalisedRequests
 from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.verify.sampling import mask_and_bias, sampling_mask_output, seeded_tokens
+from dflash_sglang.verify.sampling import TargetTokens, sampling_mask_output
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
 
@@ -75,12 +68,12 @@ class Verifier:
         """tail: of the target's graphs, which uses these `logits` and the acceptor of these `tables`."""
         self._worker = target_worker
         self._logits = logits
-        self._acceptor, self._penalties, self._sampler, self._processors = tables
+        self._acceptor, self._adjustments, self._sampler = tables
         self._tail = tail
         self._runner = target_worker.model_runner
         self._block_size = block_size
-        self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._by_kernels = get_exec().kernel.sampling_backend == "flashinfer"
+        self._target_tokens = TargetTokens(logits, self._sampler, self._runner.sampler, self._by_kernels)
         self._recurrent: RecurrentStates | None = None
         self._sanitizes = envs.SGLANG_SANITIZE_NAN_LOGITS.get()
 
@@ -108,16 +101,10 @@ class Verifier:
         """Sampled steps draw random numbers from the first on, as if there had been none."""
         self._sampler.forget_steps()
 
-    def before_prefill(self, batch: ScheduleBatch) -> None:
-        """The target's own sampler draws the first tokens: give it the penalties, and outputs to processors."""
-        self._penalties.begin(batch)
-        self._processors.before_prefill(batch)
-
-    def after_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
-        """All ranks of a tensor-parallel group go on from rank 0's first tokens, [bs]."""
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, next_token_ids)
-        penalised = self._penalties.penalised(batch)
-        self._note(batch, penalised, next_token_ids[:, None], torch.ones_like(next_token_ids))
+    def needs_full_blocks(self, batch: ScheduleBatch) -> bool:
+        """Whether requests of this decode batch have their logits adjusted, sampled from or reported, row by row
+        of a block."""
+        return not batch.sampling_info.is_all_greedy or self._adjusts(batch) or _is_reported(batch)
 
     def verify(
         self,
@@ -128,140 +115,86 @@ class Verifier:
         grammar_barrier: Callable[[], None] | None,
     ) -> Verified:
         """Run the target over the proposals, or over the ragged rows of them, and accept. Changes `batch`, which
-        the scheduler restores."""
-        if ragged is not None:
-            return self._verify_ragged(batch, block, ragged)
-        tokens = proposals.tokens
-        sampling_info = batch.sampling_info
+        the scheduler restores.
+
+        ragged: only for a batch that needs no full blocks.
+        """
         # The host copy of the proposals starts before the target forward and is read after its launch.
-        grammar_tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
-        forward = self._forward(batch, block, tokens)
-        logits_output = forward.logits_output
-        penalised = self._penalties.penalised(batch)
-        adjusted = penalised is not None or batch.has_grammar or self._changes_logits(sampling_info)
-        greedy = sampling_info.is_all_greedy and not adjusted
-        reported = batch.return_logprob or sampling_info.sampling_mask_batch_indices is not None
-        if reported or not greedy:
-            # The rejection sampler reads them in any dtype.
-            as_given = not (adjusted or reported or _is_drawn_by_rows(sampling_info, block))
-            logits_output.next_token_logits = self._logits.whole(logits_output.next_token_logits, as_given)
-        logits = logits_output.next_token_logits
-        if greedy:
-            accepted = self._accept_greedy(batch, block, tokens, forward)
+        grammar_tree = GrammarTree.from_linear_chain(proposals.tokens) if batch.has_grammar else None
+        forward = self._forward(batch, block, proposals.tokens, ragged)
+        unwritten = self._unwritten(forward, ragged or block)
+        if not self.needs_full_blocks(batch):
+            accepted = self._accept_greedy(block, proposals.tokens, ragged, forward)
         else:
-            grammar_mask = None
-            if grammar_tree is not None:
-                grammar_mask = build_grammar_vocab_mask(
-                    reqs=batch.reqs,
-                    tree=grammar_tree,
-                    sampling_info=sampling_info,
-                    device=logits.device,
-                    barrier=grammar_barrier,
-                )
-            self._adjust(logits, batch, block, tokens, penalised, grammar_mask)
-            accepted = self._accept_adjusted(batch, block, proposals, logits)
+            accepted = self._accept_as_asked(batch, block, proposals, forward, grammar_tree, grammar_barrier)
         if self._recurrent is not None:
             self._recurrent.commit(batch, accepted.commit_lens, block.size)
-        self._note(batch, penalised, accepted.target_ids, accepted.commit_lens)
-        logits_output.sampling_mask_output = sampling_mask_output(
-            logits, sampling_info, accepted.target_ids, accepted.commit_lens, self._by_kernels
-        )
-        if batch.return_logprob:
-            compute_spec_logprobs(batch, logits_output, accepted.target_ids.view(-1), chain_stride=block.size)
-        return self._verified(accepted, forward, block)
+        return Verified(accepted, unwritten, forward)
 
-    def needs_full_blocks(self, batch: ScheduleBatch) -> bool:
-        """Whether requests of this decode batch have their logits adjusted, sampled from or reported, row by row
-        of a block."""
+    def _adjusts(self, batch: ScheduleBatch) -> bool:
         info = batch.sampling_info
         return bool(
-            not info.is_all_greedy
+            self._sanitizes
             or info.acc_additive_penalties is not None
-            or info.sampling_mask_batch_indices is not None
             or batch.has_grammar
-            or batch.return_logprob
-            or self._changes_logits(info)
+            or info.logit_bias is not None
+            or info.has_custom_logit_processor
         )
 
-    def _verify_ragged(self, batch: ScheduleBatch, block: Block, ragged: RaggedRows) -> Verified:
-        """Greedily, the rows of a batch that needs no whole blocks."""
-        ids = ragged.rows.ids
-        forward = self._forward(batch, block, ids, ragged)
-        if not forward.can_run_cuda_graph:  # else the graph has accepted
-            target_ids = self._logits.best(forward.logits_output.next_token_logits)
-            self._acceptor.accept(ids, target_ids, block.prefix_lens, batch.req_pool_indices, ragged.requests)
-        accepted = self._acceptor.slots.outcome(block.batch_size, self._block_size)
-        return self._verified(accepted, forward, ragged)
-
-    def _verified(self, accepted: Accepted, forward: Any, of: Block | RaggedRows) -> Verified:
+    def _unwritten(self, forward: Any, of: Block | RaggedRows) -> Unwritten | None:
         output = forward.logits_output
         # None, or overlap scheduling copies them to the host.
         features, output.hidden_states = output.hidden_states, None
         if forward.can_run_cuda_graph and self._tail.writes_context:
-            return Verified(accepted, None, forward)
+            return None
         positions = of.rows.positions
-        return Verified(accepted, Unwritten(features[: len(positions)], positions, of.loc_plan), forward)
+        return Unwritten(features[: len(positions)], positions, of.loc_plan)
 
-    def _changes_logits(self, info: SamplingBatchInfo) -> bool:
-        return self._sanitizes or info.logit_bias is not None or info.has_custom_logit_processor
-
-    def _accept_greedy(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, forward: Any) -> Accepted:
+    def _accept_greedy(
+        self, block: Block, tokens: torch.Tensor, ragged: RaggedRows | None, forward: Any
+    ) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
+        ids, lens, width = tokens, None, block.size
+        if ragged is not None:
+            ids, lens, width = ragged.rows.ids, ragged.requests, self._block_size
         if not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._logits.best(forward.logits_output.next_token_logits)
-            self._accept(batch, block, tokens, target_ids.view(-1, block.size))
-        return self._acceptor.slots.outcome(block.batch_size, block.size)
+            target_ids = target_ids.view(-1, *ids.shape[1:])
+            self._acceptor.accept(ids, target_ids, block.prefix_lens, block.requests, lens)
+        return self._acceptor.slots.outcome(block.batch_size, width)
 
-    def _adjust(
+    def _accept_as_asked(
         self,
-        logits: torch.Tensor,  # [bs * block, vocab], changed in place if at all
         batch: ScheduleBatch,
         block: Block,
-        tokens: torch.Tensor,  # [bs, block]
-        penalised: PenalisedRequests | None,
-        grammar_mask: GrammarMask | None,
-    ) -> None:
-        """What requests ask of their logits, in the order of plain decoding."""
+        proposals: Proposals,
+        forward: Any,
+        grammar_tree: GrammarTree | None,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> Accepted:
+        """Adjust the logits, choose the target's tokens, accept, and report, as the requests of the batch ask."""
+        info, output, tokens = batch.sampling_info, forward.logits_output, proposals.tokens
+        adjusts, penalised = self._adjusts(batch), None
+        # What samples reads logits of any dtype.
+        as_given = not (info.is_all_greedy or adjusts or _is_reported(batch))
+        logits = output.next_token_logits = self._logits.whole(output.next_token_logits, as_given)
         if self._sanitizes:
             sanitize_nan_logits(logits, "verify")
-        if penalised is not None:
-            self._penalties.apply(logits, penalised, tokens, block.prefix_lens)
-        mask_and_bias(logits, batch.sampling_info, grammar_mask, block.size)
-        if batch.sampling_info.has_custom_logit_processor:
-            self._processors.apply(logits, batch, tokens, block.prefix_lens)
-
-    def _accept_adjusted(
-        self, batch: ScheduleBatch, block: Block, proposals: Proposals, logits: torch.Tensor
-    ) -> Accepted:
-        """What adjusted logits commit, the same on all ranks of a tensor-parallel group. Keeps the logits."""
-        info = batch.sampling_info
-        if info.is_all_greedy:
-            target_ids = self._logits.best(logits).view(-1, block.size)
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-        elif _is_drawn_by_rows(info, block):
-            positions = block.positions.view(-1)
-            target_ids = seeded_tokens(logits.clone(), info, positions, self._runner.sampler, block.size)
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
-        else:
-            target_ids = self._sampler.target_tokens(logits, info, proposals, self._by_kernels)
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
-        self._accept(batch, block, proposals.tokens, target_ids)
-        return self._acceptor.slots.outcome(block.batch_size, block.size)
-
-    def _accept(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, target_ids: torch.Tensor) -> None:
-        self._acceptor.accept(tokens, target_ids, block.prefix_lens, batch.req_pool_indices)
-
-    def _note(
-        self,
-        batch: ScheduleBatch,
-        penalised: PenalisedRequests | None,
-        token_ids: torch.Tensor,  # [bs, at most block], committed up to
-        commit_lens: torch.Tensor,  # [bs]
-    ) -> None:
-        """What a step commits, for what depends on a request's output so far."""
-        if penalised is not None:
-            self._penalties.count(penalised, token_ids, commit_lens)
-        self._processors.note(batch, token_ids, commit_lens)
+        if adjusts:
+            penalised = self._adjustments.apply(
+                logits, batch, tokens, block.prefix_lens, grammar_tree, grammar_barrier
+            )
+        if adjusts or not info.is_all_greedy or not forward.can_run_cuda_graph:  # else the graph has accepted
+            target_ids = self._target_tokens.choose(logits, info, block, proposals)
+            self._acceptor.accept(tokens, target_ids, block.prefix_lens, block.requests)
+        accepted = self._acceptor.slots.outcome(block.batch_size, block.size)
+        output.sampling_mask_output = sampling_mask_output(
+            logits, info, accepted.target_ids, accepted.commit_lens, self._by_kernels
+        )
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, output, accepted.target_ids.view(-1), chain_stride=block.size)
+        self._adjustments.note(batch, penalised, accepted.target_ids, accepted.commit_lens)
+        return accepted
 
     def verify_idle(self, batch: ScheduleBatch, width: int) -> None:
         """Take part in the collectives of a verify that other data-parallel ranks run, in blocks of `width`."""
@@ -303,6 +236,5 @@ class Verifier:
         )
 
 
-def _is_drawn_by_rows(info: SamplingBatchInfo, block: Block) -> bool:
-    """Whether rows are drawn from as in plain decoding: a token follows from its seed, or nothing was proposed."""
-    return info.sampling_seed is not None or block.size == 1
+def _is_reported(batch: ScheduleBatch) -> bool:
+    return batch.return_logprob or batch.sampling_info.sampling_mask_batch_indices is not None

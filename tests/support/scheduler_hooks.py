@@ -354,7 +354,7 @@ def _rehearsals(worker: Any) -> None:
 
     def state(self: Any) -> list[torch.Tensor]:
         page, requests = self._reservation.page_size, self.target_worker.model_runner.req_to_token_pool
-        tensors = [requests.req_to_token, self._verifier._penalties._counts]
+        tensors = [requests.req_to_token, self._tables.adjustments.penalties._counts]
         tensors += [buffer[page:] for pool in _pools(self) for buffer in _buffers(pool)]
         if hasattr(requests, "mamba_pool"):
             states = requests.mamba_pool.mamba_cache

@@ -354,55 +354,53 @@ FIELDS = dict(
 
 
 @pytest.mark.parametrize(
-    "taken,info,batch,penalised,width,sanitizes",
+    "taken,info,batch,sanitizes",
     [
-        ("as they are", dict(is_all_greedy=True), {}, None, 2, False),
-        ("whole as given", {}, {}, None, 2, False),
-        ("whole", {}, {}, None, 1, False),
-        ("whole", dict(sampling_seed=1), {}, None, 2, False),
-        ("whole", {}, dict(return_logprob=True), None, 2, False),
-        ("whole", dict(is_all_greedy=True), dict(return_logprob=True), None, 2, False),
-        ("whole", dict(sampling_mask_batch_indices=1), {}, None, 2, False),
-        ("whole", dict(is_all_greedy=True, sampling_mask_batch_indices=1), {}, None, 2, False),
-        ("whole", {}, dict(has_grammar=True), None, 2, False),
-        ("whole", dict(is_all_greedy=True), dict(has_grammar=True), None, 2, False),
-        ("whole", {}, {}, "penalties", 2, False),
-        ("whole", dict(is_all_greedy=True, logit_bias=1), {}, None, 2, False),
-        ("whole", dict(has_custom_logit_processor=True), {}, None, 2, False),
-        ("whole", dict(is_all_greedy=True), {}, None, 2, True),
+        ("as they are", dict(is_all_greedy=True), {}, False),
+        ("whole as given", {}, {}, False),
+        ("whole as given", dict(sampling_seed=1), {}, False),
+        ("whole", {}, dict(return_logprob=True), False),
+        ("whole", dict(is_all_greedy=True), dict(return_logprob=True), False),
+        ("whole", dict(sampling_mask_batch_indices=1), {}, False),
+        ("whole", dict(is_all_greedy=True, sampling_mask_batch_indices=1), {}, False),
+        ("whole", {}, dict(has_grammar=True), False),
+        ("whole", dict(is_all_greedy=True), dict(has_grammar=True), False),
+        ("whole", dict(acc_additive_penalties=1), {}, False),
+        ("whole", dict(is_all_greedy=True, logit_bias=1), {}, False),
+        ("whole", dict(has_custom_logit_processor=True), {}, False),
+        ("whole", dict(is_all_greedy=True), {}, True),
     ],
 )
-def test_logits_are_widened_for_what_needs_float32_alone(
-    taken, info, batch, penalised, width, sanitizes, monkeypatch
-):
-    """Whatever is adjusted, reported or drawn as in plain decoding; rejection sampling reads any dtype."""
+def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, sanitizes, monkeypatch):
+    """Whatever is adjusted or reported; what samples reads any dtype, and a greedy graph has accepted before."""
     from dflash_sglang.verify import verifier
 
-    sglang = ("GrammarTree", "build_grammar_vocab_mask", "compute_spec_logprobs")
-    for name in (*sglang, "seeded_tokens", "sampling_mask_output"):
+    sglang = ("GrammarTree", "compute_spec_logprobs", "sanitize_nan_logits")
+    for name in (*sglang, "sampling_mask_output"):
         monkeypatch.setattr(verifier, name, mock.MagicMock())
     under_test = object.__new__(verifier.Verifier)
-    for name in ("tail", "acceptor", "runner", "tp_sync", "penalties", "sampler", "processors", "by_kernels"):
+    for name in ("tail", "acceptor", "adjustments", "target_tokens", "by_kernels"):
         setattr(under_test, f"_{name}", mock.MagicMock())
     under_test._recurrent, under_test._sanitizes = None, sanitizes
-    under_test._penalties.penalised.return_value = penalised
     given, whole, whole_as_given = (mock.MagicMock() for _ in range(3))
     under_test._logits = mock.MagicMock()
     under_test._logits.whole.side_effect = lambda _, as_given=False: whole_as_given if as_given else whole
     output = SimpleNamespace(next_token_logits=given, hidden_states=mock.MagicMock())
     monkeypatch.setattr(under_test, "_forward", lambda *_: mock.MagicMock(logits_output=output), raising=False)
-    monkeypatch.setattr(under_test, "_adjust", mock.MagicMock(), raising=False)
     asked = mock.MagicMock(
         sampling_info=SimpleNamespace(**{**FIELDS, **info}),
         **{**dict(has_grammar=False, return_logprob=False), **batch},
     )
-    under_test.verify(asked, mock.MagicMock(size=width), mock.MagicMock(), None, None)
+    under_test.verify(asked, mock.MagicMock(), mock.MagicMock(), None, None)
     expected = {"as they are": given, "whole as given": whole_as_given, "whole": whole}[taken]
     assert output.next_token_logits is expected
-    assert verifier.sampling_mask_output.call_args.args[0] is expected
-    sampled = under_test._sampler.target_tokens
-    assert sampled.called is (not info.get("is_all_greedy") and "sampling_seed" not in info and width > 1)
-    assert all(call.args[0] is expected for call in sampled.call_args_list)
+    assert verifier.sampling_mask_output.called is (taken != "as they are")
+    readers = [under_test._adjustments.apply, under_test._target_tokens.choose, verifier.sampling_mask_output]
+    assert all(call.args[0] is expected for reader in readers for call in reader.call_args_list)
+    reported = batch.get("return_logprob") or "sampling_mask_batch_indices" in info
+    assert under_test._adjustments.apply.called is (taken == "whole" and not reported)
+    greedy = info.get("is_all_greedy", False)
+    assert under_test._target_tokens.choose.called is not (greedy and (taken == "as they are" or bool(reported)))
 
 
 def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(monkeypatch):
@@ -412,15 +410,17 @@ def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(m
     from dflash_sglang.verify import verifier
 
     under_test = object.__new__(verifier.Verifier)
-    under_test._penalties, under_test._sanitizes = mock.MagicMock(), True
+    for name in ("acceptor", "adjustments", "target_tokens", "by_kernels"):
+        setattr(under_test, f"_{name}", mock.MagicMock())
+    under_test._sanitizes = True
+    monkeypatch.setattr(verifier, "sampling_mask_output", mock.MagicMock())
     bias = torch.tensor([[0.0, 0.0, 5.0]])
-    info = SimpleNamespace(
-        **{**FIELDS, "is_all_greedy": True}, sampling_mask=None, vocab_mask=None, linear_penalty=None
-    )
-    monkeypatch.setattr(verifier, "mask_and_bias", lambda logits, *_: logits.add_(bias))
+    under_test._adjustments.apply = lambda logits, *_: logits.add_(bias)
+    info = SimpleNamespace(**{**FIELDS, "is_all_greedy": True})
     batch = SimpleNamespace(sampling_info=info, has_grammar=False, return_logprob=False)
     logits = torch.tensor([[float("nan"), 1.0, -3.0]])
+    under_test._logits = mock.MagicMock(whole=mock.MagicMock(return_value=logits))
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
-        under_test._adjust(logits, batch, SimpleNamespace(size=1), None, None, None)
+        under_test._accept_as_asked(batch, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), None, None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
     assert under_test.needs_full_blocks(batch)

@@ -33,7 +33,7 @@ def request(parameters: dict[str, Any], prompt: int, outputs: list[int]) -> Any:
 
 
 def batch_of(reqs: list[Any], slots: list[int], mixed_with: list[Any] | None = None) -> Any:
-    from dflash_sglang.verify.penalties import is_penalised
+    from dflash_sglang.verify.adjustments import is_penalised
 
     prepared = torch.zeros(len(reqs), VOCAB) if any(map(is_penalised, reqs)) else None
     return SimpleNamespace(
@@ -71,7 +71,7 @@ def reference(logits: torch.Tensor, req: Any, outputs: list[int]) -> torch.Tenso
 @given(data=st.data(), block=st.integers(2, 6), seed=st.integers(0, 99))
 def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed):
     """Two steps of a batch, with a request that has been retracted and one that has no penalty."""
-    from dflash_sglang.verify.penalties import Penalties
+    from dflash_sglang.verify.adjustments import Penalties
 
     reqs = [
         request(data.draw(PARAMETERS), data.draw(st.integers(1, 5)), data.draw(st.lists(TOKENS, max_size=3)))
@@ -128,7 +128,7 @@ def counted(penalties: Any, batch: Any) -> list[list[int]]:
 
 
 def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
-    from dflash_sglang.verify.penalties import Penalties
+    from dflash_sglang.verify.adjustments import Penalties
 
     penalties = Penalties(ROWS, VOCAB, "cpu")
     first = batch_of([request(PENALISED, 3, [7, 7])], [4])
@@ -143,7 +143,7 @@ def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
 
 def test_tables_have_a_row_for_every_request_from_the_start_and_never_move():
     """Memory that is taken while requests run is in no account of SGLang's."""
-    from dflash_sglang.verify.penalties import Penalties
+    from dflash_sglang.verify.adjustments import Penalties
 
     penalties = Penalties(ROWS, VOCAB, "cpu")
 
@@ -165,7 +165,7 @@ def test_tables_have_a_row_for_every_request_from_the_start_and_never_move():
 
 def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alone():
     """Retracted and started again in another row of `req_to_token`, too; ids that are no tokens are nobody's."""
-    from dflash_sglang.verify.penalties import Penalties
+    from dflash_sglang.verify.adjustments import Penalties
 
     penalties = Penalties(ROWS, VOCAB, "cpu")
     first, second = (request(dict(PENALISED, min_new_tokens=9), 3, []) for _ in range(2))
@@ -184,7 +184,7 @@ def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alo
 
 
 def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
-    from dflash_sglang.verify.penalties import Penalties
+    from dflash_sglang.verify.adjustments import Penalties
 
     penalties = Penalties(ROWS, VOCAB, "cpu")
     decoding = request(PENALISED, 3, [])
@@ -200,7 +200,7 @@ def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
 
 def test_many_requests_are_penalised_a_few_at_a_time(monkeypatch):
     """What is copied besides the logits does not grow with the batch."""
-    from dflash_sglang.verify import penalties as module
+    from dflash_sglang.verify import adjustments as module
 
     number, block, vocab = 3 * module.AT_ONCE + 1, 4, VOCAB
     reqs = [request(dict(PENALISED, repetition_penalty=1.5), 2, [i % VOCAB, 3]) for i in range(number)]

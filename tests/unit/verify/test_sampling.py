@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -331,12 +333,37 @@ def test_every_row_of_a_block_has_its_requests_seed_parameters_and_position():
 
 
 def test_bias_reaches_every_row_of_its_request_only():
-    from dflash_sglang.verify.sampling import mask_and_bias
+    from dflash_sglang.verify.adjustments import Adjustments
 
     bias = torch.zeros(2, VOCAB)
     bias[1, 2] = 5.0
     logits = torch.ones(6, VOCAB)
-    mask_and_bias(logits, sampling_info(2, logit_bias=bias), None, BLOCK)
+    batch = SimpleNamespace(sampling_info=sampling_info(2, logit_bias=bias))
+    tokens, prefix_lens = torch.zeros(2, BLOCK, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    Adjustments(3, BLOCK, VOCAB, "cpu").apply(logits, batch, tokens, prefix_lens, None, None)
     first, second = logits.view(2, BLOCK, VOCAB)
     assert first.tolist() == [[1.0] * VOCAB] * BLOCK
     assert second.tolist() == [[1.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0]] * BLOCK
+
+
+@pytest.mark.parametrize("width", [BLOCK, 1])
+def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, width):
+    """Seeded requests, and blocks without proposals: the logits stay as they are for what reports them."""
+    from dflash_sglang.verify import sampling
+
+    monkeypatch.setattr(sampling, "get_dp_tp_group", mock.Mock())
+    monkeypatch.setattr(sampling, "SpecTpSync", mock.Mock())
+    given: list[Tensor] = []
+
+    def draw(output: Any, *_: Any, **__: Any) -> Tensor:
+        given.append(output.next_token_logits.clone())
+        return output.next_token_logits.mul_(2).argmax(dim=-1)  # as SGLang's, in place
+
+    chooser = sampling.TargetTokens(mock.Mock(), mock.Mock(), mock.Mock(side_effect=draw), by_kernels=True)
+    logits = torch.randn(2 * width, VOCAB).bfloat16()
+    before = logits.clone()
+    info = sampling_info(2, sampling_seed=torch.tensor([7, 9]) if width > 1 else None)
+    block = SimpleNamespace(size=width, rows=SimpleNamespace(positions=torch.arange(2 * width)))
+    chosen = chooser.choose(logits, info, block, mock.Mock())
+    assert torch.equal(chosen, before.float().argmax(dim=-1).view(2, width))
+    assert torch.equal(logits, before) and torch.equal(given[0], before.float())

@@ -1,24 +1,86 @@
-"""Frequency, presence and repetition penalties and `min_new_tokens`, at every verified row.
+"""What requests ask of their logits: penalties, grammar, logit bias and custom processors, at every verified row.
 
-Each output token is penalised by exactly the output tokens before it: row k of a block has seen the proposals
-up to its own input. (SGLang's penalizers are fed from the host, which under overlap scheduling knows the
-tokens of a step only after the next one was launched; they are not used here.)
+Each row of a block is a decode step of its request, and is adjusted as plain decoding adjusts that step. So each
+output token is penalised by exactly the output tokens before it: row k of a block has seen the proposals up to its
+own input. (SGLang's penalizers are fed from the host, which under overlap scheduling knows the tokens of a step
+only after the next one was launched; they are not used here.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_sglang.sglang_names.scheduler import async_h2d
+from dflash_sglang.sglang_names.scheduler import GrammarTree, async_h2d, build_grammar_vocab_mask
+from dflash_sglang.verify.custom_processors import CustomProcessors
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 AT_ONCE = 8  # requests, whose rows are copied two times over: 150 MiB of a block of 16 and 150000 tokens
+
+
+class Adjustments:
+    """Adjusts logits, and keeps what that takes of a request's output so far."""
+
+    def __init__(self, max_requests: int, block_size: int, vocab_size: int, device: str) -> None:
+        self.penalties = Penalties(max_requests, vocab_size, device)
+        self._processors = CustomProcessors(max_requests, block_size, device)
+
+    def before_prefill(self, batch: ScheduleBatch) -> None:
+        """The target's own sampler draws the first tokens: give it the penalties, and outputs to processors."""
+        self.penalties.begin(batch)
+        self._processors.before_prefill(batch)
+
+    def after_prefill(self, batch: ScheduleBatch, next_token_ids: Tensor) -> None:
+        """next_token_ids [bs]: the first tokens."""
+        committed = next_token_ids[:, None], torch.ones_like(next_token_ids)
+        self.note(batch, self.penalties.penalised(batch), *committed)
+
+    def apply(
+        self,
+        logits: Tensor,  # [bs * block, vocab], changed in place
+        batch: ScheduleBatch,
+        tokens: Tensor,  # [bs, block] last committed token + proposals
+        prefix_lens: Tensor,  # [bs] committed tokens with KV
+        grammar_tree: GrammarTree | None,  # of these tokens, where the batch has a grammar
+        grammar_barrier: Callable[[], None] | None,
+    ) -> PenalisedRequests | None:
+        """Adjust every row, in the order of plain decoding. Returns what `note` takes."""
+        info = batch.sampling_info
+        penalised = self.penalties.penalised(batch)
+        if penalised is not None:
+            self.penalties.apply(logits, penalised, tokens, prefix_lens)
+        if grammar_tree is not None:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar_tree,
+                sampling_info=info,
+                device=logits.device,
+                barrier=grammar_barrier,
+            )
+            if mask is not None:
+                mask.apply(logits)
+        if info.logit_bias is not None:
+            logits.view(*tokens.shape, -1).add_(info.logit_bias[:, None])
+        if info.has_custom_logit_processor:
+            self._processors.apply(logits, batch, tokens, prefix_lens)
+        return penalised
+
+    def note(
+        self,
+        batch: ScheduleBatch,
+        penalised: PenalisedRequests | None,
+        token_ids: Tensor,  # [bs, at most block], committed up to
+        commit_lens: Tensor,  # [bs]
+    ) -> None:
+        """What a step commits."""
+        if penalised is not None:
+            self.penalties.count(penalised, token_ids, commit_lens)
+        self._processors.note(batch, token_ids, commit_lens)
 
 
 class PenalisedRequests(NamedTuple):
