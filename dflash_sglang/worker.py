@@ -31,7 +31,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_parallel,
 )
 from dflash_sglang.startup.lines import memory_line, startup_line
-from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.step_result import StepResult, idle_result
 from dflash_sglang.verify.tables import Tables, most_rows
 from dflash_sglang.verify.verifier import Verifier
@@ -69,7 +68,6 @@ class DFlashWorker(BaseSpecWorker):
         self._slots = StepSlots(most_rows(), self.block_size, self.device)
         model_config = target_worker.model_runner.model_config
         self._tables = Tables.taken(self._slots, model_config.vocab_size, self._config.simulated_acceptance)
-        self._acceptor: Acceptor = self._tables.acceptor
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._captures = ExitStack()
         if get_parallel().tp_rank == 0:
@@ -118,7 +116,7 @@ class DFlashWorker(BaseSpecWorker):
                 target, self._reservation, decode=self._rehearsed_step, prefill=self._rehearsed_prefill
             )
             self._widths: WidthController = assembly.build_controller(
-                draft, target, served, self._rehearsal, self._acceptor.set_max_commit
+                draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit
             )
         self.width = self._widths.choices[-1]
         logger.info(memory_line(draft, self._tables))
@@ -140,7 +138,7 @@ class DFlashWorker(BaseSpecWorker):
         self._states.use_widest()
         self.width = self._widths.choices[-1]
         self._slots.forget_steps()
-        self._verifier.forget_steps()
+        self._tables.sampler.forget_steps()
         return result
 
     # ---- What SGLang asks of a worker --------------------------------------------------------------------
@@ -197,7 +195,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> StepResult:
         """A decode step in blocks of `self.width`; budget: rows that a ragged step verifies of them."""
         block = self._blocks.build(batch, self.width)
-        proposals = self._acceptor.clip_to_limits(self._proposer.propose(batch, block), block.requests)
+        proposals = self._tables.acceptor.clip_to_limits(self._proposer.propose(batch, block), block.requests)
         ragged = None if budget is None else self._ragged.choose(batch, block, proposals, budget)
         verified = self._verifier.verify(batch, block, proposals, ragged, grammar_barrier)
         accepted = verified.accepted
@@ -224,8 +222,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
         features, result.logits_output.hidden_states = result.logits_output.hidden_states, None
-        # All ranks of a tensor-parallel group go on from rank 0's first tokens.
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)  # rank 0's are everyone's
         self._tables.adjustments.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if batch.forward_mode.is_idle():

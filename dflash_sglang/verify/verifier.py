@@ -97,10 +97,6 @@ class Verifier:
             for logits in self._logits.examples(kind.tokens.shape[1], kind.tokens.device):
                 self._sampler.warm_up(kind, logits)
 
-    def forget_steps(self) -> None:
-        """Sampled steps draw random numbers from the first on, as if there had been none."""
-        self._sampler.forget_steps()
-
     def needs_full_blocks(self, batch: ScheduleBatch) -> bool:
         """Whether requests of this decode batch have their logits adjusted, sampled from or reported, row by row
         of a block."""
