@@ -50,7 +50,7 @@ def is_dflash2(config: Mapping[str, Any]) -> bool:
 
 def dflash2(fields: Fields, hidden_size: int, vocab_size: int) -> DFlash2Spec:
     """Raises DraftConfigError for a field that is missing, malformed or not servable."""
-    top_k = _selector_field(fields, "selector_top_k", "selector_rank")
+    rank, top_k = _both(fields, "selector_rank", "selector_top_k", "the candidate selector")
     expected = min(MAX_CANDIDATES, vocab_size)
     if top_k > expected:
         raise DraftConfigError(
@@ -67,43 +67,16 @@ def dflash2(fields: Fields, hidden_size: int, vocab_size: int) -> DFlash2Spec:
             f"none, or vocab_size={vocab_size}: the selector's codebooks hold every token",
             f"Correct {field} in the draft's config.json, or serve a DFlash2 draft of the whole vocabulary.",
         )
-    return DFlash2Spec(
-        convolution=_convolution(fields, hidden_size),
-        selector_rank=_selector_field(fields, "selector_rank", "selector_top_k"),
-        selector_top_k=top_k,
-    )
-
-
-def _selector_field(fields: Fields, name: str, other: str) -> int:
-    field, value = fields.draft(name)
-    if not value:
-        field = field if value is not None else f"dflash_config.{name}"
-        beside = f"{other}={shown(fields.draft(other)[1])}"
-        raise DraftConfigError(
-            field,
-            value,
-            f"the size of the candidate selector, which DFlash2 has, beside {beside}",
-            f"Add {field} (the one it was trained with) to the draft's config.json.",
-        )
-    return as_int((field, value), 1)
+    return DFlash2Spec(_convolution(fields, hidden_size), selector_rank=rank, selector_top_k=top_k)
 
 
 def _convolution(fields: Fields, hidden_size: int) -> ConvolutionSpec | None:
-    taps, group_size = fields.draft("conv_kernel_size"), fields.draft("conv_group_size")
-    if not taps[1] and not group_size[1]:
+    kernel_size, group_size = fields.draft("conv_kernel_size"), fields.draft("conv_group_size")
+    if not kernel_size[1] and not group_size[1]:
         return None
-    for (field, value), other in ((taps, group_size), (group_size, taps)):
-        if not value:
-            field = field if value is not None else f"dflash_config.{field}"
-            raise DraftConfigError(
-                field,
-                value,
-                f"its value beside {other[0]}={shown(other[1])}: a convolution has both",
-                f"Add {field} (the one it was trained with) to the draft's config.json.",
-            )
-    spec = ConvolutionSpec(as_int(taps, 1), as_int(group_size, 1))
+    spec = ConvolutionSpec(*_both(fields, "conv_kernel_size", "conv_group_size", "a convolution"))
     if spec.taps > MAX_TAPS:
-        raise DraftConfigError(taps[0], spec.taps, f"at most {MAX_TAPS} taps")
+        raise DraftConfigError(kernel_size[0], spec.taps, f"at most {MAX_TAPS} taps")
     if hidden_size % spec.group_size:
         raise DraftConfigError(
             group_size[0],
@@ -112,3 +85,18 @@ def _convolution(fields: Fields, hidden_size: int) -> ConvolutionSpec | None:
             f"Correct {group_size[0]} or hidden_size in the draft's config.json.",
         )
     return spec
+
+
+def _both(fields: Fields, first: str, second: str, whose: str) -> tuple[int, int]:
+    """Two sizes of which a draft has neither without the other."""
+    found = [fields.draft(first), fields.draft(second)]
+    for (field, value), (other, beside) in (found, reversed(found)):
+        if not value:
+            field = field if value is not None else f"dflash_config.{field}"
+            raise DraftConfigError(
+                field,
+                value,
+                f"its value beside {other}={shown(beside)}: {whose} has both",
+                f"Add {field} (the one it was trained with) to the draft's config.json.",
+            )
+    return as_int(found[0], 1), as_int(found[1], 1)

@@ -18,7 +18,6 @@ from dflash_sglang.checkpoint.fields import (
 )
 
 _SCALING_TYPES = ("default", "linear", "yarn", "llama3")
-_OF_THE_SEQUENCE = ("dynamic", "longrope")
 _TRAINED = "original_max_position_embeddings"
 _REQUIRED = {
     "linear": ("factor",),
@@ -114,19 +113,12 @@ def _scaling(fields: Fields, params: Mapping[str, Any], source: str) -> dict[str
     kind = params.get("rope_type", params.get("type", "default"))
     if kind == "mrope":
         kind = "default"
-    if kind in _OF_THE_SEQUENCE:
-        raise DraftConfigError(
-            f"{source}.rope_type",
-            kind,
-            "frequencies that stay as a sequence grows: " + ", ".join(_SCALING_TYPES),
-            "Cached keys keep the rotation they were written with; serve a draft trained with one of these.",
-        )
     if kind not in _SCALING_TYPES:
         raise DraftConfigError(
             f"{source}.rope_type",
             kind,
-            "one of " + ", ".join(_SCALING_TYPES),
-            "Serve a draft trained with one of these rotary embeddings.",
+            f"one of {', '.join(_SCALING_TYPES)}, whose frequencies stay as a sequence grows",
+            "Serve a draft trained with one of these; cached keys keep the rotation they were written with.",
         )
     if kind == "default":
         return None

@@ -82,12 +82,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a rank without candidates": (
         {"selector_top_k": None},
-        "dflash_config.selector_top_k=None: expected the size of the candidate selector, which DFlash2 has, "
-        "beside selector_rank=12. Add dflash_config.selector_top_k",
+        "dflash_config.selector_top_k=None: expected its value beside dflash_config.selector_rank=12: "
+        "the candidate selector has both. Add dflash_config.selector_top_k",
     ),
     "candidates without a rank": (
         {"selector_rank": None},
-        "dflash_config.selector_rank=None: expected the size of the candidate selector",
+        "dflash_config.selector_rank=None: expected its value beside dflash_config.selector_top_k=",
     ),
     "more candidates than the kernel holds": (
         {"selector_top_k": 33},

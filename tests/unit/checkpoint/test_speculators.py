@@ -74,7 +74,7 @@ def test_layers_ascend_as_training_feeds_their_features() -> None:
             {"aux_hidden_state_layer_ids": [2, 4, 2]},
             r"aux_hidden_state_layer_ids=\[2, 4, 2\]: expected .* each once",
         ),
-        ({"selector_rank": 0}, "draft config selector_rank=0: expected the size of the candidate selector"),
+        ({"selector_rank": 0}, "draft config selector_rank=0: expected its value beside selector_top_k="),
         ({"selector_top_k": 2.5}, "draft config selector_top_k=2.5: expected an integer >= 1"),
         (
             {"conv_kernel_size": 0},
