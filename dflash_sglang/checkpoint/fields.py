@@ -37,6 +37,11 @@ def one_line(text: object, longest: int = 600) -> str:
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
+def described(error: BaseException) -> str:
+    """The type and the message of an error, on one line."""
+    return one_line(f"{type(error).__name__}: {error}")
+
+
 class DraftConfigError(ValueError):
     """A field of the draft's config.json that cannot be served.
 

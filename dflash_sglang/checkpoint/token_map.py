@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from dflash_sglang.checkpoint.fields import one_line
+from dflash_sglang.checkpoint.fields import described
 
 FLAG = "--speculative-token-map"
 STRETCH = 1 << 16  # characters that are tokenized in one piece, if nothing stops the cut after them
@@ -45,8 +45,7 @@ def read_token_map(path: str) -> Tensor:
     try:
         ids = torch.as_tensor(torch.load(path, weights_only=True))
     except Exception as error:  # a file of another kind fails anywhere in the unpickler
-        found = one_line(f"{type(error).__name__}: {error}")
-        raise TokenMapError(path, f"a list of token ids, saved by torch.save ({found})") from error
+        raise TokenMapError(path, f"a list of token ids, saved by torch.save ({described(error)})") from error
     if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TokenMapError(path, f"integers in one dimension, found {ids.dtype} of shape {list(ids.shape)}")
     ascending = ids.long().sort().values

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
 from dflash_sglang.checkpoint.dflash2 import is_dflash2
 from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
-from dflash_sglang.checkpoint.fields import one_line
+from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
-from dflash_sglang.checkpoint.own_modules import OwnModules, own_modules
-from dflash_sglang.checkpoint.token_map import FLAG, TokenMapError, read_token_map
+from dflash_sglang.checkpoint.own_modules import own_modules
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.sglang_names.launcher import (
     check_gguf_file,
@@ -50,7 +49,7 @@ def check_startup(server_args: Any) -> Foreign | None:
 
 
 def _check(cfg: Any, server_args: Any) -> Foreign | None:
-    if not _our_device(cfg.device):
+    if not cfg.device.startswith("cuda") and cfg.device != "cpu":  # the latter: through this package's platform
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving = _serving_facts(cfg)
     problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving)]
@@ -86,7 +85,7 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     target = TargetFacts.from_config(target_config.hf_text_config)
     problems += [*draft_problems(spec, target, serving, tensors, own), *pool_problems(config)]
     if cfg.speculative_token_map is not None:
-        problems += _token_map_problems(cfg.speculative_token_map, spec, target, own)
+        problems += token_map_problems(cfg.speculative_token_map, spec, target, own)
     if problems:
         raise StartupError(problems)
     _check_sglang_reads(config, serving.draft_path, server_args)
@@ -106,37 +105,29 @@ def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
         raise StartupError([*problems, Problem("--speculative-draft-model-path", path, what, fix)]) from error
 
 
-def _token_map_problems(path: str, spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
-    try:
-        token_ids = read_token_map(path)
-    except TokenMapError as error:
-        yield Problem(FLAG, path, error.expected, error.fix)
-        return
-    yield from token_map_problems(path, token_ids, spec, target, own)
-
-
 def _check_sglang_reads(config: dict[str, Any], path: str, server_args: Any) -> None:
     """Raise StartupError where SGLang, or transformers beneath it, cannot read the draft's config.json (`config`),
     which they do after this."""
-    error = _failure(draft_model_config_of, server_args, path)
+    error = _reading_fails(server_args, path)
     if error is None:
         return
+    can_read = f"SGLang can read ({described(error)})"
     for field, value in config.items():  # the one without which, or as Qwen3, it can be read
         with tempfile.TemporaryDirectory() as directory:
             others = {"model_type": "qwen3", **{name: other for name, other in config.items() if name != field}}
             Path(directory, "config.json").write_text(json.dumps(others))
-            if _failure(draft_model_config_of, server_args, directory) is None:
-                expected = f"a value that SGLang can read ({one_line(f'{type(error).__name__}: {error}')})"
+            if _reading_fails(server_args, directory) is None:
                 fix = f"Correct {field} in the draft's config.json, or remove it."
-                raise StartupError([Problem(f"draft config {field}", value, expected, fix)]) from error
-    expected = f"a draft whose config.json SGLang can read ({one_line(f'{type(error).__name__}: {error}')})"
+                problem = Problem(f"draft config {field}", value, f"a value that {can_read}", fix)
+                raise StartupError([problem]) from error
+    expected = f"a draft whose config.json {can_read}"
     raise StartupError([Problem("--speculative-draft-model-path", path, expected, "Correct it.")]) from error
 
 
-def _failure(read: Callable[..., object], *args: Any) -> Exception | None:
-    """What a reader raises, which is whatever its libraries do."""
+def _reading_fails(server_args: Any, path: str) -> Exception | None:
+    """What SGLang's reading of a draft's config.json raises, which is whatever its libraries do."""
     try:
-        read(*args)
+        draft_model_config_of(server_args, path)
     except Exception as error:
         return error
     return None
@@ -167,17 +158,23 @@ def _recurrent(target_config: Any, attn_dp_size: int) -> Foreign | None:
 
 def _target_problems(target_config: Any) -> Iterator[Problem]:
     """Targets that hand out no features, and those whose verify is not their plain decoding."""
-    field, names = "target config architectures", target_config.hf_config.architectures
+    names = target_config.hf_config.architectures
     model = target_class(names or [], target_config.model_impl)
-    if model is None or not any(hasattr(model, method) for method in CAPTURE_METHODS):
-        expected = f"a target whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"
-        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
-    if target_config.is_local_attention_model:
-        expected = "a target whose layers attend to the whole context or a window, and not to chunks of it"
-        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
-    if target_config.use_ngram_embedding:
-        expected = "a target that embeds tokens one by one, and not n-grams, which SGLang does not do in a verify"
-        yield Problem(field, names, expected, "Serve it without --speculative-algorithm DFLASH.")
+    captures = model is not None and any(hasattr(model, method) for method in CAPTURE_METHODS)
+    for unserved, expected in (
+        (not captures, f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"),
+        (
+            target_config.is_local_attention_model,
+            "whose layers attend to the whole context or a window, and not to chunks of it",
+        ),
+        (
+            target_config.use_ngram_embedding,
+            "that embeds tokens one by one, and not n-grams, which SGLang does not do in a verify",
+        ),
+    ):
+        if unserved:
+            fix = "Serve it without --speculative-algorithm DFLASH."
+            yield Problem("target config architectures", names, f"a target {expected}", fix)
 
 
 def _counts_layers_otherwise(config: dict[str, Any], target_config: Any) -> Foreign | None:
@@ -186,11 +183,6 @@ def _counts_layers_otherwise(config: dict[str, Any], target_config: Any) -> Fore
     if is_dflash2(config) and model_type == "muse_glimmer":
         return Foreign("target config model_type", model_type, "DFlash2 drafts that number its layers otherwise")
     return None
-
-
-def _our_device(device: str) -> bool:
-    """CUDA, and the CPU through this package's own platform."""
-    return device.startswith("cuda") or device == "cpu"
 
 
 def _serving_facts(cfg: Any) -> ServingFacts:

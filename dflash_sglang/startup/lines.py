@@ -30,8 +30,11 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         "draft_attention": draft.attention_backend,
         "draft_quantization": spec.quantization or get_spec().speculative_draft_model_quantization or "none",
         "context_kv": draft.context_kv.reason,
-        "head": _head(draft),
+        "head": draft.borrowed.head_form,
     }
+    if draft.proposed_tokens is not None:
+        tokens = f"{draft.proposed_tokens} tokens ({get_spec().speculative_token_map})"
+        decisions["head"] = f"{tokens}, {draft.borrowed.head_form}"
     if context_len > spec.max_position_embeddings:
         decisions["positions"] = f"{context_len} (max_position_embeddings {spec.max_position_embeddings})"
     if get_spec().speculative_draft_window_size is not None:
@@ -72,13 +75,6 @@ def rope_read(spec: DraftSpec) -> str:
         *([scaling["rope_type"] + "".join(arguments)] if scaling else []),
     ]
     return ", ".join(parts)
-
-
-def _head(draft: LoadedDraft) -> str:
-    """The form of the head's weights and, with a token map, how many tokens it has."""
-    path = get_spec().speculative_token_map
-    tokens = "" if path is None else f"{draft.proposed_tokens} tokens ({path}), "
-    return tokens + draft.borrowed.head_form
 
 
 def memory_line(draft: LoadedDraft, tables: Tables) -> str:

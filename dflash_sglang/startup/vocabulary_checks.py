@@ -9,7 +9,7 @@ import torch
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows
-from dflash_sglang.checkpoint.token_map import FLAG
+from dflash_sglang.checkpoint.token_map import FLAG, TokenMapError, read_token_map
 from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.startup.facts import Problem, TargetFacts
 from dflash_sglang.startup.tensor_checks import UNPACKED_DTYPES
@@ -176,10 +176,13 @@ def _mask_embedding_problems(spec: DraftSpec, own: OwnModules) -> Iterator[Probl
         )
 
 
-def token_map_problems(
-    path: str, token_ids: torch.Tensor, spec: DraftSpec, target: TargetFacts, own: OwnModules
-) -> Iterator[Problem]:
-    """token_ids [n], ascending, of the file at `path`."""
+def token_map_problems(path: str, spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
+    """path: --speculative-token-map."""
+    try:
+        token_ids = read_token_map(path)
+    except TokenMapError as error:
+        yield Problem(FLAG, path, error.expected, error.fix)
+        return
     if own.head is not None:
         yield Problem(
             FLAG,
