@@ -87,26 +87,21 @@ def draft_config(path: str, revision: str | None) -> dict[str, Any]:
     return config
 
 
-def _check_bounds(config: dict[str, Any]) -> None:
-    level: list[tuple[str, object]] = [("", config)]
-    for _ in range(DEEPEST_CONFIG):
-        entries = [
-            (f"{path}{'.' if path else ''}{key}", key, value)
-            for path, outer in level
-            for key, value in (outer.items() if isinstance(outer, Mapping) else enumerate(outer))  # type: ignore
-        ]
-        for path, key, value in entries:
-            if isinstance(value, int) and value > MOST_LAYERS and _COUNTED.search(str(key)):
-                raise DraftConfigError(path, value, f"an integer of at most {MOST_LAYERS}")
-        level = [(path, value) for path, _, value in entries if isinstance(value, Mapping | list)]
-        if not level:
-            return
-    raise DraftConfigError(
-        level[0][0].split(".")[0],
-        "objects and lists inside of one another",
-        f"at most {DEEPEST_CONFIG} levels of them",
-        "Serve a draft with a config.json of the usual form.",
-    )
+def _check_bounds(outer: Mapping[str, Any] | list[Any], path: str = "", depth: int = 0) -> None:
+    """path: of `outer` in the config, with dots; depth: objects and lists around it."""
+    if depth == DEEPEST_CONFIG:
+        raise DraftConfigError(
+            path.split(".")[0],
+            "objects and lists inside of one another",
+            f"at most {DEEPEST_CONFIG} levels of them",
+            "Serve a draft with a config.json of the usual form.",
+        )
+    for key, value in enumerate(outer) if isinstance(outer, list) else outer.items():
+        inner = f"{path}.{key}" if path else str(key)
+        if isinstance(value, int) and value > MOST_LAYERS and _COUNTED.search(str(key)):
+            raise DraftConfigError(inner, value, f"an integer of at most {MOST_LAYERS}")
+        if isinstance(value, Mapping | list):
+            _check_bounds(value, inner, depth + 1)
 
 
 def missing_files(directory: Path) -> list[str]:
