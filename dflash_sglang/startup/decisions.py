@@ -41,25 +41,26 @@ def check_startup(server_args: Any) -> Foreign | None:
     Works on server arguments before and after SGLang resolved the speculative ones. Raises StartupError
     listing every problem, and PluginConfigError.
     """
-    cfg = resolving_view(server_args)
-    other = _check(cfg, server_args)
-    if other is not None and cfg.speculative_draft_model_path is not None:
-        _refuse_what_no_worker_reads(cfg, other, server_args)
+    cfg, problems = resolving_view(server_args), list[Problem]()
+    try:
+        other = _check(cfg, server_args, problems)
+        if other is not None and cfg.speculative_draft_model_path is not None:
+            _refuse_what_no_worker_reads(cfg, other, server_args)
+    except DraftConfigError as error:
+        raise StartupError([*problems, config_problem(error)]) from error
     return other
 
 
-def _check(cfg: Any, server_args: Any) -> Foreign | None:
+def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | None:
+    """As `check_startup`. Adds to `problems` before it reads on; a DraftConfigError ends the reading."""
     if not cfg.device.startswith("cuda") and cfg.device != "cpu":  # the latter: through this package's platform
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving = _serving_facts(cfg)
-    problems = [*launch_problems(_launch_settings(cfg)), *serving_problems(serving)]
+    problems += [*launch_problems(_launch_settings(cfg)), *serving_problems(serving)]
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
-    try:
-        check_family(config)
-    except DraftConfigError as error:
-        raise StartupError([*problems, config_problem(error)]) from error
+    check_family(config)
     target_config = model_config_of(server_args)
     other = (
         foreign(config)
@@ -71,17 +72,14 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
     problems += _target_problems(target_config)
     asked = cfg.speculative_draft_model_quantization
     inherited = not cfg._speculative_draft_quantization_explicitly_set
-    described = asked in MODELOPT and has_hf_quant_config(serving.draft_path)
-    problems += quantisation_problems(config, asked, cfg.device, inherited, described)
-    try:
-        spec = DraftSpec.from_config(config)
-        directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
-        load_format = cfg.speculative_draft_load_format or cfg.load_format
-        problems += weights_problems(serving.draft_path, directory, load_format)
-        tensors = tensor_facts(directory)
-        own = own_modules(directory, tensors)
-    except DraftConfigError as error:
-        raise StartupError([*problems, config_problem(error)]) from error
+    in_own_file = asked in MODELOPT and has_hf_quant_config(serving.draft_path)
+    problems += quantisation_problems(config, asked, cfg.device, inherited, in_own_file)
+    spec = DraftSpec.from_config(config)
+    directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
+    load_format = cfg.speculative_draft_load_format or cfg.load_format
+    problems += weights_problems(serving.draft_path, directory, load_format)
+    tensors = tensor_facts(directory)
+    own = own_modules(directory, tensors)
     target = TargetFacts.from_config(target_config.hf_text_config)
     problems += [*draft_problems(spec, target, serving, tensors, own), *pool_problems(config)]
     if cfg.speculative_token_map is not None:
@@ -93,12 +91,12 @@ def _check(cfg: Any, server_args: Any) -> Foreign | None:
 
 
 def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
-    """The draft's raw config.json. Raises StartupError with these problems where it cannot be read."""
+    """The draft's raw config.json. Raises StartupError with these problems, or DraftConfigError."""
     path = cfg.speculative_draft_model_path
     try:
         return draft_config(path, cfg.speculative_draft_model_revision)
-    except DraftConfigError as error:
-        raise StartupError([*problems, config_problem(error)]) from error
+    except DraftConfigError:
+        raise
     except (OSError, ValueError) as error:
         what = "a DFlash draft's directory, or its repository on the hub, with a config.json"
         fix = f"Correct it: {error}"
