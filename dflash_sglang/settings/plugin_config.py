@@ -85,9 +85,9 @@ def decoded(source: str) -> object:
         raise PluginConfigError(f"{CONFIG_ENV}={source!r} is not JSON: {error}.") from error
 
 
-def required(environ: Mapping[str, str] | None = None) -> bool:
+def required() -> bool:
     """Whether DFLASH_SGLANG_REQUIRE=1: DFLASH ends start-up unless this package's worker runs it."""
-    value = (os.environ if environ is None else environ).get(REQUIRE_ENV, "0").strip()
+    value = os.environ.get(REQUIRE_ENV, "0").strip()
     if value not in ("", "0", "1"):
         raise PluginConfigError(f"{REQUIRE_ENV}={value!r}: expected 1 (require this worker) or 0.")
     return value == "1"
