@@ -14,6 +14,7 @@ from typing import TextIO
 from dflash_sglang import __version__
 from dflash_sglang.bench import arguments
 from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.pair import held_out_prompts, pair_directories
 
 
@@ -157,8 +158,7 @@ def _expected(option: str, value: object, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadSetting(f"{option} {value}: expected {what} ({reason})") from error
+        raise BadSetting(f"{option} {value}: expected {what} ({described(error)})") from error
 
 
 def _try_to_write(path: Path) -> None:

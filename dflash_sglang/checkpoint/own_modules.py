@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import TensorFacts
 
 MASK_EMBEDDING = "mask_embedding"
@@ -106,7 +107,7 @@ def _from_file(path: Path) -> MaskEmbedding:
     try:
         saved: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of another kind fails anywhere in the unpickler
-        raise _unreadable(f"a file of another kind ({type(error).__name__}: {error})") from error
+        raise _unreadable(f"a file of another kind ({described(error)})") from error
     entries = saved if isinstance(saved, dict) else {"embedding": saved}
     row = entries.get("embedding", entries.get(MASK_EMBEDDING))
     if not isinstance(row, Tensor):
