@@ -42,7 +42,7 @@ def test_block_and_context_keys_have_the_same_bits_whichever_kernel_makes_them(
         if layers.DEVICE == "cpu":
             # Squares add up to the same in any order: numpy, in the interpreter, has one of its own per kernel.
             projected = (8 * projected).round() / 8
-        writers._Bfloat16Writer(attentions, k_norms, buffers).write(projected.clone(), positions, slots)
+        writers.AllLayerWriter(attentions, k_norms, buffers).write(projected.clone(), positions, slots)
         for layer, attention in enumerate(attentions):
             k, v = projected[:, layer].clone().chunk(2, dim=-1)
             # The block's rows: queries before the keys, one launch for both.

@@ -108,13 +108,11 @@ class ContextKV:
             yield attention.finished_keys(k, positions), attention.scaled_values(v)
 
     def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
-        """`write` to the slots that the plan writes, as the draft's pool names them."""
         self.write(features, positions, plan.write_ids(self._translator))
 
     def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write K and V of every layer for T tokens into the bound pool.
+        """As `ContextWriter.write`, into the bound pool. slots: none negative.
 
-        features [T, n_ids * hidden], positions [T] int64, slots [T] int64: rows of the pool, none negative.
         Rows that belong to no request go to slot 0, the pool's padding page. If a slot is given twice, either row
         may win.
         """
@@ -153,7 +151,6 @@ class _Stack:
         """Nothing to do: an update of a layer's weight is one of the stack's."""
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V."""
         layers, _, width = self.weight.shape
         kv = rows.new_empty(rows.shape[0], layers, width) if out is None else out
         by_layer, rows = kv.transpose(0, 1), rows.expand(layers, -1, -1)
@@ -174,7 +171,6 @@ class _WholeLayers:
         """Nothing to do: the weights are the layers'."""
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V."""
         shape = (rows.shape[0], len(self._attentions), 2 * self._attentions[0].kv_size)
         kv = rows.new_empty(shape) if out is None else out
         for layer, attention in enumerate(self._attentions):

@@ -105,38 +105,28 @@ class QuantisedKV:
     The layers read the same rows: where nothing but output rows tells them apart, their K and V rows become one
     layer of the method's, one quantisation of the activations and one GEMM. Layers with an activation scale or
     an activation order of their own keep a GEMM each. The repack copies K and V: ``bytes`` of memory.
-
-    Raises ValueError where `not_sliceable` gives a reason.
     """
 
     def __init__(self, attentions: Sequence[DraftAttention]) -> None:
-        obstacle = not_sliceable(attentions)
-        if obstacle is not None:
-            raise ValueError(f"K and V cannot be taken out of the quantised qkv_proj: {obstacle}.")
+        """attentions: layers of which `not_sliceable` says nothing."""
         self._attentions = list(attentions)
         self.obstacle_to_joining = _not_joinable(attentions)
         groups = [self._attentions] if self.obstacle_to_joining is None else [[a] for a in self._attentions]
         self._parts = [_Part(group) for group in groups]
-        self.joined = len(self._parts) == 1
-
-    @property
-    def method(self) -> str:
-        return scheme_name(self._attentions[0].qkv_proj)
+        self.method = scheme_name(self._attentions[0].qkv_proj)
 
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self._parts)
 
     def refresh(self) -> None:
-        """Takes the layers' present weights over, into the same memory."""
         for part in self._parts:
             part.refresh()
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; joined layers in a tensor of the
-        method's own."""
+        """As `Projection.project`; joined layers never into `out`, but into a tensor of the method's own."""
         shape = (rows.shape[0], len(self._attentions), 2 * self._attentions[0].kv_size)
-        if self.joined:
+        if len(self._parts) == 1:
             return self._parts[0].project(rows).view(shape)
         kv = rows.new_empty(shape) if out is None else out
         for layer, part in enumerate(self._parts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -13,13 +12,25 @@ from dflash_sglang.models.layers import DraftAttention
 from dflash_sglang.sglang_names.scheduler import fused_kv_norm_rope_write
 
 
-class AllLayerWriter(ABC):
+class AllLayerWriter:
     """k_norm, RoPE and the pool write of all layers, with the roundings of the block's keys: bfloat16 after the
-    norm and after the rotation."""
+    norm and after the rotation.
 
-    def __init__(self, attentions: list[DraftAttention], k_norms: Tensor) -> None:
-        """k_norms [L, head_dim]: the layers' k_norm weights."""
+    A bfloat16 pool is written by SGLang's kernel for dense DSpark drafts, an fp8 pool by this package's.
+    """
+
+    def __init__(
+        self, attentions: list[DraftAttention], k_norms: Tensor, buffers: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """k_norms [L, head_dim]: the layers' k_norm weights. buffers: the layers' K and V, at their final
+        addresses."""
         self._attention, self._k_norms = attentions[0], k_norms
+        self._fp8 = Fp8Rows(*zip(*buffers, strict=True)) if buffers[0][0].dtype in FORMATS else None
+        self._table = torch.tensor(
+            [[k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)] for k, v in buffers],
+            dtype=torch.int64,
+            device=k_norms.device,
+        )
 
     @staticmethod
     def from_pool(attentions: list[DraftAttention], k_norms: Tensor, pool: Any) -> AllLayerWriter | str:
@@ -27,70 +38,28 @@ class AllLayerWriter(ABC):
         obstacle = _obstacle(attentions, k_norms, pool)
         if obstacle is not None:
             return obstacle
-        buffers = [_buffers(pool, attention) for attention in attentions]
-        kind = _Fp8Writer if buffers[0][0].dtype in FORMATS else _Bfloat16Writer
-        return kind(attentions, k_norms, buffers)
+        return AllLayerWriter(attentions, k_norms, [_buffers(pool, attention) for attention in attentions])
 
     def write(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
         """kv [T, layers, 2 * kv_size] contiguous, K before V, changed; positions and slots [T] int64."""
         attention = self._attention
         if attention.value_scale is not None:
             kv[..., attention.kv_size :].mul_(attention.value_scale)
-        self._store(kv, positions, slots)
-
-    @abstractmethod
-    def _store(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None: ...
-
-
-class _Bfloat16Writer(AllLayerWriter):
-    """By SGLang's kernel for dense DSpark drafts."""
-
-    def __init__(
-        self, attentions: list[DraftAttention], k_norms: Tensor, buffers: list[tuple[Tensor, Tensor]]
-    ) -> None:
-        super().__init__(attentions, k_norms)
-        self._table = torch.tensor(
-            [[k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)] for k, v in buffers],
-            dtype=torch.int64,
-            device=k_norms.device,
-        )
-
-    def _store(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
-        attention = self._attention
+        cos_sin, eps = attention.rotary_emb.cos_sin_cache, attention.k_norm.variance_epsilon
+        if self._fp8 is not None:
+            write_fp8_rows(kv, self._k_norms, cos_sin, positions, slots, eps, self._fp8)
+            return
         fused_kv_norm_rope_write(
             kv,
             self._table,
             self._k_norms,
-            attention.rotary_emb.cos_sin_cache,
+            cos_sin,
             positions,
             slots,
             len(self._table),
             attention.kv_size,
             attention.head_dim,
-            attention.k_norm.variance_epsilon,
-        )
-
-
-class _Fp8Writer(AllLayerWriter):
-    """By this package's kernel: SGLang's writes bfloat16."""
-
-    def __init__(
-        self, attentions: list[DraftAttention], k_norms: Tensor, buffers: list[tuple[Tensor, Tensor]]
-    ) -> None:
-        super().__init__(attentions, k_norms)
-        keys, values = zip(*buffers, strict=True)
-        self._rows = Fp8Rows(keys, values)
-
-    def _store(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
-        attention = self._attention
-        write_fp8_rows(
-            kv,
-            self._k_norms,
-            attention.rotary_emb.cos_sin_cache,
-            positions,
-            slots,
-            attention.k_norm.variance_epsilon,
-            self._rows,
+            eps,
         )
 
 
