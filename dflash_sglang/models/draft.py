@@ -145,7 +145,7 @@ class DFlashDraftModel(nn.Module):
             # A target whose embedding is scaled outside of its module says by how much.
             by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
             scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
-        built = build_draft_head(
+        head, head_copy, head_form = build_draft_head(
             lm_head or find_head(target_model),
             spec.vocabulary,
             self.target_ids if token_map is None else token_map.to(self.norm.weight.device),
@@ -161,9 +161,9 @@ class DFlashDraftModel(nn.Module):
                 spec.mask_token_id,
                 as_stored=spec.speculators,  # as training reads it, from the file of the target
             ),
-            head=built.head,
-            head_copy=built.copy,
-            head_form=built.form,
+            head=head,
+            head_copy=head_copy,
+            head_form=head_form,
         )
         return self.borrowed
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
 import torch
 from torch import Tensor, nn
 
@@ -14,15 +12,8 @@ from dflash_sglang.models.head.hot_rows import HotRows
 from dflash_sglang.models.head.target_head import TargetHead
 from dflash_sglang.settings.plugin_config import DraftHeadForm
 
-
-class HeadCopy(Protocol):
-    """A copy of a head's weights; `tensors` are what it takes memory for."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-    def refresh(self) -> None:
-        """Take over the head's present weights, into the same memory."""
+HeadCopy = HotRows | Fp8Head
+"""A copy of a head's weights: `tensors` are what it takes memory for, `refresh` takes the present weights over."""
 
 
 class DraftHead(TargetHead):
@@ -67,14 +58,6 @@ class DraftHead(TargetHead):
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
 
-class BuiltHead(NamedTuple):
-    """What `build_draft_head` has built."""
-
-    head: DraftHead
-    copy: HeadCopy | None  # of the weights, to be refreshed after an update of what was copied
-    form: str  # of the weights and why, for the start-up line
-
-
 def build_draft_head(
     lm_head: nn.Module,
     spec: VocabularySpec,
@@ -82,8 +65,11 @@ def build_draft_head(
     token_map: Tensor | None = None,
     asked: DraftHeadForm = "as_is",
     same_batch: int | None = None,
-) -> BuiltHead:
+) -> tuple[DraftHead, HeadCopy | None, str]:
     """Build the head to draft with: over `lm_head` itself, or over a copy of its rows.
+
+    Returns the head; the copy, to be refreshed after an update of what was copied; and the form of the weights
+    and why, for the start-up line.
 
     lm_head, same_batch: as for `TargetHead`. target_ids: as for `DraftHead`. token_map [n] int64, ascending: the
     only tokens that are proposed, None for all; its rows are copied. asked: the operator's wish for the form.
@@ -93,6 +79,6 @@ def build_draft_head(
     if wants_fp8:
         fp8 = Fp8Head(lm_head, token_map)
         form = f"fp8 ({why}, {sum(tensor.nbytes for tensor in fp8.tensors) / MIB:.1f} MiB)"
-        return BuiltHead(DraftHead(fp8, spec, target_ids, same_batch), fp8, form)
+        return DraftHead(fp8, spec, target_ids, same_batch), fp8, form
     hot = None if token_map is None else HotRows(lm_head, token_map)
-    return BuiltHead(DraftHead(hot or lm_head, spec, target_ids, same_batch), hot, f"as_is ({why})")
+    return DraftHead(hot or lm_head, spec, target_ids, same_batch), hot, f"as_is ({why})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from dflash_sglang.kernels.head.fp8_linear import FP8, fp8_linear, quantise_rows
 from dflash_sglang.models.head.hot_rows import kept_rows
-from dflash_sglang.models.head.target_head import TargetHead
 
 _GRANULE = 16  # rows that the GEMM takes at once
 _ROWS_AT_A_TIME = 4096  # quantised at once: in float32 they take memory
@@ -27,16 +25,10 @@ class Fp8Head:
         """lm_head: dense, as for `TargetHead`. token_ids [n] int64, ascending: row i is that of token_ids[i], None
         for the rows of all tokens."""
         self._lm_head: Any = lm_head
-        self._rows: Tensor | None = None
-        if token_ids is None:
-            head = TargetHead(lm_head)
-            shard = SimpleNamespace(org_vocab_start_index=head.first_id, num_org_elements=head.rows)
-        else:
-            self._rows, shard = kept_rows(lm_head, token_ids)
-        self.shard_indices = shard
+        self._rows, self.shard_indices = kept_rows(lm_head, token_ids)
         self.tp_group = getattr(lm_head, "tp_group", None)
         self.quant_method = Fp8HeadMethod()
-        granules = max(1, -(-shard.num_org_elements // _GRANULE))
+        granules = max(1, -(-len(self._rows) // _GRANULE))
         device, hidden = self._lm_head.weight.device, self._lm_head.weight.shape[1]
         self.weight = torch.zeros((granules * _GRANULE, hidden), dtype=FP8, device=device)
         self.weight_scale = torch.ones((len(self.weight), 1), dtype=torch.float32, device=device)
@@ -49,11 +41,10 @@ class Fp8Head:
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes the head's present weights over, into the memory that the graphs know."""
-        source, count = self._lm_head.weight, self.shard_indices.num_org_elements
-        for start in range(0, count, _ROWS_AT_A_TIME):
-            part = slice(start, min(start + _ROWS_AT_A_TIME, count))
-            rows = source[part] if self._rows is None else source[self._rows[part]]
-            self.weight[part], self.weight_scale[part] = quantise_rows(rows)
+        for start in range(0, len(self._rows), _ROWS_AT_A_TIME):
+            rows = self._rows[start : start + _ROWS_AT_A_TIME]
+            part = slice(start, start + len(rows))
+            self.weight[part], self.weight_scale[part] = quantise_rows(self._lm_head.weight[rows])
 
 
 class Fp8HeadMethod:

@@ -35,16 +35,24 @@ class HotRows:
         torch.index_select(self._lm_head.weight, 0, self._rows, out=self.weight)
 
 
-def kept_rows(lm_head: nn.Module, token_ids: Tensor) -> tuple[Tensor, SimpleNamespace]:
-    """The rows of this rank's shard that hold some of `token_ids` [n] int64, ascending -> [kept] int64, and the
-    shard_indices of a head that has these alone. Raises ValueError for a quantised head."""
+def kept_rows(lm_head: nn.Module, token_ids: Tensor | None) -> tuple[Tensor, SimpleNamespace]:
+    """The rows of this rank's shard that hold some of `token_ids` [n] int64, ascending, None for all tokens
+    -> [kept] int64, and the shard_indices of a head that has these alone.
+
+    Raises ValueError for token_ids of a quantised head.
+    """
     head = TargetHead(lm_head)
-    if head.quantised:
+    if token_ids is None:
+        first, last = head.first_id, head.first_id + head.rows
+        rows = torch.arange(head.rows)
+    elif head.quantised:
         raise ValueError(
             f"{FLAG}: expected a target whose LM head is not quantised, found "
             f"{type(getattr(lm_head, 'quant_method', None)).__name__}. Remove {FLAG}."
         )
-    bounds = torch.tensor([head.first_id, head.first_id + head.rows])
-    first, last = torch.searchsorted(token_ids, bounds).tolist()
-    rows = (token_ids[first:last] - head.first_id).to(lm_head.weight.device)
-    return rows, SimpleNamespace(org_vocab_start_index=first, num_org_elements=last - first)
+    else:
+        bounds = torch.tensor([head.first_id, head.first_id + head.rows])
+        first, last = torch.searchsorted(token_ids, bounds).tolist()
+        rows = token_ids[first:last] - head.first_id
+    shard = SimpleNamespace(org_vocab_start_index=first, num_org_elements=last - first)
+    return rows.to(lm_head.weight.device), shard
