@@ -64,44 +64,32 @@ def group_queries(
 
     Request i's queries are at the last positions of its context: prefix_lens[i] + 0 .. query_lens[i] - 1.
     """
-    rows = req_pool_indices.long()
+    rows, prefixes = req_pool_indices.long(), torch.tensor(prefix_lens, dtype=torch.int64)
+    contexts = prefixes + torch.tensor(query_lens, dtype=torch.int64)
     if query_lens and min(query_lens) == max(query_lens) <= MAX_QUERIES:
-        return [_group(req_to_token, rows, prefix_lens, query_lens, 0, 0, query_lens[0])]
+        positions = prefixes[:, None] + torch.arange(query_lens[0])
+        return [_group(req_to_token, rows, contexts, positions, first_row=0)]
     groups = []
     first_row = 0
-    for i, (prefix_len, query_len) in enumerate(zip(prefix_lens, query_lens, strict=True)):
-        for offset in range(0, query_len, MAX_QUERIES):
-            queries = min(MAX_QUERIES, query_len - offset)
-            groups.append(
-                _group(
-                    req_to_token,
-                    rows[i : i + 1],
-                    [prefix_len],
-                    [query_len],
-                    first_row + offset,
-                    offset,
-                    queries,
-                )
-            )
-        first_row += query_len
+    for i, (context, queries) in enumerate(zip(contexts.tolist(), query_lens, strict=True)):
+        for first in range(context - queries, context, MAX_QUERIES):
+            positions = torch.arange(first, min(first + MAX_QUERIES, context))[None]
+            groups.append(_group(req_to_token, rows[i : i + 1], contexts[i : i + 1], positions, first_row))
+            first_row += positions.shape[1]
     return groups
 
 
 def _group(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
-    prefix_lens: list[int],
-    query_lens: list[int],
+    context_lens: torch.Tensor,
+    query_positions: torch.Tensor,
     first_row: int,
-    offset: int,
-    queries: int,
 ) -> QueryGroup:
-    prefix = torch.tensor(prefix_lens)
-    context_lens = prefix + torch.tensor(query_lens)
     longest = int(context_lens.max())
     slots = req_to_token[rows, :longest].long()
     slots = torch.where(torch.arange(longest) < context_lens[:, None], slots, slots[:, :1])
-    return QueryGroup(first_row, slots, prefix[:, None] + offset + torch.arange(queries), context_lens)
+    return QueryGroup(first_row, slots, query_positions, context_lens)
 
 
 def attend(
