@@ -112,13 +112,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Applies the hooks where `load_plugins()` has not; turns the built-in draft's Triton kernel off."""
-        from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         from dflash_sglang.platforms.cpu import recurrent
         from dflash_sglang.platforms.cpu.hooks import SOURCE
 
-        if any(isinstance(module, RadixLinearAttention) for module in model.modules()):
+        config = getattr(model, "config", None)
+        # SGLang gives the property to configs with recurrent layers.
+        if config is not None and hasattr(config.get_text_config(), "mamba2_cache_params"):
             recurrent.register(SOURCE)
         HookRegistry.apply_hooks()
         module: Any

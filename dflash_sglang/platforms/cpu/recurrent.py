@@ -48,15 +48,19 @@ def register(source: HookSource) -> None:
             HookRegistry.register(target, hook, HookType.REPLACE, source=source)
 
 
-def _convolve(history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _convolve(
+    history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
     """history [n, dim, width - 1], x [n, dim, T], weight [dim, width] -> output [n, dim, T] and the T windows
-    [n, T, dim, width - 1] that follow each token."""
+    [n, T, dim, width - 1] that follow each token. activation: "silu", "swish" or None."""
     width = weight.shape[1]
     inputs = torch.cat([history.to(x.dtype), x], dim=-1)
     out = (inputs.unfold(-1, width, 1) * weight[:, None]).sum(dim=-1)
     if bias is not None:
         out = out + bias[:, None]
-    return silu(out), inputs[..., 1:].unfold(-1, width - 1, 1).transpose(1, 2)
+    if activation is not None:
+        out = silu(out)
+    return out, inputs[..., 1:].unfold(-1, width - 1, 1).transpose(1, 2)
 
 
 def causal_conv1d_fn(
@@ -68,6 +72,7 @@ def causal_conv1d_fn(
     query_start_loc: Tensor,  # [requests + 1]
     cache_indices: Tensor,  # [requests]
     has_initial_state: Tensor,  # [requests] bool
+    activation: str | None = "silu",
     **_: Any,
 ) -> Tensor:
     """Prefill. Returns [dim, tokens]."""
@@ -76,7 +81,7 @@ def causal_conv1d_fn(
     for i, slot in enumerate(cache_indices.tolist()):
         span = slice(bounds[i], bounds[i + 1])
         history = conv_states[slot, None] * has_initial_state[i]
-        convolved, windows = _convolve(history, x[None, :, span], weight, bias)
+        convolved, windows = _convolve(history, x[None, :, span], weight, bias, activation)
         out[:, span], conv_states[slot] = convolved[0], windows[0, -1]
     return out
 
@@ -95,7 +100,7 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Decode and verify. Returns the shape and layout of x."""
     slots = conv_state_indices.long()
-    out, windows = _convolve(conv_state[slots], x.view(*x.shape[:2], -1), weight, bias)
+    out, windows = _convolve(conv_state[slots], x.view(*x.shape[:2], -1), weight, bias, activation)
     conv_state[slots] = windows[:, -1].to(conv_state.dtype)
     if intermediate_conv_window is not None and intermediate_state_indices is not None:
         rows = intermediate_state_indices.long()
