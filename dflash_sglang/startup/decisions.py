@@ -34,6 +34,10 @@ from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
 from dflash_sglang.startup.tensor_checks import weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
+# Kinds of recurrent layers beside gated delta nets, by the target's model type, that the CPU platform serves. They
+# have not run on a GPU: there the built-in worker has them.
+_RECURRENT_ON_CPU = ("lfm2", "lfm2_moe")
+
 
 def check_startup(server_args: Any) -> Foreign | None:
     """None when this package's worker can run the launch, else why the built-in worker does.
@@ -64,7 +68,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     target_config = model_config_of(server_args)
     other = (
         foreign(config)
-        or _recurrent(target_config, cfg.attn_dp_size)
+        or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
         or _counts_layers_otherwise(config, target_config)
     )
     if other is not None:
@@ -141,17 +145,22 @@ def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> 
     _check_sglang_reads(config, cfg.speculative_draft_model_path, server_args)
 
 
-def _recurrent(target_config: Any, attn_dp_size: int) -> Foreign | None:
-    """A target with recurrent layers of another kind: Mamba, KDA, lightning attention, short convolutions; any
-    under data-parallel attention, whose padding steps through states."""
+def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | None:
+    """A target with recurrent layers of a kind that is not served on this device: Mamba, KDA, lightning attention;
+    any under data-parallel attention, whose padding steps through states."""
     if mambaish_config(target_config) is None:
         return None
-    if hybrid_gdn_config(target_config) is not None:
-        if attn_dp_size == 1:
-            return None
-        return Foreign("--attn-dp-size", attn_dp_size, "data-parallel attention over recurrent layers")
     architectures = target_config.hf_config.architectures
-    return Foreign("target config architectures", architectures, "recurrent layers other than gated delta nets")
+    if hybrid_gdn_config(target_config) is None:
+        if getattr(target_config.hf_config, "model_type", None) not in _RECURRENT_ON_CPU:
+            reason = "recurrent layers other than gated delta nets"
+            return Foreign("target config architectures", architectures, reason)
+        if device != "cpu":
+            reason = "recurrent layers that are tested on the CPU platform and on no GPU"
+            return Foreign("target config architectures", architectures, reason)
+    if attn_dp_size != 1:
+        return Foreign("--attn-dp-size", attn_dp_size, "data-parallel attention over recurrent layers")
+    return None
 
 
 def _target_problems(target_config: Any) -> Iterator[Problem]:

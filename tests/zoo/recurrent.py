@@ -1,4 +1,4 @@
-"""Targets with recurrent layers: gated delta nets beside full attention."""
+"""Targets with recurrent layers beside full attention: gated delta nets, short convolutions."""
 
 from __future__ import annotations
 
@@ -102,3 +102,30 @@ register(
         prefix_grid=64,
     )
 )
+
+
+def lfm2() -> Any:
+    """Short convolutions: their state is the last two inputs. Layers 1 and 3 attend fully."""
+    from transformers import Lfm2Config
+
+    return Lfm2Config(**SHORT_CONVOLUTIONS, block_auto_adjust_ff_dim=False)
+
+
+def lfm2_moe() -> Any:
+    """The same with experts but in the first layer."""
+    from transformers import Lfm2MoeConfig
+
+    return Lfm2MoeConfig(
+        **SHORT_CONVOLUTIONS, num_dense_layers=1, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+    )
+
+
+SHORT_CONVOLUTIONS: dict[str, Any] = dict(
+    **{key: value for key, value in TEXT.items() if key != "head_dim"},
+    conv_L_cache=3,
+    layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
+)
+
+# SGLang keeps their states wherever a prefix ends, and serves them without overlap, in pages of one token.
+register(Member("LFM2", "Lfm2ForCausalLM", lfm2))
+register(Member("LFM2-MoE", "Lfm2MoeForCausalLM", lfm2_moe))

@@ -185,7 +185,11 @@ def assert_features(name: str, captured: dict[int, torch.Tensor], input_ids: tor
 def residuals(model: Any, input_ids: torch.Tensor, images: dict[str, Any]) -> list[torch.Tensor]:
     """After each layer of a transformers model, [n, hidden]: what its next layer, or its final norm, is given."""
     seen: list[torch.Tensor] = []
-    for module in (*model.get_decoder().layers[1:], model.get_decoder().norm):
+    decoder = model.get_decoder()
+    (final_norm,) = (
+        getattr(decoder, name) for name in ("norm", "norm_f", "embedding_norm") if hasattr(decoder, name)
+    )
+    for module in (*decoder.layers[1:], final_norm):
         module.register_forward_pre_hook(lambda module, args: seen.append(args[0].view(-1, args[0].shape[-1])))
     with torch.no_grad():
         model(input_ids, **images)

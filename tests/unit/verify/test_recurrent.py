@@ -188,20 +188,48 @@ def test_a_pool_without_a_state_per_row_ends_start_up():
         RecurrentStates.from_target(target, BLOCK)
 
 
-@pytest.mark.matrix(
-    target="Mamba, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
-)
-def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, monkeypatch):
+@pytest.fixture
+def other_kind(pair, monkeypatch) -> Any:
+    """Takes the model type of a target with recurrent layers that are no gated delta nets."""
     from dflash_sglang.startup import decisions
 
     monkeypatch.setattr(decisions, "mambaish_config", lambda config: object())
     monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: None)
+    return lambda model_type: setattr(pair.target.hf_config, "model_type", model_type)
+
+
+@pytest.mark.matrix(
+    target="Mamba, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
+)
+def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, other_kind):
+    other_kind("falcon_h1")
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
         assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain)) is BuiltInWorker
     assert (
         "target config architectures=['Qwen3ForCausalLM']: recurrent layers other than gated delta nets"
         in caplog.text
     )
+
+
+@pytest.mark.matrix(target="LFM2, LFM2-MoE on a GPU", draft="z-lab", kv="any", outcome="built-in worker")
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe"])
+def test_kinds_that_ran_on_the_cpu_platform_only_are_ours_there_and_the_built_in_workers_on_a_gpu(
+    pair, other_kind, model_type
+):
+    from dflash_sglang.startup import decisions
+
+    other_kind(model_type)
+    assert decisions.check_startup(arguments(pair.plain)) is None
+    other = decisions.check_startup(arguments(pair.plain, device="cuda"))
+    assert "recurrent layers that are tested on the CPU platform and on no GPU" in str(other)
+
+
+def test_data_parallel_attention_over_any_recurrent_layers_gets_the_built_in_worker(pair, other_kind):
+    from dflash_sglang.startup import decisions
+
+    other_kind("lfm2")
+    other = decisions.check_startup(arguments(pair.plain, attn_dp_size=2))
+    assert str(other).startswith("--attn-dp-size=2: data-parallel attention over recurrent layers")
 
 
 def test_a_target_with_gated_delta_nets_is_ours(pair, monkeypatch):
