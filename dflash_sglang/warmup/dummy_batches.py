@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from dflash_sglang.sglang_names.scheduler import (
     ScheduleBatch,
     assign_req_to_token_pool_func,
     get_parallel,
+    mambaish_config,
     require_mlp_sync,
     require_mlp_tp_gather,
     write_cache_indices,
@@ -42,7 +44,8 @@ class Rehearsal:
 
     Decode steps read slots all over the pool, as real ones would. Keys and values are written to slot 0, and
     outcomes to rows of requests that are still to come: whatever reads one of either was written before by its own
-    request. Ranks that share forwards rehearse alike, at the same time.
+    request. All rehearsed requests have the recurrent states of slot 0, which no other request gets. Ranks that
+    share forwards rehearse alike, at the same time.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Rehearsal:
         self._table = runner.req_to_token_pool.req_to_token
         self._device = runner.device
         self._clock = StepClock(runner.device)
+        self._recurrent = mambaish_config(runner.model_config) is not None
 
     @property
     def longest(self) -> int:
@@ -114,10 +118,18 @@ class Rehearsal:
             slots.zero_()
         rows = self._table[1 : requests + 1, :context]
         rows.copy_(slots.view(requests, context))
+        self._clear_states()
         try:
             yield
         finally:
             rows.zero_()
+            self._clear_states()
+
+    def _clear_states(self) -> None:
+        """A recurrent state that many steps have moved on may no longer be finite."""
+        if self._recurrent:
+            first = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._runner.req_to_token_pool.mamba_pool.clear_slots(first)
 
     def _slots(self, tokens: int, offset: int) -> torch.Tensor:
         """[tokens] int64: slot 0. A pool without pages gives slots as a view from anywhere in the free ones, and
@@ -152,7 +164,7 @@ class Rehearsal:
             [Req("", "", array("q", [0]) * length, params) for _ in range(requests)],
             runner.req_to_token_pool,
             None,
-            None,
+            SimpleNamespace(page_size=self._reservation.page_size),  # all that a commit asks of the prefix cache
             runner.model_config,
             False,
             runner.spec_algorithm,
@@ -163,6 +175,7 @@ class Rehearsal:
         batch.seq_lens, batch.seq_lens_sum = batch.seq_lens_cpu.to(self._device), requests * length
         batch.orig_seq_lens = batch.seq_lens.int()
         batch.multimodal_inputs = [None] * requests
+        batch.mamba_lazy_spec_track_positions_cpu = [0] * requests
         batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, runner.model_config.vocab_size)
         return batch
 

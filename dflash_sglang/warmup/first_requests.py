@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule, mambaish_config
+from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule
 from dflash_sglang.warmup.dummy_batches import GREEDY
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -
                 rehearsal.prefill(tokens, GREEDY, offset=1)
         for sampling in samplings[1:]:
             rehearsal.prefill(short, sampling)
-        # A step commits recurrent states, for which only a real request has slots.
-        steps = () if mambaish_config(runner.model_config) is not None else widths
-        for width in steps:
+        for width in widths:
             for sampling in samplings:
                 rehearsal.step(short, sampling, width)
         if on_gpu:

@@ -58,19 +58,24 @@ def test_prompts_are_no_longer_than_a_server_takes_and_the_longest_comes_first(m
 
 
 @pytest.mark.parametrize("backed", [True, False])
-def test_rehearsed_contexts_are_read_from_slots_that_have_memory(backed: bool) -> None:
+def test_rehearsed_contexts_are_read_from_slots_that_have_memory(
+    backed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLANG_ENABLE_POST_CAPTURE_KV_SIZING gives memory to all others after start-up."""
-    from dflash_sglang.warmup.dummy_batches import Rehearsal
+    from dflash_sglang.warmup import dummy_batches
 
+    monkeypatch.setattr(dummy_batches, "mambaish_config", lambda config: None)
     table = torch.zeros(4, 32, dtype=torch.int32)
     runner: Any = SimpleNamespace(
+        model_config=None,
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool=SimpleNamespace(post_capture_active=not backed),
         device="cpu",
         max_total_num_tokens=40,
     )
     nothing: Any = None
-    rehearsal = Rehearsal(runner, SimpleNamespace(page_size=4), nothing, nothing)  # type: ignore[arg-type]
+    reservation: Any = SimpleNamespace(page_size=4)
+    rehearsal = dummy_batches.Rehearsal(runner, reservation, nothing, nothing)
     with rehearsal._contexts(2, 16):
         slots = table[1:3, :16].flatten().tolist()
         assert slots == (list(range(4, 36)) if backed else [0] * 32)
@@ -190,10 +195,19 @@ def test_steps_of_every_served_width_are_rehearsed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_recurrent_targets_rehearse_prefills_alone(tmp_path):
+@pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy", "no_buffer"])
+def test_recurrent_targets_rehearse_steps_and_leave_no_states(tmp_path, strategy):
     records = tmp_path / "records"
     records.mkdir()
-    arguments = dict(skip_server_warmup=True, max_mamba_cache_size=16)
-    with serve(*pair("Qwen3.5"), environment=watching(tmp_path / "hooks", records), **arguments):
+    environment = watching(tmp_path / "hooks", records)
+    arguments = dict(
+        skip_server_warmup=True,
+        max_mamba_cache_size=64,
+        mamba_radix_cache_strategy=strategy,
+        disable_overlap_schedule=strategy == "no_buffer",
+    )
+    with serve(*pair("Qwen3.5"), environment=environment, **arguments) as server:
         ran = rehearsed(records)
-        assert len(ran["prefill"]) == len(SAMPLINGS) and ran["step"] == []
+        assert len(ran["prefill"]) == len(SAMPLINGS) and len(ran["step"]) == len(SAMPLINGS)
+        generate(server, REQUESTS[0])
+        assert all(modules == [] == buffers for _, modules, buffers in firsts(records))
