@@ -1,20 +1,28 @@
 """Recurrent states of the target: a verify commits those of the accepted rows only.
 
-A verify forward leaves every request's state as it was, and keeps the state after each of its rows aside. Once the
-accept is known, the state after the last accepted row becomes the request's. Where the accepted rows cross a
+A verify forward leaves every request's state as it was, and keeps the state after each of its rows aside. (The
+window of a convolution moves on in place. The commit sets it back, so a verify without a commit spoils it.) Once
+the accept is known, the state after the last accepted row becomes the request's. Where the accepted rows cross a
 boundary of the prefix cache's grid, the state at the boundary goes to the slot that the cache takes when the
 request ends or hands its prefix on. SGLang picks that slot (`prepare_for_verify`) and moves the states.
+
+Some kernels look for the states of the next request as many rows further on as the buffer has rows for a request,
+others as many as the step verifies. `states_of_width` gives each width a form of the buffer in which both are the
+same number.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dflash_sglang.sglang_names.scheduler import (
     MambaPool,
     commit_mamba_states_after_verify,
+    envs,
     get_exec,
     mamba_track_grid,
     mambaish_config,
@@ -22,8 +30,10 @@ from dflash_sglang.sglang_names.scheduler import (
 from dflash_sglang.startup.facts import Problem, StartupError
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class RecurrentStates:
@@ -66,6 +76,31 @@ class RecurrentStates:
             accept_index=self._rows[: bs * width].view(bs, width),
             draft_token_num=width,
         )
+
+
+def states_of_width(runner: ModelRunner, width: int) -> Any:
+    """The `MambaPool.SpeculativeState` of steps of this width: the runner's own, with the states of verified rows
+    packed to `intermediate_ssm` [layers, requests + 1, width, ...]. None for a runner without recurrent layers.
+
+    All widths share memory: the states live from a verify to the commit of the same step. Call it while the
+    widest blocks' is in use.
+    """
+    if mambaish_config(runner.model_config) is None:
+        return None
+    states = runner.req_to_token_pool.mamba_pool.mamba_cache
+    layers, requests, _, *shape = states.intermediate_ssm.shape
+    packed = (layers, requests, width, *shape)
+    rows = states.intermediate_ssm.view(-1)[: math.prod(packed)]
+    return replace(states, intermediate_ssm=rows.view(packed))
+
+
+def only_one_width(backend: HybridLinearAttnBackend) -> str | None:
+    """Why the steps of a target with this attention backend have one width only; None if they have several."""
+    if backend.linear_attn_backend.accept_lens_pool is not None:
+        return "the kernel of the target's recurrent layers hands accepted states on from step to step by itself"
+    if envs.SGLANG_ENABLE_PP_SPEC.get():
+        return "SGLANG_ENABLE_PP_SPEC keeps the target's recurrent states by request"
+    return None
 
 
 def _problem_of_backend(found: str) -> Problem:

@@ -1,4 +1,5 @@
-"""What each width runs with: attention backends and graphs of its own, of the target and of the draft."""
+"""What each width runs with: attention backends and graphs of its own, of the target and of the draft, and the
+target's recurrent states of verified rows."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from dflash_sglang.patches.graph_captures import by_tokens, captured_at, shared_
 from dflash_sglang.patches.graph_inputs import leave_in_place, load_inputs_once
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, get_spec
+from dflash_sglang.verify.recurrent import states_of_width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,10 +36,11 @@ class RuntimeState(NamedTuple):
 
     attention: Any
     graphs: Any  # SGLang's decode graph runner, its eager runner, or None
+    recurrent: Any = None  # `states_of_width`
 
     @classmethod
-    def from_runner(cls, runner: ModelRunner) -> RuntimeState:
-        return cls(runner.attn_backend, runner.decode_cuda_graph_runner)
+    def from_runner(cls, runner: ModelRunner, width: int) -> RuntimeState:
+        return cls(runner.attn_backend, runner.decode_cuda_graph_runner, states_of_width(runner, width))
 
     @classmethod
     def build(cls, runner: ModelRunner, width: int, sizes: Sequence[int], ragged: bool = False) -> RuntimeState:
@@ -46,7 +49,9 @@ class RuntimeState(NamedTuple):
         With `ragged`, a graph is for as many tokens as these batches have, at most `width` of each request.
         The backends share SGLang's workspace: forwards follow each other on one stream.
         """
-        with get_spec().override(speculative_num_draft_tokens=width), captured_at(sizes):
+        recurrent = states_of_width(runner, width)
+        settings = get_spec().override(speculative_num_draft_tokens=width)
+        with settings, captured_at(sizes), runtime_state.captured_with(runner, recurrent):
             with room_for_blocks(runner):
                 attention = runner._get_attention_backend()
             spare_launches(attention)
@@ -56,7 +61,7 @@ class RuntimeState(NamedTuple):
                 with by_tokens() if ragged else nullcontext():
                     graphs = type(graphs)(runner, attn_backend=attention, speculative_num_draft_tokens=width)
                 leave_in_place(graphs)
-        return cls(attention, graphs)
+        return cls(attention, graphs, recurrent)
 
 
 class RuntimeStates:
@@ -75,8 +80,9 @@ class RuntimeStates:
     ) -> None:
         """Graphs of the widest blocks, `block_size`, exist already. draft_scope: the draft is captured in it."""
         self._target, self._draft, self._model, self._draft_scope = target, draft, model, draft_scope
-        self._states = {block_size: (RuntimeState.from_runner(target), RuntimeState.from_runner(draft))}
-        for state in self._states[block_size]:
+        own = RuntimeState.from_runner(target, block_size), RuntimeState.from_runner(draft, block_size)
+        self._states = {block_size: own}
+        for state in own:
             leave_in_place(state.graphs)
         self._used = self._widest = block_size
         self._ragged: RuntimeState | None = None  # the target's, whatever the width of the draft's blocks
@@ -90,7 +96,7 @@ class RuntimeStates:
         if width in self._states:
             return
         sizes = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
-        target, draft = RuntimeState.build(self._target, width, sizes), RuntimeState.from_runner(self._draft)
+        target, draft = RuntimeState.build(self._target, width, sizes), self._states[self._widest][1]
         load_inputs_once(target.graphs)
         if width != PLAIN:
             self._model.serve_blocks_of(width)

@@ -21,6 +21,7 @@ from dflash_sglang.sglang_names.scheduler import (
     mambaish_config,
 )
 from dflash_sglang.startup.facts import Problem, StartupError
+from dflash_sglang.verify.recurrent import only_one_width
 from dflash_sglang.width import Group, StepTimes, WidthPolicy, startup_cells
 from dflash_sglang.width.ragged import least_budget
 from dflash_sglang.width.runtime_states import captured_sizes, sparse
@@ -66,8 +67,8 @@ def servable(config: WidthConfig, runner: ModelRunner, block: int) -> WidthConfi
 
 
 def _only_the_block(runner: ModelRunner) -> str | None:
-    if mambaish_config(runner.model_config) is not None:
-        return "the target's recurrent layers keep their states of verified rows in blocks of one width"
+    if mambaish_config(runner.model_config) is not None and (reason := only_one_width(runner.attn_backend)):
+        return reason
     if runner.lora_manager is not None:
         return "SGLang keeps one width for the adapters of captured graphs"
     if get_observability().forward_hooks:

@@ -196,10 +196,10 @@ def test_steps_of_every_served_width_are_rehearsed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy", "no_buffer"])
-def test_recurrent_targets_rehearse_steps_and_leave_no_states(tmp_path, strategy):
+def test_recurrent_targets_rehearse_steps_of_every_width_and_leave_no_states(tmp_path, strategy):
     records = tmp_path / "records"
     records.mkdir()
-    environment = watching(tmp_path / "hooks", records)
+    environment = watching(tmp_path / "hooks", records, width={"widths": [1, 4, 8]})
     arguments = dict(
         skip_server_warmup=True,
         max_mamba_cache_size=64,
@@ -208,6 +208,6 @@ def test_recurrent_targets_rehearse_steps_and_leave_no_states(tmp_path, strategy
     )
     with serve(*pair("Qwen3.5"), environment=environment, **arguments) as server:
         ran = rehearsed(records)
-        assert len(ran["prefill"]) == len(SAMPLINGS) and len(ran["step"]) == len(SAMPLINGS)
+        assert len(ran["prefill"]) == len(SAMPLINGS) and len(ran["step"]) == 3 * len(SAMPLINGS)
         generate(server, REQUESTS[0])
         assert all(modules == [] == buffers for _, modules, buffers in firsts(records))

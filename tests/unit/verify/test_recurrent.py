@@ -148,6 +148,27 @@ def test_any_batch_commits_its_prefixes_and_the_boundaries_that_they_reach(reque
     assert written(caches.temporal) == written(caches.conv[0]) == expected
 
 
+# ---- Widths --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", range(1, BLOCK + 1))
+def test_steps_of_a_width_keep_as_many_states_of_a_request_in_the_memory_of_the_widest_blocks(width):
+    runner = worker().model_runner
+    widest = runner.req_to_token_pool.mamba_pool.mamba_cache
+    states = recurrent.states_of_width(runner, width)
+    assert type(states) is type(widest)
+    assert states.temporal is widest.temporal and states.conv is widest.conv
+    assert states.intermediate_conv_window is widest.intermediate_conv_window
+    kept = states.intermediate_ssm
+    assert kept.shape == (LAYERS, REQUESTS + 1, width, 2, 4, 4) and kept.is_contiguous()
+    assert kept.data_ptr() == widest.intermediate_ssm.data_ptr()
+
+
+def test_a_runner_without_recurrent_layers_keeps_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recurrent, "mambaish_config", lambda config: None)
+    assert recurrent.states_of_width(worker().model_runner, BLOCK) is None
+
+
 # ---- Where states cannot be committed ------------------------------------------------------------------------
 
 

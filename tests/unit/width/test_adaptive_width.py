@@ -443,7 +443,8 @@ def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
     observed = SimpleNamespace(forward_hooks=[{}] if what == "hooks" else None)
     monkeypatch.setattr(startup, "get_observability", lambda: observed)
     runner = SimpleNamespace(
-        model_config="gated delta nets" if what == "recurrent" else None,
+        model_config="KDA" if what == "recurrent" else None,
+        attn_backend=SimpleNamespace(linear_attn_backend=SimpleNamespace(accept_lens_pool="handed on")),
         lora_manager="adapters" if what == "adapters" else None,
         server_args=SimpleNamespace(disable_cuda_graph_padding=what == "padding"),
     )

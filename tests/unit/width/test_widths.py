@@ -12,6 +12,13 @@ from typing import Any
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def without_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_sglang.width import runtime_states
+
+    monkeypatch.setattr(runtime_states, "states_of_width", lambda runner, width: None)
+
+
 class Graph(SimpleNamespace):
     """SGLang's settings of graphs."""
 
