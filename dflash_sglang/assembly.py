@@ -225,8 +225,10 @@ def build_controller(
     set_max_commit: Callable[..., None],
 ) -> WidthController:
     """Build what chooses each step's width, with step times as they are measured now."""
-    policy = startup.policy_of(widths.config, target, draft.block_size, widths.group, widths.states)
-    if widths.config.fixed is None:
+    block, states = draft.block_size, widths.states
+    config = startup.without_misplaced_states(widths.config, states, target, rehearsal, block)
+    policy = startup.policy_of(config, target, block, widths.group, states)
+    if config.fixed is None:
         startup.measure(policy, target, rehearsal, widths.group)
     speaks = get_parallel().tp_rank == 0
-    return WidthController(policy, widths.states, set_max_commit, StepClock(target.device), speaks=speaks)
+    return WidthController(policy, states, set_max_commit, StepClock(target.device), speaks=speaks)

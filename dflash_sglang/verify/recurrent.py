@@ -14,6 +14,7 @@ same number.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+_UNWRITTEN = 2.0**15  # exact in every dtype of states
 
 
 class RecurrentStates:
@@ -101,6 +105,23 @@ def only_one_width(backend: HybridLinearAttnBackend) -> str | None:
     if envs.SGLANG_ENABLE_PP_SPEC.get():
         return "SGLANG_ENABLE_PP_SPEC keeps the target's recurrent states by request"
     return None
+
+
+def keeps_apart(states: Any, requests: int, step: Callable[[], object]) -> bool:
+    """Whether a `step` of so many requests writes the states of all its rows where `states` has them.
+
+    states: `states_of_width`. A kernel that counts fewer or more rows for a request leaves one of them unwritten.
+    """
+    marks = states.intermediate_ssm[:, :requests].flatten(3)[..., :1]  # one number of each state
+    marks.fill_(_UNWRITTEN)
+    step()
+    return not bool((marks == _UNWRITTEN).any())
+
+
+def kernel_of(backend: HybridLinearAttnBackend) -> str:
+    """The name of what verifies the recurrent layers."""
+    linear = backend.linear_attn_backend
+    return type(getattr(getattr(linear, "kernel_dispatcher", None), "verify_kernel", linear)).__name__
 
 
 def _problem_of_backend(found: str) -> Problem:

@@ -106,6 +106,17 @@ class RuntimeStates:
         self._states[width] = target, draft
         gc.collect()
 
+    def recurrent(self, width: int) -> Any:
+        """The target's recurrent states in steps of this width (`states_of_width`)."""
+        return self._states[width][0].recurrent
+
+    def drop(self, widths: Iterable[int]) -> None:
+        """Serve these widths no longer."""
+        self.use_widest()
+        for width in widths:
+            del self._states[width]
+        gc.collect()
+
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:
         """Add one width after the other, the most useful first, while `reserve` of what is `free()` should remain.
 

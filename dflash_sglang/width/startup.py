@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from dflash_sglang.sglang_names.scheduler import (
     mambaish_config,
 )
 from dflash_sglang.startup.facts import Problem, StartupError
-from dflash_sglang.verify.recurrent import only_one_width
+from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
 from dflash_sglang.width import Group, StepTimes, WidthPolicy, startup_cells
 from dflash_sglang.width.ragged import least_budget
 from dflash_sglang.width.runtime_states import captured_sizes, sparse
@@ -108,6 +109,48 @@ def add_widths(
                 config.memory_reserve,
             )
     return replace(config, widths=served, ragged=ragged)
+
+
+def without_misplaced_states(
+    config: WidthConfig, states: RuntimeStates, runner: ModelRunner, rehearsal: Rehearsal, block: int
+) -> WidthConfig:
+    """Leave out the widths at which a kernel puts the target's recurrent states where the commit does not look for
+    them; the log names the kernel. Returns the settings of what is served.
+
+    Raises StartupError if the fixed width is one of them, or the block's."""
+    widths = config.states(block)
+    if mambaish_config(runner.model_config) is None or widths == (block,):
+        return config
+    requests = min(2, runner.req_to_token_pool.size)
+
+    def apart(width: int) -> bool:
+        step = partial(rehearsal.seconds, requests, 1, 0, width)
+        return keeps_apart(states.recurrent(width), requests, step)
+
+    misplaced = [width for width in widths if not apart(width)]
+    if not misplaced:
+        return config
+    kernel = kernel_of(runner.attn_backend)
+    if config.fixed is not None or block in misplaced:
+        raise StartupError([
+            Problem(
+                "target's linear-attention kernel",
+                kernel,
+                f"one that keeps the states of verified rows where they are committed from, at widths {misplaced}",
+                "Choose another --linear-attn-decode-backend, or serve without speculation.",
+            )
+        ])  # fmt: skip
+    if get_parallel().tp_rank == 0:
+        logger.warning(
+            "dflash_sglang verify widths: left out %s: at these, %s does not keep the states of verified rows "
+            "where they are committed from",
+            misplaced,
+            kernel,
+        )
+    states.drop(misplaced)
+    if PLAIN in misplaced:  # a width that is always served
+        return WidthConfig(fixed=BLOCK)
+    return replace(config, widths=tuple(width for width in widths if width not in misplaced))
 
 
 def free_memory(runner: ModelRunner) -> Callable[[], float]:

@@ -19,6 +19,9 @@ firsts     what forwards of requests import of this package, and which buffers t
            that this package has when SGLang has sized the KV pools, to taken.json
 causal     the CPU platform's attention takes every layer for causal
 sentinels  each step may change only its own slots, and a reservation only its own rows
+states     of requests whose rid begins with "states": the recurrent states after each prefill and each commit, in
+           a file per number of tokens (`states_of`)
+misplaced  the kernel of gated delta nets keeps states of verified rows 8 to a request, but for steps of 2 rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
 """
@@ -75,6 +78,11 @@ def features_at(directory: Path) -> dict[int, torch.Tensor]:
         by_position |= dict(zip(positions.tolist(), features, strict=True))
         path.unlink()
     return by_position
+
+
+def states_of(directory: Path, rid: str) -> dict[int, list[torch.Tensor]]:
+    """The recurrent states of a request, each [layers, ...], by the number of tokens that they have seen."""
+    return {int(path.suffixes[-2][1:]): torch.load(path) for path in directory.glob(f"{rid}.*.states")}
 
 
 def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -282,6 +290,47 @@ def _shares(worker: Any) -> None:
         return drawn.to(self._logprobs.device) if self._confident else None
 
     RaggedSteps.offers, HeadProposals.logprobs = some, of_no_draft
+
+
+def _states(worker: Any) -> None:
+    from dflash_sglang.verify.recurrent import RecurrentStates
+
+    directory = Path(os.environ[RECORDS_ENV])
+    commit, extend = RecurrentStates.commit, worker._extend
+
+    def note(runner: Any, batch: Any, lengths: torch.Tensor) -> None:
+        pool = runner.req_to_token_pool
+        slots, states = pool.get_mamba_indices(batch.req_pool_indices).tolist(), pool.mamba_pool.mamba_cache
+        for req, slot, length in zip(batch.reqs, slots, lengths.tolist(), strict=True):
+            if req.rid.startswith("states"):
+                kept = [rows[:, slot].clone() for rows in (*states.conv, states.temporal)]
+                torch.save(kept, directory / f"{req.rid}.{length}.states")
+
+    def then_note(self: Any, batch: Any, commit_lens: torch.Tensor, width: int) -> None:
+        commit(self, batch, commit_lens, width)
+        note(self._worker.model_runner, batch, batch.seq_lens + commit_lens)
+
+    def extend_then_note(self: Any, batch: Any, *arguments: Any) -> Any:
+        result = extend(self, batch, *arguments)
+        note(self.target_worker.model_runner, batch, batch.seq_lens)
+        return result
+
+    RecurrentStates.commit, worker._extend = then_note, extend_then_note
+
+
+def _misplaced(worker: Any) -> None:
+    from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+
+    verify = TritonGDNKernel.target_verify
+
+    def elsewhere(self: Any, *arguments: Any, intermediate_states_buffer: torch.Tensor, **more: Any) -> Any:
+        kept, rows = intermediate_states_buffer, intermediate_states_buffer.shape[1]
+        if rows != 2:
+            strides = (8 * kept.stride(1), *kept.stride()[1:])
+            kept = kept.as_strided((kept.shape[0] * rows // 8, *kept.shape[1:]), strides)
+        return verify(self, *arguments, intermediate_states_buffer=kept, **more)
+
+    TritonGDNKernel.target_verify = elsewhere
 
 
 def _sentinels(worker: Any) -> None:
@@ -506,4 +555,6 @@ _HOOKS = {
     "rehearsals": _rehearsals,
     "firsts": _firsts,
     "seeds": _seeds,
+    "states": _states,
+    "misplaced": _misplaced,
 }

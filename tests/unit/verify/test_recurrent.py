@@ -164,6 +164,23 @@ def test_steps_of_a_width_keep_as_many_states_of_a_request_in_the_memory_of_the_
     assert kept.data_ptr() == widest.intermediate_ssm.data_ptr()
 
 
+@pytest.mark.parametrize("width", [1, 3, BLOCK])
+@pytest.mark.parametrize("pitch", ["of the buffer", "of the call", "of the block", "one row more"])
+def test_a_kernel_whose_states_lie_at_another_distance_is_found(width, pitch):
+    states = recurrent.states_of_width(worker().model_runner, width)
+    rows_apart = {"of the buffer": states.intermediate_ssm.shape[2], "of the call": width, "of the block": BLOCK}
+    apart = rows_apart.get(pitch, width + 1)
+
+    def step() -> None:
+        for layer in states.intermediate_ssm:
+            rows = layer.view(-1, *layer.shape[2:])
+            for request in range(2):
+                rows[request * apart : request * apart + width] = 1.0
+
+    assert recurrent.keeps_apart(states, 2, step) is (apart == width)
+    assert recurrent.keeps_apart(states, 1, step), "one request alone has no distance"
+
+
 def test_a_runner_without_recurrent_layers_keeps_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recurrent, "mambaish_config", lambda config: None)
     assert recurrent.states_of_width(worker().model_runner, BLOCK) is None

@@ -428,6 +428,51 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
     assert served([1]).states(BLOCK) == (1, 16)
 
 
+@pytest.mark.parametrize(
+    "wrong, served", [((), (1, 4, 8, 16)), ((4, 8), (1, 16)), ((1, 4, 8), (16,)), ((16,), None), ((8, 16), None)]
+)
+def test_widths_whose_recurrent_states_lie_elsewhere_are_left_out_with_the_kernels_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: Any, served: Any
+) -> None:
+    from dflash_sglang.startup import StartupError
+    from dflash_sglang.width import startup
+
+    class FlashInferKernel:
+        pass
+
+    monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    monkeypatch.setattr(startup, "mambaish_config", lambda config: config)
+    monkeypatch.setattr(startup, "keeps_apart", lambda width, requests, step: step() or width not in wrong)
+    rehearsed: list[tuple[int, ...]] = []
+    dropped: list[int] = []
+    states = SimpleNamespace(recurrent=lambda width: width, drop=dropped.extend)
+    linear = SimpleNamespace(kernel_dispatcher=SimpleNamespace(verify_kernel=FlashInferKernel()))
+    runner = SimpleNamespace(
+        model_config="gated delta nets",
+        req_to_token_pool=SimpleNamespace(size=48),
+        attn_backend=SimpleNamespace(linear_attn_backend=linear),
+    )
+    rehearsal = SimpleNamespace(seconds=lambda *arguments: rehearsed.append(arguments))
+
+    def left(config: WidthConfig) -> Any:
+        return startup.without_misplaced_states(config, states, runner, rehearsal, BLOCK)  # type: ignore[arg-type]
+
+    config = WidthConfig(widths=(4, 8, 16))
+    if served is None:
+        with pytest.raises(StartupError, match="linear-attention kernel='FlashInferKernel': .* at widths "):
+            left(config)
+        return
+    assert left(config).states(BLOCK) == served
+    assert rehearsed == [(2, 1, 0, width) for width in (1, 4, 8, 16)]
+    assert dropped == list(wrong)
+    if wrong:
+        assert f"left out {list(wrong)}: at these, FlashInferKernel does not keep the states" in caplog.text
+        with pytest.raises(StartupError, match="FlashInferKernel"):
+            left(WidthConfig(fixed=wrong[0]))
+    rehearsed.clear()
+    assert left(WidthConfig(fixed="block")) == WidthConfig(fixed="block") and not rehearsed
+
+
 @pytest.mark.parametrize("what", ["recurrent", "adapters", "deterministic", "padding", "hooks"])
 def test_a_launch_that_has_one_width_is_served_at_the_blocks_and_refuses_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
