@@ -1,4 +1,5 @@
-"""Targets with gated delta nets: output through our worker equals plain decoding's, float32 on the CPU.
+"""Targets with gated delta nets: output through our worker equals plain decoding's, float32 on the CPU, while
+every step has another width.
 
 The target's states remember hundreds of tokens (`tests.zoo.recurrent`): a state of a rejected row, or one that the
 prefix cache keeps at the wrong place, shows in what follows. The reference keeps no prefixes at all.
@@ -6,14 +7,18 @@ prefix cache keeps at the wrong place, shows in what follows. The reference keep
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.support.rows import in_full_but
@@ -21,11 +26,14 @@ from tests.zoo import recurrent
 from tests.zoo.member import BLOCK, pair
 
 TARGET = "Qwen3.5"
+WIDTHS = (1, 2, 3, 5, 8)
 GRID = 64  # tokens between the states that the prefix cache keeps
 LENGTHS = (1, 7, 64, 65, 130, 300)
 NEW_TOKENS = 100
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
+    "qwen3_next": dict(target="Qwen3-Next"),
+    "whole_blocks": dict(width="block"),
     "synchronous_without_buffers": dict(disable_overlap_schedule=True, chunked_prefill_size=128),
     "pages_of_16_chunked_lazy": dict(
         page_size=16, chunked_prefill_size=128, mamba_radix_cache_strategy="extra_buffer_lazy"
@@ -73,11 +81,10 @@ def next_turns(answered: list[Answered]) -> list[dict[str, Any]]:
     return turns
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[Answered]:
+@functools.cache
+def plain_answers(target: str) -> list[Answered]:
     """Every request with the ids that plain decoding gives: first turns that stop, that do not, next turns."""
-    target, _ = pair(TARGET)
-    with serve(target, disable_radix_cache=True) as server:
+    with serve(pair(target)[0], disable_radix_cache=True) as server:
         answered = [(turn, server.generate(**turn)["output_ids"]) for turn in first_turns()]
         stopped = [(turn, server.generate(**turn)["output_ids"]) for turn in stopped_turns(answered)]
         return (
@@ -85,26 +92,38 @@ def plain() -> list[Answered]:
         )
 
 
+class Ours(NamedTuple):
+    server: Server
+    records: Path  # of the hooks
+    plain: list[Answered]
+
+
 @pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
-def ours(request, plain, tmp_path_factory) -> Iterator[Server]:
+def ours(request, tmp_path_factory) -> Iterator[Ours]:
     """Our server of one configuration, with an oracle that accepts anything from none to the whole block."""
     arguments = dict(CONFIGURATIONS[request.param])
+    target, width = arguments.pop("target", TARGET), arguments.pop("width", {"widths": WIDTHS})
+    plain = plain_answers(target)
     records = tmp_path_factory.mktemp("records")
     for asked, output in plain:
         if "stop_token_ids" not in asked["sampling_params"]:
             scheduler_hooks.record(records, asked["input_ids"], output)
     environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"width": width}),
         "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle",
+        scheduler_hooks.HOOKS_ENV: "oracle,widths,states",
         scheduler_hooks.RECORDS_ENV: str(records),
         **arguments.pop("env", {}),
     }
-    with serve(*pair(TARGET), environment=environment, mamba_track_interval=GRID, **arguments) as server:
-        yield server
+    with serve(*pair(target), environment=environment, mamba_track_interval=GRID, **arguments) as server:
+        yield Ours(server, records, plain)
         print(server.log_tail(40))  # shown with a failure
         if request.param.endswith("retracting"):
             assert "Testing retraction" in server.log_text()
+        (state,) = server.get("/server_info")["internal_states"]
+        steps = {int(width): count for width, count in state["dflash_width"]["steps"].items()}
+        assert set(steps) == ({BLOCK} if width == "block" else set(WIDTHS)) and all(steps.values()), steps
 
 
 def ask_at_once(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,9 +138,11 @@ def assert_equal(answers: list[dict[str, Any]], plain: list[Answered]) -> None:
 
 
 @pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="model dtype", outcome="works")
-def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_verify_wrote(ours, plain, request):
-    ours.post("/flush_cache?timeout=60")
-    answers = [ours.generate(**asked) for asked, _ in plain]
+@pytest.mark.matrix(target="Qwen3-Next", draft="z-lab", kv="model dtype", outcome="works")
+def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_verify_wrote(ours, request):
+    server, _, plain = ours
+    server.post("/flush_cache?timeout=60")
+    answers = [server.generate(**asked) for asked, _ in plain]
     assert_equal(answers, plain)
     assert all(len(output) < NEW_TOKENS for _, output in plain[: len(LENGTHS)])
     histogram = [0] * BLOCK
@@ -136,13 +157,67 @@ def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_ve
 
 
 @pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="model dtype", outcome="works")
-def test_outputs_equal_plain_decoding_in_a_batch_with_sampled_neighbours(ours, plain):
+@pytest.mark.matrix(target="Qwen3-Next", draft="z-lab", kv="model dtype", outcome="works")
+def test_outputs_equal_plain_decoding_in_a_batch_with_sampled_and_aborted_neighbours(ours):
     """A sampled neighbour sends the whole batch through rejection sampling."""
-    ours.post("/flush_cache?timeout=60")
+    server, _, plain = ours
+    server.post("/flush_cache?timeout=60")
     sampled = [request(random_ids(40, seed=i), temperature=1.0) for i in range(3)]
     for _ in ("cold", "warm"):
-        answers = ask_at_once(ours, [asked for asked, _ in plain] + sampled)
+        with ThreadPoolExecutor(1) as pool:
+            aborted = pool.submit(abort_when_it_runs, server)
+            answers = ask_at_once(server, [asked for asked, _ in plain] + sampled)
+            assert aborted.result() == "abort"
         assert_equal(answers[: len(plain)], plain)
+
+
+def abort_when_it_runs(server: Server) -> str:
+    """Why the request ended."""
+    events = server.stream(**request(random_ids(70, seed=70), max_new_tokens=2000), rid="aborted")
+    next(events)
+    server.post("/abort_request", rid="aborted")
+    return list(events)[-1]["meta_info"]["finish_reason"]["type"]
+
+
+def test_committed_states_equal_those_of_plain_decoding(ours):
+    """A prefill on a CPU moves states on token by token, as plain decoding does; its states are those of the same
+    tokens."""
+    server, records, plain = ours
+    server.post("/flush_cache?timeout=60")
+    first = plain[len(LENGTHS) : 2 * len(LENGTHS)]
+    asked = [dict(turn, rid=f"states-{i}") for i, (turn, _) in enumerate(first)]
+    assert_equal(ask_at_once(server, asked), first)
+    for i, (turn, output) in enumerate(first):
+        committed = scheduler_hooks.states_of(records, f"states-{i}")
+        tokens = turn["input_ids"] + output
+        lengths = sorted(length for length in committed if len(turn["input_ids"]) < length < len(tokens))
+        assert len(lengths) > NEW_TOKENS // BLOCK
+        for length in lengths[::5]:
+            server.post("/flush_cache?timeout=60")
+            server.generate(**request(tokens[:length], max_new_tokens=1), rid=f"states-{i}-{length}")
+            prefilled = scheduler_hooks.states_of(records, f"states-{i}-{length}")[length]
+            for got, expected in zip(committed[length], prefilled, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        far = (committed[lengths[0]][-1] - committed[lengths[1]][-1]).abs().max()
+        assert far > 1e-2, "one state is like another"
+
+
+@pytest.mark.full
+def test_a_kernel_whose_states_lie_at_another_distance_is_found_and_its_widths_left_out(tmp_path):
+    target, draft = pair(TARGET)
+    environment = {
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"width": {"widths": [2, 4, BLOCK]}}),
+        "PYTHONPATH": scheduler_hooks.install(tmp_path),
+        scheduler_hooks.HOOKS_ENV: "misplaced",
+    }
+    with serve(target, draft, environment=environment) as server:
+        log = server.log_text()
+        assert "left out [1, 4]: at these, TritonGDNKernel does not keep the states of verified rows" in log
+        turn, output = plain_answers(TARGET)[-1]
+        assert [answer["output_ids"] for answer in ask_at_once(server, [turn] * 4)] == [output] * 4
+        (state,) = server.get("/server_info")["internal_states"]
+        assert set(state["dflash_width"]["steps"]) == {str(BLOCK)}
 
 
 def test_the_states_of_the_zoo_remember():
