@@ -46,8 +46,9 @@ from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
 from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.width import Group, startup
+from dflash_sglang.width import startup
 from dflash_sglang.width.controller import WidthController
+from dflash_sglang.width.group import Group
 from dflash_sglang.width.ranks import width_group
 from dflash_sglang.width.runtime_states import RuntimeStates
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.verify.step_result import StepResult
-    from dflash_sglang.width import Decision, WidthPolicy
-    from dflash_sglang.width.policy import Step
+    from dflash_sglang.width.decider import Decision
+    from dflash_sglang.width.policy import Step, WidthPolicy
     from dflash_sglang.width.runtime_states import RuntimeStates
 
 logger = logging.getLogger(__name__)

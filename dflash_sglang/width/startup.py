@@ -23,10 +23,11 @@ from dflash_sglang.sglang_names.scheduler import (
 )
 from dflash_sglang.startup.facts import Problem, StartupError
 from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
-from dflash_sglang.width import Group, StepTimes, WidthPolicy, startup_cells
+from dflash_sglang.width.group import Group
+from dflash_sglang.width.policy import WidthPolicy
 from dflash_sglang.width.ragged import least_budget
 from dflash_sglang.width.runtime_states import captured_sizes, sparse
-from dflash_sglang.width.step_times import Sample
+from dflash_sglang.width.step_times import Sample, StepTimes, startup_cells
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from dflash_sglang.kernels.block.share_rows import share_rows
-from dflash_sglang.width import Group, WidthConfig, WidthPolicy, startup_cells
-from dflash_sglang.width.step_times import Sample
+from dflash_sglang.settings.width import WidthConfig
+from dflash_sglang.width.group import Group
+from dflash_sglang.width.policy import WidthPolicy
+from dflash_sglang.width.step_times import Sample, startup_cells
 
 BLOCK = 16
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)

@@ -384,7 +384,8 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
 def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str | None
 ) -> None:
-    from dflash_sglang.width import Group, startup
+    from dflash_sglang.width import startup
+    from dflash_sglang.width.group import Group
 
     caplog.set_level("INFO")
     monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=0))

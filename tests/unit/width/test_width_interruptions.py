@@ -7,7 +7,8 @@ import functools
 import numpy as np
 import pytest
 
-from dflash_sglang.width import WidthConfig, choice
+from dflash_sglang.settings.width import WidthConfig
+from dflash_sglang.width import choice
 from dflash_sglang.width.acceptance import steps_needed
 from dflash_sglang.width.interruptions import Interruptions
 from tests.support.width_simulation import QUIET, Fixed, Machine, Run, adaptive, between_prefills, heedless

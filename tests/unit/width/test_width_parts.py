@@ -10,19 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.width import (
-    Decision,
-    Group,
-    OneStepLate,
-    StepTimes,
-    WidthConfig,
-    WidthConfigError,
-    choice,
-    startup_cells,
-)
+from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.width import choice
 from dflash_sglang.width.acceptance import Acceptance, steps_needed
 from dflash_sglang.width.choice import Chooser
-from dflash_sglang.width.step_times import Sample
+from dflash_sglang.width.decider import Decision
+from dflash_sglang.width.group import Group, OneStepLate
+from dflash_sglang.width.step_times import Sample, StepTimes, startup_cells
 from tests.support.width_simulation import BUCKETS, EASY, GOOD, HARD, WIDTHS, Draft, Machine, adaptive, serve
 
 # ---- Step times --------------------------------------------------------------------------------------------

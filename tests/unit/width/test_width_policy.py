@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.width import Group, OneStepLate, WidthConfig
+from dflash_sglang.settings.width import WidthConfig
+from dflash_sglang.width.group import Group, OneStepLate
 from tests.support.width_simulation import (
     BUCKETS,
     EASY,

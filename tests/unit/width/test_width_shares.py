@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dflash_sglang.width import StepTimes, choice
+from dflash_sglang.width import choice
 from dflash_sglang.width.acceptance import Acceptance
 from dflash_sglang.width.ragged import RaggedTimes, least_budget
-from dflash_sglang.width.step_times import Sample
+from dflash_sglang.width.step_times import Sample, StepTimes
 from tests.support.width_simulation import (
     EASY,
     HARD,
