@@ -114,8 +114,9 @@ class Decider:
         width, offer = choice.width, offers[choice.width]
         if choice.reason != "probe":
             self._width = width
-            if self.ragged is not None:
-                offer = self.ragged.compared(offer, full[width])
+            if self.ragged is not None and offer.verify_budget is not None:
+                if self.ragged.times.compares(offer.seconds, full[width].seconds):
+                    offer = full[width]
         rates = committed / seconds
         full_committed, full_taken = (committed, seconds) if offers is full else self._long_run(load, full)
         decision = Decision(

@@ -128,13 +128,6 @@ class RaggedSteps:
                 offers[width] = Offer(float(steps[best]), float(seconds[best]), budgets[best], float(shares[best]))
         return offers
 
-    def compared(self, offer: Offer, full: Offer) -> Offer:
-        """What the next step of a held width does: this offer, or full blocks where those are due for
-        comparison."""
-        if offer.verify_budget is not None and self.times.compares(offer.seconds, full.seconds):
-            return full
-        return offer
-
     def _choices(self, n: int) -> tuple[list[int], list[np.ndarray]]:
         """For n requests: the budgets below full blocks of the widest; and for each width but the first the share
         of what comes true among each of its budgets, the last of which is full blocks."""

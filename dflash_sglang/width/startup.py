@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 PASSES = 2  # over all cells
 MOST_SECONDS = 10.0  # after which only batches of the smallest size are still measured, once
-LONG_CONTEXT = 4096  # tokens of each request
 EAGER_CONTEXT, EAGER_TOKENS = 512, 1024  # where nothing is captured; the second ones are verified at once at most
 
 
@@ -255,12 +254,10 @@ def _rehearse(cells: list[tuple[int, int, int, int | None]], rehearsal: Rehearsa
 def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int]]:
     """(batch, width, context tokens), small batches first. A batch that runs without a graph where others have one
     is left to what serving measures: its buffers are not."""
-    captured = captured_sizes(runner)
-    most = runner.req_to_token_pool.size
-    buckets = policy.buckets
-    sizes = sorted({min(size, most) for size in buckets if not captured or size in captured})
+    captured, most = captured_sizes(runner), runner.req_to_token_pool.size
+    sizes = sorted({min(size, most) for size in policy.buckets if not captured or size in captured})
     if captured:
-        cells = startup_cells(sizes, policy.widths, long_context=LONG_CONTEXT)
+        cells = startup_cells(sizes, policy.widths)
     else:
         cells = startup_cells(sizes, policy.widths, long_context=EAGER_CONTEXT, max_tokens=EAGER_TOKENS)
     return sorted(cells, key=lambda cell: (cell[0], cell[2]))

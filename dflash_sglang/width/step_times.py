@@ -15,6 +15,7 @@ MEASURED, FILLED = 2 / 3, 2.0  # variance of a cell, over that of an observation
 DRIFT = 1 / 240  # that it grows by with each step, up to that of a cell that nobody measured
 TO_WIDTH, TO_CELL = 0.3, 0.4  # of an error, the parts that go to the factor of its width and of its cell
 PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
+SPACING = 4  # from one batch size that start-up measures to the next
 LEAST_LIMIT = 0.1  # an error counts at most this much, or as much as the gain: pauses hardly move a table
 
 
@@ -125,22 +126,17 @@ class StepTimes:
 
 
 def startup_cells(
-    buckets: Sequence[int],
-    widths: Sequence[int],
-    *,
-    spacing: int = 4,
-    max_tokens: int = 8192,
-    long_context: int = 4096,
+    buckets: Sequence[int], widths: Sequence[int], *, max_tokens: int = 8192, long_context: int = 4096
 ) -> list[tuple[int, int, int]]:
     """The (batch, width, context tokens of the batch) that are worth measuring at start-up.
 
-    Batch sizes a factor of `spacing` apart and the largest; of those no cell of more than `max_tokens` verified
+    Batch sizes a factor of `SPACING` apart and the largest; of those no cell of more than `max_tokens` verified
     tokens (two batch sizes of each width are kept), beyond which time grows with tokens. One batch size of at
     most 16 is measured at `long_context` tokens per request as well, for the cost of context.
     """
     batches = [buckets[0]]
     for bucket in buckets:
-        if bucket >= spacing * batches[-1] or (bucket == buckets[-1] and bucket > batches[-1]):
+        if bucket >= SPACING * batches[-1] or (bucket == buckets[-1] and bucket > batches[-1]):
             batches.append(bucket)
     cells = [
         (batch, width, 0)
