@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from dflash_sglang.requests.checks import RequestChecks
+from dflash_sglang.requests.checks import request_error
 from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.settings.width import WidthConfig
 
 
 def validate_dflash_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
@@ -15,9 +16,10 @@ def validate_dflash_request(original: Callable[..., str | None], req: Any, enabl
 
     Returns the error with which only this request ends, HTTP status 400.
     """
-    return _checks()(original, req, enable_overlap)
+    error = original(req, enable_overlap)
+    return request_error(req, _widths()) if error is None else error
 
 
 @functools.cache
-def _checks() -> RequestChecks:
-    return RequestChecks(PluginConfig.from_env().width)
+def _widths() -> WidthConfig:
+    return PluginConfig.from_env().width

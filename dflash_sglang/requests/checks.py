@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from dflash_sglang.requests.errors import RequestError
@@ -10,26 +9,17 @@ from dflash_sglang.requests.width_bounds import check_width
 from dflash_sglang.settings.width import WidthConfig
 
 
-class RequestChecks:
-    """Called around dflash_utils.validate_dflash_request (`patches.request_checks`).
+def request_error(req: Any, widths: WidthConfig) -> str | None:
+    """The error with which only this request ends; None for a request that can be served.
 
-    Returns the error with which only this request ends, HTTP status 400.
+    widths: what requests may ask of the width of steps.
     """
-
-    def __init__(self, widths: WidthConfig) -> None:
-        """widths: what requests may ask of the width of steps."""
-        self._widths = widths
-
-    def __call__(self, original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
-        error = original(req, enable_overlap)
-        if error is not None:
-            return error
-        try:
-            check_width(req.sampling_params.custom_params, self._widths)
-            _check_served(req)
-        except RequestError as refused:
-            return str(refused)
-        return None
+    try:
+        check_width(req.sampling_params.custom_params, widths)
+        _check_served(req)
+    except RequestError as refused:
+        return str(refused)
+    return None
 
 
 def _check_served(req: Any) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_sglang.requests.checks import RequestChecks
+from dflash_sglang.patches.request_checks import validate_dflash_request
+from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
 from dflash_sglang.requests.width_bounds import width_bounds
 from dflash_sglang.settings.width import WidthConfig, WidthConfigError
@@ -290,9 +291,8 @@ def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, 
     )
     with pytest.raises(RequestError, match=message):
         width_bounds(request.sampling_params.custom_params)
-    validate = RequestChecks(WidthConfig())
-    assert "custom_params dflash" in validate(lambda *_: None, request, True)
-    assert validate(lambda *_: "SGLang's", request, True) == "SGLang's"
+    assert "custom_params dflash" in validate_dflash_request(lambda *_: None, request, True)
+    assert validate_dflash_request(lambda *_: "SGLang's", request, True) == "SGLang's"
 
 
 @pytest.mark.parametrize(
@@ -307,8 +307,6 @@ def test_a_request_that_cannot_be_is_refused_with_what_was_expected(asked: Any, 
 def test_a_request_widens_or_narrows_steps_as_far_as_the_operator_allows(
     settings: dict[str, int], allowed: list[Any], refused: list[Any]
 ) -> None:
-    validate = RequestChecks(WidthConfig.from_mapping(settings))
-
     def answer(least: int | None, most: int | None) -> str | None:
         bounds = {name: width for name, width in (("min_width", least), ("max_width", most)) if width is not None}
         request = SimpleNamespace(
@@ -316,7 +314,7 @@ def test_a_request_widens_or_narrows_steps_as_far_as_the_operator_allows(
             token_indices_to_pool=None,
             return_sampling_mask=False,
         )
-        return validate(lambda *_: None, request, True)
+        return request_error(request, WidthConfig.from_mapping(settings))
 
     assert [answer(*bounds) for bounds in allowed] == [None] * len(allowed)
     for bounds in refused:
@@ -346,22 +344,21 @@ def test_an_error_does_not_repeat_what_a_client_sent_at_any_length(value: Any) -
 
 
 def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> None:
-    validate = RequestChecks(WidthConfig())
     request = SimpleNamespace(
         sampling_params=SimpleNamespace(custom_params=None),
         token_indices_to_pool=[3],
         return_sampling_mask=True,
         session=SimpleNamespace(streaming=True),
     )
-    refused = validate(lambda *_: None, request, True)
+    refused = request_error(request, WidthConfig())
     assert refused is not None and refused.startswith("score_extraction_token: expected none with DFLASH")
     request.token_indices_to_pool = None
-    refused = validate(lambda *_: None, request, True)
+    refused = request_error(request, WidthConfig())
     assert refused is not None and refused.startswith("return_sampling_mask: expected no streaming session")
     request.session.streaming = False
-    assert validate(lambda *_: None, request, True) is None
+    assert request_error(request, WidthConfig()) is None
     request.session = None
-    assert validate(lambda *_: None, request, True) is None
+    assert request_error(request, WidthConfig()) is None
 
 
 @pytest.mark.parametrize(
