@@ -8,17 +8,18 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 class BlockTensors(NamedTuple):
     """What `prepare_block` fills."""
 
-    ids: torch.Tensor  # [bs, block]
-    positions: torch.Tensor  # [bs, block]
-    slots: torch.Tensor  # [bs, block]
-    prefix_lens: torch.Tensor  # [bs]
-    requests: torch.Tensor  # [bs] rows of req_to_token
-    step: torch.Tensor  # [2] the step's StepSlot, for kernels of a captured graph
+    ids: Tensor  # [bs, block]
+    positions: Tensor  # [bs, block]
+    slots: Tensor  # [bs, block]
+    prefix_lens: Tensor  # [bs]
+    requests: Tensor  # [bs] rows of req_to_token
+    step: Tensor  # [2] the step's StepSlot, for kernels of a captured graph
 
 
 class StepSlot(NamedTuple):
@@ -31,10 +32,10 @@ class StepSlot(NamedTuple):
 class BlockSources(NamedTuple):
     """What `prepare_block` reads."""
 
-    seq_lens: torch.Tensor  # [rows] committed tokens whose KV is written, by row of req_to_token
-    bonus_tokens: torch.Tensor  # [rows] last committed token
-    req_pool_indices: torch.Tensor  # [bs] each request's row
-    req_to_token: torch.Tensor  # [rows, row_width] int32 slots
+    seq_lens: Tensor  # [rows] committed tokens whose KV is written, by row of req_to_token
+    bonus_tokens: Tensor  # [rows] last committed token
+    req_pool_indices: Tensor  # [bs] each request's row
+    req_to_token: Tensor  # [rows, row_width] int32 slots
 
 
 def prepare_block(
@@ -70,38 +71,19 @@ def prepare_block_triton(
     """`prepare_block` as one Triton launch, one program per request."""
     bs, block = out.ids.shape
     _prepare_block_kernel[(bs,)](
-        *sources,
-        *out,
-        sources.req_to_token.stride(0),
-        mask_token_id,
-        longest,
-        *slot,
-        BLOCK=block,
-        LANES=triton.next_power_of_2(block),
-    )
+        *sources, *out, sources.req_to_token.stride(0), mask_token_id, longest, *slot,
+        BLOCK=block, LANES=triton.next_power_of_2(block),
+    )  # fmt: skip
 
 
 # Specialised values would compile the kernel anew in the middle of serving.
 @triton.jit(do_not_specialize=["place", "coin"])
 def _prepare_block_kernel(
-    seq_lens_ptr,
-    bonus_ptr,
-    req_ptr,
-    req_to_token_ptr,
-    ids_ptr,
-    positions_ptr,
-    slots_ptr,
-    prefix_ptr,
-    requests_ptr,
-    step_ptr,
-    row_stride,
-    mask_token_id,
-    longest,
-    place,
-    coin,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    seq_lens_ptr, bonus_ptr, req_ptr, req_to_token_ptr,
+    ids_ptr, positions_ptr, slots_ptr, prefix_ptr, requests_ptr, step_ptr,
+    row_stride, mask_token_id, longest, place, coin,
+    BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     lane = tl.arange(0, LANES)
     live = lane < BLOCK

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LANES = 1024  # columns of one program
 
@@ -35,14 +36,14 @@ class Span(NamedTuple):
 class WindowRows(NamedTuple):
     """What `window_rows` fills."""
 
-    draft_table: torch.Tensor  # [max_requests, row_width] int32 slots, the rows of the batch
-    prefix_lens: torch.Tensor  # [bs] context tokens in each row
+    draft_table: Tensor  # [max_requests, row_width] int32 slots, the rows of the batch
+    prefix_lens: Tensor  # [bs] context tokens in each row
 
 
 def window_rows(
-    req_to_token: torch.Tensor,  # [max_requests, row_width] int32 slots
-    req_pool_indices: torch.Tensor,  # [bs] row of both tables
-    prefix_lens: torch.Tensor,  # [bs] int64 context tokens of each request
+    req_to_token: Tensor,  # [max_requests, row_width] int32 slots
+    req_pool_indices: Tensor,  # [bs] row of both tables
+    prefix_lens: Tensor,  # [bs] int64 context tokens of each request
     block: int,
     span: Span,
     out: WindowRows,
@@ -53,12 +54,7 @@ def window_rows(
 
 
 def window_rows_torch(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    block: int,
-    span: Span,
-    out: WindowRows,
+    req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor, block: int, span: Span, out: WindowRows
 ) -> None:
     """The definition of `window_rows` in torch operations."""
     left_out = span.left_out(prefix_lens)
@@ -72,46 +68,21 @@ def window_rows_torch(
 
 
 def window_rows_triton(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    block: int,
-    span: Span,
-    out: WindowRows,
+    req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor, block: int, span: Span, out: WindowRows
 ) -> None:
     """`window_rows` as one Triton launch."""
     width = min(span.widest(block), req_to_token.shape[1])
     _window_rows_kernel[(prefix_lens.shape[0], triton.cdiv(width, LANES))](
-        req_to_token,
-        req_pool_indices,
-        prefix_lens,
-        out.draft_table,
-        out.prefix_lens,
-        req_to_token.stride(0),
-        out.draft_table.stride(0),
-        WINDOW=span.window,
-        SINKS=span.sinks,
-        PAGE=span.page_size,
-        BLOCK=block,
-        LANES=LANES,
-    )
+        req_to_token, req_pool_indices, prefix_lens, *out, req_to_token.stride(0), out.draft_table.stride(0),
+        WINDOW=span.window, SINKS=span.sinks, PAGE=span.page_size, BLOCK=block, LANES=LANES,
+    )  # fmt: skip
 
 
 @triton.jit
 def _window_rows_kernel(
-    table_ptr,
-    req_ptr,
-    prefix_ptr,
-    draft_table_ptr,
-    draft_prefix_ptr,
-    row_stride,
-    draft_row_stride,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    table_ptr, req_ptr, prefix_ptr, draft_table_ptr, draft_prefix_ptr, row_stride, draft_row_stride,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     prefix = tl.load(prefix_ptr + request).to(tl.int64)
     begin = tl.maximum(prefix - WINDOW, 0) // PAGE * PAGE

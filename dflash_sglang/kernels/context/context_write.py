@@ -36,8 +36,8 @@ def write_fp8_rows(
     """Write every token's K (normed, rotated) and V of every layer at its slot.
 
     Roundings are those of the block's keys and of `set_kv_buffer`: bfloat16 after the norm and after the
-    rotation, then the pool's format. What exceeds the format is clamped to its
-    largest value, where torch's cast makes NaN or infinity.
+    rotation, then the pool's format. What exceeds the format is clamped to its largest value, where torch's cast
+    makes NaN or infinity.
     """
     launch = write_fp8_rows_triton if kv.is_cuda else write_fp8_rows_torch
     launch(kv, k_norms, cos_sin, positions, slots, eps, rows)
@@ -69,40 +69,17 @@ def write_fp8_rows_triton(
     tokens, layers, _ = kv.shape
     dtype = rows.keys[0].dtype
     _write_fp8_rows_kernel[(tokens, layers, heads)](
-        kv,
-        rows.addresses,
-        k_norms,
-        cos_sin,
-        positions,
-        slots,
-        rows.keys[0].stride(0),
-        rows.values[0].stride(0),
-        LAYERS=layers,
-        HEADS=heads,
-        DIM=dim,
-        EPS=eps,
-        FORMAT=FORMATS[dtype],
-        MOST=torch.finfo(dtype).max,
-    )
+        kv, rows.addresses, k_norms, cos_sin, positions, slots, rows.keys[0].stride(0), rows.values[0].stride(0),
+        LAYERS=layers, HEADS=heads, DIM=dim, EPS=eps, FORMAT=FORMATS[dtype], MOST=torch.finfo(dtype).max,
+    )  # fmt: skip
 
 
 @triton.jit
 def _write_fp8_rows_kernel(
-    kv_ptr,
-    addresses_ptr,
-    k_norms_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    key_stride,
-    value_stride,
-    LAYERS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MOST: tl.constexpr,
-):
+    kv_ptr, addresses_ptr, k_norms_ptr, cos_sin_ptr, positions_ptr, slots_ptr, key_stride, value_stride,
+    LAYERS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    FORMAT: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2)
