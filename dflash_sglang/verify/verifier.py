@@ -117,10 +117,11 @@ class Verifier:
         """
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(proposals.tokens) if batch.has_grammar else None
-        forward = self._forward(batch, block, proposals.tokens, ragged)
+        ids = proposals.tokens if ragged is None else ragged.rows.ids
+        forward = self._forward(batch, block, ids, ragged)
         unwritten = self._unwritten(forward, ragged or block)
         if not self.needs_full_blocks(batch):
-            accepted = self._accept_greedy(block, proposals.tokens, ragged, forward)
+            accepted = self._accept_greedy(block, ids, ragged, forward)
         else:
             accepted = self._accept_as_asked(batch, block, proposals, forward, grammar_tree, grammar_barrier)
         if self._recurrent is not None:
@@ -146,13 +147,9 @@ class Verifier:
         positions = of.rows.positions
         return Unwritten(features[: len(positions)], positions, of.loc_plan)
 
-    def _accept_greedy(
-        self, block: Block, tokens: torch.Tensor, ragged: RaggedRows | None, forward: Any
-    ) -> Accepted:
+    def _accept_greedy(self, block: Block, ids: torch.Tensor, ragged: RaggedRows | None, forward: Any) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
-        ids, lens, width = tokens, None, block.size
-        if ragged is not None:
-            ids, lens, width = ragged.rows.ids, ragged.requests, self._block_size
+        lens, width = (None, block.size) if ragged is None else (ragged.requests, self._block_size)
         if not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._logits.best(forward.logits_output.next_token_logits)
             target_ids = target_ids.view(-1, *ids.shape[1:])

@@ -432,7 +432,7 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
 def test_widths_whose_recurrent_states_lie_elsewhere_are_left_out_with_the_kernels_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: Any, served: Any
 ) -> None:
-    from dflash_sglang.startup import StartupError
+    from dflash_sglang.startup.facts import StartupError
     from dflash_sglang.width import startup
 
     class FlashInferKernel:
