@@ -124,7 +124,7 @@ def without_misplaced_states(
     requests = min(2, runner.req_to_token_pool.size)
 
     def apart(width: int) -> bool:
-        step = partial(rehearsal.seconds, requests, 1, 0, width)
+        step = partial(rehearsal.seconds, requests, 1, width)
         return keeps_apart(states.recurrent(width), requests, step)
 
     misplaced = [width for width in widths if not apart(width)]

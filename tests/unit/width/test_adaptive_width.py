@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -433,6 +434,7 @@ def test_widths_whose_recurrent_states_lie_elsewhere_are_left_out_with_the_kerne
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: Any, served: Any
 ) -> None:
     from dflash_sglang.startup.facts import StartupError
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
     from dflash_sglang.width import startup
 
     class FlashInferKernel:
@@ -450,7 +452,8 @@ def test_widths_whose_recurrent_states_lie_elsewhere_are_left_out_with_the_kerne
         req_to_token_pool=SimpleNamespace(size=48),
         attn_backend=SimpleNamespace(linear_attn_backend=linear),
     )
-    rehearsal = SimpleNamespace(seconds=lambda *arguments: rehearsed.append(arguments))
+    rehearsal = create_autospec(Rehearsal, instance=True)
+    rehearsal.seconds.side_effect = lambda *arguments: rehearsed.append(arguments)
 
     def left(config: WidthConfig) -> Any:
         return startup.without_misplaced_states(config, states, runner, rehearsal, BLOCK)  # type: ignore[arg-type]
@@ -461,7 +464,7 @@ def test_widths_whose_recurrent_states_lie_elsewhere_are_left_out_with_the_kerne
             left(config)
         return
     assert left(config).states(BLOCK) == served
-    assert rehearsed == [(2, 1, 0, width) for width in (1, 4, 8, 16)]
+    assert rehearsed == [(2, 1, width) for width in (1, 4, 8, 16)]
     assert dropped == list(wrong)
     if wrong:
         assert f"left out {list(wrong)}: at these, FlashInferKernel does not keep the states" in caplog.text
