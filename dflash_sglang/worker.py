@@ -30,7 +30,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_dp_tp_group,
     get_parallel,
 )
-from dflash_sglang.startup.lines import memory_line, startup_line
 from dflash_sglang.verify.step_result import StepResult, idle_result
 from dflash_sglang.verify.tables import Tables, most_rows
 from dflash_sglang.verify.verifier import Verifier
@@ -71,7 +70,7 @@ class DFlashWorker(BaseSpecWorker):
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._captures = ExitStack()
         if get_parallel().tp_rank == 0:
-            logger.info(startup_line(self._draft, model_config.context_len))
+            logger.info(assembly.startup_line(self._draft, model_config.context_len))
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
@@ -119,7 +118,7 @@ class DFlashWorker(BaseSpecWorker):
                 draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit
             )
         self.width = self._widths.choices[-1]
-        logger.info(memory_line(draft, self._tables))
+        logger.info(assembly.memory_line(draft, self._tables))
 
     def _rehearsed_step(self, batch: ScheduleBatch, width: int, budget: int | None) -> None:
         self._slots.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)

@@ -18,19 +18,11 @@ from dflash_sglang.sglang_names.scheduler import (
     SamplingBatchInfo,
     SamplingMaskOutput,
     SamplingMaskStatus,
-    SpecTpSync,
-    SpecTpSyncSite,
-    get_dp_tp_group,
     get_exec,
 )
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampler import Sampler
-
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.rejection import RejectionSampler
-    from dflash_sglang.verify.target_logits import TargetLogits
 
 # Of `sampling_mask_output`.
 AT_ONCE = 8  # requests, of whose rows a handful of copies is made
@@ -85,30 +77,6 @@ def _with_ties(probs: Tensor, inside: Tensor) -> Tensor:
     """The mass of a prefix of descending probs, and of the tokens after it that equal its last one."""
     least = probs.masked_fill(~inside, float("inf")).amin(dim=-1, keepdim=True)
     return (probs * (probs >= least)).sum(dim=-1)
-
-
-class TargetTokens:
-    """Chooses the target's token after every row, the same on all ranks of a tensor-parallel group."""
-
-    def __init__(self, logits: TargetLogits, rejection: RejectionSampler, sampler: Sampler, by_kernels: bool):
-        """sampler: SGLang's; by_kernels: as `kernels` of `Filters.from_batch`."""
-        self._logits, self._rejection, self._sampler = logits, rejection, sampler
-        self._by_kernels = by_kernels
-        self._tp_sync = SpecTpSync(get_dp_tp_group())
-
-    def choose(self, logits: Tensor, info: SamplingBatchInfo, block: Block, proposals: Proposals) -> Tensor:
-        """logits [bs * block, vocab] of any float dtype, adjusted, are kept -> [bs, block] int64."""
-        if info.is_all_greedy:
-            target_ids = self._logits.best(logits).view(-1, block.size)
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-            return target_ids
-        if info.sampling_seed is not None or block.size == 1:  # a token follows from its seed, or no proposal
-            own = logits.to(torch.float32, copy=True)
-            target_ids = seeded_tokens(own, info, block.rows.positions, self._sampler, block.size)
-        else:
-            target_ids = self._rejection.target_tokens(logits, info, proposals, self._by_kernels)
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
-        return target_ids
 
 
 def seeded_tokens(

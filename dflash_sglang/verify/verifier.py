@@ -24,9 +24,10 @@ from dflash_sglang.startup.facts import StartupError
 from dflash_sglang.startup.launch_checks import reported_rows_problems
 from dflash_sglang.verify.graph_tail import VerifyTail
 from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.verify.sampling import TargetTokens, sampling_mask_output
+from dflash_sglang.verify.sampling import sampling_mask_output
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
+from dflash_sglang.verify.target_tokens import TargetTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -349,17 +349,17 @@ def test_bias_reaches_every_row_of_its_request_only():
 @pytest.mark.parametrize("width", [BLOCK, 1])
 def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, width):
     """Seeded requests, and blocks without proposals: the logits stay as they are for what reports them."""
-    from dflash_sglang.verify import sampling
+    from dflash_sglang.verify import target_tokens
 
-    monkeypatch.setattr(sampling, "get_dp_tp_group", mock.Mock())
-    monkeypatch.setattr(sampling, "SpecTpSync", mock.Mock())
+    monkeypatch.setattr(target_tokens, "get_dp_tp_group", mock.Mock())
+    monkeypatch.setattr(target_tokens, "SpecTpSync", mock.Mock())
     given: list[Tensor] = []
 
     def draw(output: Any, *_: Any, **__: Any) -> Tensor:
         given.append(output.next_token_logits.clone())
         return output.next_token_logits.mul_(2).argmax(dim=-1)  # as SGLang's, in place
 
-    chooser = sampling.TargetTokens(mock.Mock(), mock.Mock(), mock.Mock(side_effect=draw), by_kernels=True)
+    chooser = target_tokens.TargetTokens(mock.Mock(), mock.Mock(), mock.Mock(side_effect=draw), by_kernels=True)
     logits = torch.randn(2 * width, VOCAB).bfloat16()
     before = logits.clone()
     info = sampling_info(2, sampling_seed=torch.tensor([7, 9]) if width > 1 else None)
