@@ -6,7 +6,6 @@ prefix cache keeps at the wrong place, shows in what follows. The reference keep
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,16 +19,16 @@ from tests.engine.test_recurrent_serving import (
     Answered,
     ask_at_once,
     assert_equal,
-    first_turns,
-    next_turns,
+    assert_every_number_was_accepted,
+    plain_answers,
     random_ids,
+    recorded,
     request,
-    stopped_turns,
 )
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.zoo import ZOO
-from tests.zoo.member import BLOCK, pair
+from tests.zoo.member import pair
 
 CHUNK = 128
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
@@ -55,18 +54,6 @@ def rows() -> list[Any]:
     ]
 
 
-@functools.cache
-def plain_of(target: str) -> list[Answered]:
-    """Every request with the ids that plain decoding gives: first turns that stop, that do not, next turns."""
-    with serve(pair(target)[0], disable_radix_cache=True, **ZOO[target].arguments) as server:
-
-        def answered(turns: list[dict[str, Any]]) -> list[Answered]:
-            return [(turn, server.generate(**turn)["output_ids"]) for turn in turns]
-
-        first = answered(first_turns())
-        return answered(stopped_turns(first)) + first + answered(next_turns(first))
-
-
 @pytest.fixture(scope="module", params=rows())
 def configuration(request) -> str:
     return request.param
@@ -74,7 +61,7 @@ def configuration(request) -> str:
 
 @pytest.fixture(scope="module")
 def plain(configuration) -> list[Answered]:
-    return plain_of(CONFIGURATIONS[configuration][0])
+    return plain_answers(CONFIGURATIONS[configuration][0])
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +69,7 @@ def ours(configuration, plain, tmp_path_factory) -> Iterator[Server]:
     """Our server of one configuration, with an oracle that accepts anything from none to the whole block."""
     target, overrides = CONFIGURATIONS[configuration]
     arguments = {"mamba_track_interval": GRID, **ZOO[target].arguments, **overrides}
-    records = tmp_path_factory.mktemp("records")
-    for asked, output in plain:
-        if "stop_token_ids" not in asked["sampling_params"]:
-            scheduler_hooks.record(records, asked["input_ids"], output)
+    records = recorded(tmp_path_factory.mktemp("records"), plain)
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
         "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
@@ -107,11 +91,7 @@ def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_ve
     answers = [ours.generate(**asked) for asked, _ in plain]
     assert_equal(answers, plain)
     assert all(len(output) < NEW_TOKENS for _, output in plain[: len(LENGTHS)])
-    histogram = [0] * BLOCK
-    for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert all(histogram), f"accepted proposals per step: {histogram}"
+    assert_every_number_was_accepted(answers)
     # A next turn goes on from a state that a verify wrote, if it has the whole output before it.
     grid = ZOO[CONFIGURATIONS[configuration][0]].prefix_grid
     for length, answer in zip(LENGTHS, answers[2 * len(LENGTHS) :: 2], strict=True):

@@ -22,7 +22,7 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.support.rows import in_full_but
-from tests.zoo import recurrent
+from tests.zoo import ZOO, recurrent
 from tests.zoo.member import BLOCK, pair
 
 TARGET = "Qwen3.5"
@@ -84,12 +84,20 @@ def next_turns(answered: list[Answered]) -> list[dict[str, Any]]:
 @functools.cache
 def plain_answers(target: str) -> list[Answered]:
     """Every request with the ids that plain decoding gives: first turns that stop, that do not, next turns."""
-    with serve(pair(target)[0], disable_radix_cache=True) as server:
+    with serve(pair(target)[0], disable_radix_cache=True, **ZOO[target].arguments) as server:
         answered = [(turn, server.generate(**turn)["output_ids"]) for turn in first_turns()]
         stopped = [(turn, server.generate(**turn)["output_ids"]) for turn in stopped_turns(answered)]
         return (
             stopped + answered + [(turn, server.generate(**turn)["output_ids"]) for turn in next_turns(answered)]
         )
+
+
+def recorded(directory: Path, plain: list[Answered]) -> Path:
+    """The directory, with what the oracle proposes: whole outputs of plain decoding."""
+    for asked, output in plain:
+        if "stop_token_ids" not in asked["sampling_params"]:
+            scheduler_hooks.record(directory, asked["input_ids"], output)
+    return directory
 
 
 class Ours(NamedTuple):
@@ -104,10 +112,7 @@ def ours(request, tmp_path_factory) -> Iterator[Ours]:
     arguments = dict(CONFIGURATIONS[request.param])
     target, width = arguments.pop("target", TARGET), arguments.pop("width", {"widths": WIDTHS})
     plain = plain_answers(target)
-    records = tmp_path_factory.mktemp("records")
-    for asked, output in plain:
-        if "stop_token_ids" not in asked["sampling_params"]:
-            scheduler_hooks.record(records, asked["input_ids"], output)
+    records = recorded(tmp_path_factory.mktemp("records"), plain)
     environment = {
         REQUIRE_ENV: "1",
         CONFIG_ENV: json.dumps({"width": width}),
@@ -137,6 +142,15 @@ def assert_equal(answers: list[dict[str, Any]], plain: list[Answered]) -> None:
         assert answer["output_ids"] == output, about
 
 
+def assert_every_number_was_accepted(answers: list[dict[str, Any]]) -> None:
+    """Steps accepted none of their proposals, one, ..., all of a block."""
+    histogram = [0] * BLOCK
+    for answer in answers:
+        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+            histogram[accepted] += count
+    assert all(histogram), f"accepted proposals per step: {histogram}"
+
+
 @pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="model dtype", outcome="works")
 @pytest.mark.matrix(target="Qwen3-Next", draft="z-lab", kv="model dtype", outcome="works")
 def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_verify_wrote(ours, request):
@@ -145,11 +159,7 @@ def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_ve
     answers = [server.generate(**asked) for asked, _ in plain]
     assert_equal(answers, plain)
     assert all(len(output) < NEW_TOKENS for _, output in plain[: len(LENGTHS)])
-    histogram = [0] * BLOCK
-    for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert all(histogram), f"accepted proposals per step: {histogram}"
+    assert_every_number_was_accepted(answers)
     # The next turn goes on from a state that a verify wrote, unless the live state was past the last whole token.
     if "without_buffers" not in request.node.name:
         for length, answer in zip(LENGTHS, answers[2 * len(LENGTHS) :: 2], strict=True):
