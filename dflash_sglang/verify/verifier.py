@@ -198,9 +198,7 @@ class Verifier:
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=True)
         self._worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
-    def _forward(
-        self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, ragged: RaggedRows | None = None
-    ) -> Any:
+    def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, ragged: RaggedRows | None) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
         if ragged is None:
             rows, verify_input = block.rows, self._verify_input(tokens.view(-1), block, block.size)
