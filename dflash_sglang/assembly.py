@@ -27,7 +27,7 @@ from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
-from dflash_sglang.patches import weight_updates
+from dflash_sglang.patches import replayed_states, weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.patches.target_features import ensure_capture
@@ -120,6 +120,7 @@ def load_draft(
     layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
     feature_layer_ids = model.spec.feature_layer_ids(layers)
     ensure_capture(target.model, feature_layer_ids)
+    replayed_states.install(target)
     path = get_spec().speculative_token_map
     token_map = None if path is None else read_token_map(path)
     borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, config.draft_head)

@@ -4,10 +4,12 @@ One import per source module, sorted; add a name here, to `__all__` too, before 
 """
 
 from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
+from sglang.kernels.ops.attention.linear import gdn_replayssm_spec_fold
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
-from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
@@ -32,8 +34,9 @@ from sglang.srt.mem_cache.allocation import (
     assign_req_to_token_pool_func,
     write_cache_indices,
 )
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MambaPool
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, KVWriteLoc, MambaPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -47,6 +50,7 @@ from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import (
     get_exec,
+    get_memory,
     get_model,
     get_observability,
     get_parallel,
@@ -88,6 +92,7 @@ from sglang.srt.utils.common import (
 
 __all__ = [
     "FINISH_ABORT",
+    "GPU_MEMORY_TYPE_KV_CACHE",
     "SIMULATE_ACC_LEN",
     "SIMULATE_ACC_METHOD",
     "SIMULATE_ACC_TOKEN_MODE",
@@ -105,7 +110,9 @@ __all__ = [
     "FutureRelayBuffers",
     "GenerationBatchResult",
     "GrammarTree",
+    "HybridReqToTokenPool",
     "IdSpaceKind",
+    "KVCacheConfigurator",
     "KVWriteLoc",
     "LinearBase",
     "LogitsProcessor",
@@ -144,16 +151,19 @@ __all__ = [
     "envs",
     "forward_context",
     "fused_kv_norm_rope_write",
+    "gdn_replayssm_spec_fold",
     "get_available_gpu_memory",
     "get_cuda_graph_batch_size_alignment",
     "get_dp_tp_group",
     "get_exec",
+    "get_memory",
     "get_model",
     "get_observability",
     "get_parallel",
     "get_schedule",
     "get_spec",
     "get_tp_group",
+    "hybrid_gdn_config",
     "is_pin_memory_available",
     "mamba_track_grid",
     "mambaish_config",

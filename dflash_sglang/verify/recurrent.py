@@ -1,14 +1,15 @@
 """Recurrent states of the target: a verify commits those of the accepted rows only.
 
-A verify forward leaves every request's state as it was, and keeps the state after each of its rows aside. (The
-window of a convolution moves on in place. The commit sets it back, so a verify without a commit spoils it.) Once
-the accept is known, the state after the last accepted row becomes the request's. Where the accepted rows cross a
-boundary of the prefix cache's grid, the state at the boundary goes to the slot that the cache takes when the
-request ends or hands its prefix on. SGLang picks that slot (`prepare_for_verify`) and moves the states.
+A verify forward leaves every request's state as it was. (The window of a convolution moves on in place. The commit
+sets it back, so a verify without a commit spoils it.) Once the accept is known, the state after the last accepted
+row becomes the request's: with gated delta nets the accepted rows are replayed (`patches.replayed_states`), with
+other kinds the verify has kept the state after each of its rows. Where the accepted rows cross a boundary of the
+prefix cache's grid, the state at the boundary goes to the slot that the cache takes when the request ends or hands
+its prefix on. SGLang picks that slot (`prepare_for_verify`).
 
-Some kernels look for the states of the next request as many rows further on as the buffer has rows for a request,
-others as many as the step verifies. `states_of_width` gives each width a form of the buffer in which both are the
-same number.
+Of states that are kept, some kernels look for those of the next request as many rows further on as the buffer has
+rows for a request, others as many as the step verifies. `states_of_width` gives each width a form of the buffer in
+which both are the same number.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class RecurrentStates:
 
 def states_of_width(runner: ModelRunner, width: int) -> Any:
     """The `MambaPool.SpeculativeState` of steps of this width: the runner's own, with the states of verified rows
-    packed to `intermediate_ssm` [layers, requests + 1, width, ...]. None for a runner without recurrent layers.
+    packed to `intermediate_ssm` [layers, requests + 1, width, ...]. None for a runner that keeps none: without
+    recurrent layers, or where accepted rows are replayed.
 
     All widths share memory: the states live from a verify to the commit of the same step. Call it while the
     widest blocks' is in use.
@@ -92,6 +94,8 @@ def states_of_width(runner: ModelRunner, width: int) -> Any:
     if mambaish_config(runner.model_config) is None:
         return None
     states = runner.req_to_token_pool.mamba_pool.mamba_cache
+    if states.intermediate_ssm is None:
+        return None
     layers, requests, _, *shape = states.intermediate_ssm.shape
     packed = (layers, requests, width, *shape)
     rows = states.intermediate_ssm.view(-1)[: math.prod(packed)]

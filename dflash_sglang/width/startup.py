@@ -119,7 +119,7 @@ def without_misplaced_states(
 
     Raises StartupError if the fixed width is one of them, or the block's."""
     widths = config.states(block)
-    if mambaish_config(runner.model_config) is None or widths == (block,):
+    if widths == (block,) or states.recurrent(block) is None:
         return config
     requests = min(2, runner.req_to_token_pool.size)
 

@@ -30,10 +30,12 @@ WIDTHS = (1, 2, 3, 5, 8)
 GRID = 64  # tokens between the states that the prefix cache keeps
 LENGTHS = (1, 7, 64, 65, 130, 300)
 NEW_TOKENS = 100
+KEPT: dict[str, Any] = dict(linear_attn_verify_backend="flashinfer")  # on a CPU: SGLang's verify without replay
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "qwen3_next": dict(target="Qwen3-Next"),
     "whole_blocks": dict(width="block"),
+    "kept_states": KEPT,
     "synchronous_without_buffers": dict(disable_overlap_schedule=True, chunked_prefill_size=128),
     "pages_of_16_chunked_lazy": dict(
         page_size=16, chunked_prefill_size=128, mamba_radix_cache_strategy="extra_buffer_lazy"
@@ -126,6 +128,9 @@ def ours(request, tmp_path_factory) -> Iterator[Ours]:
         print(server.log_tail(40))  # shown with a failure
         if request.param.endswith("retracting"):
             assert "Testing retraction" in server.log_text()
+        assert ("accepted rows are replayed" in server.log_text()) is (
+            "linear_attn_verify_backend" not in arguments
+        )
         (state,) = server.get("/server_info")["internal_states"]
         steps = {int(width): count for width, count in state["dflash_width"]["steps"].items()}
         assert set(steps) == ({BLOCK} if width == "block" else set(WIDTHS)) and all(steps.values()), steps
@@ -221,7 +226,7 @@ def test_a_kernel_whose_states_lie_at_another_distance_is_found_and_its_widths_l
         "PYTHONPATH": scheduler_hooks.install(tmp_path),
         scheduler_hooks.HOOKS_ENV: "misplaced",
     }
-    with serve(target, draft, environment=environment) as server:
+    with serve(target, draft, environment=environment, **KEPT) as server:
         log = server.log_text()
         assert "left out [1, 4]: at these, TritonGDNKernel does not keep the states of verified rows" in log
         turn, output = plain_answers(TARGET)[-1]

@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from torch import Tensor
 from torch.nn.functional import silu
 
+from dflash_sglang.kernels.recurrent.replay import delta_rule, unit
 from dflash_sglang.platforms.cpu import gates
 from dflash_sglang.platforms.cpu.gates import fused_gdn_gating
 
@@ -31,6 +32,7 @@ def register(source: HookSource) -> None:
         ("mamba.causal_conv1d_triton", causal_conv1d_update),
         ("mamba.mamba_state_scatter_triton", track_mamba_states_all_layers),
         ("mamba.mamba_state_scatter_triton", scatter_mamba_states_after_mtp_verify),
+        ("mamba.mamba_state_scatter_triton", fused_conv_window_scatter_with_mask),
         ("attention.fla.chunk", chunk_gated_delta_rule),
         ("attention.fla.fused_recurrent", fused_recurrent_gated_delta_rule_packed_decode),
         ("attention.fla.fused_norm_gate", gates.rms_norm_gated),
@@ -119,22 +121,14 @@ def _delta_rule(
     [n, T, v_heads, V, K], float32.
     """
     shared = v.shape[2] // k.shape[2]
-    q, k = (_unit(x).repeat_interleave(shared, dim=2) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
+    q, k = (unit(x).repeat_interleave(shared, dim=2) for x in (q, k))
+    q, v = q * q.shape[-1] ** -0.5, v.float()
     outputs, states = [], []
     for t in range(q.shape[1]):
-        state = state * decay[:, t, :, None, None].exp()
-        held = (state * k[:, t, :, None]).sum(dim=-1)
-        change = (v[:, t] - held) * beta[:, t, :, None]
-        state = state + change[..., None] * k[:, t, :, None]
+        state = delta_rule(state, k[:, t], v[:, t], decay[:, t], beta[:, t])
         outputs.append((state * q[:, t, :, None]).sum(dim=-1))
         states.append(state)
     return torch.stack(outputs, dim=1), torch.stack(states, dim=1)
-
-
-def _unit(x: Tensor) -> Tensor:
-    x = x.float()
-    return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def chunk_gated_delta_rule(
@@ -178,6 +172,11 @@ def fused_sigmoid_gating_delta_rule_update(
     disable_state_update: bool = False,
     intermediate_states_buffer: Tensor | None = None,  # [requests, T, v_heads, V, K], written
     intermediate_state_indices: Tensor | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: Tensor | None = None,  # [slots, v_heads, block, V], written if cache_ring, as all of these
+    replayssm_rawk: Tensor | None = None,  # [slots, heads, block, K]
+    replayssm_g: Tensor | None = None,  # [slots, v_heads, block]
+    replayssm_beta: Tensor | None = None,  # [slots, v_heads, block]
     **_: Any,
 ) -> Tensor:
     """Decode and verify. Returns [1, tokens, v_heads, V]."""
@@ -191,6 +190,12 @@ def fused_sigmoid_gating_delta_rule_update(
     if intermediate_states_buffer is not None and intermediate_state_indices is not None:
         rows = intermediate_state_indices[:requests].long()
         intermediate_states_buffer[rows, : states.shape[1]] = states.to(intermediate_states_buffer.dtype)
+    if cache_ring:
+        there = slots >= 0  # padding has none
+        kept = (replayssm_rawv, values), (replayssm_rawk, k), (replayssm_g, decay), (replayssm_beta, beta)
+        for ring, rows in kept:
+            assert ring is not None
+            ring[slots[there], :, : rows.shape[1]] = rows[there].transpose(1, 2).to(ring.dtype)
     return output.reshape(v.shape).to(v.dtype)
 
 
@@ -250,12 +255,22 @@ def scatter_mamba_states_after_mtp_verify(
 ) -> None:
     """Verify: moves the states after each request's row `steps` [requests] to its slot, and those after row
     `track_steps` (none where negative) to the slots that the prefix cache will take."""
-    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-
-    scatter = HybridLinearAttnBackend._scatter_speculative_state_with_mask
     pairs = [(mamba_caches.temporal, mamba_caches.intermediate_ssm)]
     pairs += zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True)
     for states, by_step in pairs:
-        scatter(states, by_step, state_indices, steps, src_indices_raw)
-        if track_indices is not None:
-            scatter(states, by_step, track_indices, track_steps, src_indices_raw)
+        fused_conv_window_scatter_with_mask(states, by_step, state_indices, steps, src_indices_raw)
+        if track_indices is not None and track_steps is not None:
+            fused_conv_window_scatter_with_mask(states, by_step, track_indices, track_steps, src_indices_raw)
+
+
+def fused_conv_window_scatter_with_mask(
+    states: Tensor,  # [layers, slots, ...], written
+    by_step: Tensor,  # [layers, requests, T, ...]
+    slots: Tensor,  # [requests], negative for none, as the next
+    steps: Tensor,
+    src_indices_raw: Tensor | None = None,
+) -> None:
+    """Verify: moves what is kept of each request's row `steps` to its slot."""
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+
+    HybridLinearAttnBackend._scatter_speculative_state_with_mask(states, by_step, slots, steps, src_indices_raw)

@@ -336,7 +336,9 @@ def test_sglang_0_5_22_is_refused_with_the_list_of_what_differs(monkeypatch: pyt
 
 
 def test_named_rows_are_taken_on_trust_each_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    known_hashes(monkeypatch)
+    hashes = known_hashes(monkeypatch)
+    there = {table.BY_NAME[name].source: found or "another" for name, found in hashes.items()}  # nothing is gone
+    monkeypatch.setattr(contract, "fingerprint", lambda dotted, root: there[dotted])
     differing = tuple(refused())
     *warnings, served = contract.check(differing)
     assert [line.split(":")[1].strip() for _, line in warnings] == list(differing)

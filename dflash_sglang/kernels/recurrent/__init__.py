@@ -1,0 +1,1 @@
+"""Kernels over the states of a target's recurrent layers."""

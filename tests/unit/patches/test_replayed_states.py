@@ -1,0 +1,180 @@
+"""Pools of recurrent states that keep rows: their sizes by SGLang's own arithmetic, and their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.patches import replayed_states
+
+LAYERS, HEADS, DIM, KEY_HEADS = 48, 48, 128, 16  # of Qwen3.5-27B
+BLOCK, GB = 16, 2**30
+
+
+def params(layers: int = LAYERS, v_heads: int = HEADS, heads: int = KEY_HEADS, dim: int = DIM) -> Any:
+    """SGLang's of gated delta nets with 16-bit activations and float32 states."""
+    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=v_heads * dim,
+        n_groups=heads,
+        num_heads=v_heads,
+        head_dim=dim,
+        state_size=dim,
+        conv_kernel=4,
+    )
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    return Mamba2CacheParams(shape=shape, layers=list(range(layers)), dtype=dtype)
+
+
+class Leaves(SimpleNamespace):
+    """A group of SGLang's resolved settings."""
+
+    @contextmanager
+    def override(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        yield
+        vars(self).update(before)
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Default settings of a launch with this block, where SGLang's arithmetic and ours find them."""
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    mamba = Leaves(
+        enable_linear_replayssm_spec=False,
+        linear_replayssm_cache_len=16,
+        enable_mamba_extra_buffer=True,
+        enable_mamba_extra_buffer_lazy=False,
+        linear_attn_backend="triton",
+        linear_attn_decode_backend=None,
+        linear_attn_verify_backend=None,
+    )
+    memory = Leaves(disable_radix_cache=False, enable_unified_memory=False, enable_page_major_kv_layout=False)
+    schedule = Leaves(
+        max_mamba_cache_size=None,
+        max_running_requests=48,
+        mamba_full_memory_ratio=0.9,
+        disable_overlap_schedule=False,
+    )
+    found = dict(
+        get_exec=lambda: SimpleNamespace(mamba=mamba),
+        get_memory=lambda: memory,
+        get_schedule=lambda: schedule,
+        get_spec=lambda: Leaves(speculative_num_draft_tokens=BLOCK),
+        get_context=lambda: SimpleNamespace(override=lambda reason, **values: vars(schedule).update(values)),
+    )
+    for module in (kv_cache_configurator, replayed_states):
+        for name, value in found.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(kv_cache_configurator, "_pd_prefill_skips_mamba_spec_state", lambda: False)
+    monkeypatch.setattr(replayed_states, "hybrid_gdn_config", lambda config: object())
+    return SimpleNamespace(mamba=mamba, memory=memory, schedule=schedule)
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `install` replaces is put back."""
+    for owner, name in (
+        (replayed_states.KVCacheConfigurator, "_handle_max_mamba_cache"),
+        (replayed_states.HybridReqToTokenPool, "mamba_pool_cls"),
+        (replayed_states.gdn_replayssm_spec_fold, "commit_gdn_replayssm_fold_all_layers"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def sized(settings: Any, gigabytes: float) -> tuple[int, int, float]:
+    """Slots, running requests, and GB that are left for KV."""
+
+    class Configurator(replayed_states.KVCacheConfigurator):  # with attributes of any kind
+        fused_entry_bytes = staticmethod(lambda name: None)
+
+    configurator: Any = object.__new__(Configurator)
+    fields = dict(
+        mambaish_config=SimpleNamespace(mamba2_cache_params=params()),
+        hybrid_gdn_config=object(),
+        hybrid_kda_config=None,
+        pp_size=1,
+        attn_dp_size=1,
+        spec_algorithm=SimpleNamespace(is_none=lambda: False),
+        extra_mamba_cache_bytes_per_req=0,
+    )
+    for name, value in fields.items():
+        setattr(configurator, name, value)
+    settings.schedule.max_mamba_cache_size = None
+    left = configurator._handle_max_mamba_cache(gigabytes)
+    assert configurator.extra_mamba_cache_bytes_per_req == 0
+    assert not settings.mamba.enable_linear_replayssm_spec and settings.mamba.linear_replayssm_cache_len == 16
+    slots = settings.schedule.max_mamba_cache_size
+    return slots, min(48, slots // configurator._calculate_mamba_ratio()), left
+
+
+def test_a_27b_on_one_h200_runs_four_times_the_requests(settings, sglang):
+    """66 GB beside bf16 weights, default flags: the table of docs/guide/recurrent-targets.md."""
+    kept_slots, kept_requests, kept_left = sized(settings, 66.0)
+    assert replayed_states.install(SimpleNamespace(model_config=None))
+    slots, requests, left = sized(settings, 66.0)
+    assert (kept_slots, kept_requests) == (47, 9)
+    assert (slots, requests) == (189, 37)
+    assert abs(left - kept_left) < 2.0  # as much as before is left for KV
+    # All that SGLang and we allocate for slots and for 37 requests is within what was taken.
+    conv = params().mamba_cache_per_req - LAYERS * HEADS * DIM * DIM * 4
+    rows = replayed_states.RowShapes.from_params(params(), BLOCK).nbytes * LAYERS
+    allocated = (slots + 1) * (params().mamba_cache_per_req + rows) + (requests + 1) * conv * (BLOCK + 2) // 3
+    assert 0.95 < allocated / GB / (66.0 - left) <= 1.0
+
+
+def test_the_pool_keeps_rows_by_slot_and_no_states_of_rows(settings):
+    small = params(layers=3, v_heads=4, heads=2, dim=8)
+    pool = replayed_states.ReplayPool(
+        size=5,
+        spec_state_size=2,
+        cache_params=small,
+        mamba_layer_ids=small.layers,
+        device="cpu",
+        speculative_num_draft_tokens=BLOCK,
+        speculative_eagle_topk=1,
+    )
+    states = pool.mamba_cache
+    assert states.intermediate_ssm is None and states.replayssm_d is None and states.replayssm_k is None
+    assert states.temporal.shape == (3, 6, 4, 8, 8)
+    assert states.replayssm_rawv.shape == (3, 6, 4, BLOCK, 8) and states.replayssm_rawv.dtype == torch.bfloat16
+    assert states.replayssm_rawk.shape == (3, 6, 2, BLOCK, 8) and states.replayssm_rawk.dtype == torch.bfloat16
+    for gates in (states.replayssm_g, states.replayssm_beta):
+        assert gates.shape == (3, 6, 4, BLOCK) and gates.dtype == torch.float32
+    shapes = replayed_states.RowShapes.from_params(small, BLOCK)
+    rows = (states.replayssm_rawv, states.replayssm_rawk, states.replayssm_g, states.replayssm_beta)
+    assert 3 * 6 * shapes.nbytes == sum(tensor.nbytes for tensor in rows)
+    assert pool.replayssm_spec_fold and pool.replayssm_cache_base is None
+
+
+@pytest.mark.parametrize(
+    "group, field, value",
+    [
+        ("mamba", "linear_attn_verify_backend", "flashinfer"),
+        ("mamba", "linear_attn_decode_backend", "flashinfer"),
+        ("mamba", "linear_attn_backend", "flashinfer"),
+        ("memory", "enable_unified_memory", True),
+        ("memory", "enable_page_major_kv_layout", True),
+    ],
+)
+def test_states_of_rows_are_kept_where_another_kernel_verifies_or_pools_lie_otherwise(
+    settings, sglang, group, field, value
+):
+    setattr(getattr(settings, group), field, value)
+    assert not replayed_states.install(SimpleNamespace(model_config=None))
+    assert replayed_states.HybridReqToTokenPool.mamba_pool_cls is not replayed_states.ReplayPool
+
+
+def test_other_kinds_keep_states_of_rows(settings, sglang, monkeypatch):
+    monkeypatch.setattr(replayed_states, "hybrid_gdn_config", lambda config: None)
+    assert not replayed_states.install(SimpleNamespace(model_config=None))
