@@ -5,6 +5,8 @@ what a running request takes: 2.4 GB with 48 layers, 48 heads of 128 x 128 and a
 written into a state is 12 times smaller than a state: its value and key, its decay and beta. SGLang's verify
 can keep these instead, in a ring of its pool that only KDA targets get. Here gated delta nets get it, too, and
 `kernels.recurrent.replay` moves the states on at the commit.
+
+A step of width 1 has one row, which is accepted. It moves the states on in the forward, as plain decoding does.
 """
 
 from __future__ import annotations
@@ -104,6 +106,27 @@ def _replays(target: ModelRunner) -> bool:
         and not get_memory().enable_page_major_kv_layout
         and not envs.SGLANG_ENABLE_PP_SPEC.get()
     )
+
+
+def move_states_in_forward(attention: Any) -> None:
+    """attention: SGLang's backend of steps of width 1, before its graphs are captured."""
+    backend = attention.linear_attn_backend
+
+    def decode(*, layer: Any, query: Any, key: Any, value: Any, a: Any, b: Any, **of_batch: Any) -> torch.Tensor:
+        return backend.kernel_dispatcher.decode(
+            query,
+            key,
+            value,
+            a,
+            b,
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            ssm_states=of_batch["ssm_states"],
+            cache_indices=of_batch["cache_indices"],
+            query_start_loc=of_batch["query_start_loc"],
+        )
+
+    replace("replay-of-one", backend, decode)
 
 
 class ReplayPool(MambaPool):

@@ -6,6 +6,7 @@ One import per source module, sorted; add a name here, to `__all__` too, before 
 from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
 from sglang.kernels.ops.attention.linear import gdn_replayssm_spec_fold
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+from sglang.kernels.ops.mamba.mamba_state_scatter_triton import track_mamba_states_all_layers
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
@@ -176,6 +177,7 @@ __all__ = [
     "sanitize_nan_logits",
     "should_apply_lm_head_quant_method",
     "table_qk_norm_rope_",
+    "track_mamba_states_all_layers",
     "unwrap_lora_layer",
     "write_cache_indices",
 ]

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_sglang.patches.replayed_states import ReplayPool
+from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import (
     MambaPool,
     commit_mamba_states_after_verify,
@@ -28,6 +30,7 @@ from dflash_sglang.sglang_names.scheduler import (
     get_exec,
     mamba_track_grid,
     mambaish_config,
+    track_mamba_states_all_layers,
 )
 from dflash_sglang.startup.facts import Problem, StartupError
 
@@ -51,6 +54,7 @@ class RecurrentStates:
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         # SGLang commits along a tree of proposals: here row i follows row i - 1.
         self._rows = torch.arange(max_requests * block_size, device=runner.device)
+        self._replays = replays(runner)
 
     @classmethod
     def from_target(cls, target_worker: TpModelWorker, block_size: int) -> RecurrentStates | None:
@@ -73,6 +77,9 @@ class RecurrentStates:
 
     def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor, width: int) -> None:
         """After the verify of `batch`, whose seq_lens are still the prefixes. commit_lens [bs], on the device."""
+        if width == PLAIN and self._replays:  # the forward has moved the states on
+            self._keep_for_cache(batch)
+            return
         bs = commit_lens.shape[0]
         commit_mamba_states_after_verify(
             target_worker=self._worker,
@@ -81,6 +88,30 @@ class RecurrentStates:
             accept_index=self._rows[: bs * width].view(bs, width),
             draft_token_num=width,
         )
+
+    def _keep_for_cache(self, batch: ScheduleBatch) -> None:
+        """Copies the states of requests that are at a boundary of the grid, after one token of each."""
+        slots = batch.mamba_track_indices
+        if slots is None:
+            return
+        runner = self._worker.model_runner
+        pool = runner.req_to_token_pool
+        states = pool.mamba_pool.mamba_cache
+        at_boundary = (batch.seq_lens + 1) % mamba_track_grid(runner.page_size) == 0
+        for conv in states.conv:
+            track_mamba_states_all_layers(
+                conv,
+                states.temporal,
+                pool.get_mamba_indices(batch.req_pool_indices),
+                at_boundary & (slots >= 0),
+                slots,
+                len(slots),
+            )
+
+
+def replays(runner: ModelRunner) -> bool:
+    """Whether a runner's commits replay accepted rows; its pools exist."""
+    return isinstance(getattr(runner.req_to_token_pool, "mamba_pool", None), ReplayPool)
 
 
 def states_of_width(runner: ModelRunner, width: int) -> Any:

@@ -16,9 +16,10 @@ from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.patches.graph_captures import by_tokens, captured_at, shared_evenly
 from dflash_sglang.patches.graph_inputs import leave_in_place, load_inputs_once
+from dflash_sglang.patches.replayed_states import move_states_in_forward
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, get_spec
-from dflash_sglang.verify.recurrent import states_of_width
+from dflash_sglang.verify.recurrent import replays, states_of_width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +57,8 @@ class RuntimeState(NamedTuple):
                 attention = runner._get_attention_backend()
             spare_launches(attention)
             plan_windows(attention)
+            if width == PLAIN and replays(runner):
+                move_states_in_forward(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
                 with by_tokens() if ragged else nullcontext():

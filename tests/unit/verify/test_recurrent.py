@@ -148,6 +148,30 @@ def test_any_batch_commits_its_prefixes_and_the_boundaries_that_they_reach(reque
     assert written(caches.temporal) == written(caches.conv[0]) == expected
 
 
+def test_a_step_of_one_row_keeps_states_at_boundaries_and_moves_none(monkeypatch: pytest.MonkeyPatch):
+    """The forward has moved them on: prefixes of 63 are at the boundary after it, but one request's is freed."""
+    from dflash_sglang.platforms.cpu.recurrent import track_mamba_states_all_layers
+
+    monkeypatch.setattr(recurrent, "replays", lambda runner: True)
+    monkeypatch.setattr(recurrent, "track_mamba_states_all_layers", track_mamba_states_all_layers)
+    target = worker()
+    pool = target.model_runner.req_to_token_pool
+    pool.get_mamba_indices = lambda requests: requests + 1
+    states = pool.mamba_pool.mamba_cache
+    for kept in (states.temporal, *states.conv):
+        kept.copy_(torch.arange(SLOTS).view(1, SLOTS, *(1 for _ in kept.shape[2:])).expand_as(kept))
+    batch = SimpleNamespace(
+        seq_lens=torch.tensor([62, 63, 64, 63, 127]),
+        req_pool_indices=torch.arange(5),
+        mamba_track_indices=torch.tensor([11, 12, 13, -1, 15]),
+    )
+    RecurrentStates(target, BLOCK).commit(batch, torch.ones(5, dtype=torch.int32), 1)
+    moved = {12: 2, 15: 5}
+    for kept in (states.temporal, *states.conv):
+        for slot in range(SLOTS):
+            assert (kept[:, slot] == moved.get(slot, slot)).all(), slot
+
+
 # ---- Widths --------------------------------------------------------------------------------------------------
 
 
