@@ -1,4 +1,4 @@
-"""Torch forms of SGLang's kernels for gated delta nets: convolution, delta rule, states.
+"""Torch forms of SGLang's kernels for recurrent layers: convolution, delta rule, states.
 
 They take the kernels' arguments, of which those that SGLang's GDN backend leaves alone are not here, and write the
 same states. Every sequence runs token by token, in prefill as in decode and verify, so that a token's output does
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from dflash_sglang.kernels.recurrent.replay import delta_rule, unit
-from dflash_sglang.platforms.cpu import gates
+from dflash_sglang.platforms.cpu import gates, mamba2
 from dflash_sglang.platforms.cpu.gates import fused_gdn_gating
 
 CHUNK = 64  # tokens between the states that prefill hands to the prefix cache
@@ -25,14 +25,22 @@ _KERNELS = "sglang.kernels.ops."
 
 def register(source: HookSource) -> None:
     """Puts the functions of this module in the place of the kernels; a second call changes nothing."""
+    from sglang.srt.layers.attention.mamba import mamba
+
     # SGLang pins the mask of states to track without asking whether there is a GPU.
     Tensor.pin_memory = lambda self, *_: self
+    # Its Mamba2 mixer imports convolutions by the device's maker: on a CPU none.
+    mamba.causal_conv1d_fn_triton = causal_conv1d_fn
+    mamba.causal_conv1d_update_triton = causal_conv1d_update
     for module, function in (
         ("mamba.causal_conv1d_triton", causal_conv1d_fn),
         ("mamba.causal_conv1d_triton", causal_conv1d_update),
         ("mamba.mamba_state_scatter_triton", track_mamba_states_all_layers),
         ("mamba.mamba_state_scatter_triton", scatter_mamba_states_after_mtp_verify),
         ("mamba.mamba_state_scatter_triton", fused_conv_window_scatter_with_mask),
+        ("mamba.mamba_state_scatter_triton", mamba2.track_mamba_states_if_needed),
+        ("mamba.triton_ops.ssd_combined", mamba2.mamba_chunk_scan_combined),
+        ("mamba.triton_ops.ssu_dispatch", mamba2.selective_state_update),
         ("attention.fla.chunk", chunk_gated_delta_rule),
         ("attention.fla.fused_recurrent", fused_recurrent_gated_delta_rule_packed_decode),
         ("attention.fla.fused_norm_gate", gates.rms_norm_gated),
