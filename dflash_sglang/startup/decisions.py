@@ -36,7 +36,7 @@ from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
 # Kinds of recurrent layers beside gated delta nets, by the target's model type, that the CPU platform serves. They
 # have not run on a GPU: there the built-in worker has them.
-_RECURRENT_ON_CPU = ("lfm2", "lfm2_moe")
+_RECURRENT_ON_CPU = ("lfm2", "lfm2_moe", "nemotron_h")
 
 
 def check_startup(server_args: Any) -> Foreign | None:
@@ -146,8 +146,8 @@ def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> 
 
 
 def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | None:
-    """A target with recurrent layers of a kind that is not served on this device: Mamba, KDA, lightning attention;
-    any under data-parallel attention, whose padding steps through states."""
+    """A target with recurrent layers of a kind that is not served on this device: KDA, lightning attention, Mamba
+    beside attention in one layer; any under data-parallel attention, whose padding steps through states."""
     if mambaish_config(target_config) is None:
         return None
     architectures = target_config.hf_config.architectures

@@ -1,5 +1,5 @@
-"""Targets with gated delta nets: output through our worker equals plain decoding's, float32 on the CPU, while
-every step has another width.
+"""Targets with gated delta nets or Mamba2: output through our worker equals plain decoding's, float32 on the CPU,
+while every step has another width.
 
 The target's states remember hundreds of tokens (`tests.zoo.recurrent`): a state of a rejected row, or one that the
 prefix cache keeps at the wrong place, shows in what follows. The reference keeps no prefixes at all.
@@ -39,6 +39,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "synchronous_without_buffers": dict(disable_overlap_schedule=True, chunked_prefill_size=128),
     "pages_of_16_chunked_lazy": dict(
         page_size=16, chunked_prefill_size=128, mamba_radix_cache_strategy="extra_buffer_lazy"
+    ),
+    "nemotron_h_chunked_retracting": dict(
+        target="Nemotron-H",
+        chunked_prefill_size=128,
+        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"},
     ),
     "synchronous_pages_of_64_retracting": dict(
         disable_overlap_schedule=True,
@@ -158,6 +163,7 @@ def assert_every_number_was_accepted(answers: list[dict[str, Any]]) -> None:
 
 @pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="model dtype", outcome="works")
 @pytest.mark.matrix(target="Qwen3-Next", draft="z-lab", kv="model dtype", outcome="works")
+@pytest.mark.matrix(target="Nemotron-H", draft="z-lab", kv="model dtype", outcome="works")
 def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_verify_wrote(ours, request):
     server, _, plain = ours
     server.post("/flush_cache?timeout=60")
@@ -173,6 +179,7 @@ def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_ve
 
 @pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="model dtype", outcome="works")
 @pytest.mark.matrix(target="Qwen3-Next", draft="z-lab", kv="model dtype", outcome="works")
+@pytest.mark.matrix(target="Nemotron-H", draft="z-lab", kv="model dtype", outcome="works")
 def test_outputs_equal_plain_decoding_in_a_batch_with_sampled_and_aborted_neighbours(ours):
     """A sampled neighbour sends the whole batch through rejection sampling."""
     server, _, plain = ours

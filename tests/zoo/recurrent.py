@@ -1,4 +1,4 @@
-"""Targets with recurrent layers beside full attention: gated delta nets, short convolutions."""
+"""Targets with recurrent layers beside full attention: gated delta nets, short convolutions, Mamba2."""
 
 from __future__ import annotations
 
@@ -129,3 +129,39 @@ SHORT_CONVOLUTIONS: dict[str, Any] = dict(
 # SGLang keeps their states wherever a prefix ends, and serves them without overlap, in pages of one token.
 register(Member("LFM2", "Lfm2ForCausalLM", lfm2))
 register(Member("LFM2-MoE", "Lfm2MoeForCausalLM", lfm2_moe))
+
+
+def nemotron_h() -> Any:
+    """Mamba2, attention and MLP as layers of their own, named as on the hub: SGLang does not know other names."""
+    from transformers import NemotronHConfig
+
+    class Published(NemotronHConfig):
+        def to_dict(self) -> dict[str, Any]:
+            fields = super().to_dict()
+            del fields["layers_block_type"]
+            return {**fields, "hybrid_override_pattern": "M*-M-", "mamba_n_groups": self.n_groups}
+
+    return Published(
+        **TEXT,
+        hybrid_override_pattern="M*-M-",
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=64,
+    )
+
+
+def remembering_in_large_steps(model: Any) -> None:
+    """As `remembering`. The time steps stay above transformers' `time_step_min`, which SGLang does not know."""
+    import torch
+
+    remembering(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
+
+
+register(
+    Member("Nemotron-H", "NemotronHForCausalLM", nemotron_h, finish=remembering_in_large_steps, prefix_grid=64)
+)

@@ -261,7 +261,7 @@ def other_kind(pair, monkeypatch) -> Any:
 
 
 @pytest.mark.matrix(
-    target="Mamba, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
+    target="Falcon-H1, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
 )
 def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, other_kind):
     other_kind("falcon_h1")
@@ -273,8 +273,10 @@ def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, 
     )
 
 
-@pytest.mark.matrix(target="LFM2, LFM2-MoE on a GPU", draft="z-lab", kv="any", outcome="built-in worker")
-@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe"])
+@pytest.mark.matrix(
+    target="LFM2, LFM2-MoE, Nemotron-H on a GPU", draft="z-lab", kv="any", outcome="built-in worker"
+)
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "nemotron_h"])
 def test_kinds_that_ran_on_the_cpu_platform_only_are_ours_there_and_the_built_in_workers_on_a_gpu(
     pair, other_kind, model_type
 ):
