@@ -1,4 +1,4 @@
-"""One SGLang server process: started, awaited, asked over HTTP, and ended with everything it started."""
+"""One SGLang server: asked over HTTP, and as a process started, awaited, and ended with everything it started."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 PORTS = range(12000, 32000)
-# Straight to the local server, whatever proxy the environment names.
-_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Straight to the server, whatever proxy the environment names.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerFailed(RuntimeError):
@@ -40,17 +40,66 @@ def free_port() -> int:
     raise OSError(f"no port of 127.0.0.1 is free from {PORTS.start} to {PORTS.stop - 1}")
 
 
-class Server:
+class Client:
+    """The requests of a running server at `url`, such as http://127.0.0.1:30000."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+
+    def get(self, path: str) -> Any:
+        """Returns the decoded JSON body of GET `path`, or None when the body is empty."""
+        body = self.text(path)
+        return json.loads(body) if body else None
+
+    def text(self, path: str) -> str:
+        """Returns the body of GET `path`."""
+        with _DIRECT.open(self.url + path, timeout=30) as answer:
+            return answer.read().decode()
+
+    def generate(self, **request: Any) -> Any:
+        """POST /generate; `request` holds SGLang's fields (`text` or `input_ids`, `sampling_params`, ...)."""
+        with _DIRECT.open(self._request("/generate", request), timeout=600) as answer:
+            return json.loads(answer.read())
+
+    def stream(self, **request: Any) -> Iterator[dict[str, Any]]:
+        """Same as `generate`, with `stream`; yields each event's object, cumulative as SGLang sends it.
+
+        Raises ServerFailed where the server refuses the request or does not end its answer.
+        """
+        whole = False
+        with _DIRECT.open(self._request("/generate", {**request, "stream": True}), timeout=600) as answer:
+            with suppress(http.client.IncompleteRead):
+                for line in answer:
+                    whole = whole or line.strip() == b"data: [DONE]"
+                    if line.startswith(b"data:") and not whole:
+                        event = json.loads(line[len(b"data:") :])
+                        if "error" in event:
+                            raise ServerFailed(f"the server refused the request: {event['error']}")
+                        yield event
+        if not whole:
+            raise ServerFailed("the server broke off its answer: expected a stream that ends with [DONE]")
+
+    def post(self, path: str, **body: Any) -> None:
+        """POST `path` with a JSON body, for calls whose answer is their HTTP status."""
+        _DIRECT.open(self._request(path, body), timeout=60).close()
+
+    def _request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
+        return urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+
+
+class Server(Client):
     """A server process in a process group of its own; `with` ends the whole group, however it is left."""
 
     ready_path = "/health"
     poll_seconds = 0.5
 
     def __init__(self, command: Sequence[str], *, port: int, environment: Mapping[str, str], log: Path):
+        super().__init__(f"http://127.0.0.1:{port}")
         self.command = list(command)
         self.environment = dict(environment)
         self.log = log
-        self.url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -96,48 +145,6 @@ class Server:
         except OSError:  # refused, timed out, or an HTTP status that is not 200
             return False
         return True
-
-    def get(self, path: str) -> Any:
-        """Returns the decoded JSON body of GET `path`, or None when the body is empty."""
-        body = self.text(path)
-        return json.loads(body) if body else None
-
-    def text(self, path: str) -> str:
-        """Returns the body of GET `path`."""
-        with _LOCAL.open(self.url + path, timeout=30) as answer:
-            return answer.read().decode()
-
-    def generate(self, **request: Any) -> Any:
-        """POST /generate; `request` holds SGLang's fields (`text` or `input_ids`, `sampling_params`, ...)."""
-        with _LOCAL.open(self._request("/generate", request), timeout=600) as answer:
-            return json.loads(answer.read())
-
-    def stream(self, **request: Any) -> Iterator[dict[str, Any]]:
-        """Same as `generate`, with `stream`; yields each event's object, cumulative as SGLang sends it.
-
-        Raises ServerFailed where the server refuses the request or does not end its answer.
-        """
-        whole = False
-        with _LOCAL.open(self._request("/generate", {**request, "stream": True}), timeout=600) as answer:
-            with suppress(http.client.IncompleteRead):
-                for line in answer:
-                    whole = whole or line.strip() == b"data: [DONE]"
-                    if line.startswith(b"data:") and not whole:
-                        event = json.loads(line[len(b"data:") :])
-                        if "error" in event:
-                            raise ServerFailed(f"the server refused the request: {event['error']}")
-                        yield event
-        if not whole:
-            raise ServerFailed("the server broke off its answer: expected a stream that ends with [DONE]")
-
-    def post(self, path: str, **body: Any) -> None:
-        """POST `path` with a JSON body, for calls whose answer is their HTTP status."""
-        _LOCAL.open(self._request(path, body), timeout=60).close()
-
-    def _request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
-        return urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
 
     @contextmanager
     def reported(self, name: str, *more: type[Exception]) -> Iterator[None]:
