@@ -1,4 +1,4 @@
-"""Command line: `dflash-sglang pair`, `demo`, `bench`, `hot-vocab` and `patches`."""
+"""Command line: `dflash-sglang pair`, `demo`, `bench`, `check`, `hot-vocab` and `patches`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from typing import TextIO
 from dflash_sglang import __version__
 from dflash_sglang.bench import arguments
 from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.check import arguments as check_arguments
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.pair import held_out_prompts, pair_directories
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 when a server failed, float32 outputs differ, a text has too few tokens or a
-    patch does not fit, 2 for an option that cannot be measured, read or written, 130 after Ctrl-C."""
-    options = _parser().parse_args(argv)
+    """Returns the exit code: 0, 1 when a server failed, float32 outputs differ, a check finds a pair not fine, a
+    text has too few tokens or a patch does not fit, 2 for an option that cannot be measured, read or
+    written, 130 after Ctrl-C."""
+    parser = _parser()
+    options, launch_flags = parser.parse_known_args(argv)
+    if launch_flags and options.command != "check":
+        parser.error(f"unrecognized arguments: {' '.join(launch_flags)}")
     if options.command == "pair":
         print(json.dumps(pair_directories(), indent=1))
         return 0
@@ -29,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dflash_sglang.bench.run import bench
 
         return bench(options)
+    if options.command == "check":
+        from dflash_sglang.check.run import check
+
+        return check(options, launch_flags)
     if options.command == "patches":
         return _patches(options)
     return _hot_vocab(options) if options.command == "hot-vocab" else _demo(options)
@@ -45,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompts", type=_between(1, available), default=8, help="held-out prompts (default 8)")
     demo.add_argument("--max-new-tokens", type=_between(2, 1024), default=128, help="default 128")
     arguments.add_parser(commands)
+    check_arguments.add_parser(commands)
     hot = commands.add_parser(
         "hot-vocab", help="write the most frequent tokens of a text as a file for --speculative-token-map"
     )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+RECORD = _HERE / "record.json"  # how the pair was trained, and its acceptance on the held-out prompts
 KNOWN_ANSWERS = _HERE / "known_answers.jsonl"  # held-out prompts with the target's greedy continuations
 
 

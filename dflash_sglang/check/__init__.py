@@ -1,0 +1,1 @@
+"""`dflash-sglang check`: whether a target and its draft work together, on the operator's own prompts."""

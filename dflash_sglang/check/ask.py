@@ -1,0 +1,58 @@
+"""What a server is asked: greedy completions, and how likely the tokens were at which two outputs part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.check.parting import Likelihood
+from dflash_sglang.demo.server import Client
+
+RANKED = 20  # likeliest tokens whose rank is known
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One greedy completion. ``histogram``: how many verify steps accepted 0, 1, 2, ... proposals; empty without
+    speculation."""
+
+    ids: list[int]
+    histogram: list[int]
+
+
+def answers(
+    client: Client,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    concurrency: int,
+    on_done: Callable[[int], None],
+) -> list[Answer]:
+    """The completions of all prompts, `concurrency` at a time, each to its EOS or limit; on_done(number done)."""
+    out: list[Answer] = []
+    for start in range(0, len(prompts), concurrency):
+        found = client.generate(
+            input_ids=prompts[start : start + concurrency],
+            sampling_params={"temperature": 0, "max_new_tokens": max_new_tokens},
+        )
+        out += [
+            Answer(one["output_ids"], one["meta_info"].get("spec_correct_drafts_histogram", [])) for one in found
+        ]
+        on_done(len(out))
+    return out
+
+
+def likelihoods(client: Client, ids: list[int], tokens: Sequence[int]) -> tuple[list[Likelihood], float]:
+    """(how likely each of `tokens` is after `ids`, log probability of the likeliest token)"""
+    answer = client.generate(
+        input_ids=ids,
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_logprob=True,
+        top_logprobs_num=RANKED,
+        token_ids_logprob=list(tokens),
+    )
+    info: dict[str, Any] = answer["meta_info"]
+    ranked = [entry[1] for entry in info["output_top_logprobs"][0]]
+    logprobs = {entry[1]: entry[0] for entry in info["output_token_ids_logprobs"][0]}
+    found = [Likelihood(logprobs[token], ranked.index(token) + 1 if token in ranked else None) for token in tokens]
+    return found, info["output_top_logprobs"][0][0][0]

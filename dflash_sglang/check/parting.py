@@ -1,0 +1,58 @@
+"""Where two outputs part, and whether the dtype's rounding explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# How far a token may lie below the likeliest one, in log probability, and still be taken in its place because the
+# verify forward rounds differently from a decode forward.
+# bfloat16, float16: two steps between neighbouring numbers of the dtype from 16 to 32, where the largest logits
+# usually lie (8 and 11 significant bits: steps of 2**-3 and 2**-6), one for each of the two logits.
+# float32: its step there is 2**-19, and sums over tens of layers add up some tens of roundings.
+ROUNDING = {"float32": 1e-4, "float16": 2**-5, "bfloat16": 2**-2}
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """``rank``: 1 of the likeliest token; None of one beyond those that were ranked."""
+
+    logprob: float
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first token at which the output of a prompt with DFLASH differs from plain decoding.
+
+    ``position``: in the output, from 0 on. ``plain``, ``dflash``: the tokens; None where that output has ended.
+    ``margin``: how far the less likely of them lies below the likeliest token of all, in log probability, by the
+    plain server after the prompt and the common output; None where an output has ended.
+    """
+
+    prompt: int
+    position: int
+    plain: int | None
+    dflash: int | None
+    plain_rank: int | None
+    dflash_rank: int | None
+    margin: float | None
+    near_tie: bool
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first position at which two outputs differ, or at which one has ended; None where they are equal."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def margin(likelihoods: Sequence[Likelihood], likeliest: float) -> float:
+    """How far the less likely of two tokens lies below the likeliest token of all, in log probability."""
+    return likeliest - min(one.logprob for one in likelihoods)
+
+
+def is_near_tie(margin: float, dtype: str) -> bool:
+    """Whether the rounding of `dtype` explains that another token was taken. Raises KeyError for another dtype."""
+    return margin <= ROUNDING[dtype]

@@ -1,0 +1,116 @@
+"""`dflash-sglang check` from start to end: both servers' outputs, where they part, and the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.bench.versions import versions
+from dflash_sglang.check import ask
+from dflash_sglang.check.acceptance import acceptance
+from dflash_sglang.check.arguments import Settings, settings_of
+from dflash_sglang.check.ask import Answer
+from dflash_sglang.check.findings import findings
+from dflash_sglang.check.page import page
+from dflash_sglang.check.parting import Parting, first_difference, is_near_tie, margin
+from dflash_sglang.check.servers import dflash_server, facts_of, plain_server, steps_by_width
+from dflash_sglang.check.table import table
+from dflash_sglang.check.verdict import FINE
+from dflash_sglang.demo.progress import Progress
+from dflash_sglang.demo.server import Client, ServerFailed
+from dflash_sglang.demo.signals import signals_as_exit
+
+BAR = 24  # characters of a full progress bar
+
+
+def check(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """The exit code: 0 for a pair that is fine; 1 for another verdict or a server that failed; 2 for options and
+    files; 130 after Ctrl-C. `flags`: launch flags."""
+    import torch
+
+    try:
+        with signals_as_exit():
+            settings = settings_of(options, flags, torch.cuda.is_available())
+            found = measure(settings, Progress(sys.stderr if options.json else sys.stdout))
+            _write(settings.html, page(found))
+    except BadSetting as error:
+        print(f"dflash-sglang check: {error}", file=sys.stderr)
+        return 2
+    except ServerFailed as error:
+        print(f"\ndflash-sglang check: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ndflash-sglang check: interrupted, servers ended", file=sys.stderr)
+        return 130
+    print(json.dumps(found, indent=1) if options.json else f"\n{table(found)}\nwritten: {settings.html}")
+    return 0 if found["verdict"] == FINE else 1
+
+
+def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
+    """The findings. The servers run one after the other, and end. Raises ServerFailed and BadSetting."""
+    with tempfile.TemporaryDirectory(prefix="dflash-sglang-check-") as directory:
+        with dflash_server(settings, Path(directory), progress) as server:
+            facts, before = facts_of(settings, server), steps_by_width(server)
+            dflash = _answers(settings, server, "DFLASH", progress)
+            widths = steps_by_width(server) - before
+        with plain_server(settings, facts, Path(directory), progress) as server:
+            plain = _answers(settings, server, "plain", progress)
+            outputs = [(ours.ids, theirs.ids) for ours, theirs in zip(dflash, plain, strict=True)]
+            partings = [
+                _parting(settings, server, facts.dtype, prompt, at, *outputs[prompt])
+                for prompt in range(len(outputs))
+                if (at := first_difference(*outputs[prompt])) is not None
+            ]
+    histograms = [answer.histogram for answer in dflash]
+    if not any(histograms):
+        raise BadSetting("--prompts: every completion ended with its first token; expected some of two or more")
+    command = ["dflash-sglang", *sys.argv[1:]]
+    accepted = acceptance(histograms, facts.block)
+    return findings(settings, facts, widths, outputs, partings, accepted, command, versions())
+
+
+def _answers(settings: Settings, server: Client, name: str, progress: Progress) -> list[Answer]:
+    count = len(settings.prompts)
+    progress.begin(f"{count} prompts, {name}")
+    found = ask.answers(
+        server,
+        settings.prompts,
+        settings.max_new_tokens,
+        settings.concurrency,
+        lambda done: progress.update(f"{bar(done / count)} {done} of {count}"),
+    )
+    progress.end(f"{sum(len(one.ids) for one in found)} tokens")
+    return found
+
+
+def bar(share: float) -> str:
+    """A progress bar, such as [######------]."""
+    done = round(BAR * share)
+    return f"[{'#' * done}{'-' * (BAR - done)}]"
+
+
+def _parting(
+    settings: Settings, plain_server: Client, dtype: str, prompt: int, at: int, dflash: list[int], plain: list[int]
+) -> Parting:
+    """Judges the first difference of a prompt's outputs, by what the plain server has after the tokens before."""
+    if at == len(plain):
+        return Parting(prompt, at, None, dflash[at], None, None, None, near_tie=False)
+    if at == len(dflash):
+        return Parting(prompt, at, plain[at], None, None, None, None, near_tie=False)
+    tokens = (plain[at], dflash[at])
+    (one, other), likeliest = ask.likelihoods(plain_server, settings.prompts[prompt] + plain[:at], tokens)
+    distance = margin([one, other], likeliest)
+    return Parting(prompt, at, *tokens, one.rank, other.rank, distance, is_near_tie(distance, dtype))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadSetting(f"--html {path}: expected a file that can be written ({error})") from error

@@ -1,0 +1,289 @@
+"""The parts of `dflash-sglang check` that need no server."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.check import ask, prompts
+from dflash_sglang.check.acceptance import acceptance
+from dflash_sglang.check.arguments import divided
+from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
+from dflash_sglang.check.page import page
+from dflash_sglang.check.parting import Likelihood, Parting, first_difference, is_near_tie, margin
+from dflash_sglang.check.run import bar
+from dflash_sglang.check.table import table
+from dflash_sglang.check.verdict import verdict
+from dflash_sglang.cli import main
+
+ids = st.lists(st.integers(0, 3), max_size=12)
+
+
+@given(ids, ids, ids)
+def test_the_first_difference_is_where_the_common_beginning_ends(common, one, other):
+    a, b = common + one, common + other
+    at = first_difference(a, b)
+    assert (at is None) == (a == b) and first_difference(b, a) == at
+    if at is not None:
+        assert at >= len(common) and a[:at] == b[:at] and a[at : at + 1] != b[at : at + 1]
+
+
+def test_an_output_that_ends_early_parts_where_it_ends():
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+
+
+@pytest.mark.parametrize("one, other, near", [
+    (-0.7, -0.70005, {"float32": True, "float16": True, "bfloat16": True}),
+    (-0.7, -0.72, {"float32": False, "float16": True, "bfloat16": True}),
+    (-0.7, -0.9, {"float32": False, "float16": False, "bfloat16": True}),
+    (-0.7, -1.2, {"float32": False, "float16": False, "bfloat16": False}),
+    (-6.0, -6.0, {"float32": False, "float16": False, "bfloat16": False}),  # as likely as each other, and unlikely
+])  # fmt: skip
+def test_a_near_tie_has_both_tokens_within_the_rounding_of_the_likeliest_one(one, other, near):
+    distance = margin([Likelihood(one, 1), Likelihood(other, 2)], -0.7)
+    assert {dtype: is_near_tie(distance, dtype) for dtype in near} == near
+    assert margin([Likelihood(other, 2), Likelihood(one, 1)], -0.7) == distance
+
+
+def test_a_server_is_asked_for_the_tokens_after_the_prompt_and_ranks_them():
+    class Client:
+        def generate(self, **request: Any) -> Any:
+            assert request["input_ids"] == [5, 6] and request["token_ids_logprob"] == [9, 4]
+            return {"meta_info": {
+                "output_top_logprobs": [[[-0.5, 4, None], [-1.0, 7, None]]],
+                "output_token_ids_logprobs": [[[-0.5, 4, None], [-3.0, 9, None]]],
+            }}  # fmt: skip
+
+    assert ask.likelihoods(Client(), [5, 6], [9, 4]) == ([Likelihood(-3.0, None), Likelihood(-0.5, 1)], -0.5)
+
+
+def test_acceptance_counts_the_bonus_token_and_steps_with_at_least_so_many_proposals():
+    found = acceptance([[1, 0, 2], [0, 1]], 4)  # steps with 0, 2, 2 and 1 accepted proposals
+    assert found.length.value == pytest.approx(1 + 5 / 4) and found.steps == 4
+    assert [one.value for one in found.positions] == [0.75, 0.5, 0]
+    assert found.per_request == (pytest.approx(1 + 4 / 3), 2.0)
+    assert found.share(4) == pytest.approx(5 / 4 / 3)
+
+
+def test_requests_and_not_their_steps_are_the_sample():
+    alike = acceptance([[50, 50]] * 20, 2)
+    assert (alike.length.low, alike.length.high) == (1.5, 1.5)  # however different the steps of one request are
+    apart = acceptance([[100, 0], [0, 100]] * 10, 2)
+    assert apart.length.value == 1.5 and apart.length.low < 1.35 and apart.length.high > 1.65
+    assert apart.positions[0].low == pytest.approx(apart.length.low - 1)
+    assert acceptance([[100, 0], [0, 100]] * 10, 2) == apart  # seeded
+
+
+def test_ninety_five_of_a_hundred_intervals_hold_the_true_value():
+    rng, held = np.random.default_rng(1), 0
+    for _ in range(200):
+        shares = rng.beta(4, 2, size=40)  # of each request's steps: mean 2/3
+        accepted = rng.binomial(30, shares)
+        found = acceptance([[30 - n, n] for n in accepted], 2)
+        held += found.length.low <= 1 + 2 / 3 <= found.length.high
+    assert 180 <= held <= 198
+
+
+def test_requests_without_a_step_have_no_accept_length():
+    assert acceptance([[], [1, 1]], 2).per_request == (None, 1.5)
+    with pytest.raises(ValueError, match="no request had a verify step"):
+        acceptance([[], []], 2)
+    with pytest.raises(ValueError, match="2 accepted proposals: expected at most 1"):
+        acceptance([[0, 0, 1]], 2)
+
+
+def parting(**changes: Any) -> Parting:
+    fields = dict(prompt=3, position=7, plain=1, dflash=2, plain_rank=1, dflash_rank=2, margin=0.01, near_tie=True)
+    return Parting(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("accepted, base, partings, name, said", [
+    (3.0, None, [], "fine", []),
+    (3.0, None, [parting()], "fine", []),
+    (3.0, 3.05, [], "fine", []),  # less than 2 % below
+    (3.0, 4.0, [], "below baseline", ["25% below the baseline's 4.00"]),
+    (3.0, 2.0, [], "fine", []),
+    (1.5, None, [], "broken draft", ["3.3% of the proposals of whole blocks"]),
+    (1.5, 4.0, [], "broken draft", ["as of a broken draft", "62% below the baseline's 4.00"]),
+    (3.0, None, [parting(), parting(prompt=5, near_tie=False)], "defect", ["rounding: 1, .* prompt 5 at token 7"]),
+    (1.5, None, [parting(near_tie=False)], "defect", ["prompt 3 at token 7", "as of a broken draft"]),
+])  # fmt: skip
+def test_the_verdict_names_the_worst_and_gives_a_reason_for_each(accepted, base, partings, name, said):
+    steps = [0] * 16
+    steps[int(accepted - 1)] = steps[int(accepted - 0.5)] = 10
+    found = acceptance([steps] * 8, 16)
+    assert found.length.value == accepted
+    got = verdict(partings, found, 16, base and Baseline("B", base, ()))
+    assert got.name == name and len(got.reasons) == len(said)
+    for reason, expected in zip(got.reasons, said, strict=True):
+        assert re.search(expected, reason)
+    assert got.poor_acceptance == (accepted == 1.5 or name == "below baseline")
+
+
+def test_an_accept_length_that_may_be_the_baselines_is_not_below_it():
+    few = acceptance([[10, 0, 0], [0, 0, 10]], 3)  # 2.0, from 1.0 to 3.0
+    assert verdict([], few, 3, Baseline("B", 2.5, ())).name == "fine"
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    shares = [0.5, 0.25]
+    return {
+        "command": ["dflash-sglang", "check"], "date": "D", "versions": {"sglang": "1"}, "target": "T",
+        "draft": "D", "url": None, "worker": "dflash_sglang", "dtype": "bfloat16", "max_new_tokens": 8,
+        "concurrency": 1, "verdict": "fine", "reasons": [], "likely_causes": [], "prompts": 4, "equal_outputs": 3,
+        "near_ties": 1,
+        "largest_near_tie": 0.25, "partings": [], "accept_length": 1.75, "accept_length_interval": [1.5, 2.0],
+        "verify_steps": 9, "acceptance_at_position_1_on": shares,
+        "acceptance_at_position_1_on_intervals": [[share - 0.1, share + 0.1] for share in shares],
+        "baseline": None, **changes,
+    }  # fmt: skip
+
+
+def shown(**changes: Any) -> dict[str, Any]:
+    texts = {"text_before": "before", "plain_text": "plain", "dflash_text": "dflash"}
+    return {**vars(parting()), **texts, **changes}
+
+
+class Tags(HTMLParser):
+    """What a browser would make of a page: its tags with their attributes, and its text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_no_text_of_a_model_or_a_path_becomes_a_tag():
+    bad = "<script>alert(1)</script><img src=x>&amp;"
+    text = page(found(
+        verdict=bad, reasons=[bad], likely_causes=[bad], target=bad, command=[bad],
+        partings=[shown(text_before=bad, plain_text=bad, dflash_text=bad)],
+        baseline={"source": bad, "accept_length": 2.0, "positions": [0.5]},
+    ))  # fmt: skip
+    parsed = Tags(text)
+    assert not {"script", "img"} & {tag for tag, _ in parsed.tags}
+    assert parsed.text.count("<script>alert(1)</script>") == 9
+    assert "&amp;" in parsed.text  # as the model wrote it
+
+
+def test_the_page_loads_nothing_and_has_the_curve_with_its_band_and_the_baseline():
+    text = page(found(baseline={"source": "B", "accept_length": 2.0, "positions": [0.75, 0.5, 0.25]}))
+    tags = Tags(text).tags
+    assert not any({"src", "href", "xlink:href"} & set(attributes) for _, attributes in tags)
+    lines = [attributes["points"] for tag, attributes in tags if tag == "polyline"]
+    assert lines == ["50.0,137.5 700.0,198.8", "50.0,76.2 700.0,137.5"]  # half, a quarter; the baseline's two
+    (band,) = [attributes["points"] for tag, attributes in tags if tag == "polygon"]
+    assert band.split() == ["50.0,113.0", "700.0,174.2", "700.0,223.2", "50.0,162.0"]
+
+
+def test_the_table_shows_where_outputs_part_and_what_that_is():
+    text = table(found(
+        verdict="defect", reasons=["why"], likely_causes=["first", "second"],
+        partings=[shown(), shown(near_tie=False, margin=3.0, dflash_rank=None), shown(dflash=None, margin=None)],
+    ))  # fmt: skip
+    lines = text.splitlines()
+    assert lines[0].split() == ["outputs", "equal", "3", "of", "4", "prompts,", "bfloat16"]
+    assert "1.75 (95 %: 1.50 to 2.00), 9 verify steps" in lines[1]
+    assert lines[2].split()[1:] == ["1", "2"] and lines[3].split()[2:] == ["50", "25"]
+    assert "a near-tie: plain 1 (rank 1), DFLASH 2 (rank 2), margin 0.01; bfloat16 explains 0.25" in lines[4]
+    assert "a defect: plain 1 (rank 1), DFLASH 2 (rank above 20), margin 3;" in lines[5]
+    assert lines[6].endswith("a defect: the output with DFLASH has ended, the other goes on")
+    assert lines[-3:] == ["likely causes, in this order:", "  1. first", "  2. second"]
+
+
+class Bytes:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+@pytest.mark.parametrize("name, text", [
+    ("p.json", '["ab", [1, 2]]'), ("p.jsonl", '"ab"\n\n[1, 2]\n'), ("p.txt", "ab\n\n\x01\x02\n"),
+])  # fmt: skip
+def test_prompts_are_texts_or_token_ids(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert prompts.tokens(prompts.read(tmp_path / name), Bytes(), 128, None) == [[97, 98], [1, 2]]
+
+
+@pytest.mark.parametrize("text, said", [
+    ("[]", "expected a .json list"), ("{", "expected a .json list"), ('{"a": 1}', "it is no list"),
+    ("[[1, 128]]", "prompt 0 is .*from 0 to 127"), ('["a", []]', "prompt 1 is "), ("[[1.0]]", "prompt 0"),
+    ("[[true]]", "prompt 0"), ('["a", 3]', "prompt 1 is 3: expected a text"), ('[""]', 'prompt 0 is ""'),
+])  # fmt: skip
+def test_other_prompts_are_refused(tmp_path, text, said):
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(BadSetting, match=said):
+        prompts.tokens(prompts.read(path), Bytes(), 128, path)
+
+
+def test_a_baseline_is_an_earlier_check_or_a_record(tmp_path):
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps(found()))
+    assert read_baseline(path) == Baseline(str(path), 1.75, (0.5, 0.25))
+    path.write_text('{"accept_length": 3}')
+    assert read_baseline(path) == Baseline(str(path), 3.0, ())
+    assert packaged_baseline().accept_length == pytest.approx(5.94, abs=0.01)
+    assert len(packaged_baseline().positions) == 15
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", "expected what check --json printed"), ("[]", "accept_length is None"),
+    ('{"accept_length": 0.5}', "accept_length is 0.5: expected a number of at least 1"),
+    ('{"accept_length": 2, "acceptance_at_position_1_on": [2]}', "expected a list of shares"),
+])  # fmt: skip
+def test_another_baseline_is_refused(tmp_path, text, said):
+    (tmp_path / "b.json").write_text(text)
+    with pytest.raises(BadSetting, match=said):
+        read_baseline(tmp_path / "b.json")
+
+
+def test_flags_of_speculation_are_for_the_server_with_dflash_only():
+    flags = ["--tp-size", "2", "--speculative-token-map", "F", "--x=1", "--speculative-a=b", "--list", "1", "-2"]
+    assert divided(flags) == (
+        ("--tp-size", "2", "--x=1", "--list", "1", "-2"), ("--speculative-token-map", "F", "--speculative-a=b"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--port=1"], "--port: is set by check"), (["stray"], "stray: expected an option"),
+    (["--max-new-tokens", "1"], "--max-new-tokens 1: expected at least 2"),
+    (["--url", "localhost:1"], "--url localhost:1: expected the address"),
+    (["--url", "http://x", "--speculative-token-map", "F"], "--speculative-token-map: is for a server that"),
+    (["--target", "T", "--draft", "D"], "--prompts: expected a file"),
+    (["--draft", "D"], "--draft D: a target and its draft belong together"),
+    (["--baseline", "nothing"], "--baseline nothing: expected what check --json printed"),
+    (["--html", "no/file"], "--html no/file: expected a file that can be written"),
+    (["--prompts", "p.json"], "--prompts p.json: 4000 tokens and 128 new ones: expected at most 4096 together"),
+])  # fmt: skip
+def test_options_that_cannot_be_checked_end_with_2_and_one_line(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.chdir(tmp_path)
+    Path("p.json").write_text(json.dumps([[65] * 4000]))
+    assert main(["check", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dflash-sglang check: {said}")
+
+
+def test_the_options_of_other_commands_are_no_launch_flags(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["pair", "--tp-size", "2"])
+    assert caught.value.code == 2 and "unrecognized arguments: --tp-size 2" in capsys.readouterr().err
+
+
+def test_the_progress_bar_fills():
+    assert [bar(share).count("#") for share in (0, 0.5, 1)] == [0, 12, 24] and len(bar(0.3)) == 26
