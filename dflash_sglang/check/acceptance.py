@@ -34,9 +34,9 @@ class Acceptance:
     steps: int
     per_request: tuple[float | None, ...]
 
-    def share(self, block: int) -> float:
-        """Accepted proposals over all proposals of blocks of so many tokens."""
-        return (self.length.value - 1) / (block - 1)
+    def share(self, proposals: float) -> float:
+        """Accepted proposals over verified ones. `proposals`: verified in a step, on average."""
+        return (self.length.value - 1) / proposals
 
 
 def acceptance(histograms: Sequence[Sequence[int]], block: int) -> Acceptance:

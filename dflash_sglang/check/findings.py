@@ -32,7 +32,7 @@ def findings(
 
     The keys `accept_length` and `acceptance_at_position_1_on` make the object a baseline of later checks.
     """
-    found = verdict(partings, accepted, facts.block, settings.baseline)
+    found = verdict(partings, accepted, facts.proposals(widths), settings.baseline)
     longest = max(len(ids) for ids in settings.prompts) + settings.max_new_tokens
     causes = likely_causes(settings.pair.spec, settings.pair.target_layers, longest, widths)
     return {

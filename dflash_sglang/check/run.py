@@ -59,6 +59,11 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
             facts, before = facts_of(settings, server), steps_by_width(server)
             dflash = _answers(settings, server, "DFLASH", progress)
             widths = steps_by_width(server) - before
+            if not facts.proposals(widths):
+                raise ServerFailed(
+                    "every step had width 1, so no proposal was verified: ask at a lower load, or serve with "
+                    '{"width": "block"} in DFLASH_SGLANG_CONFIG'
+                )
         with plain_server(settings, facts, Path(directory), progress) as server:
             plain = _answers(settings, server, "plain", progress)
             outputs = [(ours.ids, theirs.ids) for ours, theirs in zip(dflash, plain, strict=True)]

@@ -39,6 +39,11 @@ class Facts:
     ours: bool
     settings: Mapping[str, Any]
 
+    def proposals(self, widths: Mapping[int, int]) -> float:
+        """Proposals verified in a step, on average over these steps by width; a block's where they are unknown."""
+        steps = sum(widths.values())
+        return sum((width - 1) * count for width, count in widths.items()) / steps if steps else self.block - 1
+
 
 @contextmanager
 def dflash_server(settings: Settings, directory: Path, progress: Progress) -> Iterator[Client]:

@@ -11,9 +11,9 @@ from dflash_sglang.check.parting import Parting
 
 FINE, DEFECT, BELOW_BASELINE, BROKEN_DRAFT = "fine", "defect", "below baseline", "broken draft"
 TOLERANCE = 0.02  # of the baseline's accept length
-# Accepted proposals, of whole blocks, below which a draft is as good as none. The packaged draft accepts 33 %, and
-# 4 % with its layer ids reversed; users report 0 to 2 % of drafts that were read wrongly, 3 to 5 % on a fine-tuned
-# target.
+# Accepted proposals, of the verified ones, below which a draft is as good as none. The packaged draft has 33 %,
+# and 4 % with its layer ids reversed; users report 0 to 2 % of drafts that were read wrongly, 3 to 5 % on a
+# fine-tuned target.
 BROKEN_SHARE = 0.05
 
 
@@ -31,8 +31,10 @@ class Verdict:
         return any(reason.startswith("accept length") for reason in self.reasons)
 
 
-def verdict(partings: Sequence[Parting], accepted: Acceptance, block: int, baseline: Baseline | None) -> Verdict:
-    """``block``: tokens of the served block."""
+def verdict(
+    partings: Sequence[Parting], accepted: Acceptance, proposals: float, baseline: Baseline | None
+) -> Verdict:
+    """``proposals``: verified in a step, on average."""
     found: list[tuple[str, str]] = []
     defects = [one for one in partings if not one.near_tie]
     if defects:
@@ -42,12 +44,12 @@ def verdict(partings: Sequence[Parting], accepted: Acceptance, block: int, basel
             f"outputs that differ from plain decoding by more than rounding: {len(defects)}, the first of prompt "
             f"{first.prompt} at token {first.position}",
         ))  # fmt: skip
-    length, share = accepted.length, accepted.share(block)
+    length, share = accepted.length, accepted.share(proposals)
     if share < BROKEN_SHARE:
         found.append((
             BROKEN_DRAFT,
-            f"accept length {length.value:.2f}: {share:.1%} of the proposals of whole blocks are accepted, as of "
-            f"a broken draft (below {BROKEN_SHARE:.0%})",
+            f"accept length {length.value:.2f}: {share:.1%} of the verified proposals are accepted, as of a "
+            f"broken draft (below {BROKEN_SHARE:.0%})",
         ))  # fmt: skip
     if (
         baseline

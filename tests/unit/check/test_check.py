@@ -21,6 +21,7 @@ from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_basel
 from dflash_sglang.check.page import page
 from dflash_sglang.check.parting import Likelihood, Parting, first_difference, is_near_tie, margin
 from dflash_sglang.check.run import bar
+from dflash_sglang.check.servers import Facts
 from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import verdict
 from dflash_sglang.cli import main
@@ -71,7 +72,7 @@ def test_acceptance_counts_the_bonus_token_and_steps_with_at_least_so_many_propo
     assert found.length.value == pytest.approx(1 + 5 / 4) and found.steps == 4
     assert [one.value for one in found.positions] == [0.75, 0.5, 0]
     assert found.per_request == (pytest.approx(1 + 4 / 3), 2.0)
-    assert found.share(4) == pytest.approx(5 / 4 / 3)
+    assert found.share(3) == pytest.approx(5 / 4 / 3)
 
 
 def test_requests_and_not_their_steps_are_the_sample():
@@ -112,7 +113,7 @@ def parting(**changes: Any) -> Parting:
     (3.0, 3.05, [], "fine", []),  # less than 2 % below
     (3.0, 4.0, [], "below baseline", ["25% below the baseline's 4.00"]),
     (3.0, 2.0, [], "fine", []),
-    (1.5, None, [], "broken draft", ["3.3% of the proposals of whole blocks"]),
+    (1.5, None, [], "broken draft", ["3.3% of the verified proposals"]),
     (1.5, 4.0, [], "broken draft", ["as of a broken draft", "62% below the baseline's 4.00"]),
     (3.0, None, [parting(), parting(prompt=5, near_tie=False)], "defect", ["rounding: 1, .* prompt 5 at token 7"]),
     (1.5, None, [parting(near_tie=False)], "defect", ["prompt 3 at token 7", "as of a broken draft"]),
@@ -122,7 +123,7 @@ def test_the_verdict_names_the_worst_and_gives_a_reason_for_each(accepted, base,
     steps[int(accepted - 1)] = steps[int(accepted - 0.5)] = 10
     found = acceptance([steps] * 8, 16)
     assert found.length.value == accepted
-    got = verdict(partings, found, 16, base and Baseline("B", base, ()))
+    got = verdict(partings, found, 15, base and Baseline("B", base, ()))
     assert got.name == name and len(got.reasons) == len(said)
     for reason, expected in zip(got.reasons, said, strict=True):
         assert re.search(expected, reason)
@@ -131,7 +132,16 @@ def test_the_verdict_names_the_worst_and_gives_a_reason_for_each(accepted, base,
 
 def test_an_accept_length_that_may_be_the_baselines_is_not_below_it():
     few = acceptance([[10, 0, 0], [0, 0, 10]], 3)  # 2.0, from 1.0 to 3.0
-    assert verdict([], few, 3, Baseline("B", 2.5, ())).name == "fine"
+    assert verdict([], few, 2, Baseline("B", 2.5, ())).name == "fine"
+
+
+def test_a_narrow_server_is_judged_by_what_it_verified():
+    facts = Facts("float32", 16, True, {})
+    assert facts.proposals({}) == 15  # another worker than ours does not tell
+    assert facts.proposals({2: 3, 16: 1}) == 4.5 and facts.proposals({1: 9}) == 0
+    half = acceptance([[5, 5]] * 4, 16)
+    assert verdict([], half, facts.proposals({2: 10}), None).name == "fine"
+    assert verdict([], half, facts.proposals({}), None).name == "broken draft"
 
 
 def found(**changes: Any) -> dict[str, Any]:
