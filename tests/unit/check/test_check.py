@@ -25,6 +25,7 @@ from dflash_sglang.check.servers import Facts
 from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import verdict
 from dflash_sglang.cli import main
+from dflash_sglang.demo.server import free_port
 
 ids = st.lists(st.integers(0, 3), max_size=12)
 
@@ -287,6 +288,14 @@ def test_options_that_cannot_be_checked_end_with_2_and_one_line(tmp_path, monkey
     assert main(["check", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"dflash-sglang check: {said}")
+
+
+def test_a_running_server_that_does_not_answer_ends_with_1_and_its_address(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["check", "--url", url]) == 1
+    assert f"dflash-sglang check: --url {url}: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_options_of_other_commands_are_no_launch_flags(capsys):
