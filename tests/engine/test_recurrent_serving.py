@@ -140,8 +140,8 @@ def ours(request, tmp_path_factory) -> Iterator[Ours]:
         assert set(steps) == ({BLOCK} if width == "block" else set(WIDTHS)) and all(steps.values()), steps
 
 
-def ask_at_once(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(12) as pool:
+def ask_at_once(server: Server, asked: list[dict[str, Any]], at_once: int = 12) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda one: server.generate(**one), asked))
 
 

@@ -1,4 +1,6 @@
-"""Gated delta nets on a GPU: graphs, SGLang's own kernels, bfloat16; the CPU part is `test_recurrent_serving`.
+"""Gated delta nets on a GPU: graphs, SGLang's own kernels, bfloat16, another width in every step.
+
+The CPU part is `test_recurrent_serving`.
 
 pytest -m gpu tests/gpu/test_recurrent_gpu.py
 
@@ -9,6 +11,7 @@ the tokens may part where two are almost tied, and the logprobs may not.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
@@ -16,7 +19,16 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import Server
-from tests.engine.test_recurrent_serving import GRID, LENGTHS, NEW_TOKENS, ask_at_once, first_turns, next_turns
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from tests.engine.test_recurrent_serving import (
+    GRID,
+    LENGTHS,
+    NEW_TOKENS,
+    WIDTHS,
+    ask_at_once,
+    first_turns,
+    next_turns,
+)
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
@@ -26,7 +38,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 MOST, MEAN = 0.35, 0.08  # differences of logprobs
 STRAY = 0.03  # share of a request's that may be larger, beside its last token's: a router almost undecided
-FLAGS: dict[str, Any] = dict(cuda_graph_max_bs_decode=16, mamba_track_interval=GRID, **ON_DEVICE)
+MANY = 64  # requests at once
+FLAGS: dict[str, Any] = dict(cuda_graph_max_bs_decode=MANY, mamba_track_interval=GRID, **ON_DEVICE)
 TRITON = dict(linear_attn_prefill_backend="triton", linear_attn_decode_backend="triton")
 LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, Triton": ("Qwen3.5, wide heads", TRITON),
@@ -39,6 +52,10 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(**TRITON, mamba_radix_cache_strategy="extra_buffer_lazy", disable_cuda_graph=True),
     ),
     "Qwen3.5, SGLang's choice of kernels": ("Qwen3.5, wide heads", dict()),
+    "Qwen3.5, FlashInfer, kept states": (
+        "Qwen3.5, wide heads",
+        dict(linear_attn_prefill_backend="triton", linear_attn_decode_backend="flashinfer"),
+    ),
     "Qwen3-Next, Triton": ("Qwen3-Next", TRITON),
 }
 
@@ -77,14 +94,20 @@ def ours(launch, plain, tmp_path_factory) -> Iterator[Server]:
         scheduler_hooks.record(records, asked["input_ids"], answer["output_ids"])
     environment = {
         **DEVICE_ENVIRONMENT,
-        "DFLASH_SGLANG_REQUIRE": "1",
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"width": {"widths": WIDTHS}}),
         "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle",
+        scheduler_hooks.HOOKS_ENV: "oracle,widths",
         scheduler_hooks.RECORDS_ENV: str(records),
     }
     with serve(*pair_for(target, FLAGS["dtype"]), environment=environment, **{**FLAGS, **flags}) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure
+        replays = flags.get("linear_attn_decode_backend") != "flashinfer"
+        assert ("accepted rows are replayed" in server.log_text()) is replays
+        (state,) = server.get("/server_info")["internal_states"]
+        steps = {int(width): count for width, count in state["dflash_width"]["steps"].items()}
+        assert len(steps) > 1 and all(steps.values()), steps
 
 
 def differences(got: dict[str, Any], expected: dict[str, Any]) -> list[float]:
@@ -137,7 +160,9 @@ def test_states_that_verify_wrote_are_found_and_those_of_a_cold_start(ours, plai
     assert_same_distributions(warm, cold)
 
 
-def test_a_batch_is_plain_decodings(ours, plain):
+@pytest.mark.parametrize("requests", [7, MANY])
+def test_a_batch_is_plain_decodings(ours, plain, requests):
+    asked = [plain[i % len(plain)] for i in range(requests)]
     for _ in ("cold", "warm"):
-        answers = ask_at_once(ours, [with_logprobs(asked) for asked, _ in plain])
-        assert_same_distributions(answers, plain)
+        answers = ask_at_once(ours, [with_logprobs(turn) for turn, _ in asked], at_once=requests)
+        assert_same_distributions(answers, asked)
