@@ -233,7 +233,7 @@ def build_controller(
 ) -> WidthController:
     """Build what chooses each step's width, with step times as they are measured now."""
     block, states = draft.block_size, widths.states
-    config = startup.without_misplaced_states(widths.config, states, target, rehearsal, block)
+    config = startup.without_misplaced_states(widths.config, states, target, rehearsal, widths.group, block)
     policy = startup.policy_of(config, target, block, widths.group, states)
     if config.fixed is None:
         startup.measure(policy, target, rehearsal, widths.group)

@@ -112,10 +112,15 @@ def add_widths(
 
 
 def without_misplaced_states(
-    config: WidthConfig, states: RuntimeStates, runner: ModelRunner, rehearsal: Rehearsal, block: int
+    config: WidthConfig,
+    states: RuntimeStates,
+    runner: ModelRunner,
+    rehearsal: Rehearsal,
+    group: Group,
+    block: int,
 ) -> WidthConfig:
     """Leave out the widths at which a kernel puts the target's recurrent states where the commit does not look for
-    them; the log names the kernel. Returns the settings of what is served.
+    them; the log names the kernel. What rank 0 finds counts for all. Returns the settings of what is served.
 
     Raises StartupError if the fixed width is one of them, or the block's."""
     widths = config.states(block)
@@ -127,7 +132,10 @@ def without_misplaced_states(
         step = partial(rehearsal.seconds, requests, 1, width)
         return keeps_apart(states.recurrent(width), requests, step)
 
-    misplaced = [width for width in widths if not apart(width)]
+    found = np.array([not apart(width) for width in widths], dtype=np.float64)
+    if group.broadcast is not None:
+        found = group.broadcast(found)
+    misplaced = [width for width, is_misplaced in zip(widths, found, strict=True) if is_misplaced]
     if not misplaced:
         return config
     kernel = kernel_of(runner.attn_backend)

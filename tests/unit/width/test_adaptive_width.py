@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
@@ -16,8 +17,10 @@ from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
 from dflash_sglang.requests.width_bounds import width_bounds
 from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.width.group import Group
 
 BLOCK = 16
+ALONE = Group()
 
 
 class Policy:
@@ -427,6 +430,36 @@ def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None
     assert served([1]).states(BLOCK) == (1, 16)
 
 
+class FlashInferKernel:
+    pass
+
+
+def left_of(
+    config: WidthConfig, monkeypatch: pytest.MonkeyPatch, wrong: Sequence[int], group: Group = ALONE, rank: int = 0
+) -> tuple[WidthConfig, list[tuple[int, ...]], list[int]]:
+    """What is served on a rank whose kernel misplaces states at the widths `wrong`; which steps it rehearsed, as
+    (requests, context, width); and which widths it dropped."""
+    from dflash_sglang.warmup.dummy_batches import Rehearsal
+    from dflash_sglang.width import startup
+
+    monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=rank))
+    monkeypatch.setattr(startup, "mambaish_config", lambda config: config)
+    monkeypatch.setattr(startup, "keeps_apart", lambda width, requests, step: step() or width not in wrong)
+    rehearsed: list[tuple[int, ...]] = []
+    dropped: list[int] = []
+    states: Any = SimpleNamespace(recurrent=lambda width: width, drop=dropped.extend)
+    linear = SimpleNamespace(kernel_dispatcher=SimpleNamespace(verify_kernel=FlashInferKernel()))
+    runner: Any = SimpleNamespace(
+        model_config="gated delta nets",
+        req_to_token_pool=SimpleNamespace(size=48),
+        attn_backend=SimpleNamespace(linear_attn_backend=linear),
+    )
+    rehearsal = create_autospec(Rehearsal, instance=True)
+    rehearsal.seconds.side_effect = lambda *arguments: rehearsed.append(arguments)
+    served = startup.without_misplaced_states(config, states, runner, rehearsal, group, BLOCK)
+    return served, rehearsed, dropped
+
+
 @pytest.mark.parametrize(
     "wrong, served", [((), (1, 4, 8, 16)), ((4, 8), (1, 16)), ((1, 4, 8), (16,)), ((16,), None), ((8, 16), None)]
 )
@@ -434,44 +467,41 @@ def test_widths_whose_recurrent_states_lie_elsewhere_are_left_out_with_the_kerne
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: Any, served: Any
 ) -> None:
     from dflash_sglang.startup.facts import StartupError
-    from dflash_sglang.warmup.dummy_batches import Rehearsal
-    from dflash_sglang.width import startup
-
-    class FlashInferKernel:
-        pass
-
-    monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
-    monkeypatch.setattr(startup, "mambaish_config", lambda config: config)
-    monkeypatch.setattr(startup, "keeps_apart", lambda width, requests, step: step() or width not in wrong)
-    rehearsed: list[tuple[int, ...]] = []
-    dropped: list[int] = []
-    states = SimpleNamespace(recurrent=lambda width: width, drop=dropped.extend)
-    linear = SimpleNamespace(kernel_dispatcher=SimpleNamespace(verify_kernel=FlashInferKernel()))
-    runner = SimpleNamespace(
-        model_config="gated delta nets",
-        req_to_token_pool=SimpleNamespace(size=48),
-        attn_backend=SimpleNamespace(linear_attn_backend=linear),
-    )
-    rehearsal = create_autospec(Rehearsal, instance=True)
-    rehearsal.seconds.side_effect = lambda *arguments: rehearsed.append(arguments)
-
-    def left(config: WidthConfig) -> Any:
-        return startup.without_misplaced_states(config, states, runner, rehearsal, BLOCK)  # type: ignore[arg-type]
 
     config = WidthConfig(widths=(4, 8, 16))
     if served is None:
         with pytest.raises(StartupError, match="linear-attention kernel='FlashInferKernel': .* at widths "):
-            left(config)
+            left_of(config, monkeypatch, wrong)
         return
-    assert left(config).states(BLOCK) == served
+    left, rehearsed, dropped = left_of(config, monkeypatch, wrong)
+    assert left.states(BLOCK) == served
     assert rehearsed == [(2, 1, width) for width in (1, 4, 8, 16)]
     assert dropped == list(wrong)
     if wrong:
         assert f"left out {list(wrong)}: at these, FlashInferKernel does not keep the states" in caplog.text
         with pytest.raises(StartupError, match="FlashInferKernel"):
-            left(WidthConfig(fixed=wrong[0]))
-    rehearsed.clear()
-    assert left(WidthConfig(fixed="block")) == WidthConfig(fixed="block") and not rehearsed
+            left_of(WidthConfig(fixed=wrong[0]), monkeypatch, wrong)
+    block = WidthConfig(fixed="block")
+    assert left_of(block, monkeypatch, wrong) == (block, [], [])
+
+
+@pytest.mark.parametrize("found", [[(), (4, 8)], [(4, 8), ()], [(8,), (4, 16)]])
+def test_ranks_leave_out_the_widths_at_which_rank_0_finds_recurrent_states_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: list[tuple[int, ...]]
+) -> None:
+    told: list[np.ndarray] = []
+
+    def broadcast(row: np.ndarray) -> np.ndarray:
+        told.append(row)
+        return told[0]
+
+    for rank, wrong in enumerate(found):
+        group = Group(rank == 0, broadcast)
+        left, rehearsed, dropped = left_of(WidthConfig(widths=(4, 8, 16)), monkeypatch, wrong, group, rank)
+        assert left.states(BLOCK) == tuple(width for width in (1, 4, 8, 16) if width not in found[0])
+        assert len(rehearsed) == 4 and dropped == list(found[0])
+    assert len(told) == len(found)
+    assert caplog.text.count("left out") == bool(found[0])
 
 
 @pytest.mark.parametrize("what", ["recurrent", "adapters", "deterministic", "padding", "hooks"])
