@@ -146,20 +146,21 @@ def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> 
 
 
 def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | None:
-    """A target with recurrent layers of a kind that is not served on this device: KDA, lightning attention, Mamba
-    beside attention in one layer; any under data-parallel attention, whose padding steps through states."""
-    if mambaish_config(target_config) is None:
+    """A target with recurrent layers of a kind that is not served in this launch. Gated delta nets are served in
+    all; KDA, lightning attention and Mamba beside attention in one layer in none."""
+    if mambaish_config(target_config) is None or hybrid_gdn_config(target_config) is not None:
         return None
     architectures = target_config.hf_config.architectures
-    if hybrid_gdn_config(target_config) is None:
-        if getattr(target_config.hf_config, "model_type", None) not in _RECURRENT_ON_CPU:
-            reason = "recurrent layers other than gated delta nets"
-            return Foreign("target config architectures", architectures, reason)
-        if device != "cpu":
-            reason = "recurrent layers that are tested on the CPU platform and on no GPU"
-            return Foreign("target config architectures", architectures, reason)
+    if getattr(target_config.hf_config, "model_type", None) not in _RECURRENT_ON_CPU:
+        return Foreign(
+            "target config architectures", architectures, "recurrent layers other than gated delta nets"
+        )
+    if device != "cpu":
+        reason = "recurrent layers that are tested on the CPU platform and on no GPU"
+        return Foreign("target config architectures", architectures, reason)
     if attn_dp_size != 1:
-        return Foreign("--attn-dp-size", attn_dp_size, "data-parallel attention over recurrent layers")
+        reason = "data-parallel attention over recurrent layers other than gated delta nets"
+        return Foreign("--attn-dp-size", attn_dp_size, reason)
     return None
 
 

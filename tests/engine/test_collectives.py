@@ -7,7 +7,6 @@ IDLE, and decodes. SGLang never lets one rank prefill while another decodes unde
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import ask, continuations
-from tests.support.collectives import Collective, Step, recorded, steps
+from tests.support.collectives import Collective, Step, all_ended, recorded, steps
 from tests.support.engines import greedy_params, serve
 
 pytestmark = pytest.mark.slow
@@ -113,7 +112,7 @@ def served(
                 break
             answers += _burst(server, prompts, _leaving(missing))
         answers += _uneven(server, layout, prompts)
-        return Served(layout, _all_ended(directory, layout), answers)
+        return Served(layout, all_ended(directory, layout.tp), answers)
 
 
 def _leaving(missing: set[tuple[str, ...]]) -> list[int]:
@@ -151,18 +150,6 @@ def _request(
 def _ended(directory: Path, layout: Layout) -> list[tuple[Step, ...]]:
     """The steps that every rank has ended."""
     return list(zip(*(steps(directory, rank) for rank in range(layout.tp)), strict=False))
-
-
-def _all_ended(directory: Path, layout: Layout) -> list[tuple[Step, ...]]:
-    """All steps, once every rank has ended the same number of them for a while: the server is at rest."""
-    deadline, before = time.monotonic() + 30, None
-    while time.monotonic() < deadline:
-        counts = [len(steps(directory, rank)) for rank in range(layout.tp)]
-        if len(set(counts)) == 1 and counts == before:
-            return _ended(directory, layout)
-        before = counts
-        time.sleep(0.2)
-    raise AssertionError(f"steps that each rank ended: {counts}")
 
 
 def _mixes(layout: Layout, of_ranks: list[tuple[Step, ...]]) -> set[tuple[str, ...]]:

@@ -3,7 +3,6 @@ data-parallel attention by the loads of all, IDLE ranks included. C16, C20 and C
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import ask, continuations
 from tests.support import scheduler_hooks
-from tests.support.collectives import Step, recorded, steps
+from tests.support.collectives import Step, all_ended, recorded
 from tests.support.engines import greedy_params, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -53,20 +52,7 @@ def served(
             rank = dict(routed_dp_rank=int(number > 1)) if apart else {}
             asked.append(dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS), **rank))
         answers = [*ask(server, asked[-1:], together=True), *ask(server, asked, together=True)]
-        return request.param, _all_ended(directory), answers
-
-
-def _all_ended(directory: Path) -> list[tuple[Step, ...]]:
-    """Once every rank has ended the same number of steps for a while."""
-    deadline, before = time.monotonic() + 30, None
-    while time.monotonic() < deadline:
-        of_ranks = [steps(directory, rank) for rank in range(RANKS)]
-        counts = [len(of_rank) for of_rank in of_ranks]
-        if len(set(counts)) == 1 and counts == before:
-            return list(zip(*of_ranks, strict=True))
-        before = counts
-        time.sleep(0.2)
-    raise AssertionError(f"steps that each rank ended: {counts}")
+        return request.param, all_ended(directory, RANKS), answers
 
 
 def decodes(served: Any) -> list[tuple[Step, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,6 +62,20 @@ def steps(directory: Path, rank: int) -> list[Step]:
     """The steps that a rank has ended so far."""
     lines = (directory / f"steps-{rank}.jsonl").read_text().splitlines(keepends=True)
     return [_step(json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def all_ended(directory: Path, ranks: int) -> list[tuple[Step, ...]]:
+    """All steps [steps][ranks], once every rank has ended the same number of them for a while: the server is at
+    rest. Raises AssertionError where the ranks do not get there."""
+    deadline, before = time.monotonic() + 30, None
+    while time.monotonic() < deadline:
+        of_ranks = [steps(directory, rank) for rank in range(ranks)]
+        counts = [len(of_rank) for of_rank in of_ranks]
+        if len(set(counts)) == 1 and counts == before:
+            return list(zip(*of_ranks, strict=True))
+        before = counts
+        time.sleep(0.2)
+    raise AssertionError(f"steps that each rank ended: {counts}")
 
 
 def _step(written: dict[str, Any]) -> Step:
@@ -175,6 +190,7 @@ class _Memory:
         self._tensors = {"req_to_token": target.req_to_token_pool.req_to_token}
         for owner, runner in (("target", target), ("draft", draft)):
             pool = runner.token_to_kv_pool
+            pool = getattr(pool, "full_kv_pool", pool)  # of a recurrent target
             for kind, buffers in (("keys", pool.k_buffer), ("values", pool.v_buffer)):
                 for layer, buffer in enumerate(buffers):
                     buffer[: pool.page_size] = SENTINEL

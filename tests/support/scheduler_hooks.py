@@ -18,7 +18,8 @@ firsts     what forwards of requests import of this package, and which buffers t
            (when, which) kernels Triton compiles or loads, at start-up or for a request, to kernels.jsonl; buffers
            that this package has when SGLang has sized the KV pools, to taken.json
 causal     the CPU platform's attention takes every layer for causal
-sentinels  each step may change only its own slots, and a reservation only its own rows
+sentinels  each step may change only its own slots and recurrent states, and a reservation only its own rows; the
+           state of padding stays finite
 states     of requests whose rid begins with "states": the recurrent states after each prefill and each commit, in
            a file per number of tokens (`states_of`)
 misplaced  the kernel of gated delta nets keeps states of verified rows 8 to a request, but for steps of 2 rows
@@ -360,8 +361,16 @@ def _sentinels(worker: Any) -> None:
         page_size = self._reservation.page_size
         assert not own & set(range(page_size)), f"live slots in the padding page: {sorted(own)[:4]}"
         table_before = table.clone()
+        states = [rows.view(torch.int32) for rows in _recurrent_states(self)]
+        states_before, own_states = [rows.clone() for rows in states], _state_slots(batch)
         result = forward(self, batch, *args, **kwargs)
         assert torch.equal(table, table_before), "a forward changed req_to_token"
+        for rows, before in zip(states, states_before, strict=True):
+            assert rows[:, 0].view(torch.float32).isfinite().all(), "the state of padding"
+            changed = set((rows != before).transpose(0, 1).flatten(1).any(dim=1).nonzero().flatten().tolist())
+            assert changed <= own_states, (
+                f"states {sorted(changed - own_states)} belong to no request of the batch"
+            )
         for buffer, copy in zip(buffers, copies, strict=True):
             copy[slots] = buffer[slots]
             copy[:page_size] = buffer[:page_size]  # a graph's padding rows
@@ -405,9 +414,7 @@ def _rehearsals(worker: Any) -> None:
         page, requests = self._reservation.page_size, self.target_worker.model_runner.req_to_token_pool
         tensors = [requests.req_to_token, self._tables.adjustments.penalties._counts]
         tensors += [buffer[page:] for pool in _pools(self) for buffer in _buffers(pool)]
-        if hasattr(requests, "mamba_pool"):
-            states = requests.mamba_pool.mamba_cache
-            tensors += [rows[:, 1:] for rows in (*states.conv, states.temporal)]
+        tensors += [rows[:, 1:] for rows in _recurrent_states(self)]
         return tensors
 
     def watched(self: Any) -> None:
@@ -533,6 +540,23 @@ def _seeds(worker: type) -> None:
 
 def _pools(worker: Any) -> list[Any]:
     return [worker.target_worker.model_runner.token_to_kv_pool, worker.model_runner.token_to_kv_pool]
+
+
+def _recurrent_states(worker: Any) -> list[torch.Tensor]:
+    """Each [layers, slots, ...], float32; none for a target without recurrent layers."""
+    pool = getattr(worker.target_worker.model_runner.req_to_token_pool, "mamba_pool", None)
+    return [] if pool is None else [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
+
+
+def _state_slots(batch: Any) -> set[int]:
+    """Slots of recurrent states that a step of this batch may write: its requests', those that the prefix cache
+    takes of them, and that of padding."""
+    slots = {0}
+    if hasattr(batch.req_to_token_pool, "mamba_pool"):
+        slots.update(batch.req_to_token_pool.get_mamba_indices(batch.req_pool_indices).tolist())
+        kept = [req.kv.mamba_ping_pong_track_buffer for req in batch.reqs]
+        slots.update(slot for buffer in kept if buffer is not None for slot in buffer.tolist())
+    return slots
 
 
 def _buffers(pool: Any) -> list[torch.Tensor]:

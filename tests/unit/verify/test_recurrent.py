@@ -288,20 +288,25 @@ def test_kinds_that_ran_on_the_cpu_platform_only_are_ours_there_and_the_built_in
     assert "recurrent layers that are tested on the CPU platform and on no GPU" in str(other)
 
 
-def test_data_parallel_attention_over_any_recurrent_layers_gets_the_built_in_worker(pair, other_kind):
+def test_data_parallel_attention_over_other_kinds_gets_the_built_in_worker(pair, other_kind):
     from dflash_sglang.startup import decisions
 
     other_kind("lfm2")
     other = decisions.check_startup(arguments(pair.plain, attn_dp_size=2))
-    assert str(other).startswith("--attn-dp-size=2: data-parallel attention over recurrent layers")
+    assert str(other).startswith(
+        "--attn-dp-size=2: data-parallel attention over recurrent layers other than gated"
+    )
 
 
-def test_a_target_with_gated_delta_nets_is_ours(pair, monkeypatch):
+@pytest.mark.parametrize(
+    "ranks", [dict(), dict(tp_size=2, attn_dp_size=2)], ids=["alone", "data-parallel attention"]
+)
+def test_a_target_with_gated_delta_nets_is_ours(pair, monkeypatch, ranks):
     from dflash_sglang.startup import decisions
 
     monkeypatch.setattr(decisions, "mambaish_config", lambda config: object())
     monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: object())
-    assert decisions.check_startup(arguments(pair.plain)) is None
+    assert decisions.check_startup(arguments(pair.plain, **ranks)) is None
 
 
 @pytest.mark.matrix(

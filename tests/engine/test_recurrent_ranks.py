@@ -1,0 +1,147 @@
+"""Data-parallel attention over gated delta nets, two gloo ranks on CPUs: output equals the same layout's without
+speculation, while every step has another width.
+
+Padding steps through recurrent states: on an idle rank it stands for the blocks of the other one. `sentinels` ends
+the server where a step writes a state that belongs to no request of its batch, or padding's is no longer finite.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine.test_recurrent_serving import (
+    GRID,
+    NEW_TOKENS,
+    TARGET,
+    WIDTHS,
+    Answered,
+    ask_at_once,
+    assert_equal,
+    assert_every_number_was_accepted,
+    next_turns,
+    random_ids,
+    request,
+)
+from tests.engine.test_recurrent_serving import recorded as oracle_of
+from tests.support import scheduler_hooks
+from tests.support.collectives import Step, all_ended, recorded
+from tests.support.engines import serve
+from tests.zoo.member import pair
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+RANKS = 2
+LAYOUT: dict[str, Any] = dict(
+    tp_size=RANKS,
+    dp_size=RANKS,
+    enable_dp_attention=True,
+    enable_dp_lm_head=True,
+    chunked_prefill_size=GRID * RANKS,  # of which each rank has its share
+    mem_fraction_static=0.3,
+    max_total_tokens=4096,
+    max_mamba_cache_size=64,
+    watchdog_timeout=60,
+)
+FIRST = ((65, 0), (1, 1), (7, 1), (130, 1), (300, 1))  # tokens of the prompt, rank
+
+
+class Served(NamedTuple):
+    steps: list[tuple[Step, ...]]  # [steps][ranks]
+    answers: list[dict[str, Any]]
+    warm: list[dict[str, Any]]
+
+
+def first_turns() -> list[dict[str, Any]]:
+    return [dict(request(random_ids(length, seed=length)), routed_dp_rank=rank) for length, rank in FIRST]
+
+
+def answered(server: Server, asked: list[dict[str, Any]]) -> list[Answered]:
+    outputs = [answer["output_ids"] for answer in ask_at_once(server, asked)]
+    return list(zip(asked, outputs, strict=True))
+
+
+def on_their_ranks(first: list[Answered]) -> list[dict[str, Any]]:
+    """`next_turns`, two of each first turn, where the prefix cache has it."""
+    ranks = [asked["routed_dp_rank"] for asked, _ in first for _ in range(2)]
+    return [dict(asked, routed_dp_rank=rank) for asked, rank in zip(next_turns(first), ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Answered]:
+    """First turns, then next turns, of the same layout without speculation and without a prefix cache."""
+    with serve(pair(TARGET)[0], disable_radix_cache=True, **LAYOUT) as server:
+        first = answered(server, first_turns())
+        return first + answered(server, on_their_ranks(first))
+
+
+@pytest.fixture(scope="module")
+def served(plain: list[Answered], tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory = tmp_path_factory.mktemp("steps")
+    environment = recorded(
+        directory,
+        **{
+            CONFIG_ENV: json.dumps({"width": {"widths": WIDTHS}}),
+            scheduler_hooks.HOOKS_ENV: "oracle,widths,sentinels",
+            scheduler_hooks.RECORDS_ENV: str(oracle_of(tmp_path_factory.mktemp("records"), plain)),
+        },
+    )
+    alone, *others = first_turns()
+    with serve(*pair(TARGET), environment=environment, mamba_track_interval=GRID, **LAYOUT) as server:
+        answers = [server.generate(**alone)]
+        server.post("/flush_cache?timeout=60")
+        beside = server.stream(**alone)
+        next(beside)  # it decodes by now, and the other rank begins to prefill
+        last = ask_at_once(server, others)
+        answers += [list(beside)[-1], *last]
+        warm = ask_at_once(server, [asked for asked, _ in plain[len(FIRST) :]])
+        return Served(all_ended(directory, RANKS), answers, warm)
+
+
+def decodes(served: Served) -> list[tuple[Step, ...]]:
+    return [step for step in served.steps if any(of_rank.mode == "decode" for of_rank in step)]
+
+
+@pytest.mark.matrix(target="Qwen3.5, data-parallel attention", draft="z-lab", kv="model dtype", outcome="works")
+def test_output_equals_the_layouts_without_speculation(served, plain):
+    first = plain[: len(FIRST)]
+    assert_equal(served.answers, [first[0], *first])
+    assert_equal(served.warm, plain[len(FIRST) :])
+    assert_every_number_was_accepted(served.answers + served.warm)
+    assert [answer["meta_info"]["dp_rank"] for answer in served.answers] == [0, *(rank for _, rank in FIRST)]
+
+
+def test_next_turns_go_on_from_states_that_verify_wrote(served):
+    for (length, _), answer in zip(FIRST, served.warm[::2], strict=True):
+        assert answer["meta_info"]["cached_tokens"] >= (length + NEW_TOKENS - 1) // GRID * GRID
+
+
+def test_every_step_had_one_width_on_both_ranks_and_all_widths_occurred(served):
+    widths = [{of_rank.width for of_rank in step} for step in decodes(served)]
+    assert [number for number, of_step in enumerate(widths) if len(of_step) > 1] == []
+    assert set.union(*widths) == set(WIDTHS)
+
+
+def test_a_rank_was_idle_beside_decoding_and_held_a_request_back_while_the_other_prefilled(served):
+    loads = {tuple(of_rank.requests for of_rank in step) for step in decodes(served)}
+    assert any(few == 0 < many for few, many in loads) and any(many == 0 < few for few, many in loads)
+    assert any(0 < few < many for few, many in loads)
+    assert held_back([step[0] for step in served.steps]) > 0
+
+
+def held_back(steps: list[Step]) -> int:
+    """Steps in which a rank kept prefills company while it had a request: it decodes before, and goes on after."""
+    count = waiting = 0
+    decoded = False
+    for step in steps:
+        if step.mode == "idle" and step.others_prefill:
+            waiting += decoded
+        elif step.mode == "decode":
+            count, waiting, decoded = count + waiting, 0, True
+        else:
+            waiting, decoded = 0, False
+    return count
