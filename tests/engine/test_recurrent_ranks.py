@@ -96,8 +96,8 @@ def served(plain: list[Answered], tmp_path_factory: pytest.TempPathFactory) -> S
         server.post("/flush_cache?timeout=60")
         beside = server.stream(**alone)
         next(beside)  # it decodes by now, and the other rank begins to prefill
-        last = ask_at_once(server, others)
-        answers += [list(beside)[-1], *last]
+        of_others = ask_at_once(server, others)
+        answers += [list(beside)[-1], *of_others]
         warm = ask_at_once(server, [asked for asked, _ in plain[len(FIRST) :]])
         return Served(all_ended(directory, RANKS), answers, warm)
 

@@ -19,6 +19,7 @@ import torch
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.support.rows import in_full_but
@@ -31,6 +32,7 @@ GRID = 64  # tokens between the states that the prefix cache keeps
 LENGTHS = (1, 7, 64, 65, 130, 300)
 NEW_TOKENS = 100
 KEPT: dict[str, Any] = dict(linear_attn_verify_backend="flashinfer")  # on a CPU: SGLang's verify without replay
+SAMPLED_PROMPT = [40, 41, 42, 43]
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "qwen3_next": dict(target="Qwen3-Next"),
@@ -221,6 +223,41 @@ def test_committed_states_equal_those_of_plain_decoding(ours):
                 torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
         far = (committed[lengths[0]][-1] - committed[lengths[1]][-1]).abs().max()
         assert far > 1e-2, "one state is like another"
+
+
+@pytest.mark.parametrize("ours", ["overlap"], indirect=True)
+def test_sampled_tokens_follow_the_targets_distribution(ours):
+    """The first of three tokens follows a prefill, the others states that steps commit. The distribution is that
+    of prefills, which do not speculate."""
+    server, records, _ = ours
+    expected = distribution(server, SAMPLED_PROMPT)
+    scheduler_hooks.record(records, SAMPLED_PROMPT, list(max(expected, key=expected.__getitem__)))
+    assert_sampled_from(server, SAMPLED_PROMPT, expected)
+
+
+@pytest.mark.parametrize("ours", ["overlap"], indirect=True)
+def test_turns_of_sessions_equal_plain_decoding_also_where_a_turn_goes_back(ours):
+    """Three turns each: the second goes on after the first's output, the third after a part of it."""
+    server, _, plain = ours
+    server.post("/flush_cache?timeout=60")
+    first, following = plain[len(LENGTHS) : 2 * len(LENGTHS)], plain[2 * len(LENGTHS) :]
+    sessions = list(zip(first, following[::2], following[1::2], strict=True))
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        list(pool.map(lambda turns: converse(server, *turns), sessions))
+
+
+def converse(server: Server, first: Answered, after_all: Answered, after_part: Answered) -> None:
+    """Each of the later turns is asked by what it adds to the first one's tokens."""
+    length = len(first[0]["input_ids"]) + NEW_TOKENS
+    name = f"session-{length}"
+    server.post("/open_session", capacity_of_str_len=4096, session_id=name)
+    answers = [server.generate(**first[0], session_params=dict(id=name))]
+    for (turn, _), kept in ((after_all, length), (after_part, length - NEW_TOKENS // 4)):
+        added = dict(turn, input_ids=turn["input_ids"][kept:])
+        back = dict(id=name, rid=answers[0]["meta_info"]["id"], offset=kept if kept < length else 0)
+        answers.append(server.generate(**added, session_params=back))
+    server.post("/close_session", session_id=name)
+    assert_equal(answers, [first, after_all, after_part])
 
 
 @pytest.mark.full

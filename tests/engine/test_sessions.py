@@ -1,7 +1,8 @@
 """Turns of a streaming session equal the same prompts sent whole to an empty prefix cache, float32 on the CPU.
 
 Between turns SGLang keeps the slots of what it takes for written: rows that no step wrote are NaN (`poison`).
-Recurrent states go through the prefix cache: an oracle has steps accept past the stop of a turn.
+Recurrent states go through the prefix cache: an oracle has steps accept past the stop of a turn, and every step
+has another width.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from tests.zoo.member import pair
 pytestmark = pytest.mark.slow
 
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
+EVERY_WIDTH = {CONFIG_ENV: '{"width": {"widths": [1, 2, 3, 5, 8]}}'}  # another one in each step
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "width_1": dict(hooks="poison", env={CONFIG_ENV: '{"width": 1}'}),
     "synchronous_pages_of_16_retracting": dict(
         hooks="poison,oracle", disable_overlap_schedule=True, page_size=16, env=RETRACTING
     ),
-    "recurrent": dict(recurrent=True, hooks="oracle"),
+    "recurrent": dict(recurrent=True, hooks="oracle,widths", env=EVERY_WIDTH),
     "recurrent_synchronous_retracting": dict(
-        recurrent=True, hooks="oracle", disable_overlap_schedule=True, env=RETRACTING
+        recurrent=True, hooks="oracle,widths", disable_overlap_schedule=True, env={**EVERY_WIDTH, **RETRACTING}
     ),
 }
 # (prompt tokens, new tokens, the output token that ends it or None) of each session's turns
