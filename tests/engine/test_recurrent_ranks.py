@@ -14,13 +14,13 @@ import pytest
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine.test_parallel import ask
 from tests.engine.test_recurrent_serving import (
     GRID,
     NEW_TOKENS,
     TARGET,
     WIDTHS,
     Answered,
-    ask_at_once,
     assert_equal,
     assert_every_number_was_accepted,
     next_turns,
@@ -61,7 +61,7 @@ def first_turns() -> list[dict[str, Any]]:
 
 
 def answered(server: Server, asked: list[dict[str, Any]]) -> list[Answered]:
-    outputs = [answer["output_ids"] for answer in ask_at_once(server, asked)]
+    outputs = [answer["output_ids"] for answer in ask(server, asked, together=True)]
     return list(zip(asked, outputs, strict=True))
 
 
@@ -92,13 +92,13 @@ def served(plain: list[Answered], tmp_path_factory: pytest.TempPathFactory) -> S
     )
     alone, *others = first_turns()
     with serve(*pair(TARGET), environment=environment, mamba_track_interval=GRID, **LAYOUT) as server:
-        answers = [server.generate(**alone)]
+        answers = ask(server, [alone], together=True)
         server.post("/flush_cache?timeout=60")
         beside = server.stream(**alone)
         next(beside)  # it decodes by now, and the other rank begins to prefill
-        of_others = ask_at_once(server, others)
+        of_others = ask(server, others, together=True)
         answers += [list(beside)[-1], *of_others]
-        warm = ask_at_once(server, [asked for asked, _ in plain[len(FIRST) :]])
+        warm = ask(server, [asked for asked, _ in plain[len(FIRST) :]], together=True)
         return Served(all_ended(directory, RANKS), answers, warm)
 
 
