@@ -227,10 +227,10 @@ def test_committed_states_equal_those_of_plain_decoding(ours):
 
 @pytest.mark.parametrize("ours", ["overlap"], indirect=True)
 def test_sampled_tokens_follow_the_targets_distribution(ours):
-    """The first of three tokens follows a prefill, the others states that steps commit. The distribution is that
-    of prefills, which do not speculate."""
+    """Of four tokens the first follows a prefill, the fourth a state that a step of one row commits or of more.
+    The distribution is that of prefills, which do not speculate."""
     server, records, _ = ours
-    expected = distribution(server, SAMPLED_PROMPT)
+    expected = distribution(server, SAMPLED_PROMPT, 4)
     scheduler_hooks.record(records, SAMPLED_PROMPT, list(max(expected, key=expected.__getitem__)))
     assert_sampled_from(server, SAMPLED_PROMPT, expected)
 

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 PROMPT = list(range(40, 60))
 TOP_K, TEMPERATURE, DRAWS = 3, 1.6, 4000
-SAMPLING = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=3, ignore_eos=True)
 GREEDY_TOKENS = 40
 
 
@@ -39,13 +38,14 @@ def plain(tiny) -> dict[str, Any]:
         return dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=distribution(server, PROMPT))
 
 
-def distribution(server: Server, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """{three tokens: probability} of what is sampled after the prompt, from greedy logprobs."""
+def distribution(server: Server, prompt: list[int], count: int = 3) -> dict[tuple[int, ...], float]:
+    """{so many tokens: probability} of what is sampled after the prompt, from greedy logprobs."""
+    if count == 0:
+        return {(): 1.0}
     return {
-        (a, b, c): p_a * p_b * p_c
-        for a, p_a in next_token(server, prompt).items()
-        for b, p_b in next_token(server, [*prompt, a]).items()
-        for c, p_c in next_token(server, [*prompt, a, b]).items()
+        (token, *following): p * p_following
+        for token, p in next_token(server, prompt).items()
+        for following, p_following in distribution(server, [*prompt, token], count - 1).items()
     }
 
 
@@ -63,8 +63,10 @@ def next_token(server: Server, prompt: list[int]) -> dict[int, float]:
 
 
 def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[int, ...], float]) -> None:
-    """`DRAWS` outputs, three at a time, follow the distribution."""
-    asked = dict(input_ids=prompt, sampling_params=dict(SAMPLING, n=100))
+    """`DRAWS` outputs, three requests at a time, follow the distribution."""
+    (count,) = {len(tokens) for tokens in expected}
+    sampling = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=count, ignore_eos=True, n=100)
+    asked = dict(input_ids=prompt, sampling_params=sampling)
     with ThreadPoolExecutor(3) as pool:
         answers = pool.map(lambda _: server.generate(**asked), range(DRAWS // 100))
         observed = Counter(tuple(one["output_ids"]) for answer in answers for one in answer)
