@@ -28,6 +28,7 @@ from dflash_sglang.sglang_names.launcher import (
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
 from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
 from dflash_sglang.startup.launch_checks import COORDINATION, UNSERVED, launch_problems
+from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
 from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
@@ -86,6 +87,9 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     own = own_modules(directory, tensors)
     target = TargetFacts.from_config(target_config.hf_text_config)
     problems += [*draft_problems(spec, target, serving, tensors, own), *pool_problems(config)]
+    if load_format in SAFETENSORS_FORMATS:
+        # A checkpoint that names no target layers has one feature per draft layer.
+        problems += presence_problems(spec, len(spec.target_layer_ids or spec.layers), tensors)
     if cfg.speculative_token_map is not None:
         problems += token_map_problems(cfg.speculative_token_map, spec, target, own)
     if problems:

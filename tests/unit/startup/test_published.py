@@ -53,7 +53,8 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
     dim = shape["head_dim"] if "head_dim" in shape else hidden // heads
     nested = config.get("dflash_config", {})
     ids = nested.get("target_layer_ids") or config.get("target_layer_ids") or config["aux_hidden_state_layer_ids"]
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(ids) * hidden), "norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(ids) * hidden)}
+    shapes |= {"norm.weight": (hidden,), "hidden_norm.weight": (hidden,)}
     matrices = {
         "self_attn.q_proj": (heads * dim, hidden),
         "self_attn.k_proj": (kv * dim, hidden),
@@ -65,10 +66,22 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
     }
     for i in range(shape["num_hidden_layers"]):
         shapes |= {f"layers.{i}.{name}.weight": matrix for name, matrix in matrices.items()}
+        shapes |= {f"layers.{i}.self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"layers.{i}.{name}.weight"] = (hidden,)
+        for name in ("attention_conv", "mlp_conv") if expect.get("conv") else ():
+            taps, group = expect["conv"]
+            shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, hidden)
+            shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * hidden // group, hidden)
         if shape.get("attention_bias"):
             shapes |= {f"layers.{i}.{name}.bias": m[:1] for name, m in matrices.items() if "attn" in name}
         if expect.get("sinks"):
             shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (heads,)
+    if expect.get("selector"):
+        rank = expect["selector"][0]
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        for name in ("predecessor_codebook", "successor_codebook"):
+            shapes[f"candidate_selector.{name}"] = (shape["vocab_size"], rank)
     if expect.get("head") == "own":
         shapes["lm_head.weight"] = (config["draft_vocab_size"], hidden)
     if expect.get("embedding") == "own":

@@ -1,0 +1,81 @@
+"""Tensors of a dense draft that are missing, too many or of another shape are refused by the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.files import TensorFacts
+from dflash_sglang.startup.presence_checks import presence_problems
+from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
+from tests.support.tiny import draft_config, draft_tensors
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
+    "plain": (draft_config(), draft_tensors),
+    "with biases": (draft_config(attention_bias=True), draft_tensors),
+    "DFlash2": (dflash2_config(), dflash2_tensors),
+}
+
+
+def facts(config: dict[str, Any], make: Callable[..., dict[str, Any]]) -> dict[str, TensorFacts]:
+    return {name: TensorFacts("F32", tuple(tensor.shape)) for name, tensor in make(config).items()}
+
+
+def said(config: dict[str, Any], tensors: dict[str, TensorFacts]) -> list[str]:
+    spec = DraftSpec.from_config(config)
+    return [str(problem) for problem in presence_problems(spec, len(spec.target_layer_ids or ()), tensors)]
+
+
+@pytest.mark.parametrize(("config", "make"), KINDS.values(), ids=KINDS)
+def test_a_checkpoint_as_it_is_trained_is_complete_with_and_without_the_prefix(
+    config: dict[str, Any], make: Callable[..., dict[str, Any]]
+) -> None:
+    whole = facts(config, make)
+    assert said(config, whole) == [] == said(config, {f"model.{name}": fact for name, fact in whole.items()})
+    extra = {
+        "layers.0.self_attn.rotary_emb.inv_freq": TensorFacts("F32", (8,)),
+        "t2d": TensorFacts("BOOL", (320,)),
+    }
+    assert said(config, {**whole, **extra}) == []
+
+
+@pytest.mark.parametrize(("config", "make"), KINDS.values(), ids=KINDS)
+def test_each_tensor_is_named_that_is_missing(config: dict[str, Any], make: Callable[..., dict[str, Any]]) -> None:
+    whole = facts(config, make)
+    for name in whole:
+        [problem] = said(config, {other: fact for other, fact in whole.items() if other != name})
+        assert problem.startswith(f"draft tensors=None: expected {name} in the checkpoint. ")
+
+
+def test_stacked_projections_take_the_place_of_single_ones() -> None:
+    config = draft_config(num_hidden_layers=1, layer_types=["full_attention"])
+    whole = facts(config, draft_tensors)
+    single = [n for n in whole if n.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]
+    stacked = {n: f for n, f in whole.items() if n not in single}
+    stacked["layers.0.self_attn.qkv_proj.weight"] = TensorFacts("F32", (128, 64))
+    assert said(config, stacked) == []
+    [problem] = said(config, {**stacked, single[0]: whole[single[0]]})
+    assert problem.startswith(f"draft tensors='{single[0]}': expected only tensors of the draft that ")
+
+
+def test_layers_that_the_config_does_not_count_are_named_with_their_number() -> None:
+    config = draft_config(num_hidden_layers=1, layer_types=["full_attention"])
+    [problem] = said(config, facts(draft_config(), draft_tensors))
+    assert "layers.1.input_layernorm.weight" in problem and "and 7 more': expected only tensors " in problem
+
+
+def test_a_norm_of_another_width_is_named() -> None:
+    whole = facts(draft_config(), draft_tensors)
+    [problem] = said(draft_config(), {**whole, "hidden_norm.weight": TensorFacts("F32", (63,))})
+    assert problem.startswith("draft tensor hidden_norm.weight=[63]: expected [64], which config.json describes. ")
+
+
+def test_a_quantised_checkpoint_is_its_loaders_to_judge() -> None:
+    whole = facts(draft_config(), draft_tensors)
+    del whole["norm.weight"]
+    whole["layers.0.mlp.up_proj.weight"] = TensorFacts("F8_E4M3", (128, 64))
+    assert said(draft_config(), whole) == []
+    assert said(draft_config(), {}) == []
