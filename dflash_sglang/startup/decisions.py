@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
 from dflash_sglang.checkpoint.dflash2 import is_dflash2
 from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
@@ -118,12 +120,14 @@ def _check_sglang_reads(config: dict[str, Any], path: str, server_args: Any) -> 
     if error is None:
         return
     can_read = f"SGLang can read ({described(error)})"
-    for field, value in config.items():  # the one without which, or as Qwen3, it can be read
+    first = {"model_type": config.get("model_type")}
+    for field, value in {**first, **config}.items():  # the one without which, or as Qwen3, it can be read
         with tempfile.TemporaryDirectory() as directory:
             others = {"model_type": "qwen3", **{name: other for name, other in config.items() if name != field}}
             Path(directory, "config.json").write_text(json.dumps(others))
             if _reading_fails(server_args, directory) is None:
-                fix = f"Correct {field} in the draft's config.json, or remove it."
+                remedy = f"Add {field} to" if value is None else f"Remove {field}, or correct it in"
+                fix = f"{remedy} the draft's config.json."
                 problem = Problem(f"draft config {field}", value, f"a value that {can_read}", fix)
                 raise StartupError([problem]) from error
     expected = f"a draft whose config.json {can_read}"
@@ -133,10 +137,10 @@ def _check_sglang_reads(config: dict[str, Any], path: str, server_args: Any) -> 
 def _reading_fails(server_args: Any, path: str) -> Exception | None:
     """What SGLang's reading of a draft's config.json raises, which is whatever its libraries do."""
     try:
-        draft_model_config_of(server_args, path)
+        dtype = draft_model_config_of(server_args, path).dtype
     except Exception as error:
         return error
-    return None
+    return None if isinstance(dtype, torch.dtype) else TypeError(f"dtype {dtype!r} is no type of numbers")
 
 
 def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> None:

@@ -89,6 +89,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"torch_dtype": "bfloat17"},
         f"draft config torch_dtype='bfloat17': {READ}AttributeError",
     ),
+    "no model type": ({"model_type": None}, f"draft config model_type=None: {READ}ValueError"),
     "a flag for a rate": ({"attention_dropout": False}, f"draft config attention_dropout=False: {READ}"),
     "an integer for a float": ({"initializer_range": 1}, f"draft config initializer_range=1: {READ}"),
     "labels that are no table": ({"id2label": 5}, f"draft config id2label=5: {READ}"),
