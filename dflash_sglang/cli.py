@@ -1,4 +1,4 @@
-"""Command line: `dflash-sglang pair`, `demo`, `bench`, `check`, `hot-vocab` and `patches`."""
+"""Command line: `dflash-sglang pair`, `demo`, `doctor`, `bench`, `check`, `hot-vocab` and `patches`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 when a server failed, float32 outputs differ, a check finds a pair not fine, a
-    text has too few tokens or a patch does not fit, 2 for an option that cannot be measured, read or
-    written, 130 after Ctrl-C."""
+    text has too few tokens, a patch does not fit or a launch would be refused, 2 for an option that cannot be
+    measured, read or written, 130 after Ctrl-C."""
     parser = _parser()
     options, launch_flags = parser.parse_known_args(argv)
-    if launch_flags and options.command != "check":
+    if launch_flags and options.command not in ("check", "doctor"):
         parser.error(f"unrecognized arguments: {' '.join(launch_flags)}")
+    if options.command == "doctor":
+        from dflash_sglang.doctor.run import doctor
+
+        return doctor(options, launch_flags)
     if options.command == "pair":
         print(json.dumps(pair_directories(), indent=1))
         return 0
@@ -53,6 +57,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     demo.add_argument("--prompts", type=_between(1, available), default=8, help="held-out prompts (default 8)")
     demo.add_argument("--max-new-tokens", type=_between(2, 1024), default=128, help="default 128")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what a launch would do, from checkpoints and flags alone",
+        usage="dflash-sglang doctor --target DIR --draft DIR [--json] [flags of sglang.launch_server]",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--target", "--model-path", required=True, help="directory or name of the target")
+    doctor.add_argument(
+        "--draft", "--speculative-draft-model-path", required=True, help="directory or name of the draft"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_parser(commands)
     check_arguments.add_parser(commands)
     hot = commands.add_parser(

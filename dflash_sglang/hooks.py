@@ -42,6 +42,17 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
         original(server_args)
 
 
+def check_launch(server_args: Any) -> Foreign | None:
+    """The launcher's checks of a launch with DFLASH, for a process that starts none.
+
+    Returns why the built-in worker would serve it, or None. Raises as `handle_speculative_decoding` does, and
+    SystemExit where DFLASH_SGLANG_REQUIRE=1 forbids the built-in worker.
+    """
+    global _resolved
+    _resolved = server_args
+    return _served_by_built_in(server_args)
+
+
 def create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
     """AROUND SpeculativeAlgorithm.create_worker: runs in the scheduler, once the target is loaded.
 

@@ -34,6 +34,11 @@ def register(process: Process) -> None:
     _raise_for(lost, "SGLang has no such function")
 
 
+def registered() -> bool:
+    """Whether the plugin ran in this process."""
+    return bool(_wanted)
+
+
 def apply(process: Process) -> None:
     """Registers and applies the hooks of a process. Raises SGLangMismatchError where one does not act."""
     from sglang.srt.plugins.hook_registry import HookRegistry

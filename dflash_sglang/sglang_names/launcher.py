@@ -4,11 +4,14 @@ from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
+from sglang.srt.arg_groups.serving_hook import handle_missing_default_values, handle_return_hidden_states_mode
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.runtime_context import get_exec
+from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import has_hf_quant_config
 from sglang.srt.utils.hf_transformers_utils import check_gguf_file
 
@@ -23,7 +26,9 @@ __all__ = [
     "hybrid_gdn_config",
     "mambaish_config",
     "model_config_of",
+    "prepare_server_args",
     "resolving_view",
+    "settle_without_device",
 ]
 
 
@@ -35,3 +40,12 @@ def draft_model_config_of(server_args: Any, path: str) -> ModelConfig:
         model_revision=resolving_view(server_args).speculative_draft_model_revision,
         is_draft_model=True,
     )
+
+
+def settle_without_device(server_args: Any) -> None:
+    """Takes the steps of SGLang's resolution that start-up checks build on and that no device is needed for.
+
+    server_args: as parsed, with a device. Raises what SGLang raises of flags that it refuses.
+    """
+    for step in (handle_deprecated_dp_attention, handle_return_hidden_states_mode, handle_missing_default_values):
+        step(server_args)

@@ -1,0 +1,231 @@
+"""Puts the findings together: the verdict of start-up, what was read of the draft, sizes and suspicions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint.families import check_family
+from dflash_sglang.checkpoint.files import (
+    TensorFacts,
+    config_directory,
+    draft_config,
+    tensor_facts,
+    weights_directory,
+)
+from dflash_sglang.checkpoint.in_words import layers_read, rope_read
+from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, own_modules
+from dflash_sglang.checkpoint.token_map import read_token_map
+from dflash_sglang.doctor import launch, sizes, tokens
+from dflash_sglang.doctor.report import Draft, Memory, Report, Serving
+from dflash_sglang.models.head.form import HeadFacts, choose_form
+from dflash_sglang.patches.contract import states
+from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
+from dflash_sglang.startup.decisions import draft_ranks
+from dflash_sglang.startup.facts import TargetFacts
+from dflash_sglang.startup.fp8_drafts import FP8_GEMM, obstacle
+
+VERSIONS_OF = ("dflash_sglang", "sglang", "torch", "transformers")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
+_KV_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
+
+
+def examine(target: str, draft: str, flags: Sequence[str]) -> Report:
+    """Raises Unreadable where flags or checkpoints cannot be read."""
+    server_args = launch.read_flags(target, draft, flags)
+    target_config = launch.read_target(server_args)
+    no_plugin = launch.plugin_refusal()
+    verdict = launch.Verdict(None, (no_plugin,)) if no_plugin else launch.verdict_of(server_args)
+    cfg = resolving_view(server_args)
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS_OF}
+    found = Report(
+        target, draft, cfg.device, verdict, (), {**versions, "python": platform.python_version()}, states()
+    )
+    read = None if verdict.worker == launch.BUILT_IN else _read(cfg)
+    if read is None:
+        return found
+    facts = TargetFacts.from_config(target_config.hf_text_config)
+    spec, held, own = read
+    parts: dict[str, Any] = {"model": _draft(spec, own, facts)}
+    directories = config_directory(target, cfg.revision), config_directory(draft, None)
+    parts["vocabulary"] = vocabulary = tokens.compare(*directories, spec.mask_token_id)
+    if verdict.worker == launch.OURS:
+        parts |= _sizes(server_args, target_config, spec, held, own, tensor_facts(directories[0]))
+        parts["suspicious"] = list(_suspicions(spec, own, facts, vocabulary, target_config.context_len))
+    return Report(**{**vars(found), **parts})
+
+
+def _read(cfg: Any) -> tuple[DraftSpec, dict[str, TensorFacts], OwnModules] | None:
+    """The draft, None where it cannot be read, which start-up has refused."""
+    path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
+    try:
+        config = draft_config(path, revision)
+        check_family(config)
+        spec = DraftSpec.from_config(config)
+        directory = weights_directory(path, revision, cfg.download_dir)
+        held = tensor_facts(directory)
+        return spec, held, own_modules(directory, held)
+    except (DraftConfigError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _draft(spec: DraftSpec, own: OwnModules, target: TargetFacts) -> Draft:
+    try:
+        target_layers = list(spec.feature_layer_ids(target.num_layers))
+    except DraftConfigError:
+        target_layers = None
+    parts = (
+        f"head of {head_rows(spec, own)} tokens" if own.head is not None else None,
+        f"embedding of {spec.vocab_size} tokens" if own.embedding is not None else None,
+        "mask row" if own.mask_embedding is not None else None,
+    )
+    return Draft(
+        architecture=f"{spec.architecture} ({spec.num_layers} layers)",
+        layers=layers_read(spec),
+        rope=rope_read(spec),
+        heads=f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
+        target_layers=target_layers,
+        mask_token_id=spec.mask_token_id,
+        own_modules=", ".join(part for part in parts if part is not None) or "none",
+        quantization=spec.quantization or "none",
+        block=spec.block_size,
+    )
+
+
+def _sizes(
+    server_args: Any,
+    target_config: Any,
+    spec: DraftSpec,
+    held: dict[str, TensorFacts],
+    own: OwnModules,
+    target: dict[str, TensorFacts],
+) -> dict[str, Any]:
+    """The parts of a launch that this package serves. held, target: tensors of the two checkpoints."""
+    cfg, config = resolving_view(server_args), PluginConfig.from_env()
+    ranks = draft_ranks(cfg)
+    block = cfg.speculative_dflash_block_size or cfg.speculative_num_draft_tokens or spec.block_size
+    dtype = draft_model_config_of(server_args, cfg.speculative_draft_model_path).dtype
+    in_fp8, why = _draft_form(cfg, spec, held, ranks)
+    weights = sizes.draft_weights(spec, held, ranks, dtype.itemsize, in_fp8)
+    kv_dtype = cfg.speculative_draft_kv_cache_dtype or cfg.kv_cache_dtype
+    kv = sizes.kv_bytes_per_token(spec, ranks, _KV_BYTES.get(kv_dtype, dtype.itemsize))
+    total = cfg.max_total_tokens
+    head, form, read = _head(cfg, config, target_config, own, target, ranks)
+    context = "stacked" if spec.quantization is None and not in_fp8 else "decided when the weights are loaded"
+    sizes_of_all = sizes.draft_weights(spec, held, 1, dtype.itemsize, in_fp8)
+    of_step = sizes_of_all - (sizes.nbytes(own.embedding, dtype.itemsize) if own.embedding else 0)
+    return {
+        "serving": Serving(
+            block=block,
+            widths=list(config.width.states(block)),
+            ragged=config.width.ragged,
+            draft_attention=_attention(cfg),
+            head=form,
+            context_kv=context if config.context_kv == "auto" else config.context_kv,
+            draft_weights=why,
+            ranks=ranks,
+        ),
+        "memory": Memory(weights, kv, total, None if total is None else kv * total),
+        "break_even": sizes.break_even(target, _experts(target_config), of_step, read, block) if head else None,
+    }
+
+
+def _draft_form(cfg: Any, spec: DraftSpec, held: dict[str, TensorFacts], ranks: int) -> tuple[bool, str]:
+    """(whether the layers are read in fp8, in words); of a GPU that has fp8 GEMMs."""
+    asked = cfg.speculative_draft_model_quantization
+    if cfg._speculative_draft_quantization_explicitly_set or asked is not None:
+        return asked == "fp8" and spec.quantization is None, f"{asked or 'as they are'}, asked for"
+    if not cfg.device.startswith("cuda"):
+        return False, "as they are"
+    reason = obstacle(spec, held, ranks, cfg.dtype, FP8_GEMM)
+    if reason is not None:
+        return False, f"as they are: {reason}"
+    return True, f"fp8 on a GPU of compute capability {'.'.join(map(str, FP8_GEMM))} or more, else as they are"
+
+
+def _head(
+    cfg: Any, config: PluginConfig, target_config: Any, own: OwnModules, target: dict[str, TensorFacts], ranks: int
+) -> tuple[bool, str, int]:
+    """(whether its bytes are known, its form in words, bytes that the draft reads beside its own weights)"""
+    dtype = target_config.dtype
+    if own.head is not None:
+        size: int | None = sizes.nbytes(own.head, dtype.itemsize)
+    else:
+        size = sizes.head_bytes(target)
+    if size is None:
+        return False, "unknown: the target's weights are not on this machine", 0
+    whose = "the target's" if own.head is None else "the draft's"
+    if cfg.speculative_token_map is not None:
+        kept = len(read_token_map(cfg.speculative_token_map))
+        size = size * kept // target_config.vocab_size
+        whose += f", {kept} tokens of it"
+    facts = HeadFacts(
+        device=cfg.device.split(":")[0],
+        fp8_gemm=cfg.device.startswith("cuda"),
+        method=cfg.quantization if own.head is None and dtype.itemsize == 1 else None,
+        dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16,
+        nbytes=size // ranks,
+    )
+    in_fp8, why = choose_form(config.draft_head, facts)
+    form = f"{whose}, {'fp8 on a GPU that has fp8 GEMMs' if in_fp8 else 'as it is'} ({why})"
+    beside = 0 if own.head is not None and not in_fp8 else size
+    return True, form, beside // dtype.itemsize if in_fp8 else beside
+
+
+def _attention(cfg: Any) -> str:
+    asked = cfg.speculative_draft_attention_backend
+    if asked is not None:
+        return str(asked)
+    if cfg.device == "cpu":
+        return "torch_native"
+    named = cfg.prefill_attention_backend or cfg.attention_backend
+    return str(named) if named is not None else "chosen by SGLang for the GPU"
+
+
+def _experts(target_config: Any) -> sizes.Experts | None:
+    """Of a mixture whose config has both numbers."""
+    config = target_config.hf_text_config
+    of_all, of_a_token = (
+        next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+        for names in (_EXPERTS, _OF_A_TOKEN)
+    )
+    return sizes.Experts(of_a_token, of_all) if of_all and of_a_token else None
+
+
+def _suspicions(
+    spec: DraftSpec, own: OwnModules, target: TargetFacts, vocabulary: tokens.Vocabularies, context: int
+) -> Iterator[str]:
+    """What start-up lets pass, and what makes drafts accept little."""
+    if spec.target_layer_ids is None:
+        yield (
+            "draft config target_layer_ids=None: expected the layers that the draft was trained on, and the "
+            "reference's default is used. Add dflash_config.target_layer_ids to its config.json."
+        )
+    if own.head is None and spec.vocab_size != target.vocab_size:
+        yield (
+            f"draft config vocab_size={spec.vocab_size}: expected the target's {target.vocab_size}, whose head "
+            "the draft uses. Check that the draft was trained for this target."
+        )
+    if vocabulary.differing:
+        yield (
+            f"{vocabulary.differing} token ids differ between the tokenizers: expected the same ones. Serve the "
+            "target that the draft was trained for."
+        )
+    if vocabulary.mask_is_ordinary and own.mask_embedding is None:
+        yield (
+            f"draft config mask_token_id={spec.mask_token_id}: expected an id that no text has, and it is "
+            f"{vocabulary.mask_token!r} of the target's tokenizer. Compare it with the draft's model card."
+        )
+    if context > spec.max_position_embeddings:
+        yield (
+            f"--context-length {context}: expected at most the draft's max_position_embeddings of "
+            f"{spec.max_position_embeddings}. Beyond it fewer tokens are accepted; "
+            "set --speculative-draft-window-size."
+        )

@@ -1,0 +1,174 @@
+"""The launch that the flags describe, as SGLang's own parser reads it, and what start-up says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint import DraftConfigError
+from dflash_sglang.checkpoint.fields import described, one_line, shown
+from dflash_sglang.checkpoint.files import config_directory, missing_files, read_config, tensor_facts
+from dflash_sglang.platforms.cpu import NAME as CPU_PLATFORM
+
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+OURS, BUILT_IN = "dflash_sglang", "built-in"
+
+
+class Unreadable(ValueError):
+    """A flag or a checkpoint that cannot be read; names it, its value and what was expected."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why the launch would end: a field, and the line that start-up writes of it."""
+
+    field: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``worker``: OURS, BUILT_IN, or None where start-up refuses. ``reason``: why the built-in worker."""
+
+    worker: str | None
+    refused: tuple[Refusal, ...] = ()
+    reason: str | None = None
+
+
+def read_checkpoints(target: str, draft: str) -> None:
+    """Raise Unreadable where one of them is not on this machine, has no config.json, or is a target whose files
+    are not whole."""
+    for flag, path in (("--target", target), ("--draft", draft)):
+        try:
+            directory = config_directory(path, None)
+            read_config(directory)
+        except (OSError, ValueError) as error:
+            expected = "a directory, or a downloaded repository, with a config.json"
+            raise Unreadable(f"{flag} {path}: expected {expected} ({described(error)}). Correct it.") from error
+    try:
+        directory = config_directory(target, None)
+        missing = missing_files(directory)
+        tensor_facts(directory)
+    except DraftConfigError as error:
+        found = f"{error.field}={shown(error.value)}: expected {error.expected}. {error.fix}"
+        raise Unreadable(f"--target {target}: {found}") from error
+    if missing:
+        files = one_line(", ".join(missing), 200)
+        raise Unreadable(f"--target {target}: expected the files of its index: {files}. Download them.")
+
+
+def read_flags(target: str, draft: str, flags: Sequence[str]) -> Any:
+    """SGLang's ServerArgs of the launch, with its steps that need no GPU taken. Raises Unreadable."""
+    from dflash_sglang.sglang_names.launcher import prepare_server_args, settle_without_device
+
+    paths = ["--model-path", target, "--speculative-draft-model-path", draft]
+    given = [*paths, "--speculative-algorithm", "DFLASH", "--log-level", "error", *flags]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            server_args = prepare_server_args(given)
+    except SystemExit as error:
+        raise Unreadable(_last_error(said.getvalue())) from error
+    except (ValueError, OSError) as error:  # of --config
+        raise Unreadable(f"launch flags {list(flags)}: expected those of sglang ({described(error)})") from error
+    asked = server_args.speculative_algorithm
+    if asked is None or asked.upper() != "DFLASH":
+        raise Unreadable(f"--speculative-algorithm {asked}: expected DFLASH. Remove it.")
+    if server_args.device is None:
+        server_args.device = "cpu" if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM else "cuda"
+    try:
+        settle_without_device(server_args)
+    except (ValueError, AssertionError) as error:
+        raise Unreadable(f"launch flags {list(flags)}: expected those of sglang ({described(error)})") from error
+    return server_args
+
+
+def read_target(server_args: Any) -> Any:
+    """SGLang's ModelConfig of the target. Raises Unreadable."""
+    from dflash_sglang.sglang_names.launcher import model_config_of
+    from dflash_sglang.startup.facts import TargetFacts
+
+    path = server_args.model_path
+    try:
+        config = model_config_of(server_args)
+        TargetFacts.from_config(config.hf_text_config)
+    except Exception as error:  # whatever its libraries raise
+        raise Unreadable(
+            f"--target {path}: expected a config.json that SGLang can read ({described(error)}). Correct it."
+        ) from error
+    for field in _COUNTS:
+        value = getattr(config.hf_text_config, field, 1)  # by another name where it is absent
+        if not isinstance(value, int) or value < 1:
+            found = f"target config {field}={shown(value)}: expected an integer >= 1"
+            raise Unreadable(f"--target {path}: {found}. Correct it.")
+    return config
+
+
+def verdict_of(server_args: Any) -> Verdict:
+    """What the checks of start-up say."""
+    from dflash_sglang import hooks
+    from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV, PluginConfigError
+    from dflash_sglang.sglang_names.probe import SGLangMismatchError
+    from dflash_sglang.startup.facts import StartupError
+
+    try:
+        other = hooks.check_launch(server_args)
+    except StartupError as error:
+        return Verdict(None, tuple(Refusal(problem.field, str(problem)) for problem in error.problems))
+    except PluginConfigError as error:
+        return Verdict(None, (Refusal(CONFIG_ENV, one_line(error, 2000)),))
+    except SGLangMismatchError as error:
+        return Verdict(None, (Refusal("sglang", one_line(error, 4000)),))
+    except SystemExit as error:
+        return Verdict(None, (Refusal(REQUIRE_ENV, one_line(error, 2000)),))
+    return Verdict(OURS) if other is None else Verdict(BUILT_IN, reason=str(other))
+
+
+@functools.cache
+def load_plugins() -> None:
+    """Import SGLang and load its plugins, as each of its processes does."""
+    with _quick_and_quiet():
+        from sglang.srt.plugins import load_plugins as load
+
+        from dflash_sglang.sglang_names import launcher  # noqa: F401 (imported here for its time)
+
+        load()
+
+
+def plugin_refusal() -> Refusal | None:
+    """Where SGLang did not load this package's plugin: its built-in worker would run without a word."""
+    from dflash_sglang.patches.apply import registered
+
+    if registered():
+        return None
+    value = os.environ.get("SGLANG_PLUGINS")
+    text = f"SGLANG_PLUGINS={value!r}: expected dflash_sglang among them, or unset. SGLang loads no such plugin."
+    return Refusal("SGLANG_PLUGINS", text)
+
+
+@contextlib.contextmanager
+def _quick_and_quiet() -> Iterator[None]:
+    """For imports: they make millions of objects that stay, and Python's collector would look through them again
+    and again, which takes 40 % of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():  # of what SGLang has no kernels for on this machine
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def _last_error(printed: str) -> str:
+    """The message of argparse's usage error."""
+    return one_line(printed.strip().splitlines()[-1].partition("error: ")[2] if printed.strip() else "")

@@ -1,0 +1,1 @@
+"""The doctor: what it says of launches, without a server."""

@@ -1,0 +1,180 @@
+"""`dflash-sglang doctor`: its page, its JSON, its exit codes and its time, on the packaged pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.files import TensorFacts
+from dflash_sglang.doctor import sizes, tokens
+from dflash_sglang.pair import pair_directories
+from tests.support.tiny import draft_config
+
+PAIR = pair_directories()
+ROOT = Path(__file__).parents[3]
+SECONDS = 10  # of processor time, with the end of the process
+
+
+def doctor(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DFLASH_", "SGLANG_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "dflash_sglang.cli", "doctor", *flags],
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def pair(**changed: str) -> list[str]:
+    return [f"--{role}={path}" for role, path in {**PAIR, **changed}.items()]
+
+
+@pytest.fixture(scope="module")
+def page() -> tuple[subprocess.CompletedProcess[str], float]:
+    """(the command on the packaged pair, the processor time that it took)"""
+    before = os.times()
+    done = doctor(*pair(), "--max-total-tokens", "20000")
+    after = os.times()
+    return done, after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.mark.slow
+def test_the_packaged_pair_is_fine_and_the_page_has_what_would_run(page: Any) -> None:
+    done, _ = page
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines() if "  " in line)
+    assert done.stdout.splitlines()[0].endswith(" doctor: fine")
+    assert rows["layers"] == "0-1 sliding(128) causal, 2 full not causal"
+    assert rows["block"] == "16 (trained 16)" and rows["target layers"] == "[0, 2, 4]"
+    assert rows["widths"].startswith("[1, 2, 4, 6, 8, 12, 16]; ")
+    assert rows["mask token"] == "259 '<|mask|>'" and rows["patches"].endswith(", all fit")
+    assert "0.029 GB for 20000 tokens, 1536 bytes a token" in rows["memory of a rank"]
+
+
+@pytest.mark.slow
+def test_it_takes_less_than_ten_seconds(page: Any) -> None:
+    """Processor time: other tests run beside this one."""
+    assert page[1] < SECONDS
+
+
+@pytest.mark.slow
+def test_every_problem_is_listed_at_once_and_the_exit_code_is_1() -> None:
+    done = doctor(*pair(), "--json", "--tp=3", "--speculative-dflash-block-size=17", "--enable-mis")
+    said = json.loads(done.stdout)
+    assert done.returncode == 1 and said["worker"] is None and said["model"]["block"] == 16
+    assert [refusal["field"] for refusal in said["refused"]] == [
+        "--enable-mis",
+        "--speculative-dflash-block-size",
+        "draft config num_attention_heads",
+        "draft config intermediate_size",
+        "draft config num_key_value_heads",
+    ]
+
+
+@pytest.mark.slow
+def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2() -> None:
+    done = doctor(*pair(), "--no-such-flag", "3")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1] == "dflash-sglang doctor: unrecognized arguments: --no-such-flag 3"
+
+
+@pytest.mark.slow
+def test_a_launch_that_loads_no_plugin_is_refused() -> None:
+    done = doctor(*pair(), "--json", SGLANG_PLUGINS="none")
+    [refusal] = json.loads(done.stdout)["refused"]
+    assert done.returncode == 1 and refusal["text"].startswith("SGLANG_PLUGINS='none': expected dflash_sglang ")
+
+
+def test_a_directory_that_is_not_there_is_named_without_a_traceback() -> None:
+    done = doctor(*pair(draft="/no/such/draft"))
+    assert done.returncode == 2 and done.stdout == ""
+    [said] = done.stderr.splitlines()
+    assert said.startswith("dflash-sglang doctor: --draft /no/such/draft: expected a directory")
+
+
+def test_every_key_of_the_json_is_in_the_reference() -> None:
+    from dflash_sglang.doctor.report import Report
+
+    page = (ROOT / "docs" / "reference" / "doctor.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+    from dflash_sglang.doctor.launch import Verdict
+
+    assert documented >= Report("t", "d", "cuda", Verdict(None), (), {}, {}).as_json().keys()
+
+
+# ---- Sizes -------------------------------------------------------------------------------------------------
+
+
+def test_break_even_is_what_a_step_reads_over_what_a_plain_one_reads() -> None:
+    target = {
+        "model.embed_tokens.weight": TensorFacts("BF16", (1000, 10)),  # looked up, not read
+        "model.layers.0.mlp.up_proj.weight": TensorFacts("BF16", (400, 10)),
+        "lm_head.weight": TensorFacts("BF16", (100, 10)),
+    }
+    found = sizes.break_even(target, None, draft=1000, head=2000, block=16)
+    assert found is not None and found.plain_bytes == 10_000 and found.accept_length == pytest.approx(1.3)
+    tied = {name: facts for name, facts in target.items() if "lm_head" not in name}
+    found = sizes.break_even(tied, None, draft=0, head=20_000, block=16)
+    assert found is not None and found.plain_bytes == 28_000
+
+
+def test_a_verify_of_a_mixture_reads_the_experts_of_the_whole_block() -> None:
+    target = {
+        "model.layers.0.mlp.experts.0.up_proj.weight": TensorFacts("BF16", (800, 10)),
+        "lm_head.weight": TensorFacts("BF16", (50, 10)),
+    }
+    found = sizes.break_even(target, sizes.Experts(2, 8), draft=0, head=0, block=4)
+    assert found is not None and found.plain_bytes == 1000 + 4000
+    assert found.verify_bytes == 1000 + int(16_000 * (1 - 0.75**4))
+    assert sizes.break_even(target, None, draft=0, head=0, block=4) is None
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(1, 640), (2, 320), (4, 320)])
+def test_a_rank_has_its_share_of_the_layers_and_at_least_one_head_of_keys(ranks: int, keys: int) -> None:
+    spec = DraftSpec.from_config(draft_config())
+    held = {
+        "layers.0.self_attn.k_proj.weight": TensorFacts("F32", (32, 10)),  # 2 heads
+        "fc.weight": TensorFacts("F32", (8, 10)),
+        "d2t": TensorFacts("I64", (320,)),
+    }
+    assert sizes.draft_weights(spec, held, ranks, served=2, in_fp8=False) == keys + 160
+    assert sizes.kv_bytes_per_token(spec, ranks, element=2) == 2 * 2 * max(1, 2 // ranks) * 16 * 2
+
+
+# ---- Tokens ------------------------------------------------------------------------------------------------
+
+
+def tokenizer(directory: Path, vocabulary: object, added: dict[str, int]) -> Path:
+    directory.mkdir()
+    entries = [{"id": i, "content": content} for content, i in added.items()]
+    saved = {"model": {"vocab": vocabulary}, "added_tokens": entries}
+    (directory / "tokenizer.json").write_text(json.dumps(saved))
+    return directory
+
+
+def test_tokens_that_differ_are_counted_and_shown(tmp_path: Path) -> None:
+    target = tokenizer(tmp_path / "target", {"a": 0, "b": 1, "c": 2}, {"<mask>": 3})
+    draft = tokenizer(tmp_path / "draft", [["a", 0.0], ["x", -1.0]], {"<mask>": 3})
+    found = tokens.compare(target, draft, 3)
+    assert found.differing == 2 and found.first == ("1: 'b', draft 'x'", "2: 'c', draft None")
+    assert found.mask_token == "<mask>" and not found.mask_is_ordinary
+    assert tokens.compare(target, target, 1) == tokens.Vocabularies(0, None, (), "b", True)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"model": {"vocab": 5}}', '{"model": {"vocab": {"a": "b"}}}'])
+def test_a_tokenizer_that_cannot_be_read_is_not_compared(text: str | None, tmp_path: Path) -> None:
+    target = tokenizer(tmp_path / "target", {"a": 0}, {})
+    (tmp_path / "draft").mkdir()
+    if text is not None:
+        (tmp_path / "draft" / "tokenizer.json").write_text(text)
+    found = tokens.compare(target, tmp_path / "draft", 0)
+    assert found.differing is None and found.why_not is not None and found.mask_token == "a"
