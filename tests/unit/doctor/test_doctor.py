@@ -66,11 +66,9 @@ def test_it_takes_less_than_ten_seconds(page: Any) -> None:
     assert page[1] < SECONDS
 
 
-@pytest.mark.slow
-def test_every_problem_is_listed_at_once_and_the_exit_code_is_1() -> None:
-    done = doctor(*pair(), "--json", "--tp=3", "--speculative-dflash-block-size=17", "--enable-mis")
-    said = json.loads(done.stdout)
-    assert done.returncode == 1 and said["worker"] is None and said["model"]["block"] == 16
+def test_every_problem_is_listed_at_once_and_the_exit_code_is_1(examined: Any) -> None:
+    code, said = examined("--tp=3", "--speculative-dflash-block-size=17", "--enable-mis")
+    assert code == 1 and said["worker"] is None and said["model"]["block"] == 16
     assert [refusal["field"] for refusal in said["refused"]] == [
         "--enable-mis",
         "--speculative-dflash-block-size",
@@ -80,11 +78,36 @@ def test_every_problem_is_listed_at_once_and_the_exit_code_is_1() -> None:
     ]
 
 
-@pytest.mark.slow
-def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2() -> None:
-    done = doctor(*pair(), "--no-such-flag", "3")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[-1] == "dflash-sglang doctor: unrecognized arguments: --no-such-flag 3"
+def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2(examined: Any) -> None:
+    code, said = examined("--no-such-flag", "3")
+    assert code == 2 and said["unreadable"] == "unrecognized arguments: --no-such-flag 3"
+
+
+def test_a_draft_of_another_worker_is_fine_and_says_why(examined: Any, tmp_path: Path) -> None:
+    config = json.loads(Path(PAIR["draft"], "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "domino"}))
+    code, said = examined(draft=str(tmp_path))
+    assert (code, said["worker"], said["model"]) == (0, "built-in", None)
+    assert said["why_built_in"].startswith("draft config projector_type='domino': ")
+
+
+def test_what_makes_drafts_accept_little_is_suspicious(examined: Any, tmp_path: Path) -> None:
+    config = json.loads(Path(PAIR["draft"], "config.json").read_text())
+    changed = {"vocab_size": 400, "max_position_embeddings": 1024}
+    changed["dflash_config"] = {**config["dflash_config"], "mask_token_id": 97}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    (tmp_path / "model.safetensors").symlink_to(Path(PAIR["draft"], "model.safetensors"))
+    tokens_of_target = json.loads(Path(PAIR["target"], "tokenizer.json").read_text())
+    tokens_of_target["added_tokens"][0]["content"] = "<|other|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens_of_target))
+    code, said = examined(draft=str(tmp_path))
+    assert code == 0 and said["vocabulary"]["differing"] == 1
+    assert [line.split(":")[0] for line in said["suspicious"]] == [
+        "draft config vocab_size=400",
+        "1 token ids differ between the tokenizers",
+        "draft config mask_token_id=97",
+        "--context-length 4096",
+    ]
 
 
 @pytest.mark.slow
