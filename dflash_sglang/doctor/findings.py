@@ -11,13 +11,8 @@ import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import check_family
-from dflash_sglang.checkpoint.files import (
-    TensorFacts,
-    config_directory,
-    draft_config,
-    tensor_facts,
-    weights_directory,
-)
+from dflash_sglang.checkpoint.fields import one_line
+from dflash_sglang.checkpoint.files import TensorFacts, draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, own_modules
 from dflash_sglang.checkpoint.token_map import read_token_map
@@ -25,7 +20,7 @@ from dflash_sglang.doctor import launch, sizes, tokens
 from dflash_sglang.doctor.report import Draft, Memory, Report, Serving
 from dflash_sglang.models.head.form import HeadFacts, choose_form
 from dflash_sglang.patches.contract import states
-from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from dflash_sglang.startup.decisions import draft_ranks
 from dflash_sglang.startup.facts import TargetFacts
@@ -40,6 +35,7 @@ _KV_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
 def examine(target: str, draft: str, flags: Sequence[str]) -> Report:
     """Raises Unreadable where flags or checkpoints cannot be read."""
     server_args = launch.read_flags(target, draft, flags)
+    checkpoints = launch.read_checkpoints(server_args)
     target_config = launch.read_target(server_args)
     no_plugin = launch.plugin_refusal()
     verdict = launch.Verdict(None, (no_plugin,)) if no_plugin else launch.verdict_of(server_args)
@@ -54,10 +50,10 @@ def examine(target: str, draft: str, flags: Sequence[str]) -> Report:
     facts = TargetFacts.from_config(target_config.hf_text_config)
     spec, held, own = read
     parts: dict[str, Any] = {"model": _draft(spec, own, facts)}
-    directories = config_directory(target, cfg.revision), config_directory(draft, None)
-    parts["vocabulary"] = vocabulary = tokens.compare(*directories, spec.mask_token_id)
+    vocabulary = tokens.compare(checkpoints.target, checkpoints.draft, spec.mask_token_id)
+    parts["vocabulary"] = vocabulary
     if verdict.worker == launch.OURS:
-        parts |= _sizes(server_args, target_config, spec, held, own, tensor_facts(directories[0]))
+        parts |= _sizes(server_args, target_config, spec, held, own, checkpoints.tensors)
         parts["suspicious"] = list(_suspicions(spec, own, facts, vocabulary, target_config.context_len))
     return Report(**{**vars(found), **parts})
 
@@ -117,7 +113,11 @@ def _sizes(
     kv_dtype = cfg.speculative_draft_kv_cache_dtype or cfg.kv_cache_dtype
     kv = sizes.kv_bytes_per_token(spec, ranks, _KV_BYTES.get(kv_dtype, dtype.itemsize))
     total = cfg.max_total_tokens
-    head, form, read = _head(cfg, config, target_config, own, target, ranks)
+    try:
+        head, form, read = _head(cfg, config, target_config, own, target, ranks)
+    except ValueError as error:  # draft_head asks for a form that this head cannot have
+        refusal = launch.Refusal(CONFIG_ENV, f"{CONFIG_ENV}: {one_line(error)}")
+        return {"verdict": launch.Verdict(None, (refusal,))}
     context = "stacked" if spec.quantization is None and not in_fp8 else "decided when the weights are loaded"
     sizes_of_all = sizes.draft_weights(spec, held, 1, dtype.itemsize, in_fp8)
     of_step = sizes_of_all - (sizes.nbytes(own.embedding, dtype.itemsize) if own.embedding else 0)

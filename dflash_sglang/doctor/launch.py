@@ -10,11 +10,20 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from dflash_sglang.checkpoint import DraftConfigError
 from dflash_sglang.checkpoint.fields import described, one_line, shown
-from dflash_sglang.checkpoint.files import config_directory, missing_files, read_config, tensor_facts
+from dflash_sglang.checkpoint.files import (
+    TensorFacts,
+    config_directory,
+    missing_files,
+    read_config,
+    tensor_facts,
+)
 from dflash_sglang.platforms.cpu import NAME as CPU_PLATFORM
 
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -42,26 +51,41 @@ class Verdict:
     reason: str | None = None
 
 
-def read_checkpoints(target: str, draft: str) -> None:
-    """Raise Unreadable where one of them is not on this machine, has no config.json, or is a target whose files
+@dataclass(frozen=True)
+class Checkpoints:
+    """The directories of target and draft on this machine, and the target's tensors by name."""
+
+    target: Path
+    draft: Path
+    tensors: dict[str, TensorFacts]
+
+
+def read_checkpoints(server_args: Any) -> Checkpoints:
+    """Raises Unreadable where one of them is not on this machine, has no config.json, or is a target whose files
     are not whole."""
-    for flag, path in (("--target", target), ("--draft", draft)):
+    target = server_args.model_path
+    directories = []
+    for flag, path, revision in (
+        ("--target", target, server_args.revision),
+        ("--draft", server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision),
+    ):
         try:
-            directory = config_directory(path, None)
+            directory = config_directory(path, revision)
             read_config(directory)
         except (OSError, ValueError) as error:
             expected = "a directory, or a downloaded repository, with a config.json"
             raise Unreadable(f"{flag} {path}: expected {expected} ({described(error)}). Correct it.") from error
+        directories.append(directory)
     try:
-        directory = config_directory(target, None)
-        missing = missing_files(directory)
-        tensor_facts(directory)
+        missing = missing_files(directories[0])
+        tensors = tensor_facts(directories[0])
     except DraftConfigError as error:
         found = f"{error.field}={shown(error.value)}: expected {error.expected}. {error.fix}"
         raise Unreadable(f"--target {target}: {found}") from error
     if missing:
         files = one_line(", ".join(missing), 200)
         raise Unreadable(f"--target {target}: expected the files of its index: {files}. Download them.")
+    return Checkpoints(directories[0], directories[1], tensors)
 
 
 def read_flags(target: str, draft: str, flags: Sequence[str]) -> Any:
@@ -103,6 +127,8 @@ def read_target(server_args: Any) -> Any:
         raise Unreadable(
             f"--target {path}: expected a config.json that SGLang can read ({described(error)}). Correct it."
         ) from error
+    if not isinstance(config.dtype, torch.dtype):
+        raise Unreadable(f"--target {path}: target config dtype={config.dtype!r}: expected a dtype. Correct it.")
     for field in _COUNTS:
         value = getattr(config.hf_text_config, field, 1)  # by another name where it is absent
         if not isinstance(value, int) or value < 1:

@@ -16,7 +16,6 @@ def doctor(options: argparse.Namespace, flags: Sequence[str]) -> int:
     read."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        launch.read_checkpoints(options.target, options.draft)
         launch.load_plugins()
         from dflash_sglang.doctor.findings import examine  # imports SGLang
 

@@ -117,11 +117,31 @@ def test_a_launch_that_loads_no_plugin_is_refused() -> None:
     assert done.returncode == 1 and refusal["text"].startswith("SGLANG_PLUGINS='none': expected dflash_sglang ")
 
 
-def test_a_directory_that_is_not_there_is_named_without_a_traceback() -> None:
-    done = doctor(*pair(draft="/no/such/draft"))
-    assert done.returncode == 2 and done.stdout == ""
-    [said] = done.stderr.splitlines()
-    assert said.startswith("dflash-sglang doctor: --draft /no/such/draft: expected a directory")
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_directory_that_is_not_there_is_named(role: str, examined: Any) -> None:
+    code, said = examined(**{role: "/no/such"})
+    assert code == 2 and said["unreadable"].startswith(
+        f"--{role} /no/such: expected a directory, or a downloaded "
+    )
+
+
+def test_a_form_of_the_head_that_cannot_be_is_refused(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_SGLANG_CONFIG", '{"draft_head": "fp8"}')
+    code, said = examined("--dtype=float32")
+    assert code == 1 and said["refused"][0]["text"].startswith("DFLASH_SGLANG_CONFIG: draft_head='fp8': expected ")
+    assert examined("--dtype=bfloat16")[0] == 0
+
+
+def test_a_worker_that_is_required_and_does_not_serve_is_refused(
+    examined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_SGLANG_REQUIRE", "1")
+    config = json.loads(Path(PAIR["draft"], "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "domino"}))
+    code, said = examined(draft=str(tmp_path))
+    assert code == 1 and said["refused"][0]["text"].startswith(
+        "DFLASH_SGLANG_REQUIRE=1: draft config projector_type"
+    )
 
 
 def test_every_key_of_the_json_is_in_the_reference() -> None:
