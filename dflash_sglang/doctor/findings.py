@@ -215,8 +215,8 @@ def _suspicions(
         )
     if vocabulary.differing:
         yield (
-            f"{vocabulary.differing} token ids differ between the tokenizers: expected the same ones. Serve the "
-            "target that the draft was trained for."
+            f"tokenizers differ in {vocabulary.differing} token ids: expected none. Serve the target that the "
+            "draft was trained for."
         )
     if vocabulary.mask_is_ordinary and own.mask_embedding is None:
         yield (

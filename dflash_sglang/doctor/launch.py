@@ -7,7 +7,6 @@ import functools
 import gc
 import io
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +159,7 @@ def verdict_of(server_args: Any) -> Verdict:
 @functools.cache
 def load_plugins() -> None:
     """Import SGLang and load its plugins, as each of its processes does."""
-    with _quick_and_quiet():
+    with _quick():
         from sglang.srt.plugins import load_plugins as load
 
         from dflash_sglang.sglang_names import launcher  # noqa: F401 (imported here for its time)
@@ -180,15 +179,13 @@ def plugin_refusal() -> Refusal | None:
 
 
 @contextlib.contextmanager
-def _quick_and_quiet() -> Iterator[None]:
+def _quick() -> Iterator[None]:
     """For imports: they make millions of objects that stay, and Python's collector would look through them again
     and again, which takes 40 % of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        with warnings.catch_warnings():  # of what SGLang has no kernels for on this machine
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         gc.freeze()
         if enabled:

@@ -143,7 +143,7 @@ class Report:
             if memory.kv_bytes is not None:
                 kv = f"{memory.kv_bytes / GB:.3f} GB for {memory.max_total_tokens} tokens, {kv}"
             weights = f"draft weights {memory.weight_bytes / GB:.3f} GB"
-            rows.append(("memory of a rank", f"{weights}, draft KV {kv}; {serving.ranks} in all"))
+            rows += [("ranks", serving.ranks), ("memory of a rank", f"{weights}, draft KV {kv}")]
         if self.vocabulary is not None:
             rows.append(("tokenizers", self._tokenizers(self.vocabulary)))
         if self.break_even is not None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from dflash_sglang.doctor import launch
@@ -16,10 +17,12 @@ def doctor(options: argparse.Namespace, flags: Sequence[str]) -> int:
     read."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        launch.load_plugins()
-        from dflash_sglang.doctor.findings import examine  # imports SGLang
+        with warnings.catch_warnings():  # of what SGLang has no kernels for on this machine
+            warnings.simplefilter("ignore")
+            launch.load_plugins()
+            from dflash_sglang.doctor.findings import examine  # imports SGLang
 
-        report = examine(options.target, options.draft, flags)
+            report = examine(options.target, options.draft, flags)
     except launch.Unreadable as error:
         if options.json:
             print(json.dumps({"target": options.target, "draft": options.draft, "unreadable": str(error)}))

@@ -104,7 +104,7 @@ def test_what_makes_drafts_accept_little_is_suspicious(examined: Any, tmp_path: 
     assert code == 0 and said["vocabulary"]["differing"] == 1
     assert [line.split(":")[0] for line in said["suspicious"]] == [
         "draft config vocab_size=400",
-        "1 token ids differ between the tokenizers",
+        "tokenizers differ in 1 token ids",
         "draft config mask_token_id=97",
         "--context-length 4096",
     ]
