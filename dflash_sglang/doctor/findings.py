@@ -132,7 +132,12 @@ def _sizes(
             draft_weights=why,
             ranks=ranks,
         ),
-        "memory": Memory(weights, kv, total, None if total is None else kv * total),
+        "memory": Memory(
+            weights + sizes.rope_table_bytes(spec, target_config.context_len),
+            kv,
+            total,
+            None if total is None else kv * total,
+        ),
         "break_even": sizes.break_even(target, _experts(target_config), of_step, read, block) if head else None,
     }
 
@@ -207,6 +212,12 @@ def _suspicions(
         yield (
             "draft config target_layer_ids=None: expected the layers that the draft was trained on, and the "
             "reference's default is used. Add dflash_config.target_layer_ids to its config.json."
+        )
+    elif sorted(spec.target_layer_ids) != list(spec.target_layer_ids):
+        field, ids = spec.named_layer_ids(spec.target_layer_ids)
+        yield (
+            f"draft config {field}={ids}: expected ascending layers, as drafts are trained on. Compare them with "
+            "the draft's model card."
         )
     if own.head is None and spec.vocab_size != target.vocab_size:
         yield (

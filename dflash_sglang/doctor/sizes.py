@@ -65,6 +65,11 @@ def draft_weights(
     return int(total)
 
 
+def rope_table_bytes(spec: DraftSpec, positions: int) -> int:
+    """Of every rank: cosines and sines in float32, one table for all layers. positions: the target's context."""
+    return positions * spec.rope.rotary_dim * 4
+
+
 def kv_bytes_per_token(spec: DraftSpec, ranks: int, element: int) -> int:
     """Of a rank: keys and values of every draft layer."""
     heads = max(1, spec.num_kv_heads // ranks)

@@ -33,5 +33,6 @@ def test_a_mutant_that_passes_decodes_as_the_target_in_the_memory_that_was_said(
         line = re.search(r"draft: weights ([0-9.]+) GB, KV ([0-9.]+) GB for 4096 tokens", server.log_text())
     assert line is not None
     weights = sizes.draft_weights(spec, tensor_facts(tmp_path), 1, served=4, in_fp8=False)
+    weights += sizes.rope_table_bytes(spec, positions=4096)
     kv = sizes.kv_bytes_per_token(spec, 1, element=4) * TOKENS
     assert [float(said) for said in line.groups()] == pytest.approx([weights / 2**30, kv / 2**30], abs=6e-4)

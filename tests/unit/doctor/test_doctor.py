@@ -94,7 +94,7 @@ def test_a_draft_of_another_worker_is_fine_and_says_why(examined: Any, tmp_path:
 def test_what_makes_drafts_accept_little_is_suspicious(examined: Any, tmp_path: Path) -> None:
     config = json.loads(Path(PAIR["draft"], "config.json").read_text())
     changed = {"vocab_size": 400, "max_position_embeddings": 1024}
-    changed["dflash_config"] = {**config["dflash_config"], "mask_token_id": 97}
+    changed["dflash_config"] = {**config["dflash_config"], "mask_token_id": 97, "target_layer_ids": [2, 0, 4]}
     (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
     (tmp_path / "model.safetensors").symlink_to(Path(PAIR["draft"], "model.safetensors"))
     tokens_of_target = json.loads(Path(PAIR["target"], "tokenizer.json").read_text())
@@ -103,6 +103,7 @@ def test_what_makes_drafts_accept_little_is_suspicious(examined: Any, tmp_path: 
     code, said = examined(draft=str(tmp_path))
     assert code == 0 and said["vocabulary"]["differing"] == 1
     assert [line.split(":")[0] for line in said["suspicious"]] == [
+        "draft config target_layer_ids=[2, 0, 4]",
         "draft config vocab_size=400",
         "tokenizers differ in 1 token ids",
         "draft config mask_token_id=97",
