@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_sglang import hooks
@@ -29,7 +30,7 @@ def fake_views(patch: pytest.MonkeyPatch) -> SimpleNamespace:
     patch.setattr(decisions, "resolving_view", lambda args: args)
     patch.setattr(decisions, "model_config_of", lambda args: config)
     patch.setattr(decisions, "mambaish_config", lambda config: None)
-    patch.setattr(decisions, "draft_model_config_of", lambda args, path: None)
+    patch.setattr(decisions, "draft_model_config_of", lambda args, path: SimpleNamespace(dtype=torch.float32))
     patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
     patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
     return config
