@@ -22,5 +22,7 @@ def activate() -> None:
 
 def _register() -> None:
     from dflash_sglang.patches.apply import register
+    from dflash_sglang.patches.refusals import print_messages_only
 
+    print_messages_only()
     register("every")

@@ -30,6 +30,7 @@ from dflash_sglang.sglang_names.scheduler import (
     WeightsMapper,
     get_model,
 )
+from dflash_sglang.startup.facts import LoadError
 from dflash_sglang.startup.tensor_checks import layer_shapes
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ class DFlashDraftModel(nn.Module):
 
 def _one_scale(of_draft: float, of_target: float, target_model: nn.Module) -> float:
     if of_draft != 1.0 and of_target != 1.0:
-        raise ValueError(
+        raise LoadError(
             f"draft config dflash_config.input_embedding_scale={of_draft!r}: expected 1.0 or none beside "
             f"{type(target_model).__name__}, which scales its embedding by {of_target!r} itself. Remove "
             "input_embedding_scale, or serve the target that the draft was trained for."

@@ -32,6 +32,10 @@ class StartupError(ValueError):
         super().__init__("DFLASH cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
+class LoadError(ValueError):
+    """DFLASH cannot serve what was loaded: the draft's weights, or modules of the target; the message says why."""
+
+
 @dataclass(frozen=True)
 class TargetFacts:
     """The target's text model."""

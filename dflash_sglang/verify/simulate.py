@@ -17,6 +17,7 @@ from dflash_sglang.sglang_names.scheduler import (
     SIMULATE_ACC_TOKEN_MODE,
     check_simulate_acc_token_mode,
 )
+from dflash_sglang.startup.facts import LoadError
 
 FIXED_TOKEN_ID = 100  # what SGLang's workers emit in its token mode "fixed"
 
@@ -33,7 +34,7 @@ def forced_acceptance(block_size: int, profiles: Sequence[Profile] | None, devic
     if SIMULATE_ACC_LEN <= 0 and profiles is None:
         return None
     if SIMULATE_ACC_LEN > 0 and profiles is not None:
-        raise ValueError(
+        raise LoadError(
             f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected unset beside simulated_acceptance={profiles}."
         )
     proposals = block_size - 1
@@ -49,7 +50,7 @@ def forced_acceptance(block_size: int, profiles: Sequence[Profile] | None, devic
 def _of_profile(profile: Profile, block_size: int) -> list[float]:
     """P(proposals 1 to i are accepted), i = 1, 2, ..., of a block."""
     if len(profile) < block_size - 1:
-        raise ValueError(
+        raise LoadError(
             f"simulated_acceptance={list(profile)}: expected at least {block_size - 1} probabilities, one for "
             f"each proposal of a block of {block_size}."
         )
@@ -64,6 +65,6 @@ def _of_mean(length: float, method: str, proposals: int) -> list[float]:
     if method == "match-expected":
         mean = min(max(length, 1.0), proposals + 1.0)
         return [min(max(mean - count, 0.0), 1.0) for count in counts]
-    raise ValueError(
+    raise LoadError(
         f"SGLANG_SIMULATE_ACC_METHOD={method!r}: expected 'multinomial' or 'match-expected'. Correct it."
     )

@@ -15,6 +15,7 @@ from dflash_sglang.models.context_kv.writers import AllLayerWriter
 from dflash_sglang.models.layers import DraftAttention
 from dflash_sglang.settings.plugin_config import ContextKVForm
 from dflash_sglang.sglang_names.scheduler import KVWriteLoc, UnquantizedLinearMethod
+from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
@@ -206,7 +207,7 @@ def _projection(attentions: list[DraftAttention], asked: ContextKVForm) -> tuple
         if asked == "auto":
             return "sliced", quantised, f"{repacked}; {obstacle}"
     if asked == "stacked":
-        raise ValueError(
+        raise LoadError(
             "context_kv='stacked': expected weights that one GEMM can take over all layers, but "
             f"{obstacle}. Set context_kv to 'auto' or 'per_layer'."
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dflash_sglang.models.head.target_head import TargetHead
 from dflash_sglang.settings.plugin_config import DraftHeadForm
 from dflash_sglang.sglang_names.scheduler import cutlass_fp8_supported
+from dflash_sglang.startup.facts import LoadError
 
 MIB = 1 << 20
 WORTH_A_COPY = 64 * MIB  # of a rank's rows; fewer bytes are read in no time
@@ -51,7 +52,7 @@ def choose_form(asked: DraftHeadForm, facts: HeadFacts) -> tuple[bool, str]:
     obstacle = _obstacle(facts)
     if asked == "fp8":
         if obstacle is not None:
-            raise ValueError(
+            raise LoadError(
                 "draft_head='fp8': expected an LM head in float16 or bfloat16 on a GPU of compute capability 8.9 "
                 f"or more, or a dense one on a CPU, but {obstacle}. Set draft_head to 'auto' or 'as_is'."
             )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.token_map import FLAG
 from dflash_sglang.models.head.target_head import TargetHead
+from dflash_sglang.startup.facts import LoadError
 
 
 class HotRows:
@@ -46,7 +47,7 @@ def kept_rows(lm_head: nn.Module, token_ids: Tensor | None) -> tuple[Tensor, Sim
         first, last = head.first_id, head.first_id + head.rows
         rows = torch.arange(head.rows)
     elif head.quantised:
-        raise ValueError(
+        raise LoadError(
             f"{FLAG}: expected a target whose LM head is not quantised, found "
             f"{type(getattr(lm_head, 'quant_method', None)).__name__}. Remove {FLAG}."
         )

@@ -12,6 +12,7 @@ from dflash_sglang.kernels.head.largest import largest
 from dflash_sglang.kernels.head.pack_shard import best_ids, merge_chances, merge_shards, pack_chances, pack_shard
 from dflash_sglang.models.head.collectives import RowGather
 from dflash_sglang.sglang_names.scheduler import should_apply_lm_head_quant_method, unwrap_lora_layer
+from dflash_sglang.startup.facts import LoadError
 
 _NESTED = ("language_model", "model", "text_model", "thinker", "llm")
 _DENSE = (torch.float16, torch.bfloat16, torch.float32)
@@ -31,12 +32,12 @@ def find_embedding(target_model: nn.Module, same_batch: int | None = None) -> nn
             table = unwrap_lora_layer(found)
             shards = getattr(table, "tp_size", 1)
             if same_batch is not None and shards > same_batch:
-                raise ValueError(
+                raise LoadError(
                     f"{type(target_model).__name__} shards its embedding over {shards} ranks: expected at most "
                     f"{same_batch}, which have the same batch. Serve this target without --attn-dp-size."
                 )
             return table
-    raise ValueError(
+    raise LoadError(
         f"{type(target_model).__name__} has no token embedding for the draft: looked for "
         f"get_input_embeddings() and embed_tokens on the model and in {', '.join(_NESTED)}. "
         "Serve a target that has one."
@@ -58,7 +59,7 @@ def find_head(target_model: nn.Module) -> nn.Module:
         for module in target_model.modules():
             if weight is not None and getattr(module, "weight", None) is weight:
                 return unwrap_lora_layer(module)
-    raise ValueError(
+    raise LoadError(
         f"{type(target_model).__name__} has no LM head for the draft: looked for lm_head on the model and in "
         f"{', '.join(_NESTED)}, and for the module of get_embed_and_head()'s weight. "
         "Serve a target that has one."
@@ -91,7 +92,7 @@ class TargetHead:
         weight: Any = getattr(lm_head, "weight", None)
         self.quantised = should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
         if not self.quantised and (weight is None or weight.dtype not in _DENSE):
-            raise ValueError(
+            raise LoadError(
                 f"the target's LM head ({type(lm_head).__name__}) has a weight of "
                 f"{getattr(weight, 'dtype', None)}: expected float16, bfloat16 or float32, or a quantisation "
                 "method that SGLang applies to heads. Serve a target with such a head."

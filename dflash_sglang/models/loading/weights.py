@@ -13,6 +13,7 @@ from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSOR
 from dflash_sglang.models.loading.checkpoint_form import CheckpointForm, quantised_layers
 from dflash_sglang.models.loading.stacking import Shard, stacked, still_missing
 from dflash_sglang.sglang_names.scheduler import maybe_remap_kv_scale_name
+from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
     from dflash_sglang.models.draft import DFlashDraftModel
@@ -55,7 +56,7 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
         _load(params[placed.target], placed)
         loaded.setdefault(placed.target, set()).add(placed.shard)
     if unexpected:
-        raise ValueError(
+        raise LoadError(
             f"draft checkpoint: unexpected tensors {listed(unexpected)}. Expected only those of the "
             "draft that its config.json describes. "
             "Remove them, or correct config.json (layers, biases, quantization_config). A head, an embedding or a "
@@ -63,7 +64,7 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
         )
     missing = [name for target in params for name in still_missing(target, loaded.get(target, set()))]
     if missing:
-        raise ValueError(
+        raise LoadError(
             f"draft checkpoint: missing tensors {sorted(missing)}. Expected every tensor that its "
             "config.json describes. Use a complete checkpoint, or correct config.json (layers, biases, "
             "quantization_config)."
@@ -126,7 +127,7 @@ def _places(
             tensor = tensor.squeeze()
         expected = shapes.get(own, tuple(tensor.shape))
         if tensor.dtype not in _PACKED and tensor.shape != expected:
-            raise ValueError(
+            raise LoadError(
                 f"draft checkpoint: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}: expected "
                 f"shape {expected}, which config.json describes. Make the checkpoint and its config.json agree."
             )
@@ -173,7 +174,7 @@ def _load(param: nn.Parameter, placed: Placed) -> None:
         else:
             loader(param, tensor, shard)
     except (AssertionError, RuntimeError, ValueError, IndexError) as error:
-        raise ValueError(
+        raise LoadError(
             f"draft checkpoint: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype} does not "
             f"fit its parameter of shape {tuple(param.shape)} and {param.dtype} on this rank ({error}). "
             "Make the checkpoint and its config.json agree."

@@ -48,7 +48,7 @@ def copied(patch: Patch, folder: Path) -> tuple[Path, list[str]]:
         i for i in range(len(names), 0, -1) if source.installed().joinpath(*names[:i]).with_suffix(".py").exists()
     )
     path = Path(*names[:depth]).with_suffix(".py")
-    (folder / path).parent.mkdir(parents=True)
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source.installed() / path, folder / path)
     return folder / path, names[depth:]
 
