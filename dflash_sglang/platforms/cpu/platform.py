@@ -22,6 +22,8 @@ from dflash_sglang.platforms.cpu.hooks import register_rank_hooks
 
 # SGLang turns CUDA graphs and Triton slot writers off by this name: the CPU attention is registered under it.
 ATTENTION_BACKEND = "torch_native"
+# Tokens of the KV pools by default. SGLang would size them by the machine's memory, and clear all of it.
+TOKENS = 8192
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -45,12 +47,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Names the attention backend where the user named none, and copies to and from the host's KV pools.
+        """Names attention backend and size of the KV pools where the user did not, and how the host's are copied.
 
         SGLang's own backend for x86 needs AMX kernels, its default copies are GPU kernels (`host_cache.py`).
         """
         if server_args.attention_backend is None:
             server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = TOKENS
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "page_first_direct"
 
