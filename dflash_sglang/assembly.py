@@ -242,7 +242,10 @@ def build_controller(
 
 
 def startup_line(draft: LoadedDraft, context_len: int) -> str:
-    """`dflash_sglang <version> worker active: ...`, as one line of key=value pairs. context_len: the target's."""
+    """`dflash_sglang <version> worker active:` and a line `  key: value` for each thing that was read or decided.
+
+    context_len: the target's.
+    """
     spec = draft.model.spec
     decisions = {
         "draft": f"{spec.architecture} ({spec.num_layers} layers)",
@@ -270,9 +273,8 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
-    return f"dflash_sglang {__version__} worker active: " + " ".join(
-        f"{key}={value};" for key, value in decisions.items()
-    )
+    lines = (f"\n  {key}: {value}" for key, value in decisions.items())
+    return f"dflash_sglang {__version__} worker active:{''.join(lines)}"
 
 
 def memory_line(draft: LoadedDraft, tables: Tables) -> str:

@@ -8,6 +8,7 @@ returns once it is ready and its log proves which worker runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
@@ -112,6 +113,13 @@ def assert_worker(kind: str, log: str) -> None:
 
 
 def worker_line(log: str) -> str:
-    """The line with which the DFLASH worker of a log presents itself; empty without one."""
-    lines = [line for line in log.splitlines() if any(one in line for one in SIGNATURE.values())]
-    return lines[0] if lines else ""
+    """The line with which the DFLASH worker of a log presents itself, joined with the indented lines after it.
+
+    Empty where no worker does.
+    """
+    lines = log.splitlines()
+    for number, line in enumerate(lines):
+        if any(one in line for one in SIGNATURE.values()):
+            block = itertools.takewhile(lambda text: text.startswith("  "), lines[number + 1 :])
+            return "; ".join([line, *map(str.strip, block)])
+    return ""

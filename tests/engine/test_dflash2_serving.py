@@ -98,8 +98,10 @@ def ours(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 
 def test_the_start_up_line_says_what_the_draft_is_and_what_is_proposed(ours):
     log = ours[0].log_text()
-    assert "worker active: draft=DFlash2DraftModel (3 layers); layers=0-1 sliding(128) causal" in log
-    assert "convolution=2 taps, groups of 16; selector=rank 32 over 16 candidates; proposals=drawn;" in log
+    assert "worker active:\n  draft: DFlash2DraftModel (3 layers)\n  layers: 0-1 sliding(128) causal" in log
+    assert (
+        "  convolution: 2 taps, groups of 16\n  selector: rank 32 over 16 candidates\n  proposals: drawn\n" in log
+    )
 
 
 @works

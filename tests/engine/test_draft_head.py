@@ -38,7 +38,7 @@ def decode(server: Server) -> tuple[list[list[int]], int]:
 
 
 def head_line(server: Server) -> str:
-    found = re.search(r"worker active: .* head=(.*?);", server.log_text())
+    found = re.search(r"worker active:\n(?:  .*\n)*  head: (.*)", server.log_text())
     assert found is not None
     return found[1]
 
