@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,25 @@ from dflash_sglang.checkpoint import flattened, is_speculators, read_config
 from dflash_sglang.checkpoint.families import Foreign, foreign
 from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
-from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, required
+from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, check_environment, required
 from dflash_sglang.sglang_names.probe import check_symbols
 
 logger = logging.getLogger(__name__)
 
 _resolved: Any = None  # the server arguments that this process resolved last; a launcher does
+
+
+def handle_missing_default_values(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND serving_hook.handle_missing_default_values: runs in the launcher, where SGLang looks for a device.
+
+    For DFLASH on a machine without one: raises StartupError that names the CPU platform.
+    """
+    if _asks_for_dflash(server_args):
+        check_symbols("dflash_sglang.sglang_names.launcher")
+        from dflash_sglang.startup.device_check import check_device
+
+        check_device(server_args.device)
+    original(server_args)
 
 
 def handle_speculative_decoding(original: Callable[..., None], server_args: Any) -> None:
@@ -144,7 +158,9 @@ def _asks_for_dflash(server_args: Any) -> bool:
 
 
 def _check_sglang() -> None:
-    """Raises SGLangMismatchError where SGLang's source does not fit the patches, or a hook does not act."""
+    """Raises SGLangMismatchError where SGLang's source does not fit the patches, or a hook does not act, and
+    PluginConfigError."""
+    check_environment(os.environ)
     contract.check(PluginConfig.from_env().accept_patches)
     verify()
 

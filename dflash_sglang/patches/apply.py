@@ -18,9 +18,9 @@ def register(process: Process) -> None:
 
     Raises SGLangMismatchError that names every hook without a target. The other hooks are registered even then.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    lost = []
+    lost, source = [], HookSource(plugin_name="dflash_sglang", dist_name="dflash-sglang")
     for patch in PATCHES:
         if patch.process != process or patch.kind != "hook around":
             continue
@@ -30,7 +30,7 @@ def register(process: Process) -> None:
         if _resolved(patch.target) is None:
             lost.append(patch)
         else:
-            HookRegistry.register(patch.target, hook, HookType.AROUND)
+            HookRegistry.register(patch.target, hook, HookType.AROUND, source=source)
     _raise_for(lost, "SGLang has no such function")
 
 

@@ -6,17 +6,21 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from dflash_sglang import __version__
 from dflash_sglang.requests.errors import shown
 
 _REJECTED = "sglang.srt.managers.scheduler_components.internal_state.UpdateRejected"
 
 
 def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
-    """AROUND SchedulerInternalStateController.get_internal_state: adds the widths of this package's worker, as
-    `dflash_width` of /server_info's `internal_states`."""
+    """AROUND SchedulerInternalStateController.get_internal_state, for /server_info's `internal_states`.
+
+    Adds that this package's worker runs (`dflash_worker`), and the widths of its steps (`dflash_width`).
+    """
     output = original(controller, request)
     metrics = getattr(controller.scheduler.draft_worker, "width_metrics", None)  # of this package's worker only
     if metrics is not None:
+        output.internal_state["dflash_worker"] = f"dflash_sglang {__version__}"
         output.internal_state["dflash_width"] = metrics()
     return output
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_sglang.requests.errors import RequestError
-from dflash_sglang.requests.width_bounds import check_width
+from dflash_sglang.requests.errors import RequestError, shown
+from dflash_sglang.requests.width_bounds import KEY, MAX, MIN, check_width
 from dflash_sglang.settings.width import WidthConfig
 
 
@@ -15,11 +15,21 @@ def request_error(req: Any, widths: WidthConfig) -> str | None:
     widths: what requests may ask of the width of steps.
     """
     try:
+        _check_placed(req)
         check_width(req.sampling_params.custom_params, widths)
         _check_served(req)
     except RequestError as refused:
         return str(refused)
     return None
+
+
+def _check_placed(req: Any) -> None:
+    """A custom logit processor may have parameters of these names."""
+    params = req.sampling_params.custom_params
+    for name in (MIN, MAX):
+        if isinstance(params, dict) and name in params and req.custom_logit_processor is None:
+            place = f'{{"{KEY}": {{"{name}": N}}}}'
+            raise RequestError(f"custom_params {name}={shown(params[name])}: expected in {place}. Move it there.")
 
 
 def _check_served(req: Any) -> None:

@@ -75,6 +75,20 @@ class PluginConfig:
         return joint if self.proposals == "auto" else self.proposals == "drawn"
 
 
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Raise PluginConfigError for a DFLASH_SGLANG_* variable, or a value of one, that does not exist."""
+    known = (CONFIG_ENV, REQUIRE_ENV)
+    for name, value in environ.items():
+        if name.startswith("DFLASH_SGLANG_") and name not in known:
+            raise PluginConfigError(
+                f"{name}={value!r}: unknown variable. Known: {', '.join(known)}. Correct it, or unset it."
+            )
+    value = environ.get(REQUIRE_ENV, "0").strip()
+    if value not in ("", "0", "1"):
+        raise PluginConfigError(f"{REQUIRE_ENV}={value!r}: expected 1 (require this worker) or 0.")
+    PluginConfig.from_env(environ)
+
+
 def decoded(source: str) -> object:
     """A value of DFLASH_SGLANG_CONFIG as JSON, an empty object where it is empty. Raises PluginConfigError."""
     source = source.strip()
@@ -87,10 +101,8 @@ def decoded(source: str) -> object:
 
 def required() -> bool:
     """Whether DFLASH_SGLANG_REQUIRE=1: DFLASH ends start-up unless this package's worker runs it."""
-    value = os.environ.get(REQUIRE_ENV, "0").strip()
-    if value not in ("", "0", "1"):
-        raise PluginConfigError(f"{REQUIRE_ENV}={value!r}: expected 1 (require this worker) or 0.")
-    return value == "1"
+    check_environment(os.environ)
+    return os.environ.get(REQUIRE_ENV, "").strip() == "1"
 
 
 def _checked(key: str, value: Any) -> Any:

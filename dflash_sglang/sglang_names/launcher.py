@@ -10,17 +10,21 @@ from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import has_hf_quant_config
+from sglang.srt.utils.common import get_device
 from sglang.srt.utils.hf_transformers_utils import check_gguf_file
 
 __all__ = [
     "PositionalEmbeds",
     "check_gguf_file",
+    "current_platform",
     "declare_resolution",
     "draft_model_config_of",
     "envs",
+    "get_device",
     "get_exec",
     "has_hf_quant_config",
     "hybrid_gdn_config",

@@ -276,10 +276,11 @@ def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     registered = []
-    monkeypatch.setattr(HookRegistry, "register", lambda *args: registered.append(args))
+    monkeypatch.setattr(HookRegistry, "register", lambda *args, source: registered.append((*args, source)))
     monkeypatch.setattr(apply, "_wanted", [])
     plugin.activate()
-    hooked = {target: (hook.__name__, kind) for target, hook, kind in registered}
+    assert {source for *_, source in registered} == {("dflash_sglang", "dflash-sglang")}  # as the log names it
+    hooked = {target: (hook.__name__, kind) for target, hook, kind, _ in registered}
     assert hooked == {
         patch.target: (patch.by.rpartition(".")[2], HookType.AROUND)
         for patch in PATCHES
