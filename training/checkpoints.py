@@ -84,6 +84,12 @@ def draft_config(hidden: int = HIDDEN) -> dict[str, Any]:
     }
 
 
+# The target continues text: a conversation is its messages, one after the other.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, id = byte value; decode(encode(text)) == text for any text."""
     symbols = _byte_symbols()
@@ -98,6 +104,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=SPECIALS[PAD],
         mask_token=SPECIALS[MASK],
         model_max_length=MAX_POSITIONS,
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

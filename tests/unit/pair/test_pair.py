@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts, pair_directories
+from training.checkpoints import byte_tokenizer
 from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
 from training.known_answers import LEAST_GAP, continuation
@@ -146,3 +147,12 @@ def test_many_blocks_over_a_shared_context_equal_each_block_alone(pair: tuple[An
             block = embed(torch.tensor([ids[anchor].item()] + [draft.shape.mask_token_id] * 15))
             alone = head(draft.block(block, torch.arange(anchor, anchor + 16), context))[1:]
             torch.testing.assert_close(alone, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_conversation_is_its_messages_in_the_packaged_template_and_the_training_scripts(
+    pair: tuple[Any, Any, Any],
+) -> None:
+    said = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "    return x"}]
+    for tokenizer in (pair[2], byte_tokenizer()):
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        assert text == "def f(x):\n    return x"
