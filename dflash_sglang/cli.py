@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from dflash_sglang import __version__
 from dflash_sglang.bench import arguments
@@ -47,10 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _hot_vocab(options) if options.command == "hot-vocab" else _demo(options)
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a subcommand, whose usage is shown with an option that it does not know."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang")
     parser.add_argument("--version", action="version", version=f"dflash-sglang {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
     commands.add_parser("pair", help="print the directories of the packaged target and draft as JSON")
     demo = commands.add_parser("demo", help="serve the packaged pair with and without DFLASH and compare")
     available = len(held_out_prompts())

@@ -79,6 +79,8 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         raise BadSetting("--profile: takes the kernels of a GPU apart, and this machine has none")
     pair = checkpoints.find(options.target, options.draft, options.shapes, options.layers, options.out, say)
     texts = () if forced is not None else _texts(options)
+    if options.chat:
+        checkpoints.check_template(pair.target)
     concurrency = tuple(options.concurrency or ((1, 8, 32) if gpu else (1, 4)))
     profile = () if options.profile is None else tuple(options.profile or concurrency[:1])
     widths = tuple(options.width or (pair.spec.block_size,))

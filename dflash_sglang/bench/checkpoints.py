@@ -10,6 +10,7 @@ from typing import Any
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, read_config
 from dflash_sglang.checkpoint.families import check_family, foreign
+from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import config_directory
 from dflash_sglang.pair import pair_directories
 
@@ -74,6 +75,21 @@ def facts(target: str, draft: str) -> Pair:
     sizes = [_weights(directory), _weights(draft_directory)]
     layers, context = text.get("num_hidden_layers"), text.get("max_position_embeddings")
     return Pair(target, draft, spec, layers, context, text.get("vocab_size", spec.vocab_size), *sizes)
+
+
+def check_template(target: str) -> None:
+    """Raise BadSetting where the target's tokenizer has no chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        template = AutoTokenizer.from_pretrained(target).chat_template
+    except (OSError, ValueError) as error:
+        raise BadSetting(f"--chat: expected a tokenizer in {target}: {described(error)}") from error
+    if template is None:
+        raise BadSetting(
+            f"--chat: expected a target with a chat template, and {target} has none. Leave out --chat, or put a "
+            "chat_template.jinja beside its tokenizer."
+        )
 
 
 def why_no_built_in(pair: Pair, gpu: bool) -> str | None:

@@ -27,7 +27,8 @@ def document(
 ) -> dict[str, Any]:
     """``figures``: per server and cell each round's `Outcome`, and its medians by name; ``outputs``: how many
     greedy outputs equal the plain server's, null where accept lengths are forced or no plain server ran;
-    ``incomplete``: what ended the run early, or null."""
+    ``widths``: steps of all rounds by width, null where the server does not choose; ``incomplete``: what ended the
+    run early, or null."""
     told = {key: value for key, value in vars(settings).items() if key not in NOT_SETTINGS}
     return {
         "command": list(command),
@@ -55,6 +56,7 @@ def document(
                 **dataclasses.asdict(cell),
                 "rounds": [dataclasses.asdict(outcome) for outcome in outcomes],
                 "median": medians(outcomes),
+                "widths": dict(one.widths[cell]) if cell in one.widths else None,
             }
             for one in results
             for cell, outcomes in one.rounds.items()

@@ -18,6 +18,7 @@ STYLE = {
 }
 DASHES = ("-", "--", ":", "-.")
 LABEL = 0.06  # height of a label, of the axis
+MARGIN = 0.12  # beside the outermost points, of the axis
 
 
 def can_draw() -> bool:
@@ -43,11 +44,22 @@ def series(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return out
 
 
-def draw(panels: Panels, path: Path) -> None:
-    """Two pictures for each panel. Lines have their names at their ends. Raises ImportError without matplotlib."""
+def subject(document: Mapping[str, Any]) -> str:
+    """The hardware and the models of a document."""
+    gpu = document["versions"]["gpu"]
+    where = "CPU" if gpu == "none" else gpu.replace("\n", "; ")
+    return f"{where}; target {Path(document['target']).name}, draft {Path(document['draft']).name}"
+
+
+def draw(panels: Panels, path: Path, subject: str = "") -> None:
+    """Two pictures for each panel, below their subject. Lines have their names at their ends, beside the axes.
+
+    Raises ImportError without matplotlib.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2 * len(panels)), layout="constrained")
+    figure.suptitle(subject, fontsize="medium")
     axes = figure.subplots(len(panels), 2, squeeze=False)
     for (title, lines), (left, right) in zip(panels.items(), axes, strict=True):
         drawn: list[str] = []  # widths of one kind differ in their lines
@@ -64,8 +76,10 @@ def draw(panels: Panels, path: Path) -> None:
         left.set_title(title, loc="left")
         left.set(xlabel="requests at a time", ylabel="output tokens/s")
         right.set(xlabel="output tokens/s", ylabel="tokens/s per user")
+        left.margins(x=MARGIN)
+        right.set_xlim(0, right.get_xlim()[1])
         for axis in (left, right):
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, axis.get_ylim()[1] * (1 + MARGIN / 2))
             axis.grid(alpha=0.3)
             _name_ends(axis)
     figure.savefig(path, dpi=150)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from dflash_sglang.bench import load, prompts, servers
 from dflash_sglang.bench.load import LoadFailed, Outcome
 from dflash_sglang.bench.profile import take_apart
 from dflash_sglang.bench.settings import Cell, Served, Settings
-from dflash_sglang.demo.launch import BUILT_IN, PLAIN, wait_for, worker_line
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN, wait_for, worker_line
 from dflash_sglang.demo.measure import run_prompts
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed, first_error
@@ -24,11 +25,15 @@ COMPARED_TOKENS = 64
 
 @dataclass
 class Measured:
-    """Everything that was measured on one server. ``outputs``: greedy, of the compared prompts."""
+    """Everything that was measured on one server.
+
+    ``widths``: how many steps had which width, where the server chooses; ``outputs``: greedy completions.
+    """
 
     served: Served
     worker: str = ""
     rounds: dict[Cell, list[Outcome]] = field(default_factory=dict)
+    widths: dict[Cell, collections.Counter[str]] = field(default_factory=dict)
     outputs: list[list[int]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -107,11 +112,22 @@ def _rounds(
             def on_done(done: int, total: int = total) -> None:
                 progress.update(f"{done} of {total} requests")
 
+            chooses = served.kind == OURS and served.width is None
             with server.reported(str(served), LoadFailed):
+                before = steps_by_width(server) if chooses else None
                 outcome = load.run(server, flags, served.kind != PLAIN, on_done)
+                if before is not None:
+                    after = steps_by_width(server)
+                    results[served].widths.setdefault(cell, collections.Counter()).update(after - before)
             results[served].rounds.setdefault(cell, []).append(outcome)
             accepted = "" if served.kind == PLAIN else f", accept length {outcome.accept_length:.2f}"
             progress.end(f"{outcome.output_tokens_per_second:.1f} tokens/s{accepted}")
+
+
+def steps_by_width(server: Server) -> collections.Counter[str]:
+    """Steps of our worker since its start by their width, over all ranks that hold requests of their own."""
+    states = server.get("/server_info")["internal_states"]
+    return sum((collections.Counter(state["dflash_width"]["steps"]) for state in states), collections.Counter())
 
 
 def _outputs(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:

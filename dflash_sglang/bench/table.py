@@ -9,7 +9,7 @@ from dflash_sglang.demo.launch import BUILT_IN, PLAIN
 
 COLUMNS = (
     "at a time", "server", "output tok/s", "tok/s per user", "first token, ms", "between tokens, ms",
-    "accept length", "tok/s over plain", "tok/s over built-in",
+    "accept length", "widths of steps", "tok/s over plain", "tok/s over built-in",
 )  # fmt: skip
 
 
@@ -29,6 +29,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         parts.append(f"Incomplete: {document['incomplete'].splitlines()[0]}")
     for group, figures in groups(document).items():
         parts += [f"## {group}", _rows(COLUMNS, [_row(figure, figures) for figure in figures])]
+    parts.append(SPREAD)
     parts += [f"{one['kind'].replace('_', '-')}: not run, {one['reason']}." for one in document["skipped"]]
     if outputs := document["outputs"]:
         parts += [
@@ -39,6 +40,11 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *map(step_table, document["profile"])]) + "\n"
 
 
+WITHIN = "~"  # marks a ratio
+SPREAD = (
+    "In brackets: the slowest and the fastest round. "
+    f"{WITHIN}: the rounds of both servers overlap, so the ratio may be chance."
+)
 ROUNDING = " In 16-bit types a block's forward rounds differently from a single token's; near-ties may fall apart."
 
 
@@ -52,16 +58,21 @@ def groups(document: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
     return {title: sorted(figures, key=lambda one: one["concurrency"]) for title, figures in found.items()}
 
 
-def ratio(figure: Mapping[str, Any], figures: Iterable[Mapping[str, Any]], kind: str) -> float | None:
-    """Output tokens per second over those of the server of a kind under the same load, of the same width where
-    both have one; None without such a server."""
+def counterpart(
+    figure: Mapping[str, Any], figures: Iterable[Mapping[str, Any]], kind: str
+) -> Mapping[str, Any] | None:
+    """The figure of the server of a kind under the same load, of the same width where both have one."""
     for other in figures:
         same_load = all(other[key] == figure[key] for key in ("concurrency", "input", "temperature"))
         widths = {other["width"], figure["width"]} - {None}
         if same_load and other["kind"] == kind and len(widths) < 2:
-            rates = (one["median"]["output_tokens_per_second"] for one in (figure, other))
-            return next(rates) / next(rates)
+            return other
     return None
+
+
+def ratio(figure: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Median output tokens per second over those of another server."""
+    return figure["median"]["output_tokens_per_second"] / other["median"]["output_tokens_per_second"]
 
 
 def step_table(step: Mapping[str, Any]) -> str:
@@ -101,20 +112,44 @@ def _acceptance(settings: Mapping[str, Any]) -> str:
 
 def _row(figure: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[str]:
     median, kind = figure["median"], figure["kind"]
-    ratios = [
-        None if kind in (PLAIN, of) else ratio(figure, figures, of)
-        for of in (PLAIN, BUILT_IN)
-    ]  # fmt: skip
+    ratios = ["" if kind in (PLAIN, of) else _ratio(figure, figures, of) for of in (PLAIN, BUILT_IN)]
+    least, most = spread(figure)
     return [
         str(figure["concurrency"]),
         figure["server"],
-        f"{median['output_tokens_per_second']:.1f}",
+        f"{median['output_tokens_per_second']:.1f} [{least:.1f}, {most:.1f}]",
         f"{median['user_tokens_per_second']:.1f}",
         f"{median['ttft_ms']:.1f}",
         f"{median['inter_token_ms']:.2f}",
         "" if kind == PLAIN else f"{median['accept_length']:.2f}",
-        *("" if value is None else f"{value:.3f}" for value in ratios),
+        _widths(figure),
+        *ratios,
     ]
+
+
+def spread(figure: Mapping[str, Any]) -> tuple[float, float]:
+    """Output tokens per second of the slowest and of the fastest round."""
+    rates = [one["output_tokens_per_second"] for one in figure["rounds"]]
+    return min(rates), max(rates)
+
+
+def _ratio(figure: Mapping[str, Any], figures: Sequence[Mapping[str, Any]], kind: str) -> str:
+    other = counterpart(figure, figures, kind)
+    if other is None:
+        return ""
+    (least, most), (other_least, other_most) = spread(figure), spread(other)
+    overlap = least <= other_most and other_least <= most
+    return f"{ratio(figure, other):.3f}{f' {WITHIN}' if overlap else ''}"
+
+
+def _widths(figure: Mapping[str, Any]) -> str:
+    """The share of steps at each width, or the width of all."""
+    steps = figure.get("widths")
+    if steps is None:
+        return "" if figure["width"] is None else str(figure["width"])
+    total = sum(steps.values())
+    shares = sorted(((int(width), count / total) for width, count in steps.items() if count), reverse=True)
+    return ", ".join(f"{width}: {share:.0%}" for width, share in shares)
 
 
 def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

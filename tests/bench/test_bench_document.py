@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,12 @@ def document(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     figures = [
         dict(server=str(Served(kind, width)), kind=kind, width=width, concurrency=concurrency, input=None,
-             temperature=temperature, rounds=[],
-             median=medians([outcome(rate * scale, 6.0) for scale in (0.5, 1.0, 1.1)]))
+             temperature=temperature, rounds=[vars(one) for one in rounds], median=medians(rounds),
+             widths={"16": 150, "8": 50, "1": 0} if (kind, width) == ("ours", None) else None)
         for temperature in (0.0, 0.7)
         for (kind, width), by_concurrency in rates.items()
         for concurrency, rate in by_concurrency.items()
+        for rounds in [[outcome(rate * scale, 6.0) for scale in (0.95, 1.0, 1.1)]]
     ]  # fmt: skip
     versions = dict(gpu="NVIDIA H200, 580", dflash_sglang="1", sglang="2", torch="3")
     settings = dict(output=64, together=True, rounds=3, accept_length=None, dtype="auto")
@@ -46,12 +48,14 @@ def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_lo
     ]
     rows = rows_of(text)
     assert len(rows) == 2 * (2 + 10) and all(len(row) == len(table.COLUMNS) for row in rows)
-    assert rows[2] == ["1", "plain", "100.0", "50.0", "40.0", "5.00", "", "", ""]
-    assert rows[3] == ["1", "built-in, width 16", "400.0", "200.0", "40.0", "5.00", "6.00", "4.000", ""]
-    assert rows[4] == ["1", "ours, width 8", "380.0", "190.0", "40.0", "5.00", "6.00", "3.800", ""]
-    assert rows[5] == ["1", "ours, width 16", "500.0", "250.0", "40.0", "5.00", "6.00", "5.000", "1.250"]
-    assert rows[6] == ["1", "ours", "480.0", "240.0", "40.0", "5.00", "6.00", "4.800", "1.200"]  # width by width
-    assert rows[10][-2:] == ["2.750", "1.100"]  # 8 at a time
+    built_in, fixed = "built-in, width 16", "ours, width 16"
+    rest = ["40.0", "5.00", "6.00"]
+    assert rows[2] == ["1", "plain", "100.0 [95.0, 110.0]", "50.0", "40.0", "5.00", "", "", "", ""]
+    assert rows[3] == ["1", built_in, "400.0 [380.0, 440.0]", "200.0", *rest, "16", "4.000", ""]
+    assert rows[4] == ["1", "ours, width 8", "380.0 [361.0, 418.0]", "190.0", *rest, "8", "3.800", ""]
+    assert rows[5] == ["1", fixed, "500.0 [475.0, 550.0]", "250.0", *rest, "16", "5.000", "1.250"]
+    assert rows[6] == ["1", "ours", "480.0 [456.0, 528.0]", "240.0", *rest, "16: 75%, 8: 25%", "4.800", "1.200"]
+    assert rows[10][-2:] == ["2.750", "1.100 ~"]  # 8 at a time, from 950 and 1045
     assert "Greedy outputs of 64 tokens equal to those without speculation, ours, width 16: 3 of 4." in text
 
 
@@ -62,6 +66,38 @@ def test_the_plot_shows_throughput_and_speed_by_concurrency():
         kind="ours", concurrency=[1, 8], tokens_per_second=[380.0, 1200.0], user_tokens_per_second=[190.0, 600.0]
     )
     assert len(panels["texts as they are, greedy"]) == 5
+
+
+def test_steps_are_counted_by_width_over_ranks_with_requests_of_their_own():
+    states = [{"dflash_width": {"steps": {"16": 5, "1": 2}}}, {"dflash_width": {"steps": {"16": 1, "1": 0}}}]
+    server = SimpleNamespace(get={"/server_info": {"internal_states": states}}.get)
+    assert sweep.steps_by_width(server) == {"16": 6, "1": 2}
+
+
+def test_the_picture_names_its_subject_and_starts_at_zero_with_every_name_beside_its_axes(tmp_path):
+    figure_of = pytest.importorskip("matplotlib.figure")
+    kept: list[Any] = []
+
+    class Figure(figure_of.Figure):
+        def savefig(self, *args: Any, **kwargs: Any) -> None:
+            kept.append(self)
+            super().savefig(*args, **kwargs)
+
+    measured = document(target="models/Some-8B", draft="models/Some-8B-DFlash")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figure_of, "Figure", Figure)
+        plot.draw(plot.series(measured), tmp_path / "bench.png", plot.subject(measured))
+    (figure,) = kept
+    figure.draw_without_rendering()  # places everything at the figure's own resolution
+    assert figure.get_suptitle() == "NVIDIA H200, 580; target Some-8B, draft Some-8B-DFlash"
+    for axis in figure.axes:
+        assert axis.get_ylim()[0] == 0 and axis.get_legend() is None
+        points = [line.get_xydata() for line in axis.get_lines()]
+        assert all(axis.get_xlim()[0] < x < axis.get_xlim()[1] for line in points for x, _ in line)
+        edge = axis.get_window_extent().x1
+        assert all(edge <= name.get_window_extent().x0 for name in axis.texts)
+        assert all(name.get_window_extent().x1 <= figure.bbox.x1 for name in axis.texts)
+    assert all(right.get_xlim()[0] == 0 for right in figure.axes[1::2])
 
 
 def test_names_at_the_ends_of_lines_keep_apart():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dflash_sglang import __version__
-from dflash_sglang.bench import load, profile
+from dflash_sglang.bench import load, profile, sweep
 from dflash_sglang.bench.load import LoadFailed, Outcome
 from dflash_sglang.cli import main
 from dflash_sglang.demo import launch
@@ -66,6 +67,7 @@ def fake(monkeypatch):
     """The class of the servers that a run starts; no load generator is imported."""
     monkeypatch.setattr(launch, "Server", Fake)
     monkeypatch.setattr(load, "generator", lambda: None)
+    monkeypatch.setattr(sweep, "steps_by_width", lambda server: Counter())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(Fake, "pids", [])
     return Fake

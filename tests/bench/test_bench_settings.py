@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from dflash_sglang.bench import arguments, checkpoints, prompts, random_pair, run, servers, versions
-from dflash_sglang.bench.settings import Cell, Served
+from dflash_sglang.bench.settings import BadSetting, Cell, Served
 from dflash_sglang.cli import main
 from dflash_sglang.pair import pair_directories
 from tests.support.bench_runs import settings_of
@@ -206,3 +207,23 @@ def test_cells_are_swept_by_temperature_input_and_concurrency():
     options = ["--temperature", "0", "0.7", "--input", "64", "128", "--concurrency", "1", "4"]
     cells = settings_of(*options).cells
     assert cells[:3] == [Cell(1, 64, 0.0), Cell(4, 64, 0.0), Cell(1, 128, 0.0)] and len(cells) == 8
+
+
+def test_chat_without_a_template_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for name in ("target", "draft"):
+        shutil.copytree(pair_directories()[name], tmp_path / name)
+    (tmp_path / "target" / "chat_template.jinja").unlink()
+    options = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--chat"]
+    with pytest.raises(BadSetting, match="--chat: expected a target with a chat template.*Leave out --chat"):
+        settings_of(*options)
+    assert settings_of("--chat").chat  # the packaged target has one
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "hot-vocab", "pair", "patches"])
+def test_an_unknown_option_shows_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture) -> None:
+    needed = ["--tokenizer", "a", "--text", "b", "--out", "c"] if command == "hot-vocab" else []
+    with pytest.raises(SystemExit):
+        main([command, *needed, "--no-such-option"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: dflash-sglang {command} [-h]")
+    assert said.endswith(f"dflash-sglang {command}: error: unrecognized arguments: --no-such-option\n")
