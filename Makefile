@@ -39,6 +39,7 @@ lint: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/dflash-sglang demo
+	@echo 'Go on in this environment: source $(VENV)/bin/activate'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

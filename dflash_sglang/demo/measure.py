@@ -60,8 +60,15 @@ def run_prompts(
 
 
 def stream_text(server: Server, prompt: str, max_new_tokens: int, write: Callable[[str], None]) -> None:
-    """Streams one completion, handing each new piece of text to `write`."""
-    shown = 0
+    """Streams one completion, handing its lines to `write` as they are complete.
+
+    The last line, which ends where the completion was cut off, is left out unless it is the only one.
+    """
+    shown, text = 0, ""
     for event in server.stream(text=prompt, sampling_params=sampling_params(max_new_tokens)):
-        write(event["text"][shown:])
-        shown = len(event["text"])
+        text = event["text"]
+        complete = text.rfind("\n") + 1
+        write(text[shown:complete])
+        shown = complete
+    if not shown:
+        write(f"{text}\n")

@@ -7,6 +7,18 @@ from typing import Any
 
 from dflash_sglang.demo.measure import Run
 
+MARK = ">>>"
+HEADING = f"--- held-out Python source; from {MARK} on as the model of 4 million parameters continues it"
+SHOWN_PROMPT = 160  # characters of a prompt's end, or fewer
+
+
+def ending(prompt: str) -> str:
+    """The last lines of a prompt. The first line is whole, the last one ends where the prompt does."""
+    if len(prompt) <= SHOWN_PROMPT:
+        return prompt.lstrip("\n")
+    end = prompt[-SHOWN_PROMPT:]
+    return end[end.find("\n") + 1 :]
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -11,15 +11,14 @@ from dflash_sglang import __version__
 from dflash_sglang.demo.launch import OURS, PLAIN, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.measure import Run, run_prompts, stream_text
 from dflash_sglang.demo.progress import Progress
-from dflash_sglang.demo.report import Comparison
+from dflash_sglang.demo.report import HEADING, MARK, Comparison, ending
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 
 WORKER = f"dflash_sglang {__version__}"  # proven by the log of the server
 NAMES = {OURS: "DFLASH", PLAIN: "plain"}
 READY_TIMEOUT = 600.0  # seconds
-STREAMED = 2  # completions shown as they arrive
-SHOWN_PROMPT = 160  # characters of a prompt's end
+STREAMED = slice(2, None, 3)  # of the prompts, whose completions are shown as they arrive: two of eight
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,10 @@ def _measure(
         progress.end(WORKER if kind == OURS else "ready")
         with server.reported(f"the {name} server"):
             if kind == OURS:
-                for prompt in prompts[:STREAMED]:
-                    progress.text(f"\n--- prompt: ...{prompt[-SHOWN_PROMPT:]}\n--- completion: ")
+                for prompt in prompts[STREAMED] or prompts[:1]:
+                    progress.text(f"\n{HEADING}\n{ending(prompt)}{MARK}")
                     stream_text(server, prompt, max_new_tokens, progress.text)
-                    progress.text("\n\n")
+                    progress.text("\n")
             progress.begin(f"{len(prompts)} prompts, {name}")
             run = run_prompts(
                 server, prompts, max_new_tokens, lambda done: progress.update(f"{done} of {len(prompts)}")

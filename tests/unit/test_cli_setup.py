@@ -30,9 +30,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def setup(project: Path, pythons: str) -> subprocess.CompletedProcess[str]:
+def setup(project: Path, pythons: str, goal: str = "setup") -> subprocess.CompletedProcess[str]:
     """What `make setup` would run, without running it; of these Pythons the first that fits."""
-    command = ["make", "--dry-run", "setup", f"PYTHON={pythons}"]
+    command = ["make", "--dry-run", goal, f"PYTHON={pythons}"]
     apart = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # from `make test`
     return subprocess.run(command, cwd=project, env=apart, capture_output=True, text=True, timeout=60)
 
@@ -40,6 +40,11 @@ def setup(project: Path, pythons: str) -> subprocess.CompletedProcess[str]:
 def test_the_first_python_that_fits_makes_the_environment(project: Path) -> None:
     planned = setup(project, f"no-such-python {project / 'python3.13'} {sys.executable} python3")
     assert planned.stdout.splitlines()[0] == f"{sys.executable} -m venv --clear .venv", planned.stderr
+
+
+def test_the_demo_ends_with_the_line_that_activates_its_environment(project: Path) -> None:
+    demo, last = setup(project, sys.executable, "demo").stdout.splitlines()[-2:]
+    assert demo == ".venv/bin/dflash-sglang demo" and last.endswith("source .venv/bin/activate'")
 
 
 def test_the_environment_gets_the_one_sglang_that_is_tested_and_a_plain_install_keeps_a_later_one(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -268,3 +269,19 @@ def test_the_demo_serves_the_pair_with_our_worker_losslessly_and_reports_both_sp
     assert result["accept_length"] >= 3.5
     ratio = result["tokens_per_second"] / result["baseline_tokens_per_second"]
     assert result["speedup"] == pytest.approx(ratio, abs=0.02) and ratio > 0
+
+
+def test_the_demo_shows_whole_lines() -> None:
+    from dflash_sglang.demo.measure import stream_text
+    from dflash_sglang.demo.report import SHOWN_PROMPT, ending
+
+    def shown(*texts: str) -> list[str]:
+        written: list[str] = []
+        stream = lambda **_: ({"text": text} for text in texts)  # noqa: E731
+        stream_text(SimpleNamespace(stream=stream), "prompt", 8, written.append)
+        return [piece for piece in written if piece]
+
+    assert shown("a", "ab\nc", "ab\ncd\n  e", "ab\ncd\n  ef") == ["ab\n", "cd\n"]
+    assert shown("a", "abc") == ["abc\n"]
+    assert ending("\n\n  def f(") == "  def f("
+    assert ending("x" * SHOWN_PROMPT + "\n  def f(x):\n    re") == "  def f(x):\n    re"
