@@ -7,6 +7,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import pytest
 from dflash_sglang import __version__
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import pair_directories
-from tests.support.engines import serve
+from tests.support.engines import cpu_environment, serve
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "clients.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
+PAGE, SERVING = GUIDE / "clients.md", GUIDE / "serving.md"
 LIMITS = {"dflash": {"max_width": 5}}
 WIDTHS = {"DFLASH_SGLANG_CONFIG": json.dumps({"width": {"widths": [16, 6, 4, 1]}})}
 
@@ -64,6 +66,19 @@ def test_the_worker_and_the_bound_of_the_pools_are_known_without_a_log_line(serv
     (state,) = info["internal_states"]
     assert state["dflash_worker"] == f"dflash_sglang {__version__}" and "worker active" not in server.log_text()
     assert info["max_total_num_tokens"] == 8192
+
+
+@pytest.mark.full
+def test_the_engines_example_prints_accept_length_and_worker(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", SERVING.read_text(), re.MULTILINE | re.DOTALL)
+    on_cpu = block.replace("sgl.Engine(", 'sgl.Engine(device="cpu", dtype="float32", ')
+    target, draft = (pair_directories()[name] for name in ("target", "draft"))
+    script = tmp_path / "example.py"
+    script.write_text(f"TARGET, DRAFT = {target!r}, {draft!r}\n{on_cpu}")
+    command = [sys.executable, str(script)]
+    printed = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True, timeout=400)
+    *_, answer, worker = printed.stdout.splitlines()
+    assert float(answer.split()[-1]) > 1 and worker == f"dflash_sglang {__version__}", printed.stderr[-2000:]
 
 
 def steps(server: Server) -> dict[str, int]:

@@ -21,6 +21,7 @@ from dflash_sglang.checkpoint.families import Foreign
 from dflash_sglang.checkpoint.own_modules import own_modules
 from dflash_sglang.startup.decisions import check_startup
 from dflash_sglang.startup.facts import StartupError, TargetFacts
+from tests.support.published_table import PAGE, page
 from tests.support.start_up import hook_config_parser
 
 DIRECTORY = Path(__file__).parents[2] / "support" / "published"
@@ -174,6 +175,10 @@ def rope_magnitude(directory: Path) -> float:
 
     layers.start_rank()
     return float(draft_rope(DraftSpec.from_config(read_config(directory))).cos_sin_cache[0, 0])
+
+
+def test_the_page_has_every_draft() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.support.published_table writes it"
 
 
 def test_all_of_them_are_here() -> None:
