@@ -24,8 +24,8 @@ SERVED = {"z-lab/Qwen3-8B-DFlash-b16": "yes, on an H200 (`bench --shapes qwen3-8
 HEAD = """# Published drafts
 
 **No published weights could be had where this package was built.** So no accept length of a published draft was \
-measured here. The table has what was checked: how each config.json is read, and for one draft that random weights \
-of its sizes are served.
+measured here. The table has what was checked: how each config.json is read, and for one draft that random \
+weights of its sizes are served.
 
 To serve a pair, put its two names into one line:
 
@@ -34,9 +34,9 @@ python -m sglang.launch_server --model-path Qwen/Qwen3-8B --speculative-algorith
 --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16
 ```
 
-Made by `python -m tests.support.published_table`. `tests/unit/startup/test_published.py` reads each config.json as \
-its row says. "config read": where that config.json is from. "layers": `full`, or the window of sliding layers; `c` \
-marks causal ones.
+Made by `python -m tests.support.published_table`. `tests/unit/startup/test_published.py` reads each config.json \
+as its row says. "config read": where that config.json is from. "layers": `full`, or the window of sliding \
+layers; `c` marks causal ones.
 
 | draft | target | format | block | layers | runs on | config read | served with random weights |
 |---|---|---|---|---|---|---|---|
