@@ -1,0 +1,58 @@
+"""The operator's files: the alerts are the page's, the dashboard is whole, and every series exists."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+DOCS = Path(__file__).parents[2] / "docs"
+FILES = DOCS / "operating"
+PAGE = (DOCS / "guide" / "operating.md").read_text()
+DASHBOARD = json.loads((FILES / "grafana.json").read_text())
+RULES = [rule for group in yaml.safe_load((FILES / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+PANEL_QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+SHOWN = [query.replace("\\|", "|") for query in re.findall(r"^\| query \| `(.*)` \|$", PAGE, re.M)]
+QUERIES = [*PANEL_QUERIES, *SHOWN]
+
+
+def test_the_alerts_are_the_pages_queries_each_with_a_section_that_says_what_to_do() -> None:
+    assert len(RULES) == len(SHOWN) == 3
+    for rule, query in zip(RULES, SHOWN, strict=True):
+        assert re.fullmatch(rf"{re.escape(query)} (==|<|>) [\d.]+", rule["expr"])
+        page, _, section = rule["annotations"]["description"].partition(": ")
+        assert page == "docs/guide/operating.md" and f"\n## {section}\n" in PAGE
+    scrape = yaml.safe_load((FILES / "prometheus.yml").read_text())
+    assert all((FILES / name).is_file() for name in scrape["rule_files"]) and scrape["scrape_configs"]
+
+
+def test_the_panels_of_the_dashboard_are_apart_and_follow_its_variables() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource", "instance"}
+    for panel in panels:
+        assert panel["datasource"]["uid"] == "${datasource}" and panel["description"]
+        assert all('instance=~"$instance"' in target["expr"] for target in panel["targets"])
+    for one, other in itertools.combinations([panel["gridPos"] for panel in panels], 2):
+        assert apart(one, other)
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return any(
+        first[at] + first[size] <= second[at]
+        for at, size in (("x", "w"), ("y", "h"))
+        for first, second in ((one, other), (other, one))
+    )
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_every_series_of_a_query_is_one_that_a_server_has(query: str) -> None:
+    series = pytest.importorskip("dflash_sglang.observe.series")
+    served = {f"dflash:{name}_total" for name in series.COUNTERS} | {f"dflash:{name}" for name in series.GAUGES}
+    assert {name for name in re.findall(r"dflash:\w+", query)} <= served
