@@ -28,21 +28,9 @@ def log_of(draft: Path, environment: Mapping[str, str]) -> str:
         return server.log_text()
 
 
-@pytest.mark.parametrize(
-    ("environment", "last"),
-    [
-        ({CONFIG: json.dumps({"wdith": 4})}, f"{CONFIG}: unknown key 'wdith'. Known keys: context_kv, "),
-        (
-            {"DFLASH_SGLANG_REQIURE": "1"},
-            f"DFLASH_SGLANG_REQIURE='1': unknown variable. Known: {CONFIG}, {REQUIRE}",
-        ),
-        ({REQUIRE: "yes"}, f"{REQUIRE}='yes': expected 1 (require this worker) or 0."),
-    ],
-    ids=["unknown key", "unknown variable", "unknown value"],
-)
-def test_a_setting_that_does_not_exist_ends_the_launch_with_its_name(environment: dict, last: str) -> None:
-    log = log_of(DRAFT, environment)
-    assert log.splitlines()[-1].startswith(last)
+def test_a_setting_that_does_not_exist_ends_the_launch_with_its_name() -> None:
+    log = log_of(DRAFT, {CONFIG: json.dumps({"wdith": 4})})
+    assert log.splitlines()[-1].startswith(f"{CONFIG}: unknown key 'wdith'. Known keys: context_kv, ")
     assert "Traceback" not in log
 
 

@@ -267,6 +267,21 @@ def test_a_misspelt_plugin_config_ends_start_up(pair: SimpleNamespace, monkeypat
         hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("DFLASH_SGLANG_REQIRE", "1", "DFLASH_SGLANG_REQIRE='1': unknown variable. Known: DFLASH_SGLANG_CONFIG, "),
+        ("DFLASH_SGLANG_REQUIRE", "yes", "DFLASH_SGLANG_REQUIRE='yes': expected 1 "),
+    ],
+)
+def test_a_variable_or_a_value_that_does_not_exist_ends_start_up(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=says):
+        hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
+
+
 # ---- Activation --------------------------------------------------------------------------------------------
 
 
