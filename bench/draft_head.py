@@ -35,7 +35,7 @@ def measure(form: str, flags: Sequence[str], prompts: Sequence[Sequence[int]], l
     with pair_server(OURS, log, flags, environment) as server:
         wait_for(OURS, server)
         if f"head: {form} (" not in (line := worker_line(server.log_text())):
-            raise RuntimeError(f"draft_head={form!r}: expected head={form} where the server says: {line}")
+            raise RuntimeError(f"draft_head={form!r}: expected head: {form} where the server says: {line}")
         return decode(server, prompts, NEW_TOKENS, temperature=0)
 
 

@@ -180,7 +180,7 @@ def test_steps_of_our_worker_are_profiled_with_a_token_map_and_without(monkeypat
     assert read == [f"{name}_1_{turn}" for turn, order in enumerate((names, names[::-1])) for name in order]
     assert [one["value"] for one in written["claims"]] == [3, 3, 0.345]
     logs = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in names}
-    assert ["head=64 tokens" in log for log in logs.values()] == [False, True]
+    assert ["head: 64 tokens" in log for log in logs.values()] == [False, True]
     assert "## A step of ours_token_map, 1 at a time" in capsys.readouterr().out
 
 

@@ -106,7 +106,7 @@ def test_the_copy_of_a_head_of_the_drafts_own_follows_its_updates(tmp_path: Path
         server.post("/flush_cache?timeout=60")
         update_draft(server, {"lm_head.weight": own})
         assert decode(server) == (outputs, steps)
-        assert "own_modules=head of 320 tokens;" in server.log_text() and head_line(server).startswith("fp8 (")
+        assert "  own_modules: head of 320 tokens\n" in server.log_text() and head_line(server).startswith("fp8 (")
 
 
 @pytest.mark.full

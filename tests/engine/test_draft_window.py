@@ -156,7 +156,7 @@ def windowed(
     }
     with serve(TARGET, DRAFT, environment=environment, **arguments) as server:
         answers = generate(server)
-        assert "draft_window=" in server.log_text()
+        assert "draft_window: " in server.log_text()
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     assert len(PROMPTS) * (NEW_TOKENS - 1) >= (2 if any_width else 4) * steps, (
         "a NaN among the keys leaves no proposal accepted"

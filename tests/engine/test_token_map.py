@@ -246,7 +246,7 @@ def test_a_server_with_a_token_map_is_lossless_and_proposes_kept_tokens_alone(fr
         outputs[name] = [answer["output_ids"] for answer in answers]
         steps[name] = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
     assert outputs["whole"] == outputs["hot"] == outputs["plain"]
-    assert f"head={KEPT} tokens (" in log
+    assert f"head: {KEPT} tokens (" in log
     kept = set(read_token_map(str(frequent)).tolist())
     assert any(token not in kept for output in outputs["plain"] for token in output)
     assert steps["whole"] < steps["hot"] < len(prompts) * NEW_TOKENS / 2
