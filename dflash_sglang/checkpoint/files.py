@@ -109,12 +109,17 @@ def missing_files(directory: Path) -> list[str]:
 
     Empty without such an index. Raises DraftConfigError for one that is malformed.
     """
+    return sorted(name for name in _indexed_files(directory) or () if not (directory / name).is_file())
+
+
+def _indexed_files(directory: Path) -> set[str] | None:
+    """Names of the files that hold the weights; None without an index."""
     path = directory / INDEX
     if not path.is_file():
-        return []
+        return None
     try:
-        files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(name for name in files if not (directory / name).is_file())
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        return {name for name in names if directory / name}  # a TypeError where one is no text
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise DraftConfigError(
             INDEX,
@@ -127,11 +132,14 @@ def missing_files(directory: Path) -> list[str]:
 def tensor_facts(directory: Path) -> dict[str, TensorFacts]:
     """Every tensor of the *.safetensors files of a directory by name, from their headers alone.
 
-    Empty where the weights are in another format, or not on this machine yet. Raises DraftConfigError for a file
-    that is not whole.
+    Files that an index does not name hold other forms of the weights and are left out. Empty where the weights are
+    in another format, or not on this machine yet. Raises DraftConfigError for a file that is not whole.
     """
     facts: dict[str, TensorFacts] = {}
+    indexed = _indexed_files(directory)
     for path in sorted(directory.glob("*.safetensors")):
+        if indexed is not None and path.name not in indexed:
+            continue
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (the file is no mapping)

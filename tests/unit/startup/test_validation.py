@@ -367,6 +367,9 @@ def test_tensor_facts_come_from_the_headers_of_every_file(tmp_path: Path) -> Non
     write_checkpoint(tmp_path, draft_config(), {"b": torch.zeros(4)})
     assert tensor_facts(tmp_path) == {"a": TensorFacts("BF16", (2, 3)), "b": TensorFacts("F32", (4,))}
     assert tensor_facts(tmp_path / "absent") == {}
+    # SGLang loads the files of an index only: others hold the same weights under other names.
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "model.safetensors"}}))
+    assert tensor_facts(tmp_path) == {"b": TensorFacts("F32", (4,))}
 
 
 @pytest.mark.parametrize("kept", [0, 5, 40, -1])
