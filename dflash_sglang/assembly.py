@@ -27,6 +27,8 @@ from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.observer import Observer
 from dflash_sglang.patches import replayed_states, weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
@@ -230,15 +232,29 @@ def build_controller(
     widths: ServedWidths,
     rehearsal: Rehearsal,
     set_max_commit: Callable[..., None],
-) -> WidthController:
-    """Build what chooses each step's width, with step times as they are measured now."""
+) -> tuple[WidthController, Observer]:
+    """Build what chooses each step's width, with step times as they are measured now, and what counts steps."""
     block, states = draft.block_size, widths.states
     config = startup.without_misplaced_states(widths.config, states, target, rehearsal, widths.group, block)
     policy = startup.policy_of(config, target, block, widths.group, states)
     if config.fixed is None:
         startup.measure(policy, target, rehearsal, widths.group)
-    speaks = get_parallel().tp_rank == 0
-    return WidthController(policy, states, set_max_commit, StepClock(target.device), speaks=speaks)
+    speaks, clock = get_parallel().tp_rank == 0, StepClock(target.device)
+    observer = Observer(block, clock, causes(draft, target), policy.metrics, ragged=policy.budgets is not None)
+    return WidthController(policy, states, set_max_commit, clock, observer, speaks=speaks), observer
+
+
+def causes(draft: LoadedDraft, target: ModelRunner) -> Causes:
+    """What the acceptance alarm asks operators to check of this pair."""
+    facts = TargetFacts.from_config(target.model_config.hf_text_config)
+    return Causes(
+        draft.model.spec, draft.feature_layer_ids, facts.num_layers, facts.vocab_size, draft_quantization(draft)
+    )
+
+
+def draft_quantization(draft: LoadedDraft) -> str:
+    """Of the checkpoint or of the flags; "none" without."""
+    return draft.model.spec.quantization or get_spec().speculative_draft_model_quantization or "none"
 
 
 def startup_line(draft: LoadedDraft, context_len: int) -> str:
@@ -256,7 +272,7 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         "mask_token_id": spec.mask_token_id,
         "own_modules": draft.model.own_modules,
         "draft_attention": draft.attention_backend,
-        "draft_quantization": spec.quantization or get_spec().speculative_draft_model_quantization or "none",
+        "draft_quantization": draft_quantization(draft),
         "context_kv": draft.context_kv.reason,
         "head": draft.borrowed.head_form,
     }

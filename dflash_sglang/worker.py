@@ -35,7 +35,6 @@ from dflash_sglang.verify.tables import Tables, most_rows
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.warmup import first_requests
 from dflash_sglang.warmup.dummy_batches import Rehearsal
-from dflash_sglang.width.controller import WidthController
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +113,7 @@ class DFlashWorker(BaseSpecWorker):
             self._rehearsal = Rehearsal(
                 target, self._reservation, decode=self._rehearsed_step, prefill=self._rehearsed_prefill
             )
-            self._widths: WidthController = assembly.build_controller(
+            self._widths, self._observer = assembly.build_controller(
                 draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit
             )
         self.width = self._widths.choices[-1]
@@ -150,9 +149,13 @@ class DFlashWorker(BaseSpecWorker):
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         self._widths.verified(num_correct_drafts_per_req)
 
-    def width_metrics(self) -> dict[str, Any]:
+    def dflash_state(self) -> dict[str, Any]:
         """For /server_info, see `patches.results`."""
         return self._widths.snapshot()
+
+    def report_decode(self, reporter: Any) -> None:
+        """After SGLang's decode line, see `patches.results`."""
+        self._observer.report(reporter)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -183,7 +186,7 @@ class DFlashWorker(BaseSpecWorker):
         return self._decode(batch, on_publish, grammar_barrier)
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
-        decision = self._widths.next(batch, needs_full_blocks=self._verifier.needs_full_blocks(batch))
+        decision = self._widths.next(batch, self._verifier.full_blocks(batch))
         self.width = decision.width
         result = self._step(batch, on_publish, grammar_barrier, decision.verify_budget)
         self._widths.returned(result)
@@ -195,6 +198,7 @@ class DFlashWorker(BaseSpecWorker):
         """A decode step in blocks of `self.width`; budget: rows that a ragged step verifies of them."""
         block = self._blocks.build(batch, self.width)
         proposals = self._tables.acceptor.clip_to_limits(self._proposer.propose(batch, block), block.requests)
+        self._observer.split.drafted()
         ragged = None if budget is None else self._ragged.choose(batch, block, proposals, budget)
         verified = self._verifier.verify(batch, block, proposals, ragged, grammar_barrier)
         accepted = verified.accepted

@@ -15,14 +15,24 @@ _REJECTED = "sglang.srt.managers.scheduler_components.internal_state.UpdateRejec
 def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
     """AROUND SchedulerInternalStateController.get_internal_state, for /server_info's `internal_states`.
 
-    Adds that this package's worker runs (`dflash_worker`), and the widths of its steps (`dflash_width`).
+    Adds that this package's worker runs (`dflash_worker`), and what the worker tells (`dflash_width`,
+    `dflash_acceptance`).
     """
     output = original(controller, request)
-    metrics = getattr(controller.scheduler.draft_worker, "width_metrics", None)  # of this package's worker only
-    if metrics is not None:
-        output.internal_state["dflash_worker"] = f"dflash_sglang {__version__}"
-        output.internal_state["dflash_width"] = metrics()
+    state = getattr(controller.scheduler.draft_worker, "dflash_state", None)  # of this package's worker only
+    if state is not None:
+        output.internal_state.update(state(), dflash_worker=f"dflash_sglang {__version__}")
     return output
+
+
+def report_decode_stats(original: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND SchedulerMetricsReporter.report_decode_stats, called after each decode step: lets this package's
+    worker report in the steps in which SGLang does."""
+    original(reporter, *args, **kwargs)
+    if reporter.forward_ct_decode % reporter.decode_log_interval == 0:
+        report = getattr(reporter.scheduler.draft_worker, "report_decode", None)  # of this package's worker only
+        if report is not None:
+            report(reporter)
 
 
 def validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:

@@ -98,10 +98,14 @@ class Verifier:
             for logits in self._logits.examples(kind.tokens.shape[1], kind.tokens.device):
                 self._sampler.warm_up(kind, logits)
 
-    def needs_full_blocks(self, batch: ScheduleBatch) -> bool:
-        """Whether requests of this decode batch have their logits adjusted, sampled from or reported, row by row
-        of a block."""
-        return not batch.sampling_info.is_all_greedy or self._adjusts(batch) or _is_reported(batch)
+    def full_blocks(self, batch: ScheduleBatch) -> str | None:
+        """Why requests of this decode batch need the rows of whole blocks: their logits are adjusted, sampled from
+        or reported, row by row of a block. None where they do not."""
+        if not batch.sampling_info.is_all_greedy:
+            return "sampled"
+        if self._adjusts(batch):
+            return "adjusted"
+        return "reported" if _is_reported(batch) else None
 
     def verify(
         self,
@@ -121,7 +125,7 @@ class Verifier:
         ids = proposals.tokens if ragged is None else ragged.rows.ids
         forward = self._forward(batch, block, ids, ragged)
         unwritten = self._unwritten(forward, ragged or block)
-        if not self.needs_full_blocks(batch):
+        if self.full_blocks(batch) is None:
             accepted = self._accept_greedy(block, ids, ragged, forward)
         else:
             accepted = self._accept_as_asked(batch, block, proposals, forward, grammar_tree, grammar_barrier)

@@ -83,6 +83,10 @@ class Acceptance:
         """How hard a request is: 1 is average, less is easier."""
         return float((self._rejected[slot] + LEVEL_PRIOR) / (self._expected[slot] + LEVEL_PRIOR))
 
+    def most(self, slots: np.ndarray) -> np.ndarray:
+        """[n] tokens that a step may commit of each of these requests: their `max_width`, or the block."""
+        return self._cap.take(slots)
+
     def cap(self, slots: np.ndarray) -> int:
         """The largest `max_width` of these requests; 1 without requests."""
         return int(self._cap.take(slots).max(initial=PLAIN))

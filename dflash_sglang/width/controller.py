@@ -16,6 +16,7 @@ from dflash_sglang.settings.width import PLAIN
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from dflash_sglang.observe.observer import Observer
     from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.verify.step_result import StepResult
     from dflash_sglang.width.decider import Decision
@@ -32,6 +33,9 @@ class _Launched(NamedTuple):
     """A decode step whose result is to come."""
 
     step: Step
+    most: np.ndarray  # [n] tokens that it may commit of each request
+    context_tokens: int  # of its requests together
+    whole: str | None  # why requests need whole blocks
     result: StepResult
     start: Any  # end of the step before, as a `StepClock.mark`; None if anything else ran in between
     end: Any
@@ -54,11 +58,14 @@ class WidthController:
         states: RuntimeStates,
         limit: Callable[[np.ndarray, np.ndarray], None],
         clock: StepClock,
+        observer: Observer,
         speaks: bool = True,
     ) -> None:
         """limit: sets what a step may commit of requests (`Acceptor.set_max_commit`). speaks: this rank logs."""
         self._policy, self._states, self._limit, self._clock = policy, states, limit, clock
+        self._observer = observer
         self._chosen: Step | None = None  # the latest step with requests
+        self._of_chosen: tuple[int, str | None] = 0, None  # its context tokens, and why it needs whole blocks
         self._launched: deque[_Launched] = deque()
         self._last_end: Any = None  # of the latest step, unless anything else was launched after it
         self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
@@ -78,15 +85,17 @@ class WidthController:
             self._policy.admit(slots, most.tolist(), least.tolist())
             self._limit(slots, most)
 
-    def next(self, batch: ScheduleBatch, needs_full_blocks: bool = False) -> Decision:
+    def next(self, batch: ScheduleBatch, full_blocks: str | None = None) -> Decision:
         """The width of a decode step of this batch, or of other ranks' where it is empty.
 
-        needs_full_blocks: the step verifies the width of each request."""
+        full_blocks: why the step has to verify the width of each request, None where it has not."""
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
-        step = self._policy.choose(slots, batch.spec_info.committed_sum if requests else 0, needs_full_blocks)
+        context_tokens = batch.spec_info.committed_sum if requests else 0
+        step = self._policy.choose(slots, context_tokens, full_blocks is not None)
         if requests:
-            self._chosen = step
+            whole = full_blocks or ("min_width" if self._policy.acceptance.floor(slots) > PLAIN else None)
+            self._chosen, self._of_chosen = step, (context_tokens, whole)
         else:  # it has no result
             self._policy.verified(step, [])
             self._last_end = None
@@ -94,6 +103,8 @@ class WidthController:
         self._states.use(decision.width, ragged=decision.verify_budget is not None)
         if self._speaks and not decision.probe:
             self._log_change(decision.width, requests)
+        if requests:
+            self._observer.split.begin(self._last_end)
         return decision
 
     def returned(self, result: StepResult) -> None:
@@ -102,8 +113,10 @@ class WidthController:
         if len(self._launched) == MOST_IN_FLIGHT:
             self._launched.popleft()
             self._policy.leave_out(f"{MOST_IN_FLIGHT} steps were launched and none came back")
-        end = self._clock.mark()
-        self._launched.append(_Launched(self._chosen, result, self._last_end, end))
+        end, step = self._clock.mark(), self._chosen
+        most = self._policy.acceptance.most(step.slots)
+        self._launched.append(_Launched(step, most, *self._of_chosen, result, self._last_end, end))
+        self._observer.split.end(end)
         self._last_end = end
 
     def verified(self, accepted: list[int]) -> None:
@@ -116,9 +129,10 @@ class WidthController:
             self._policy.leave_out("a step came back before the one that was launched before it")
         seconds = None if done.start is None else self._clock.seconds(done.start, done.end)
         drafted = done.result.logprobs, done.result.verified_lens
-        self._policy.verified(
-            done.step, accepted, seconds, *(None if of is None else of.numpy() for of in drafted)
-        )
+        logprobs, lens = (None if of is None else of.numpy() for of in drafted)
+        self._policy.verified(done.step, accepted, seconds, logprobs, lens)
+        if len(accepted) == len(done.most):  # else the policy has left it out
+            self._observer.verified(done.step.decision, accepted, done.most, lens, done.context_tokens, done.whole)
 
     def _log_change(self, width: int, requests: int) -> None:
         """One line if the width has changed, not more often than every `LOG_SECONDS`."""
@@ -139,8 +153,11 @@ class WidthController:
         self._logged_changes, self._logged_at = metrics.changes, now
 
     def snapshot(self) -> dict[str, Any]:
-        """What the server tells of its widths."""
-        return self._policy.metrics.snapshot()
+        """What /server_info tells of widths and acceptance."""
+        return {
+            "dflash_width": self._policy.metrics.snapshot(),
+            "dflash_acceptance": self._observer.snapshot(),
+        }
 
 
 def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

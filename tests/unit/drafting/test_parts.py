@@ -102,7 +102,8 @@ def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_full_blocks(what: s
     batch = SimpleNamespace(sampling_info=info, has_grammar=what == "grammar", return_logprob=what == "logprobs")
     verifier = object.__new__(Verifier)
     verifier._sanitizes = what == "sanitised"
-    assert verifier.needs_full_blocks(batch) is (what is not None)
+    reasons = {None: None, "sampled": "sampled", "masked": "reported", "logprobs": "reported"}
+    assert verifier.full_blocks(batch) == reasons.get(what, "adjusted")
 
 
 def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:

@@ -423,4 +423,4 @@ def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(m
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
         under_test._accept_as_asked(batch, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), None, None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
-    assert under_test.needs_full_blocks(batch)
+    assert under_test.full_blocks(batch) == "adjusted"

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_sglang.observe.observer import Observer
 from dflash_sglang.patches.request_checks import validate_dflash_request
 from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
 from dflash_sglang.requests.width_bounds import width_bounds
 from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.width.acceptance import Acceptance
 from dflash_sglang.width.group import Group
 
 BLOCK = 16
@@ -29,7 +31,7 @@ class Policy:
     def __init__(self, widths: list[int]) -> None:
         self.widths, self.told, self.needs_full_blocks = widths, [], []
         self.prefills, self.of_draft = 0, []
-        self.acceptance = SimpleNamespace(block=BLOCK)
+        self.acceptance = Acceptance([1, BLOCK], 16)
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
     def prefill(self) -> None:
@@ -43,7 +45,7 @@ class Policy:
         self.needs_full_blocks.append(needs_full_blocks)
         number, budget = len(self.needs_full_blocks), None if needs_full_blocks else 48
         decision = SimpleNamespace(width=self.widths.pop(0), probe=False, verify_budget=budget)
-        return SimpleNamespace(number=number, decision=decision)
+        return SimpleNamespace(number=number, slots=slots, decision=decision)
 
     def verified(self, step: Any, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
         self.told.append(("verified", accepted, seconds, step.number))
@@ -88,8 +90,9 @@ def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, P
     def limit(slots: np.ndarray, most: np.ndarray) -> None:
         limits.append((slots.tolist(), most.tolist()))
 
-    made = WidthController(policy, used, limit, clock)
-    made.used = used
+    observer: Any = Observer(BLOCK, clock, SimpleNamespace(context_tokens=0), policy.metrics, ragged=True)
+    made = WidthController(policy, used, limit, clock, observer)
+    made.used, made.observer = used, observer
     return made, policy, clock
 
 
@@ -160,9 +163,7 @@ def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device
 
 def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets_it() -> None:
     widths, policy, _ = adaptive([8, 8, 4])
-    decisions = [
-        widths.next(decoding(1), needs_full_blocks=needs_full_blocks) for needs_full_blocks in (False, True, False)
-    ]
+    decisions = [widths.next(decoding(1), full_blocks) for full_blocks in (None, "sampled", None)]
     assert policy.needs_full_blocks == [False, True, False]
     assert [decision.verify_budget for decision in decisions] == [48, None, 48]
     assert widths.used.ragged == [True, False, True]
@@ -176,6 +177,24 @@ def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_
     for result in results:
         come_back(widths, result, [1])
     assert policy.of_draft == [list(of) for of in of_draft]
+
+
+def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit() -> None:
+    """Requests' slots are given away before the result comes back."""
+    widths, policy, _ = adaptive([8, 4, 1])
+    policy.acceptance.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
+    results = [launch(widths, decoding(1, 2, context=70))]
+    widths.next(decoding(1, 2, context=80), "sampled")
+    widths.returned(SimpleNamespace(logprobs=None, verified_lens=None, num_correct_drafts_per_req_cpu=None))
+    results += [widths._launched[-1].result, launch(widths, decoding(2, context=9))]
+    policy.acceptance.admit(np.array([1, 2]), 3)
+    for result, accepted in zip(results, ([6, 2], [0, 1], [0]), strict=True):
+        come_back(widths, result, accepted)
+    told = widths.observer.snapshot()
+    assert told["verified"] == [4, 4, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
+    assert told["accepted"] == [3, 2] + [1] * 4 + [0] * 9
+    assert told["shapes"] == {"whole": {"chosen": 1, "sampled": 1}, "plain": {"chosen": 1}}
+    assert widths.observer._causes.context_tokens == 159
 
 
 def test_a_step_of_other_ranks_has_no_result_to_wait_for() -> None:

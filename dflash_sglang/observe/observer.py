@@ -1,0 +1,78 @@
+"""Observer: what the width controller tells of steps, and what operators get of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dflash_sglang.observe.alarm import Alarm
+from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.counts import Counts
+from dflash_sglang.observe.decode_line import decode_line
+from dflash_sglang.observe.series import Series
+from dflash_sglang.observe.step_split import StepSplit
+
+if TYPE_CHECKING:
+    from dflash_sglang.verify.step_clock import StepClock
+    from dflash_sglang.width.decider import Decision
+    from dflash_sglang.width.metrics import WidthMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class Observer:
+    """Counts steps as their results reach the host; tells of them when SGLang writes its decode line."""
+
+    def __init__(self, block: int, clock: StepClock, causes: Causes, widths: WidthMetrics, ragged: bool) -> None:
+        """block: width of the widest blocks. widths: the policy's, which estimates what speculation gains.
+        ragged: steps may verify a part of each block."""
+        self.split = StepSplit(clock)
+        self.counts = Counts(block, ragged)
+        self._alarm, self._causes, self._widths = Alarm(block), causes, widths
+        self._series: Series | None = None
+        self._told = self.counts.totals()  # of the latest line
+        self._told_shapes = dict(self.counts.shapes)
+
+    def verified(
+        self,
+        decision: Decision,
+        accepted: Sequence[int] | np.ndarray,
+        most: np.ndarray,
+        lens: np.ndarray | None,
+        context_tokens: int,
+        whole: str | None,
+    ) -> None:
+        """A step came back, see `Counts.add`. context_tokens: of its requests together."""
+        self._causes.context_tokens += context_tokens
+        self.counts.add(decision, accepted, most, lens, whole)
+
+    def report(self, reporter: Any) -> None:
+        """Write the log line, judge acceptance and renew the Prometheus series, on the ranks on which SGLang does.
+
+        reporter: SGLang's SchedulerMetricsReporter, which has just written its decode line.
+        """
+        now, shapes = self.counts.totals(), dict(self.counts.shapes)
+        steps = now.since(self._told)
+        if not steps.requests:
+            return
+        if reporter.is_stats_logging_rank:
+            new = {shape: count - self._told_shapes.get(shape, 0) for shape, count in shapes.items()}
+            logger.info("%s", decode_line(steps, new))
+            raised = self._alarm.observe(steps, self.counts.chosen_plain(new), time.monotonic())
+            if raised is not None:
+                logger.warning("%s", self._causes.line(raised, now.requests))
+        if reporter.current_scheduler_metrics_enabled:
+            if self._series is None:
+                self._series = Series(reporter.metrics_collector)
+            gains = self._widths.gain_over_plain, self._widths.gain_over_full
+            self._series.update(now, steps, shapes, self.split, gains, self._alarm)
+        self._told, self._told_shapes = now, shapes
+
+    def snapshot(self) -> dict[str, Any]:
+        """`dflash_acceptance` of /server_info, counts since start-up."""
+        parts = {"timed_steps": self.split.timed, "seconds": dict(self.split.seconds)}
+        return {**self.counts.snapshot(), "step_split": parts, "alarm": self._alarm.state}

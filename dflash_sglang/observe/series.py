@@ -1,0 +1,105 @@
+"""The Prometheus series `dflash:...`, beside SGLang's own and with its labels (docs/reference/metrics.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_sglang.observe.alarm import STATES, Alarm
+from dflash_sglang.observe.counts import Shape, Totals
+
+if TYPE_CHECKING:
+    from dflash_sglang.observe.step_split import StepSplit
+
+COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "steps": ("Decode steps.", ("width", "form", "reason")),
+    "request_steps": ("Requests of all decode steps.", ()),
+    "drafted_proposals": ("Proposals drafted.", ()),
+    "verified_rows": ("Rows verified, each request's first among them.", ()),
+    "committed_tokens": ("Tokens committed.", ()),
+    "verified_proposals": ("Proposals verified, by position.", ("position",)),
+    "accepted_proposals": ("Proposals accepted, by position.", ("position",)),
+    "timed_steps": ("Decode steps that were timed.", ()),
+    "timed_step_seconds": ("Seconds of timed steps, by part.", ("part",)),
+}
+GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
+    "accept_length": ("Committed tokens of a request-step, since the last decode line.", ()),
+    "accept_rate": ("Accepted over verified proposals, since the last decode line.", ()),
+    "accept_length_after_warm_up": ("Estimated accept length of the first steps above chance level.", ()),
+    "gain_over_plain": ("Estimated tokens per second over those of plain decoding.", ()),
+    "gain_over_whole_blocks": ("Estimated tokens per second over those of whole blocks.", ()),
+    "alarm": ("1 while acceptance is as bad as the state says.", ("state",)),
+}
+
+
+class Series:
+    """Made once per scheduler, after SGLang's. `update` sets what is scraped; nothing runs between two updates."""
+
+    def __init__(self, collector: Any) -> None:
+        """collector: SGLang's SchedulerMetricsCollector, whose labels and metric classes are taken."""
+        # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads as it is imported.
+        from prometheus_client import Counter, Gauge
+
+        self._labels: dict[str, Any] = collector.labels
+        counter, gauge = collector._counter_cls or Counter, collector._gauge_cls or Gauge
+        self._counters = {
+            name: counter(name=f"dflash:{name}", documentation=text, labelnames=[*self._labels, *own])
+            for name, (text, own) in COUNTERS.items()
+        }
+        self._gauges = {
+            name: gauge(
+                name=f"dflash:{name}",
+                documentation=text,
+                labelnames=[*self._labels, *own],
+                multiprocess_mode="mostrecent",
+            )
+            for name, (text, own) in GAUGES.items()
+        }
+        self._counted: dict[tuple[str, tuple[Any, ...]], float] = {}
+
+    def update(
+        self,
+        totals: Totals,
+        latest: Totals,
+        shapes: Mapping[Shape, int],
+        split: StepSplit,
+        gains: tuple[float, float],
+        alarm: Alarm,
+    ) -> None:
+        """totals, shapes, split: since start-up. latest: since the last update. gains: over plain decoding and
+        over whole blocks."""
+        for shape, steps in shapes.items():
+            self._count("steps", steps, *shape)
+        self._count("request_steps", totals.requests)
+        self._count("drafted_proposals", totals.drafted)
+        self._count("verified_rows", totals.rows)
+        self._count("committed_tokens", totals.committed)
+        for name, by_position in (
+            ("verified_proposals", totals.verified),
+            ("accepted_proposals", totals.accepted),
+        ):
+            for position, proposals in enumerate(by_position.tolist(), start=1):
+                self._count(name, proposals, position)
+        self._count("timed_steps", split.timed)
+        for part, seconds in split.seconds.items():
+            self._count("timed_step_seconds", seconds, part)
+        self._set("accept_length", latest.accept_length)
+        self._set("accept_rate", latest.accept_rate)
+        if alarm.before is not None:
+            self._set("accept_length_after_warm_up", alarm.before.accept_length)
+        self._set("gain_over_plain", gains[0])
+        self._set("gain_over_whole_blocks", gains[1])
+        for state in STATES:
+            self._set("alarm", float(state == alarm.state), state)
+
+    def _count(self, name: str, value: float, *own: Any) -> None:
+        """Raise a counter to its value since start-up."""
+        before = self._counted.get((name, own), 0)
+        self._of(self._counters[name], COUNTERS[name][1], own).inc(value - before)
+        self._counted[name, own] = value
+
+    def _set(self, name: str, value: float, *own: Any) -> None:
+        self._of(self._gauges[name], GAUGES[name][1], own).set(value)
+
+    def _of(self, metric: Any, names: Sequence[str], own: Sequence[Any]) -> Any:
+        return metric.labels(**self._labels, **dict(zip(names, own, strict=True)))
