@@ -1,7 +1,7 @@
-"""When does the acceptance alarm speak? The trained pair on easy and hard text, and the same pair broken in known ways.
+"""When does the acceptance alarm speak? The trained pair on easy and hard text, and the pair broken in known ways.
 
 Each server runs on the CPU platform and verifies whole blocks. A case decodes until the alarm has judged `STAYS`
-windows of its text; the file says what was accepted and what the alarm said.
+windows of its text. The file says what was accepted and what the alarm said.
 
     python -m bench.alarm --out bench/results/alarm.json
 """
@@ -29,15 +29,15 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 
 Tensors = dict[str, torch.Tensor]
 PAIR = {name: Path(path) for name, path in pair_directories().items()}
-PROMPTS, NEW_TOKENS = 32, 96
+PROMPTS, NEW_TOKENS = 64, 96
 RUSSIAN = (
     "Утром старая женщина пошла на рынок, купила хлеб, молоко и немного фруктов и долго говорила с пекарем о "
     "погоде. Позже она сидела у окна, смотрела на детей, которые играли во дворе, и думала о прошлых годах. "
 )
 GERMAN = (
-    "Am Morgen ging die alte Frau zum Markt, kaufte Brot, Milch und ein wenig Obst, und sprach lange mit dem Bäcker "
-    "über das Wetter. Später saß sie am Fenster, schaute den Kindern zu, die im Hof spielten, und dachte an die "
-    "Jahre, in denen sie selbst noch über die Wiesen gelaufen war. Niemand wußte, woher der Fremde kam. "
+    "Am Morgen ging die alte Frau zum Markt, kaufte Brot, Milch und ein wenig Obst, und sprach lange mit dem "
+    "Bäcker über das Wetter. Später saß sie am Fenster, schaute den Kindern zu, die im Hof spielten, und dachte "
+    "an die Jahre, in denen sie selbst noch über die Wiesen gelaufen war. Niemand wußte, woher der Fremde kam. "
 )
 
 
@@ -72,7 +72,7 @@ def texts() -> dict[str, Text]:
         "random bytes, temperature 1": Text(noise, 1.0),
         "Russian": Text(parts_of(RUSSIAN), 0.0),
         "German, temperature 1": Text(parts_of(GERMAN), 1.0),
-        "contexts of 3000 tokens": Text([files[at : at + 3000] for at in range(0, 16000, 1000)], 0.0),
+        "contexts of 3000 tokens": Text([files[at : at + 3000] for at in range(0, 16000, 500)], 0.0),
     }
 
 
@@ -113,6 +113,7 @@ def another_target(tensors: Tensors) -> Tensors:
         out[norm] = torch.ones_like(out[norm])
 
     out["model.embed_tokens.weight"] = out["model.embed_tokens.weight"] @ rotation
+    end = ".input_layernorm.weight"
     for layer in sorted({name.removesuffix(end) for name in out if name.endswith(end)}):
         q, k, v, o = (f"{layer}.self_attn.{one}_proj.weight" for one in "qkvo")
         gate, up, down = (f"{layer}.mlp.{one}_proj.weight" for one in ("gate", "up", "down"))
@@ -121,3 +122,108 @@ def another_target(tensors: Tensors) -> Tensors:
         out[o], out[down] = rotation.T @ out[o], rotation.T @ out[down]
     reads("model.norm.weight", "lm_head.weight")
     return {name: tensor.float() for name, tensor in out.items()}
+
+
+def scaled_features(*factors: float) -> Callable[[Tensors], Tensors]:
+    """The draft reads the features of each target layer multiplied by a factor."""
+
+    def change(tensors: Tensors) -> Tensors:
+        joined = tensors["fc.weight"]
+        by_layer = joined.view(len(joined), len(factors), -1) * torch.tensor(factors)[None, :, None]
+        return {**tensors, "fc.weight": by_layer.view_as(joined).to(joined.dtype)}
+
+    return change
+
+
+def broken_pairs(directory: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Name, target and draft of each."""
+    target, draft = PAIR["target"], PAIR["draft"]
+    yield (
+        "layer ids swapped",
+        target,
+        changed_copy(draft, directory / "ids", None, {"target_layer_ids": [4, 2, 0]}),
+    )
+    yield "wrong mask token", target, changed_copy(draft, directory / "mask", None, {"mask_token_id": 10})
+    for factor in (8, 64):
+        scaled = changed_copy(draft, directory / f"scaled{factor}", scaled_features(factor, 1, 1))
+        yield f"features of one layer times {factor}", target, scaled
+    yield "draft of another target", changed_copy(target, directory / "other", another_target), draft
+
+
+# ---- A run -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(target: Path, draft: Path, directory: Path) -> Iterator[Server]:
+    flags = [
+        *model_flags(OURS, str(target), str(draft)), *ON_CPU, "--skip-tokenizer-init", "--random-seed", "1",
+        "--max-running-requests", "16", "--max-total-tokens", "60000", "--mem-fraction-static", "0.5",
+        "--decode-log-interval", "10",
+    ]  # fmt: skip
+    with new_server(flags, environment=environment(OURS, cpu=True), log=directory / "server.log") as server:
+        wait_for(OURS, server)
+        yield server
+
+
+def acceptance(server: Server) -> dict[str, Any]:
+    (state,) = server.get("/server_info")["internal_states"]
+    return state["dflash_acceptance"]
+
+
+def case(server: Server, pair: str, name: str, text: Text) -> dict[str, Any]:
+    """Decodes a text for `STAYS` windows, and one more since one was open before."""
+    before, lines = acceptance(server), server.log_text().count("acceptance alarm")
+    while True:
+        sampling = {"temperature": text.temperature, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        server.generate(input_ids=text.prompts, sampling_params=sampling)
+        now = acceptance(server)
+        steps = now["request_steps"] - before["request_steps"]
+        if steps >= (STAYS + 1) * WINDOW:
+            break
+    accepted = [after - then for after, then in zip(now["accepted"], before["accepted"], strict=True)]
+    seen = {
+        "pair": pair,
+        "text": name,
+        "request_steps": steps,
+        "accept_length": round(1 + sum(accepted) / steps, 3),
+        "by_position": [round(of / steps, 4) for of in accepted],
+        "alarm": now["alarm"],
+        "lines": server.log_text().count("acceptance alarm") - lines,
+    }
+    print(json.dumps(seen), flush=True)
+    return seen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    cases = []
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        with served(PAIR["target"], PAIR["draft"], directory) as server:
+            cases += [case(server, "trained", name, text) for name, text in texts().items()]
+            server.post("/flush_cache?timeout=60")
+            updated = changed_copy(PAIR["target"], directory / "updated", another_target)
+            server.post("/update_weights_from_disk", model_path=str(updated))
+            cases.append(case(server, "target updated, draft stale", "own text", own_text()))
+        for pair, target, draft in broken_pairs(directory):
+            with served(target, draft, directory) as server:
+                cases.append(case(server, pair, "own text", own_text()))
+    return finish("bench.alarm", arguments.out, claims(cases), cases=cases)
+
+
+def claims(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The alarm is silent on the trained pair, and speaks once on each broken one."""
+    out = []
+    for one in cases:
+        fell = one["pair"].endswith("stale")
+        expected = NONE if one["pair"] == "trained" else FELL if fell else "chance_level"
+        said = f"{one['alarm']}, {one['lines']} lines"
+        bound = f"= {expected}, {int(expected != NONE)} lines"
+        out.append(claim(f"alarm of: {one['pair']}, {one['text']}", said, bound, f"= {said}" == bound))
+    return out
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,9 +1,9 @@
 """Alarm: judges acceptance by its counts alone, and tells a broken draft from hard text.
 
 Of hard text few proposals are accepted. Where one is, the next ones are likely too, since a draft that works reads
-the target's context. A broken draft guesses from the last token only: some first proposals are right, and hardly any
-after them. So the judge is the accept length of an endless block, as the first `POSITIONS` positions foretell it.
-The widths that are served do not change it.
+the target's context. A broken draft guesses from the last token only: some first proposals are right, and hardly
+any after them. So the judge is the accept length of an endless block, as the first `POSITIONS` positions foretell
+it. The widths that are served do not change it.
 """
 
 from __future__ import annotations
