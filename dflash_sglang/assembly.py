@@ -27,7 +27,9 @@ from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
 from dflash_sglang.patches import replayed_states, weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
@@ -240,7 +242,8 @@ def build_controller(
     if config.fixed is None:
         startup.measure(policy, target, rehearsal, widths.group)
     speaks, clock = get_parallel().tp_rank == 0, StepClock(target.device)
-    observer = Observer(block, clock, causes(draft, target), policy.metrics, ragged=policy.budgets is not None)
+    counts = Counts(block, ragged=policy.budgets is not None, chooses=config.fixed is None)
+    observer = Observer(counts, Alarm(block), causes(draft, target), policy.metrics, clock)
     return WidthController(policy, states, set_max_commit, clock, observer, speaks=speaks), observer
 
 

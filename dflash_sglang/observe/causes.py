@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_sglang.checkpoint.in_words import layers_read
-from dflash_sglang.observe.alarm import BREAK_EVEN, FELL, Raised, Window
+from dflash_sglang.observe.alarm import FELL, Raised, Window
 
 if TYPE_CHECKING:
     from dflash_sglang.checkpoint import DraftSpec
@@ -28,14 +28,12 @@ class Causes:
 
     def line(self, raised: Raised, request_steps: int) -> str:
         """One line. request_steps: since start-up."""
-        return f"dflash_sglang acceptance alarm: {_seen(raised)} Check, likeliest first: " + "; ".join(
-            f"({number}) {cause}" for number, cause in enumerate(self._ordered(raised, request_steps), start=1)
-        )
+        causes = enumerate(self._ordered(raised, request_steps), start=1)
+        listed = "; ".join(f"({number}) {cause}" for number, cause in causes)
+        return f"dflash_sglang acceptance alarm: {_seen(raised)} Check, likeliest first: {listed}. See {PAGE}"
 
     def _ordered(self, raised: Raised, request_steps: int) -> list[str]:
         text = "chat template and thinking mode are those that the draft was trained with, and so is the language"
-        if raised.state == BREAK_EVEN:
-            return [text, "the draft is trained for this very target", f"widths and step times, see {PAGE}"]
         context = self.context_tokens // max(request_steps, 1)
         pair = "the draft is trained for this very target, not for one that it was fine-tuned from"
         facts = [

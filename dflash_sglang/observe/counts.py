@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dflash_sglang.width.decider import Decision
 
 PLAIN_STEP, RAGGED_STEP, WHOLE_STEP = "plain", "ragged", "whole"
-CHOSEN = "chosen"  # by the width policy, or by the settings
+CHOSEN = "chosen"  # by the width policy
 
 
 class Shape(NamedTuple):
@@ -68,9 +68,10 @@ class Totals(NamedTuple):
 class Counts:
     """Adds up steps. A step costs two histograms of its requests; positions are added up in `totals`."""
 
-    def __init__(self, block: int, ragged: bool) -> None:
-        """block: width of the widest blocks. ragged: steps may verify a part of each block."""
-        self._block, self._ragged = block, ragged
+    def __init__(self, block: int, *, ragged: bool, chooses: bool) -> None:
+        """block: width of the widest blocks. ragged: steps may verify a part of each block. chooses: the width
+        policy has more than one width."""
+        self._block, self._ragged, self._chooses = block, ragged, chooses
         self._steps = self._requests = self._drafted = self._rows = 0
         # [block] request-steps with so many proposals verified, or accepted
         self._verified, self._accepted = np.zeros(block, np.int64), np.zeros(block, np.int64)
@@ -99,7 +100,8 @@ class Counts:
         self._verified += np.bincount(rows - 1, minlength=self._block)
         self._accepted += np.bincount(accepted, minlength=self._block)
         if width == PLAIN:
-            shape = Shape(width, PLAIN_STEP, CHOSEN if int(most.max()) > PLAIN else "max_width")
+            why = "set" if not self._chooses else CHOSEN if int(most.max()) > PLAIN else "max_width"
+            shape = Shape(width, PLAIN_STEP, why)
         elif lens is not None:
             shape = Shape(width, RAGGED_STEP, CHOSEN)
         else:

@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 class Observer:
     """Counts steps as their results reach the host; tells of them when SGLang writes its decode line."""
 
-    def __init__(self, block: int, clock: StepClock, causes: Causes, widths: WidthMetrics, ragged: bool) -> None:
-        """block: width of the widest blocks. widths: the policy's, which estimates what speculation gains.
-        ragged: steps may verify a part of each block."""
-        self.split = StepSplit(clock)
-        self.counts = Counts(block, ragged)
-        self._alarm, self._causes, self._widths = Alarm(block), causes, widths
+    def __init__(
+        self, counts: Counts, alarm: Alarm, causes: Causes, widths: WidthMetrics, clock: StepClock
+    ) -> None:
+        """Part of a worker with these counts. widths: the policy's, which estimates what speculation gains."""
+        self.split, self.counts = StepSplit(clock), counts
+        self._alarm, self._causes, self._widths = alarm, causes, widths
         self._series: Series | None = None
         self._told = self.counts.totals()  # of the latest line
         self._told_shapes = dict(self.counts.shapes)

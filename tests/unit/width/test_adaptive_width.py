@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_sglang.observe.alarm import Alarm
+from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
 from dflash_sglang.patches.request_checks import validate_dflash_request
 from dflash_sglang.requests.checks import request_error
@@ -90,7 +92,8 @@ def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, P
     def limit(slots: np.ndarray, most: np.ndarray) -> None:
         limits.append((slots.tolist(), most.tolist()))
 
-    observer: Any = Observer(BLOCK, clock, SimpleNamespace(context_tokens=0), policy.metrics, ragged=True)
+    counts, causes = Counts(BLOCK, ragged=True, chooses=True), SimpleNamespace(context_tokens=0)
+    observer: Any = Observer(counts, Alarm(BLOCK), causes, policy.metrics, clock)
     made = WidthController(policy, used, limit, clock, observer)
     made.used, made.observer = used, observer
     return made, policy, clock
