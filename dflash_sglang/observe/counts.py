@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from dflash_sglang.width.decider import Decision
 
 PLAIN_STEP, RAGGED_STEP, WHOLE_STEP = "plain", "ragged", "whole"
+AT_ONCE = 64  # steps that are added up together
 CHOSEN = "chosen"  # by the width policy
 
 
@@ -65,17 +67,28 @@ class Totals(NamedTuple):
         return Totals(*map(operator.add, self, other))
 
 
+class _Step(NamedTuple):
+    """A step that came back, not added up yet."""
+
+    width: int
+    accepted: Sequence[int] | np.ndarray
+    most: np.ndarray
+    lens: np.ndarray | None
+    whole: str | None
+
+
 class Counts:
-    """Adds up steps. A step costs two histograms of its requests; positions are added up in `totals`."""
+    """Adds up steps, many at a time: a step itself costs an append."""
 
     def __init__(self, block: int, *, ragged: bool, chooses: bool) -> None:
         """block: width of the widest blocks. ragged: steps may verify a part of each block. chooses: the width
         policy has more than one width."""
         self._block, self._ragged, self._chooses = block, ragged, chooses
+        self._pending: list[_Step] = []
         self._steps = self._requests = self._drafted = self._rows = 0
         # [block] request-steps with so many proposals verified, or accepted
         self._verified, self._accepted = np.zeros(block, np.int64), np.zeros(block, np.int64)
-        self.shapes: defaultdict[Shape, int] = defaultdict(int)  # steps
+        self._shapes: defaultdict[Shape, int] = defaultdict(int)  # steps
 
     def add(
         self,
@@ -91,22 +104,48 @@ class Counts:
         as verified. lens [n]: verified rows of each request; None: the width of each. whole: why requests needed
         whole blocks, None where none did.
         """
-        requests, width = len(accepted), decision.width
-        rows = most.clip(max=width) if lens is None else np.minimum(most, lens)
-        self._steps += 1
-        self._requests += requests
-        self._drafted += requests * (width - 1)
-        self._rows += requests * width if lens is None else int(lens.sum())
-        self._verified += np.bincount(rows - 1, minlength=self._block)
+        self._pending.append(_Step(decision.width, accepted, most, lens, whole))
+        if len(self._pending) == AT_ONCE:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        steps, self._pending = self._pending, []
+        if not steps:
+            return
+        requests = [len(step.accepted) for step in steps]
+        widths = np.repeat([step.width for step in steps], requests)
+        rows = widths
+        if any(step.lens is not None for step in steps):
+            rows = np.concatenate(
+                [
+                    np.full(n, of.width) if of.lens is None else of.lens
+                    for of, n in zip(steps, requests, strict=True)
+                ]
+            )
+        accepted = np.fromiter(chain.from_iterable(step.accepted for step in steps), np.int64, len(widths))
+        committable = np.minimum(rows, np.concatenate([step.most for step in steps]))
+        self._steps += len(steps)
+        self._requests += len(widths)
+        self._drafted += int(widths.sum()) - len(widths)
+        self._rows += int(rows.sum())
+        self._verified += np.bincount(committable - 1, minlength=self._block)
         self._accepted += np.bincount(accepted, minlength=self._block)
-        if width == PLAIN:
-            why = "set" if not self._chooses else CHOSEN if int(most.max()) > PLAIN else "max_width"
-            shape = Shape(width, PLAIN_STEP, why)
-        elif lens is not None:
-            shape = Shape(width, RAGGED_STEP, CHOSEN)
-        else:
-            shape = Shape(width, WHOLE_STEP, (whole or CHOSEN) if self._ragged else "not_ragged")
-        self.shapes[shape] += 1
+        for step in steps:
+            self._shapes[self._shape(step)] += 1
+
+    def _shape(self, step: _Step) -> Shape:
+        if step.width == PLAIN:
+            reason = "set" if not self._chooses else CHOSEN if int(step.most.max()) > PLAIN else "max_width"
+            return Shape(step.width, PLAIN_STEP, reason)
+        if step.lens is not None:
+            return Shape(step.width, RAGGED_STEP, CHOSEN)
+        return Shape(step.width, WHOLE_STEP, (step.whole or CHOSEN) if self._ragged else "not_ragged")
+
+    @property
+    def shapes(self) -> dict[Shape, int]:
+        """Steps of each shape since start-up."""
+        self._add_up()
+        return dict(self._shapes)
 
     @staticmethod
     def chosen_plain(shapes: Mapping[Shape, int]) -> int:
@@ -115,6 +154,7 @@ class Counts:
 
     def totals(self) -> Totals:
         """Since start-up."""
+        self._add_up()
         # From a histogram to how many reached each position.
         verified, accepted = (of[::-1].cumsum()[::-1][1:] for of in (self._verified, self._accepted))
         return Totals(self._steps, self._requests, self._drafted, self._rows, verified, accepted)

@@ -35,7 +35,7 @@ class Observer:
         self._alarm, self._causes, self._widths = alarm, causes, widths
         self._series: Series | None = None
         self._told = self.counts.totals()  # of the latest line
-        self._told_shapes = dict(self.counts.shapes)
+        self._told_shapes = self.counts.shapes
 
     def verified(
         self,
@@ -55,7 +55,7 @@ class Observer:
 
         reporter: SGLang's SchedulerMetricsReporter, which has just written its decode line.
         """
-        now, shapes = self.counts.totals(), dict(self.counts.shapes)
+        now, shapes = self.counts.totals(), self.counts.shapes
         steps = now.since(self._told)
         if not steps.requests:
             return

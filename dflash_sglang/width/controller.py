@@ -94,8 +94,9 @@ class WidthController:
         context_tokens = batch.spec_info.committed_sum if requests else 0
         step = self._policy.choose(slots, context_tokens, full_blocks is not None)
         if requests:
-            whole = full_blocks or ("min_width" if self._policy.acceptance.floor(slots) > PLAIN else None)
-            self._chosen, self._of_chosen = step, (context_tokens, whole)
+            if full_blocks is None and self._policy.budgets and self._policy.acceptance.floor(slots) > PLAIN:
+                full_blocks = "min_width"
+            self._chosen, self._of_chosen = step, (context_tokens, full_blocks)
         else:  # it has no result
             self._policy.verified(step, [])
             self._last_end = None

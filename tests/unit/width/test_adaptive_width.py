@@ -33,7 +33,7 @@ class Policy:
     def __init__(self, widths: list[int]) -> None:
         self.widths, self.told, self.needs_full_blocks = widths, [], []
         self.prefills, self.of_draft = 0, []
-        self.acceptance = Acceptance([1, BLOCK], 16)
+        self.acceptance, self.budgets = Acceptance([1, BLOCK], 16), [16, 48]
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
     def prefill(self) -> None:
