@@ -31,6 +31,7 @@ from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.causes import Causes
 from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
+from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches import replayed_states, weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
@@ -234,17 +235,18 @@ def build_controller(
     widths: ServedWidths,
     rehearsal: Rehearsal,
     set_max_commit: Callable[..., None],
-) -> tuple[WidthController, Observer]:
+    split: StepSplit,
+) -> WidthController:
     """Build what chooses each step's width, with step times as they are measured now, and what counts steps."""
     block, states = draft.block_size, widths.states
     config = startup.without_misplaced_states(widths.config, states, target, rehearsal, widths.group, block)
     policy = startup.policy_of(config, target, block, widths.group, states)
     if config.fixed is None:
         startup.measure(policy, target, rehearsal, widths.group)
-    speaks, clock = get_parallel().tp_rank == 0, StepClock(target.device)
+    speaks = get_parallel().tp_rank == 0
     counts = Counts(block, ragged=policy.budgets is not None, chooses=config.fixed is None)
-    observer = Observer(counts, Alarm(block), causes(draft, target), policy.metrics, clock)
-    return WidthController(policy, states, set_max_commit, clock, observer, speaks=speaks), observer
+    observer = Observer(counts, Alarm(block), causes(draft, target), policy.metrics, split)
+    return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
 
 
 def causes(draft: LoadedDraft, target: ModelRunner) -> Causes:

@@ -15,6 +15,7 @@ from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.drafting.window import is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches.graph_captures import heap_left_alone
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.sglang_names.scheduler import (
@@ -30,11 +31,13 @@ from dflash_sglang.sglang_names.scheduler import (
     get_dp_tp_group,
     get_parallel,
 )
+from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.step_result import StepResult, idle_result
 from dflash_sglang.verify.tables import Tables, most_rows
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.warmup import first_requests
 from dflash_sglang.warmup.dummy_batches import Rehearsal
+from dflash_sglang.width.controller import WidthController
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +70,7 @@ class DFlashWorker(BaseSpecWorker):
         model_config = target_worker.model_runner.model_config
         self._tables = Tables.taken(self._slots, model_config.vocab_size, self._config.simulated_acceptance)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
+        self._split = StepSplit(StepClock(self.device))
         self._captures = ExitStack()
         if get_parallel().tp_rank == 0:
             logger.info(assembly.startup_line(self._draft, model_config.context_len))
@@ -113,8 +117,8 @@ class DFlashWorker(BaseSpecWorker):
             self._rehearsal = Rehearsal(
                 target, self._reservation, decode=self._rehearsed_step, prefill=self._rehearsed_prefill
             )
-            self._widths, self._observer = assembly.build_controller(
-                draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit
+            self._widths: WidthController = assembly.build_controller(
+                draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit, self._split
             )
         self.width = self._widths.choices[-1]
         logger.info(assembly.memory_line(draft, self._tables))
@@ -155,7 +159,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def report_decode(self, reporter: Any) -> None:
         """After SGLang's decode line, see `patches.results`."""
-        self._observer.report(reporter)
+        self._widths.report(reporter)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -198,7 +202,7 @@ class DFlashWorker(BaseSpecWorker):
         """A decode step in blocks of `self.width`; budget: rows that a ragged step verifies of them."""
         block = self._blocks.build(batch, self.width)
         proposals = self._tables.acceptor.clip_to_limits(self._proposer.propose(batch, block), block.requests)
-        self._observer.split.drafted()
+        self._split.drafted()
         ragged = None if budget is None else self._ragged.choose(batch, block, proposals, budget)
         verified = self._verifier.verify(batch, block, proposals, ragged, grammar_barrier)
         accepted = verified.accepted

@@ -17,7 +17,6 @@ from dflash_sglang.observe.series import Series
 from dflash_sglang.observe.step_split import StepSplit
 
 if TYPE_CHECKING:
-    from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.width.decider import Decision
     from dflash_sglang.width.metrics import WidthMetrics
 
@@ -28,10 +27,10 @@ class Observer:
     """Counts steps as their results reach the host; tells of them when SGLang writes its decode line."""
 
     def __init__(
-        self, counts: Counts, alarm: Alarm, causes: Causes, widths: WidthMetrics, clock: StepClock
+        self, counts: Counts, alarm: Alarm, causes: Causes, widths: WidthMetrics, split: StepSplit
     ) -> None:
         """Part of a worker with these counts. widths: the policy's, which estimates what speculation gains."""
-        self.split, self.counts = StepSplit(clock), counts
+        self.split, self.counts = split, counts
         self._alarm, self._causes, self._widths = alarm, causes, widths
         self._series: Series | None = None
         self._told = self.counts.totals()  # of the latest line

@@ -153,6 +153,10 @@ class WidthController:
         )
         self._logged_changes, self._logged_at = metrics.changes, now
 
+    def report(self, reporter: Any) -> None:
+        """After SGLang's decode line, see `Observer.report`."""
+        self._observer.report(reporter)
+
     def snapshot(self) -> dict[str, Any]:
         """What /server_info tells of widths and acceptance."""
         return {
