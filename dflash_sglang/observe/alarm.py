@@ -22,7 +22,7 @@ STAYS = 3  # windows in a row that raise an alarm
 MOSTLY = 0.9  # share of steps that were better plain
 FEW_REQUESTS = 8.0  # of a step; with more, plain decoding may be faster with any draft
 SILENCE = 3600.0  # seconds between two lines
-LONGEST_RUN = 0.95  # most that is taken for the chance of one more proposal
+LONGEST_RUN = 0.85  # most that is taken for the chance of one more proposal: any draft guesses a text's loops
 
 
 class Window(NamedTuple):

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.alarm import another_target, changed_copy
 from dflash_sglang.demo.server import Server
 from dflash_sglang.observe.alarm import STAYS, WINDOW
+from dflash_sglang.observe.step_split import EVERY
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support.engines import greedy_params, serve
 
@@ -94,7 +95,8 @@ def test_counts_are_those_of_the_answers_in_server_info_prometheus_and_the_log(s
 
 
 def test_a_timed_step_is_split_into_parts_that_make_it_up(server):
-    decode(server)
+    while acceptance(server)["steps"] < 3 * EVERY:
+        decode(server)
     split = acceptance(server)["step_split"]
     assert split["timed_steps"] >= 1
     parts = split["seconds"]
