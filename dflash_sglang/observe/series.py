@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from dflash_sglang.observe.counts import Shape, Totals
 if TYPE_CHECKING:
     from dflash_sglang.observe.step_split import StepSplit
 
-COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
+COUNTERS: dict[str, tuple[str, Sequence[str]]] = {
     "steps": ("Decode steps.", ("width", "form", "reason")),
     "request_steps": ("Requests of all decode steps.", ()),
     "drafted_proposals": ("Proposals drafted.", ()),
@@ -22,7 +23,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "timed_steps": ("Decode steps that were timed.", ()),
     "timed_step_seconds": ("Seconds of timed steps, by part.", ("part",)),
 }
-GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
+GAUGES: dict[str, tuple[str, Sequence[str]]] = {
     "accept_length": ("Committed tokens of a request-step, since the last decode line.", ()),
     "accept_rate": ("Accepted over verified proposals, since the last decode line.", ()),
     "accept_length_after_warm_up": ("Estimated accept length of the first steps above chance level.", ()),
@@ -42,11 +43,11 @@ class Series:
 
         self._labels: dict[str, Any] = collector.labels
         counter, gauge = collector._counter_cls or Counter, collector._gauge_cls or Gauge
-        self._counters = {
+        self._metrics = {
             name: counter(name=f"dflash:{name}", documentation=text, labelnames=[*self._labels, *own])
             for name, (text, own) in COUNTERS.items()
         }
-        self._gauges = {
+        self._metrics |= {
             name: gauge(
                 name=f"dflash:{name}",
                 documentation=text,
@@ -56,6 +57,7 @@ class Series:
             for name, (text, own) in GAUGES.items()
         }
         self._counted: dict[tuple[str, tuple[Any, ...]], float] = {}
+        self._of = functools.cache(self._with_labels)
 
     def update(
         self,
@@ -95,11 +97,12 @@ class Series:
     def _count(self, name: str, value: float, *own: Any) -> None:
         """Raise a counter to its value since start-up."""
         before = self._counted.get((name, own), 0)
-        self._of(self._counters[name], COUNTERS[name][1], own).inc(value - before)
+        self._of(name, own).inc(value - before)
         self._counted[name, own] = value
 
     def _set(self, name: str, value: float, *own: Any) -> None:
-        self._of(self._gauges[name], GAUGES[name][1], own).set(value)
+        self._of(name, own).set(value)
 
-    def _of(self, metric: Any, names: Sequence[str], own: Sequence[Any]) -> Any:
+    def _with_labels(self, name: str, own: tuple[Any, ...]) -> Any:
+        metric, (_, names) = self._metrics[name], (COUNTERS | GAUGES)[name]
         return metric.labels(**self._labels, **dict(zip(names, own, strict=True)))
