@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dflash_sglang.observe import series
+
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = DOCS / "operating"
 PAGE = (DOCS / "guide" / "operating.md").read_text()
@@ -53,6 +55,5 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_every_series_of_a_query_is_one_that_a_server_has(query: str) -> None:
-    series = pytest.importorskip("dflash_sglang.observe.series")
     served = {f"dflash:{name}_total" for name in series.COUNTERS} | {f"dflash:{name}" for name in series.GAUGES}
     assert {name for name in re.findall(r"dflash:\w+", query)} <= served
