@@ -18,6 +18,8 @@ from dflash_sglang.check import arguments as check_arguments
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.pair import held_out_prompts, pair_directories
 
+_TAKE_LAUNCH_FLAGS = ("check", "doctor")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 when a server failed, float32 outputs differ, a check finds a pair not fine, a
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured, read or written, 130 after Ctrl-C."""
     parser = _parser()
     options, launch_flags = parser.parse_known_args(argv)
-    if launch_flags and options.command not in ("check", "doctor"):
+    if launch_flags and options.command not in _TAKE_LAUNCH_FLAGS:
         parser.error(f"unrecognized arguments: {' '.join(launch_flags)}")
     if options.command == "doctor":
         from dflash_sglang.doctor.run import doctor
@@ -50,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Command(argparse.ArgumentParser):
     """The parser of a subcommand, whose usage is shown with an option that it does not know."""
 
+    takes_launch_flags = False
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown and not self.takes_launch_flags:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
@@ -80,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_parser(commands)
     check_arguments.add_parser(commands)
+    for name in _TAKE_LAUNCH_FLAGS:
+        commands.choices[name].takes_launch_flags = True
     hot = commands.add_parser(
         "hot-vocab", help="write the most frequent tokens of a text as a file for --speculative-token-map"
     )

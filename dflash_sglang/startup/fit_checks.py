@@ -49,7 +49,9 @@ def config_problem(error: DraftConfigError) -> Problem:
 
 def pool_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
     """A raw config.json of a draft that would make SGLang give its sliding layers a pool of their own."""
-    if config.get("is_hybrid_swa") or (config.get("text_config") or {}).get("is_hybrid_swa"):
+    text_config = config.get("text_config")
+    of_text = isinstance(text_config, Mapping) and text_config.get("is_hybrid_swa")
+    if config.get("is_hybrid_swa") or of_text:
         yield Problem(
             "draft config is_hybrid_swa",
             True,
