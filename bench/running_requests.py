@@ -1,0 +1,74 @@
+"""How many requests run at a time beside their recurrent states: this package's worker and the built-in one.
+
+python -m bench.running_requests --target DIR --draft DIR --out FILE
+
+Both servers have the memory settings that SGLang chooses, and only start, one after the other. Random weights do:
+`python -m dflash_sglang.bench.random_pair DIR --shape hybrid-27b --config-only`, and the servers' flags
+`"--flags=--load-format dummy" "--dflash-flags=--speculative-draft-load-format auto"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.servers import parse
+from dflash_sglang.demo.launch import BUILT_IN, ON_CPU, OURS, environment, model_flags, new_server, wait_for
+from dflash_sglang.demo.signals import signals_as_exit
+
+MORE = 3.0  # times as many as with the built-in worker, at least
+
+
+def start(kind: str, arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """What a server that then ends has room for."""
+    cpu = arguments.device == "cpu"
+    flags = [
+        *model_flags(kind, arguments.target, arguments.draft, arguments.dflash_flags),
+        "--skip-tokenizer-init",
+    ]
+    log = (arguments.logs or scratch) / f"{kind}.log"
+    flags += [*arguments.flags, *(ON_CPU if cpu else ())]
+    with new_server(flags, environment=environment(kind, cpu=cpu, chooses=True), log=log) as server:
+        wait_for(kind, server)
+        [state] = server.get("/server_info")["internal_states"]
+    running = state["effective_max_running_requests_per_dp"]
+    return {"running_requests": running, "memory_usage": state["memory_usage"]}
+
+
+def claims(figures: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if not {OURS, BUILT_IN} <= set(figures):
+        return []
+    ours, built_in = (figures[kind]["running_requests"] for kind in (OURS, BUILT_IN))
+    what = f"running requests over the built-in worker's, {ours} over {built_in}"
+    return [report.at_least(what, round(ours / built_in, 4), MORE)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=[BUILT_IN, OURS], default=[BUILT_IN, OURS])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of both servers, one string")
+    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of their drafts")
+    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
+    arguments = parse(parser)
+    figures: dict[str, Any] = {}
+    status = 1
+    with signals_as_exit(), tempfile.TemporaryDirectory() as scratch:
+        for kind in arguments.kinds:
+            figures[kind] = start(kind, arguments, Path(scratch))
+            print(kind, figures[kind], flush=True)
+            status = report.finish("bench.running_requests", arguments.out, claims(figures), figures=figures)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
