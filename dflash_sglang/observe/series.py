@@ -1,4 +1,4 @@
-"""The Prometheus series `dflash:...`, beside SGLang's own and with its labels (docs/reference/metrics.md)."""
+"""The Prometheus series `dflash_...`, beside SGLang's own and with its labels (docs/reference/metrics.md)."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Series:
         self._labels: dict[str, Any] = collector.labels
         counter, gauge = collector._counter_cls or Counter, collector._gauge_cls or Gauge
         self._metrics = {
-            name: counter(name=f"dflash:{name}", documentation=text, labelnames=[*self._labels, *own])
+            name: counter(name=f"dflash_{name}", documentation=text, labelnames=[*self._labels, *own])
             for name, (text, own) in COUNTERS.items()
         }
         self._metrics |= {
             name: gauge(
-                name=f"dflash:{name}",
+                name=f"dflash_{name}",
                 documentation=text,
                 labelnames=[*self._labels, *own],
                 multiprocess_mode="mostrecent",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,13 @@ def decode(server: Server) -> list[dict[str, Any]]:
     return server.generate(input_ids=PROMPTS, sampling_params=greedy_params(NEW_TOKENS))
 
 
-def scraped(server: Server) -> dict[str, list[Any]]:
-    """Samples of this package by name."""
-    families = text_string_to_metric_families(server.text("/metrics"))
-    samples = [sample for family in families for sample in family.samples if sample.name.startswith("dflash:")]
+def scraped(server: Server, accept: str = "text/plain") -> dict[str, list[Any]]:
+    """Samples of this package by name, as a scraper gets them that accepts this type."""
+    request = urllib.request.Request(f"{server.url}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = answer.read().decode()
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("dflash_")]
     return {name: [one for one in samples if one.name == name] for name in {one.name for one in samples}}
 
 
@@ -79,14 +83,14 @@ def test_counts_are_those_of_the_answers_in_server_info_prometheus_and_the_log(s
         for sample in samples
     }
     for name in ("request_steps", "drafted_proposals", "verified_rows", "committed_tokens"):
-        assert values[f"dflash:{name}_total",] == told[name]
+        assert values[f"dflash_{name}_total",] == told[name]
     for name in ("verified", "accepted"):
-        by_position = [values[f"dflash:{name}_proposals_total", str(at)] for at in range(1, 16)]
+        by_position = [values[f"dflash_{name}_proposals_total", str(at)] for at in range(1, 16)]
         assert by_position == told[name]
-    assert values["dflash:steps_total", "16", "whole", "not_ragged"] == told["steps"]
-    assert values["dflash:alarm", "fell"] == 0
+    assert values["dflash_steps_total", "16", "whole", "not_ragged"] == told["steps"]
+    assert values["dflash_alarm", "fell"] == 0
     sglang = re.search(r"sglang:spec_accept_length\{([^}]*)\}", server.text("/metrics"))
-    assert sglang and {sample.labels["tp_rank"] for sample in series["dflash:accept_length"]} == {"0"}
+    assert sglang and {sample.labels["tp_rank"] for sample in series["dflash_accept_length"]} == {"0"}
     assert 'tp_rank="0"' in sglang[1]
 
     lines = re.findall(r"DFlash decode, #steps: 1, accept len: ([\d.]+)", server.log_text())
@@ -108,9 +112,10 @@ def test_a_timed_step_is_split_into_parts_that_make_it_up(server):
 
 
 def test_every_series_is_in_the_docs_table_and_no_other(server):
-    told = {name for name in re.findall(r"`(dflash:\w+)", PAGE.read_text())}
-    found = {name for name in scraped(server) if not name.endswith("_created")}
-    assert found == told
+    told = set(re.findall(r"^\| `(dflash_\w+)` \|", PAGE.read_text(), re.MULTILINE))
+    for accept in ("text/plain", "application/openmetrics-text;version=1.0.0"):  # Prometheus 2 asks for the second
+        found = {name for name in scraped(server, accept) if not name.endswith("_created")}
+        assert found == told, accept
 
 
 def test_the_alarm_speaks_once_when_the_target_is_updated_and_the_draft_is_not(server, tmp_path):
@@ -126,5 +131,5 @@ def test_the_alarm_speaks_once_when_the_target_is_updated_and_the_draft_is_not(s
     assert acceptance(server)["alarm"] == "fell"
     (line,) = [line for line in server.log_text().splitlines() if "acceptance alarm" in line]
     assert "(1) weights of the target were updated" in line and "target_layers=[0, 2, 4] of 5" in line
-    alarm = {sample.labels["state"]: sample.value for sample in scraped(server)["dflash:alarm"]}
+    alarm = {sample.labels["state"]: sample.value for sample in scraped(server)["dflash_alarm"]}
     assert alarm == {"chance_level": 0, "fell": 1, "break_even": 0}

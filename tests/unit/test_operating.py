@@ -55,5 +55,5 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_every_series_of_a_query_is_one_that_a_server_has(query: str) -> None:
-    served = {f"dflash:{name}_total" for name in series.COUNTERS} | {f"dflash:{name}" for name in series.GAUGES}
-    assert {name for name in re.findall(r"dflash:\w+", query)} <= served
+    served = {f"dflash_{name}_total" for name in series.COUNTERS} | {f"dflash_{name}" for name in series.GAUGES}
+    assert {name for name in re.findall(r"dflash_\w+", query)} <= served
