@@ -31,6 +31,7 @@ from dflash_sglang.kernels.block import (
 )
 from dflash_sglang.kernels.context import context_write
 from dflash_sglang.kernels.head import pack_shard, selector_walk
+from dflash_sglang.kernels.recurrent import replay
 from dflash_sglang.kernels.sampled import tokens
 from dflash_sglang.verify.sampling import Filters
 from tests.kernels.conftest import INTERPRETED
@@ -162,6 +163,17 @@ def samples() -> None:
         tokens.target_tokens_triton(tokens.SampledRows(logits, *proposals[:3]), filters, work, ids(BS, BLOCK))
 
 
+def states() -> None:
+    """Of a model with 48 heads of 128 x 128, as replayed after a verify, with and without a prefix cache."""
+    for states, rows in ((torch.zeros, torch.zeros), (torch.zeros, halves), (halves, halves)):
+        kept = replay.ReplayRows(
+            rows(2, ROWS, 48, BLOCK, 128), rows(2, ROWS, 16, BLOCK, 128), *(torch.zeros(2, ROWS, 48, BLOCK),) * 2
+        )
+        moved = states(2, ROWS, 48, 128, 128)
+        replay.replay_triton(moved, kept, counts(BS), counts(BS))
+        replay.replay_triton(moved, kept, counts(BS), counts(BS), ids(BS), ids(BS))
+
+
 def context(dtype: torch.dtype) -> None:
     pools = [torch.zeros(32, 8, 128).to(dtype) for _ in range(4)]
     rows = context_write.Fp8Rows(pools[:2], pools[2:])
@@ -171,7 +183,7 @@ def context(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
-    for launches in (blocks, accepts, rows_of_layers, heads, walks, samples):
+    for launches in (blocks, accepts, rows_of_layers, heads, walks, samples, states):
         launches()
     context(torch.float8_e5m2)
     assert set(compiled) == kernel_names
