@@ -6,14 +6,11 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflash_sglang.settings.width import PLAIN
-
-if TYPE_CHECKING:
-    from dflash_sglang.width.decider import Decision
 
 PLAIN_STEP, RAGGED_STEP, WHOLE_STEP = "plain", "ragged", "whole"
 AT_ONCE = 64  # steps that are added up together
@@ -92,19 +89,19 @@ class Counts:
 
     def add(
         self,
-        decision: Decision,
+        width: int,
         accepted: Sequence[int] | np.ndarray,
         most: np.ndarray,
         lens: np.ndarray | None = None,
         whole: str | None = None,
     ) -> None:
-        """A step with requests came back.
+        """A step of this width with requests came back.
 
         accepted [n]: proposals. most [n]: tokens that a step may commit of each request, which bound what counts
         as verified. lens [n]: verified rows of each request; None: the width of each. whole: why requests needed
         whole blocks, None where none did.
         """
-        self._pending.append(_Step(decision.width, accepted, most, lens, whole))
+        self._pending.append(_Step(width, accepted, most, lens, whole))
         if len(self._pending) == AT_ONCE:
             self._add_up()
 

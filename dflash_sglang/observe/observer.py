@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +16,6 @@ from dflash_sglang.observe.decode_line import decode_line
 from dflash_sglang.observe.series import Series
 from dflash_sglang.observe.step_split import StepSplit
 
-if TYPE_CHECKING:
-    from dflash_sglang.width.decider import Decision
-    from dflash_sglang.width.metrics import WidthMetrics
-
 logger = logging.getLogger(__name__)
 
 
@@ -27,18 +23,23 @@ class Observer:
     """Counts steps as their results reach the host; tells of them when SGLang writes its decode line."""
 
     def __init__(
-        self, counts: Counts, alarm: Alarm, causes: Causes, widths: WidthMetrics, split: StepSplit
+        self,
+        counts: Counts,
+        alarm: Alarm,
+        causes: Causes,
+        gains: Callable[[], tuple[float, float]],
+        split: StepSplit,
     ) -> None:
-        """Part of a worker with these counts. widths: the policy's, which estimates what speculation gains."""
+        """gains: the width policy's estimates of tokens per second, over plain decoding and over whole blocks."""
         self.split, self.counts = split, counts
-        self._alarm, self._causes, self._widths = alarm, causes, widths
+        self._alarm, self._causes, self._gains = alarm, causes, gains
         self._series: Series | None = None
         self._told = self.counts.totals()  # of the latest line
         self._told_shapes = self.counts.shapes
 
     def verified(
         self,
-        decision: Decision,
+        width: int,
         accepted: Sequence[int] | np.ndarray,
         most: np.ndarray,
         lens: np.ndarray | None,
@@ -47,7 +48,7 @@ class Observer:
     ) -> None:
         """A step came back, see `Counts.add`. context_tokens: of its requests together."""
         self._causes.context_tokens += context_tokens
-        self.counts.add(decision, accepted, most, lens, whole)
+        self.counts.add(width, accepted, most, lens, whole)
 
     def report(self, reporter: Any) -> None:
         """Write the log line, judge acceptance and renew the Prometheus series, on the ranks on which SGLang does.
@@ -67,8 +68,7 @@ class Observer:
         if reporter.current_scheduler_metrics_enabled:
             if self._series is None:
                 self._series = Series(reporter.metrics_collector)
-            gains = self._widths.gain_over_plain, self._widths.gain_over_full
-            self._series.update(now, steps, shapes, self.split, gains, self._alarm)
+            self._series.update(now, steps, shapes, self.split, self._gains(), self._alarm)
         self._told, self._told_shapes = now, shapes
 
     def snapshot(self) -> dict[str, Any]:

@@ -133,7 +133,9 @@ class WidthController:
         logprobs, lens = (None if of is None else of.numpy() for of in drafted)
         self._policy.verified(done.step, accepted, seconds, logprobs, lens)
         if len(accepted) == len(done.most):  # else the policy has left it out
-            self._observer.verified(done.step.decision, accepted, done.most, lens, done.context_tokens, done.whole)
+            self._observer.verified(
+                done.step.decision.width, accepted, done.most, lens, done.context_tokens, done.whole
+            )
 
     def _log_change(self, width: int, requests: int) -> None:
         """One line if the width has changed, not more often than every `LOG_SECONDS`."""

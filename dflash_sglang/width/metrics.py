@@ -36,6 +36,10 @@ class WidthMetrics:
         """The result of a step is there; `seconds`: of the step, if they were measured."""
         self.seconds[self._widths.index(decision.width)] += decision.seconds if seconds is None else seconds
 
+    def gains(self) -> tuple[float, float]:
+        """Estimated tokens per second of the last choice over those of plain decoding and of whole blocks."""
+        return self.gain_over_plain, self.gain_over_full
+
     def snapshot(self) -> dict[str, Any]:
         """For logs and gauges."""
         by_width: dict[str, Sequence[float]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,7 @@ def steps(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 def added(counts: Counts, step: dict[str, Any], whole: str | None = None) -> None:
     lens = None if step["lens"] is None else np.array(step["lens"])
-    decision: Any = SimpleNamespace(width=step["width"])
-    counts.add(decision, step["accepted"], np.array(step["most"]), lens, whole)
+    counts.add(step["width"], step["accepted"], np.array(step["most"]), lens, whole)
 
 
 @given(steps())

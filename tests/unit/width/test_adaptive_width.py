@@ -94,7 +94,7 @@ def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, P
         limits.append((slots.tolist(), most.tolist()))
 
     counts, causes = Counts(BLOCK, ragged=True, chooses=True), SimpleNamespace(context_tokens=0)
-    observer: Any = Observer(counts, Alarm(BLOCK), causes, policy.metrics, StepSplit(clock))
+    observer: Any = Observer(counts, Alarm(BLOCK), causes, lambda: (1.5, 2.0), StepSplit(clock))
     made = WidthController(policy, used, limit, clock, observer)
     made.used, made.observer = used, observer
     return made, policy, clock
