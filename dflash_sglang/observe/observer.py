@@ -59,10 +59,10 @@ class Observer:
         steps = now.since(self._told)
         if not steps.requests:
             return
+        new = {shape: count - self._told_shapes.get(shape, 0) for shape, count in shapes.items()}
+        raised = self._alarm.observe(steps, self.counts.chosen_plain(new), time.monotonic())
         if reporter.is_stats_logging_rank:
-            new = {shape: count - self._told_shapes.get(shape, 0) for shape, count in shapes.items()}
             logger.info("%s", decode_line(steps, new))
-            raised = self._alarm.observe(steps, self.counts.chosen_plain(new), time.monotonic())
             if raised is not None:
                 logger.warning("%s", self._causes.line(raised, now.requests))
         if reporter.current_scheduler_metrics_enabled:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from dflash_sglang.verify.step_clock import StepClock
 
 EVERY = 64  # steps, of which one is timed
+LONGEST_REST = 1.0  # seconds between two steps; a longer one is a pause of the server, and not counted
 
 
 class StepSplit:
@@ -47,7 +48,8 @@ class StepSplit:
         if len(self._marks) == 4:
             pairs = zip(self._marks, self._marks[1:], strict=False)
             rest, draft, verify = (self._clock.seconds(start, end) for start, end in pairs)
-            for part, seconds in (("draft", draft), ("verify", verify), ("rest", rest)):
-                self.seconds[part] += seconds
-            self.timed += 1
+            if rest <= LONGEST_REST:
+                for part, seconds in (("draft", draft), ("verify", verify), ("rest", rest)):
+                    self.seconds[part] += seconds
+                self.timed += 1
         self._marks = []

@@ -70,7 +70,7 @@ def bytes_beside_state(params: Any, block: int, slots_per_request: int) -> int:
 
 def install(target: ModelRunner) -> bool:
     """Before the target's pools are sized. Whether its commits replay: with gated delta nets that SGLang's Triton
-    kernel verifies, in pools of the usual layout."""
+    kernel verifies, alone and in pools of the usual layout."""
     if not _replays(target):
         return False
     sized = KVCacheConfigurator._handle_max_mamba_cache
@@ -98,9 +98,11 @@ def install(target: ModelRunner) -> bool:
 def _replays(target: ModelRunner) -> bool:
     mamba = get_exec().mamba
     decode = mamba.linear_attn_decode_backend or mamba.linear_attn_backend
+    config = hybrid_gdn_config(target.model_config)
     verify = mamba.linear_attn_verify_backend or (decode if decode == "flashinfer" else "triton")
     return (
-        hybrid_gdn_config(target.model_config) is not None
+        config is not None
+        and not getattr(config, "ple_layer_ids", None)  # SGLang's replay leaves states of other layers behind
         and verify == "triton"
         and not get_memory().enable_unified_memory
         and not get_memory().enable_page_major_kv_layout
@@ -113,7 +115,8 @@ def move_states_in_forward(attention: Any) -> None:
     backend = attention.linear_attn_backend
 
     def decode(*, layer: Any, query: Any, key: Any, value: Any, a: Any, b: Any, **of_batch: Any) -> torch.Tensor:
-        return backend.kernel_dispatcher.decode(
+        # Of the kernel that verifies: FlashInfer's for decode would write to the last slot for padding.
+        return backend.kernel_dispatcher.verify_kernel.decode(
             query,
             key,
             value,

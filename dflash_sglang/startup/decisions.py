@@ -29,7 +29,7 @@ from dflash_sglang.sglang_names.launcher import (
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
 from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
-from dflash_sglang.startup.launch_checks import COORDINATION, UNSERVED, launch_problems
+from dflash_sglang.startup.launch_checks import COORDINATION, UNSERVED, label_problems, launch_problems
 from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
@@ -64,6 +64,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving = _serving_facts(cfg)
     problems += [*launch_problems(_launch_settings(cfg)), *serving_problems(serving)]
+    problems += label_problems(cfg.extra_metric_labels)
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)

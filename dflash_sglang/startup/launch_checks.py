@@ -38,7 +38,8 @@ class Unserved:
 
 
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
-_REPLAYED = "its verify keeps the recurrent state of every row"
+_REPLAYED = "this package commits recurrent states by itself"
+METRIC_LABELS = frozenset({"form", "part", "position", "reason", "state", "width"})
 _EXACT = "its output is exactly the target's"
 _ONE_ROW = "context KV is written into pools with one row per slot and layer"
 _TARGETS_KV = "it restores the target's keys and values, and none of the draft's"
@@ -116,6 +117,14 @@ def launch_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
     for row in UNSERVED:
         if settings[row.field] != row.off:
             yield row.problem(settings[row.field])
+
+
+def label_problems(extra: Mapping[str, str] | None) -> Iterator[Problem]:
+    """extra: labels of every series, by --extra-metric-labels. A series has a label once."""
+    taken = sorted(METRIC_LABELS & set(extra or ()))
+    if taken:
+        fix = "Rename them in --extra-metric-labels."
+        yield Problem("--extra-metric-labels", taken, "other names than those of the series' own labels", fix)
 
 
 def reported_rows_problems(settings: Any, chunk: int | None, requests: int, block: int) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from dflash_sglang.patches.replayed_states import ReplayPool
 from dflash_sglang.settings.width import PLAIN
@@ -98,15 +99,13 @@ class RecurrentStates:
         pool = runner.req_to_token_pool
         states = pool.mamba_pool.mamba_cache
         at_boundary = (batch.seq_lens + 1) % mamba_track_grid(runner.page_size) == 0
+        # As many as the most requests: SGLang compiles its kernel for each number.
+        own, masked, kept = (
+            pad(rows, (0, pool.size - len(slots)))
+            for rows in (pool.get_mamba_indices(batch.req_pool_indices), at_boundary & (slots >= 0), slots)
+        )
         for conv in states.conv:
-            track_mamba_states_all_layers(
-                conv,
-                states.temporal,
-                pool.get_mamba_indices(batch.req_pool_indices),
-                at_boundary & (slots >= 0),
-                slots,
-                len(slots),
-            )
+            track_mamba_states_all_layers(conv, states.temporal, own, masked, kept, pool.size)
 
 
 def replays(runner: ModelRunner) -> bool:

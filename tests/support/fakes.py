@@ -48,6 +48,7 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         speculative_draft_window_size=None,
         speculative_token_map=None,
         speculative_draft_sink_size=None,
+        extra_metric_labels=None,
     )
     values |= {row.field: row.off for row in UNSERVED}
     return SimpleNamespace(**{**values, **overrides})

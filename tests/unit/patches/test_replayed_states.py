@@ -175,6 +175,32 @@ def test_states_of_rows_are_kept_where_another_kernel_verifies_or_pools_lie_othe
     assert replayed_states.HybridReqToTokenPool.mamba_pool_cls is not replayed_states.ReplayPool
 
 
+def test_states_of_rows_are_kept_where_layers_beside_the_recurrent_ones_have_states_too(
+    settings, sglang, monkeypatch
+):
+    """SGLang rolls those on where it commits kept states, and nowhere else (Qwen4-Exp)."""
+    monkeypatch.setattr(replayed_states, "hybrid_gdn_config", lambda config: SimpleNamespace(ple_layer_ids=[1, 2]))
+    assert not replayed_states.install(SimpleNamespace(model_config=None))
+
+
+def test_a_step_of_one_row_runs_the_decode_of_the_kernel_that_verifies(monkeypatch):
+    """Of other decode kernels some write to the last slot for padding."""
+    calls = []
+
+    def verifier(*rows: Any, **arguments: Any) -> str:
+        calls.append((rows, arguments))
+        return "out"
+
+    dispatcher = SimpleNamespace(verify_kernel=SimpleNamespace(decode=verifier), decode=None)
+    backend = SimpleNamespace(kernel_dispatcher=dispatcher, _replayssm_fold_target_verify=None)
+    replayed_states.move_states_in_forward(SimpleNamespace(linear_attn_backend=backend))
+    layer = SimpleNamespace(A_log="A", dt_bias="dt")
+    of_batch = dict(ssm_states="s", cache_indices="i", query_start_loc="l", layer_cache=None)
+    out = backend._replayssm_fold_target_verify(layer=layer, query=1, key=2, value=3, a=4, b=5, **of_batch)
+    expected = dict(A_log="A", dt_bias="dt", ssm_states="s", cache_indices="i", query_start_loc="l")
+    assert out == "out" and calls == [((1, 2, 3, 4, 5), expected)]
+
+
 def test_other_kinds_keep_states_of_rows(settings, sglang, monkeypatch):
     monkeypatch.setattr(replayed_states, "hybrid_gdn_config", lambda config: None)
     assert not replayed_states.install(SimpleNamespace(model_config=None))

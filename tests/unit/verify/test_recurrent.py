@@ -47,6 +47,7 @@ def worker() -> SimpleNamespace:
         req_to_token=torch.zeros(REQUESTS, 1),
         mamba_pool=SimpleNamespace(mamba_cache=caches),
         get_speculative_mamba2_params_all_layers=lambda: caches,
+        size=REQUESTS,
         short_conv_pool=SimpleNamespace(conv_state=None),
         ngram_pool=SimpleNamespace(context=None),
     )
