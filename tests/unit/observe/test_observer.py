@@ -1,0 +1,68 @@
+"""What an observer does on ranks that log and on ranks that do not, and with a pause of the server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dflash_sglang.observe import series
+from dflash_sglang.observe.alarm import CHANCE, STAYS, WINDOW, Alarm
+from dflash_sglang.observe.counts import Counts
+from dflash_sglang.observe.observer import Observer
+from dflash_sglang.observe.step_split import LONGEST_REST, StepSplit
+from dflash_sglang.startup.launch_checks import METRIC_LABELS, label_problems
+
+BLOCK = 8
+
+
+class Clock:
+    """Marks are seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+def test_a_rank_that_does_not_log_has_the_alarms_state_too(caplog):
+    causes: Any = SimpleNamespace(context_tokens=0, line=lambda raised, requests: f"raised {raised.state}")
+    reporter = SimpleNamespace(is_stats_logging_rank=False, current_scheduler_metrics_enabled=False)
+    for speaks in (False, True):
+        reporter.is_stats_logging_rank = speaks
+        counts = Counts(BLOCK, ragged=False, chooses=False)
+        observer = Observer(counts, Alarm(BLOCK), causes, lambda: (1.0, 1.0), StepSplit(Clock()))
+        for _ in range(STAYS):
+            nothing = np.zeros(WINDOW, np.int64)
+            observer.verified(BLOCK, nothing, np.full(WINDOW, BLOCK), None, 100, None)
+            observer.report(reporter)
+        assert observer.snapshot()["alarm"] == CHANCE
+    assert [record.message for record in caplog.records if "raised" in record.message] == [f"raised {CHANCE}"]
+
+
+def test_a_pause_between_two_steps_is_no_part_of_a_step():
+    clock, rests = Clock(), (0.25, 2 * LONGEST_REST, 0.5)
+    split = StepSplit(clock)
+    for rest in (*rests, 0.0):
+        split._left = 0  # this one is timed
+        last, clock.now = clock.now, clock.now + rest
+        split.begin(last)
+        clock.now += 1.0
+        split.drafted()
+        clock.now += 2.0
+        split.end(clock.mark())
+    assert split.timed == 2
+    assert split.seconds == {"draft": 2.0, "verify": 4.0, "rest": 0.75}
+
+
+def test_labels_that_series_have_are_refused_as_extra_ones():
+    own = {label for _, labels in (*series.COUNTERS.values(), *series.GAUGES.values()) for label in labels}
+    assert own == METRIC_LABELS
+    (problem,) = label_problems({"state": "a", "region": "b", "width": "c"})
+    assert str(problem).startswith("--extra-metric-labels=['state', 'width']: expected other names than")
+    assert not [*label_problems({"region": "b"}), *label_problems(None)]
