@@ -127,16 +127,18 @@ def label_problems(extra: Mapping[str, str] | None) -> Iterator[Problem]:
         yield Problem("--extra-metric-labels", taken, "other names than those of the series' own labels", fix)
 
 
-def reported_rows_problems(settings: Any, chunk: int | None, requests: int, block: int) -> Iterator[Problem]:
+def reported_rows_problems(
+    settings: Any, attn_dp_size: int, chunk: int | None, requests: int, block: int
+) -> Iterator[Problem]:
     """SGLang keeps what layers chose in as many rows as it prefills at once, or has requests; a verify has `block`
     rows of each. With data-parallel attention it looks for a rank's choices as if each request had one row.
     settings: the server arguments."""
-    if settings.enable_return_routed_experts and settings.enable_dp_attention and settings.dp_size > 1:
+    if settings.enable_return_routed_experts and attn_dp_size > 1:
         yield Problem(
             "--enable-return-routed-experts",
             True,
-            "unset with DFLASH and --enable-dp-attention: SGLang reports the experts of other ranks' tokens then",
-            "Remove it, or serve with data-parallel replicas (--dp-size alone).",
+            "unset with DFLASH and data-parallel attention: SGLang reports experts of other ranks' tokens then",
+            "Remove it, or serve with data-parallel replicas (--dp-size only).",
         )
     rows = requests * block
     for flag, given in (

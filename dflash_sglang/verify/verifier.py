@@ -81,10 +81,12 @@ class Verifier:
     def bind_attention_backends(self) -> None:
         """Once the target's exist, and its pools. Raises StartupError where they cannot verify this target
         exactly, or its recurrent states cannot be committed."""
-        runner, chunk = self._runner, get_schedule().chunked_prefill_size
+        runner, chunk, ranks = self._runner, get_schedule().chunked_prefill_size, get_parallel().attn_dp_size
         problems = [
             *verify_problems(runner.attn_backend),
-            *reported_rows_problems(runner.server_args, chunk, runner.max_running_requests, self._block_size),
+            *reported_rows_problems(
+                runner.server_args, ranks, chunk, runner.max_running_requests, self._block_size
+            ),
         ]
         if problems:
             raise StartupError(problems)

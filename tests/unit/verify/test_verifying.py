@@ -23,13 +23,12 @@ def flashinfer(reason: WrapperDispatch | None) -> Any:
     return SimpleNamespace(dispatch_reason=reason)
 
 
-def bound(backend: Any, requests: int = 48, chunk: int | None = 512, **flags: bool) -> None:
+def bound(backend: Any, requests: int = 48, chunk: int | None = 512, ranks: int = 1, **flags: bool) -> None:
     """As the worker binds the target's backend to its verifier, for blocks of 16."""
     from dflash_sglang.verify import verifier
 
     under_test = object.__new__(verifier.Verifier)
     given = dict(enable_return_routed_experts=False, enable_return_indexer_topk=False) | flags
-    given = dict(enable_dp_attention=False, dp_size=2) | given
     under_test._runner = SimpleNamespace(
         attn_backend=backend, max_running_requests=requests, server_args=SimpleNamespace(**given)
     )
@@ -37,6 +36,7 @@ def bound(backend: Any, requests: int = 48, chunk: int | None = 512, **flags: bo
     under_test._runner.model_config = SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifier.RecurrentStates, "from_target", lambda *_: None)
+        patch.setattr(verifier, "get_parallel", lambda: SimpleNamespace(attn_dp_size=ranks))
         patch.setattr(verifier, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=chunk))
         under_test.bind_attention_backends()
 
@@ -85,9 +85,9 @@ def test_what_layers_choose_is_reported_where_sglang_has_rows_for_a_verify(repor
         with pytest.raises(
             StartupError, match="--enable-return-routed-experts=True: expected unset with DFLASH and"
         ):
-            bound(SimpleNamespace(), chunk=768, enable_dp_attention=True, **flag)
+            bound(SimpleNamespace(), chunk=768, ranks=2, **flag)
     else:
-        bound(SimpleNamespace(), chunk=768, enable_dp_attention=True, **flag)
+        bound(SimpleNamespace(), chunk=768, ranks=2, **flag)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
