@@ -245,7 +245,8 @@ def build_controller(
         startup.measure(policy, target, rehearsal, widths.group)
     speaks = get_parallel().tp_rank == 0
     counts = Counts(block, ragged=policy.budgets is not None, chooses=config.fixed is None)
-    observer = Observer(counts, Alarm(block), causes(draft, target), policy.metrics.gains, split)
+    gains = policy.metrics.gains if config.fixed is None else None
+    observer = Observer(counts, Alarm(block), causes(draft, target), gains, split)
     return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
 
 

@@ -27,10 +27,11 @@ class Observer:
         counts: Counts,
         alarm: Alarm,
         causes: Causes,
-        gains: Callable[[], tuple[float, float]],
+        gains: Callable[[], tuple[float, float]] | None,
         split: StepSplit,
     ) -> None:
-        """gains: the width policy's estimates of tokens per second, over plain decoding and over whole blocks."""
+        """gains: the width policy's estimates of tokens per second, over plain decoding and over whole blocks;
+        None where the width is fixed."""
         self.split, self.counts = split, counts
         self._alarm, self._causes, self._gains = alarm, causes, gains
         self._series: Series | None = None
@@ -68,7 +69,8 @@ class Observer:
         if reporter.current_scheduler_metrics_enabled:
             if self._series is None:
                 self._series = Series(reporter.metrics_collector)
-            self._series.update(now, steps, shapes, self.split, self._gains(), self._alarm)
+            gains = None if self._gains is None else self._gains()
+            self._series.update(now, steps, shapes, self.split, gains, self._alarm)
         self._told, self._told_shapes = now, shapes
 
     def snapshot(self) -> dict[str, Any]:

@@ -65,11 +65,11 @@ class Series:
         latest: Totals,
         shapes: Mapping[Shape, int],
         split: StepSplit,
-        gains: tuple[float, float],
+        gains: tuple[float, float] | None,
         alarm: Alarm,
     ) -> None:
         """totals, shapes, split: since start-up. latest: since the last update. gains: over plain decoding and
-        over whole blocks."""
+        over whole blocks; None where the width is fixed."""
         for shape, steps in shapes.items():
             self._count("steps", steps, *shape)
         self._count("request_steps", totals.requests)
@@ -89,8 +89,9 @@ class Series:
         self._set("accept_rate", latest.accept_rate)
         if alarm.before is not None:
             self._set("accept_length_after_warm_up", alarm.before.accept_length)
-        self._set("gain_over_plain", gains[0])
-        self._set("gain_over_whole_blocks", gains[1])
+        if gains is not None:
+            self._set("gain_over_plain", gains[0])
+            self._set("gain_over_whole_blocks", gains[1])
         for state in STATES:
             self._set("alarm", float(state == alarm.state), state)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dflash_sglang.observe import series
 from dflash_sglang.observe.alarm import CHANCE, STAYS, WINDOW, Alarm
@@ -43,6 +46,28 @@ def test_a_rank_that_does_not_log_has_the_alarms_state_too(caplog):
             observer.report(reporter)
         assert observer.snapshot()["alarm"] == CHANCE
     assert [record.message for record in caplog.records if "raised" in record.message] == [f"raised {CHANCE}"]
+
+
+@pytest.mark.parametrize("gains", [None, (1.5, 2.0)])
+def test_a_server_with_a_fixed_width_has_no_series_of_gains(gains):
+    registry = CollectorRegistry()
+    collector = SimpleNamespace(
+        labels={"model_name": "M"},
+        _counter_cls=partial(Counter, registry=registry),
+        _gauge_cls=partial(Gauge, registry=registry),
+    )
+    reporter = SimpleNamespace(
+        is_stats_logging_rank=False, current_scheduler_metrics_enabled=True, metrics_collector=collector
+    )
+    causes: Any = SimpleNamespace(context_tokens=0)
+    counts = Counts(BLOCK, ragged=False, chooses=gains is not None)
+    observer = Observer(counts, Alarm(BLOCK), causes, None if gains is None else lambda: gains, StepSplit(Clock()))
+    observer.verified(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK), None, 100, None)
+    observer.report(reporter)
+    found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
+    assert found["dflash_accept_length"] == 2 and "dflash_accept_length_after_warm_up" not in found
+    names = ("dflash_gain_over_plain", "dflash_gain_over_whole_blocks")
+    assert tuple(found.get(name) for name in names) == (gains or (None, None))
 
 
 def test_a_pause_between_two_steps_is_no_part_of_a_step():
