@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="dflash-sglang doctor --target DIR --draft DIR [--json] [flags of sglang.launch_server]",
         allow_abbrev=False,
     )
-    doctor.add_argument("--target", "--model-path", required=True, help="directory or name of the target")
+    doctor.add_argument(
+        "--target", "--model-path", "--model", required=True, help="directory or name of the target"
+    )
     doctor.add_argument(
         "--draft", "--speculative-draft-model-path", required=True, help="directory or name of the draft"
     )
@@ -105,9 +107,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _between(low: int, high: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value}: expected {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text}: expected {low} to {high}")
         return value
 
     return number

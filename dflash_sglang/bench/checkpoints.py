@@ -9,8 +9,8 @@ from typing import Any
 
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, read_config
-from dflash_sglang.checkpoint.families import check_family, foreign
-from dflash_sglang.checkpoint.fields import described
+from dflash_sglang.checkpoint.families import check_family, foreign, mixed_up
+from dflash_sglang.checkpoint.fields import described, shown
 from dflash_sglang.checkpoint.files import config_directory
 from dflash_sglang.pair import pair_directories
 
@@ -63,6 +63,8 @@ def facts(target: str, draft: str) -> Pair:
     """Raises BadSetting for a checkpoint that is not there, or a draft that another worker serves."""
     directory, config = _checkpoint("--target", target)
     draft_directory, draft_config = _checkpoint("--draft", draft)
+    if (mistake := mixed_up(directory, draft_directory)) is not None:
+        raise BadSetting(f"--target {target}: {mistake}")
     try:
         check_family(draft_config)
         reason = foreign(draft_config)
@@ -71,10 +73,25 @@ def facts(target: str, draft: str) -> Pair:
         spec = DraftSpec.from_config(draft_config)
     except DraftConfigError as error:
         raise BadSetting(f"--draft {draft}: {error}") from error
-    text: Mapping[str, Any] = config.get("text_config") or config
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise BadSetting(_misread(target, "text_config", text, "an object"))
+    fields = ("num_hidden_layers", "max_position_embeddings", "vocab_size")
+    layers, context, vocabulary = (_count(target, text, field) for field in fields)
     sizes = [_weights(directory), _weights(draft_directory)]
-    layers, context = text.get("num_hidden_layers"), text.get("max_position_embeddings")
-    return Pair(target, draft, spec, layers, context, text.get("vocab_size", spec.vocab_size), *sizes)
+    return Pair(target, draft, spec, layers, context, vocabulary or spec.vocab_size, *sizes)
+
+
+def _count(target: str, text: Mapping[str, Any], field: str) -> int | None:
+    """A field of the target's config that counts something; None where it is absent."""
+    value = text.get(field)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise BadSetting(_misread(target, field, value, "an integer >= 1"))
+    return value
+
+
+def _misread(target: str, field: str, value: object, expected: str) -> str:
+    return f"--target {target}: target config {field}={shown(value)}: expected {expected}. Correct it."
 
 
 def check_template(target: str) -> None:

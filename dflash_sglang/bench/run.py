@@ -45,7 +45,7 @@ def bench(options: argparse.Namespace) -> int:
 def _read(path: Path) -> dict[str, Any]:
     try:
         measured = json.loads(path.read_text())
-        if "figures" in measured:
+        if isinstance(measured, dict) and isinstance(measured.get("figures"), list):
             return measured
         reason = "it has no figures"
     except (OSError, ValueError) as error:

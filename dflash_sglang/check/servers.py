@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import urllib.error
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ def dflash_server(settings: Settings, directory: Path, progress: Progress) -> It
         return
     client = Client(settings.url)
     try:
-        _check_pair(settings, client.get("/server_info"))
+        _check_pair(settings, _server_info(client))
         yield client
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         raise ServerFailed(f"--url {settings.url}: {error}") from error
@@ -136,6 +137,22 @@ def _pool(settings: Settings) -> int:
     return max(settings.concurrency * longest, POOL)
 
 
+def _server_info(client: Client) -> Mapping[str, Any]:
+    """Of a running server. Raises BadSetting where it is not one of SGLang's."""
+    info: Any = None
+    try:
+        info = client.get("/server_info")
+    except urllib.error.HTTPError as error:
+        if error.code != http.HTTPStatus.NOT_FOUND:
+            raise
+    except ValueError:  # no JSON, or no text
+        info = None
+    if not isinstance(info, dict) or not isinstance(info.get("model_path"), str):
+        expected = "an SGLang server, whose /server_info has model_path"
+        raise BadSetting(f"--url {client.url}: expected {expected}. Give its address without /v1.")
+    return info
+
+
 def _check_pair(settings: Settings, info: Mapping[str, Any]) -> None:
     found = info.get("speculative_algorithm")
     if found != "DFLASH":
@@ -144,8 +161,8 @@ def _check_pair(settings: Settings, info: Mapping[str, Any]) -> None:
         ("--target", settings.pair.target, "model_path"),
         ("--draft", settings.pair.draft, "speculative_draft_model_path"),
     ):
-        if not _same(ours, info[field]):
-            raise BadSetting(f"{option} {ours}: expected {info[field]}, which --url {settings.url} serves")
+        if not _same(ours, theirs := str(info.get(field))):
+            raise BadSetting(f"{option} {ours}: expected {theirs}, which --url {settings.url} serves")
 
 
 def _same(one: str, other: str) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import DraftConfigError, is_speculators
 from dflash_sglang.checkpoint.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
 from dflash_sglang.checkpoint.fields import shown
+from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
@@ -77,16 +79,11 @@ def check_family(config: Mapping[str, Any]) -> None:
     ``config``: the raw config.json. The built-in worker does not check: it ends after the target is loaded where
     SGLang has no such model, and it builds GQA layers for an MLA draft, whose tensors it skips.
     """
-    names = config.get("architectures")
-    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
-    if is_speculators(config):
-        known.update(SPECULATORS_ARCHITECTURES)
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not listed or not names or names[0] not in known:
+    if not _is_draft(config):
         raise DraftConfigError(
             "architectures",
-            names,
-            f"a DFLASH draft: {', '.join(sorted(known))}",
+            config.get("architectures"),
+            f"a DFLASH draft: {', '.join(sorted(_known(config)))}",
             "Give --speculative-draft-model-path a draft of one of these architectures.",
         )
     nested = config.get("dflash_config")
@@ -99,6 +96,29 @@ def check_family(config: Mapping[str, Any]) -> None:
                 f"none, or one of {', '.join(_ATTENTION_MODES)}: no worker has other attention for drafts",
                 "Serve a draft trained with grouped-query attention.",
             )
+
+
+def mixed_up(target: Path, draft: Path) -> str | None:
+    """Why these directories are not a target and its draft: one checkpoint twice, or a draft as target. None where
+    they may be."""
+    if target.resolve() == draft.resolve():
+        return "expected another checkpoint than the draft, and both are the same. Correct one of them."
+    if not _is_draft(read_config(target)):
+        return None
+    fix = "Give a target." if _is_draft(read_config(draft)) else "Target and draft are swapped: exchange them."
+    return f"expected a target, and it is a DFLASH draft. {fix}"
+
+
+def _known(config: Mapping[str, Any]) -> set[str]:
+    """Architectures of the drafts that some worker serves, in the format of this config."""
+    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
+    return known.union(SPECULATORS_ARCHITECTURES) if is_speculators(config) else known
+
+
+def _is_draft(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return bool(listed and names and names[0] in _known(config))
 
 
 def foreign(config: Mapping[str, Any]) -> Foreign | None:

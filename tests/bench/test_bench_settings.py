@@ -60,6 +60,38 @@ def test_a_checkpoint_without_a_config_that_can_be_read_is_refused_by_name(role,
     assert f"bench: --{role} {tmp_path / role}: expected the directory of a checkpoint (" in said
 
 
+@pytest.mark.parametrize("field, value, expected", [
+    ("vocab_size", "320", "an integer >= 1"), ("max_position_embeddings", "many", "an integer >= 1"),
+    ("num_hidden_layers", 0, "an integer >= 1"), ("text_config", [1], "an object"),
+])  # fmt: skip
+@pytest.mark.parametrize("command", [["bench"], ["check", "--prompts", "p"]])
+def test_a_field_of_the_target_that_is_no_count_is_refused_by_name(
+    command, field, value, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    options = ["--target", *pair_of(tmp_path, [0, 1, 3])]
+    config = tmp_path / "target" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
+    assert main([*command, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    found = f"--target {tmp_path / 'target'}: target config {field}={value!r}: expected {expected}. Correct it."
+    assert line == f"dflash-sglang {command[0]}: {found}"
+
+
+def test_a_pair_that_is_mixed_up_is_refused(tmp_path, capsys):
+    target, _, draft = pair_of(tmp_path, [0, 1, 3])
+    assert main(["bench", "--target", draft, "--draft", target]) == 2
+    assert f"--target {draft}: expected a target, and it is a DFLASH draft. Target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["5", "[]", "{}", '{"figures": 5}'])
+def test_a_file_that_no_run_wrote_is_not_drawn(text, tmp_path, capsys):
+    (tmp_path / "other.json").write_text(text)
+    assert main(["bench", "--redraw", str(tmp_path / "other.json"), "--out", str(tmp_path / "out")]) == 2
+    assert "expected a bench.json of an earlier run (it has no figures)" in capsys.readouterr().err
+
+
 def test_a_draft_that_another_worker_serves_is_refused(tmp_path):
     config = json.loads((Path(pair_directories()["draft"]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3DSparkModel"]}))

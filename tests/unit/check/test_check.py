@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import verdict
 from dflash_sglang.cli import main
 from dflash_sglang.demo.server import free_port
+from dflash_sglang.pair import held_out_prompts
 
 ids = st.lists(st.integers(0, 3), max_size=12)
 
@@ -296,6 +299,39 @@ def test_a_running_server_that_does_not_answer_ends_with_1_and_its_address(tmp_p
     assert main(["check", "--url", url]) == 1
     assert f"dflash-sglang check: --url {url}: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("body", [
+    b"[]", b"", b"{", b"\xff", b'{"speculative_algorithm":"DFLASH"}', None,
+])  # fmt: skip
+def test_another_service_is_told_from_a_server_in_one_line(body, tmp_path, monkeypatch, capsys):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *of: Any) -> None:
+            pass
+
+    monkeypatch.chdir(tmp_path)
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["check", "--url", url]) == 2
+        thread.join()
+    assert capsys.readouterr().err == (
+        f"dflash-sglang check: --url {url}: expected an SGLang server, whose /server_info has model_path. "
+        "Give its address without /v1.\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["abc", "0"])
+def test_a_number_of_prompts_that_is_none_names_the_range(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--prompts", text])
+    assert f"argument --prompts: {text}: expected 1 to {len(held_out_prompts())}\n" in capsys.readouterr().err
 
 
 def test_the_options_of_other_commands_are_no_launch_flags(capsys):
