@@ -35,15 +35,16 @@ _KV_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
 def examine(target: str, draft: str, flags: Sequence[str]) -> Report:
     """Raises Unreadable where flags or checkpoints cannot be read."""
     server_args = launch.read_flags(target, draft, flags)
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS_OF}
+    versions["python"] = platform.python_version()
+    if refused := launch.settle(server_args):
+        return Report(target, draft, server_args.device, launch.Verdict(None, refused), (), versions, states())
     checkpoints = launch.read_checkpoints(server_args)
     target_config = launch.read_target(server_args)
     no_plugin = launch.plugin_refusal()
     verdict = launch.Verdict(None, (no_plugin,)) if no_plugin else launch.verdict_of(server_args)
     cfg = resolving_view(server_args)
-    versions = {name: importlib.metadata.version(name) for name in VERSIONS_OF}
-    found = Report(
-        target, draft, cfg.device, verdict, (), {**versions, "python": platform.python_version()}, states()
-    )
+    found = Report(target, draft, cfg.device, verdict, (), versions, states())
     read = None if verdict.worker == launch.BUILT_IN else _read(cfg)
     if read is None:
         return found

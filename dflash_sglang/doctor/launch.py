@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError
+from dflash_sglang.checkpoint.families import mixed_up
 from dflash_sglang.checkpoint.fields import described, one_line, shown
 from dflash_sglang.checkpoint.files import (
     TensorFacts,
@@ -26,6 +28,7 @@ from dflash_sglang.checkpoint.files import (
 from dflash_sglang.platforms.cpu import NAME as CPU_PLATFORM
 
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_AT_LEAST_ONE = ("tp_size", "max_total_tokens")
 OURS, BUILT_IN = "dflash_sglang", "built-in"
 
 
@@ -73,8 +76,13 @@ def read_checkpoints(server_args: Any) -> Checkpoints:
             read_config(directory)
         except (OSError, ValueError) as error:
             expected = "a directory, or a downloaded repository, with a config.json"
-            raise Unreadable(f"{flag} {path}: expected {expected} ({described(error)}). Correct it.") from error
+            fix = "Correct it."
+            if not Path(path).exists():
+                fix = "doctor downloads nothing: give a directory, or download it first."
+            raise Unreadable(f"{flag} {path}: expected {expected} ({described(error)}). {fix}") from error
         directories.append(directory)
+    if (reason := mixed_up(*directories)) is not None:
+        raise Unreadable(f"--target {target}: {reason}")
     try:
         missing = missing_files(directories[0])
         tensors = tensor_facts(directories[0])
@@ -88,8 +96,8 @@ def read_checkpoints(server_args: Any) -> Checkpoints:
 
 
 def read_flags(target: str, draft: str, flags: Sequence[str]) -> Any:
-    """SGLang's ServerArgs of the launch, with its steps that need no GPU taken. Raises Unreadable."""
-    from dflash_sglang.sglang_names.launcher import prepare_server_args, settle_without_device
+    """SGLang's ServerArgs of the launch, as parsed, with a device. Raises Unreadable."""
+    from dflash_sglang.sglang_names.launcher import prepare_server_args
 
     paths = ["--model-path", target, "--speculative-draft-model-path", draft]
     given = [*paths, "--speculative-algorithm", "DFLASH", "--log-level", "error", *flags]
@@ -106,11 +114,31 @@ def read_flags(target: str, draft: str, flags: Sequence[str]) -> Any:
         raise Unreadable(f"--speculative-algorithm {asked}: expected DFLASH. Remove it.")
     if server_args.device is None:
         server_args.device = "cpu" if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM else "cuda"
+    return server_args
+
+
+def settle(server_args: Any) -> tuple[Refusal, ...]:
+    """Take SGLang's steps that need no GPU, which `verdict_of` builds on.
+
+    Returns what ends the launch in them. Raises Unreadable for flags that SGLang refuses.
+    """
+    from dflash_sglang.settings.plugin_config import PluginConfigError
+    from dflash_sglang.sglang_names.launcher import settle_without_device
+    from dflash_sglang.sglang_names.probe import SGLangMismatchError
+    from dflash_sglang.startup.facts import StartupError
+
+    given = {f"--{name.replace('_', '-')}": getattr(server_args, name) for name in _AT_LEAST_ONE}
+    below = {flag: value for flag, value in given.items() if value is not None and value < 1}
+    if below:
+        texts = {flag: f"{flag}={value}: expected an integer >= 1. Correct it." for flag, value in below.items()}
+        return tuple(Refusal(flag, text) for flag, text in texts.items())
     try:
         settle_without_device(server_args)
+    except (StartupError, PluginConfigError, SGLangMismatchError) as error:
+        return _refusals(error)
     except (ValueError, AssertionError) as error:
-        raise Unreadable(f"launch flags {list(flags)}: expected those of sglang ({described(error)})") from error
-    return server_args
+        raise Unreadable(f"launch flags: expected those of sglang ({described(error)})") from error
+    return ()
 
 
 def read_target(server_args: Any) -> Any:
@@ -118,11 +146,16 @@ def read_target(server_args: Any) -> Any:
     from dflash_sglang.sglang_names.launcher import model_config_of
     from dflash_sglang.startup.facts import TargetFacts
 
-    path = server_args.model_path
+    path, context = server_args.model_path, server_args.context_length
     try:
         config = model_config_of(server_args)
         TargetFacts.from_config(config.hf_text_config)
     except Exception as error:  # whatever its libraries raise
+        if context is not None and "context_length" in str(error):
+            expected = "at most the context of the target"
+            raise Unreadable(
+                f"--context-length {context}: expected {expected} ({described(error)}). Lower it."
+            ) from error
         raise Unreadable(
             f"--target {path}: expected a config.json that SGLang can read ({described(error)}). Correct it."
         ) from error
@@ -139,21 +172,30 @@ def read_target(server_args: Any) -> Any:
 def verdict_of(server_args: Any) -> Verdict:
     """What the checks of start-up say."""
     from dflash_sglang import hooks
-    from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV, PluginConfigError
+    from dflash_sglang.settings.plugin_config import PluginConfigError
     from dflash_sglang.sglang_names.probe import SGLangMismatchError
     from dflash_sglang.startup.facts import StartupError
 
     try:
         other = hooks.check_launch(server_args)
-    except StartupError as error:
-        return Verdict(None, tuple(Refusal(problem.field, str(problem)) for problem in error.problems))
-    except PluginConfigError as error:
-        return Verdict(None, (Refusal(CONFIG_ENV, one_line(error, 2000)),))
-    except SGLangMismatchError as error:
-        return Verdict(None, (Refusal("sglang", one_line(error, 4000)),))
-    except SystemExit as error:
-        return Verdict(None, (Refusal(REQUIRE_ENV, one_line(error, 2000)),))
+    except (StartupError, PluginConfigError, SGLangMismatchError, SystemExit) as error:
+        return Verdict(None, _refusals(error))
     return Verdict(OURS) if other is None else Verdict(BUILT_IN, reason=str(other))
+
+
+def _refusals(error: BaseException) -> tuple[Refusal, ...]:
+    """Of an error that ends start-up."""
+    from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV, PluginConfigError
+    from dflash_sglang.startup.facts import StartupError
+
+    if isinstance(error, StartupError):
+        return tuple(Refusal(problem.field, str(problem)) for problem in error.problems)
+    if isinstance(error, PluginConfigError):
+        variable = re.match(r"DFLASH_SGLANG_\w+", str(error))
+        return (Refusal(variable[0] if variable else CONFIG_ENV, one_line(error, 2000)),)
+    if isinstance(error, SystemExit):
+        return (Refusal(REQUIRE_ENV, one_line(error, 2000)),)
+    return (Refusal("sglang", one_line(error, 4000)),)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from dflash_sglang.doctor import launch
 
@@ -22,7 +23,7 @@ def doctor(options: argparse.Namespace, flags: Sequence[str]) -> int:
             launch.load_plugins()
             from dflash_sglang.doctor.findings import examine  # imports SGLang
 
-            report = examine(options.target, options.draft, flags)
+            report = examine(options.target, options.draft, _without_command(flags))
     except launch.Unreadable as error:
         if options.json:
             print(json.dumps({"target": options.target, "draft": options.draft, "unreadable": str(error)}))
@@ -30,3 +31,11 @@ def doctor(options: argparse.Namespace, flags: Sequence[str]) -> int:
         return 2
     print(json.dumps(report.as_json(), indent=1) if options.json else report.as_page())
     return report.exit_code
+
+
+def _without_command(words: Sequence[str]) -> Sequence[str]:
+    """The flags of a pasted command line, which may begin with `python -m sglang.launch_server`."""
+    python, module = Path(words[0]).name if words else "", "sglang.launch_server"
+    if python == module:
+        return words[1:]
+    return words[3:] if python.startswith("python") and list(words[1:3]) == ["-m", module] else words

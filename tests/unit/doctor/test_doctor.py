@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dflash_sglang import hooks
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts
-from dflash_sglang.doctor import sizes, tokens
+from dflash_sglang.cli import main
+from dflash_sglang.doctor import run, sizes, tokens
 from dflash_sglang.pair import pair_directories
+from dflash_sglang.sglang_names.probe import SGLangMismatchError
 from tests.support.tiny import draft_config
 
 PAIR = pair_directories()
@@ -78,6 +83,71 @@ def test_every_problem_is_listed_at_once_and_the_exit_code_is_1(examined: Any) -
     ]
 
 
+def unfit() -> None:
+    raise SGLangMismatchError("patch: another source")
+
+
+@pytest.mark.parametrize(("flags", "variable", "field", "text"), [
+    ((), ("DFLASH_SGLANG_CONFIG", "{"), "DFLASH_SGLANG_CONFIG", "DFLASH_SGLANG_CONFIG='{' is not JSON"),
+    ((), ("DFLASH_SGLANG_FOO", "1"), "DFLASH_SGLANG_FOO", "DFLASH_SGLANG_FOO='1': unknown variable"),
+    ((), None, "sglang", "patch: another source"),
+    (("--device=cpu",), ("DFLASH_SGLANG_CONFIG", ""), "--device", "--device='cpu': expected a GPU"),
+])  # fmt: skip
+def test_what_ends_a_launch_where_sglang_looks_for_a_device_is_refused(
+    flags: Any, variable: Any, field: str, text: str, examined: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_sglang.sglang_names import launcher
+    from dflash_sglang.startup import device_check
+
+    monkeypatch.setattr(device_check, "current_platform", SimpleNamespace(device_name="cuda"))
+    hook = functools.partial(hooks.handle_missing_default_values, launcher.handle_missing_default_values)
+    monkeypatch.setattr(launcher, "handle_missing_default_values", hook)
+    if variable is None:
+        monkeypatch.setattr(hooks, "verify", unfit)
+    else:
+        monkeypatch.setenv(*variable)
+    code, said = examined(*flags)
+    [refusal] = said["refused"]
+    assert (code, said["worker"], refusal["field"]) == (1, None, field) and refusal["text"].startswith(text)
+    assert said["versions"]["sglang"]
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--max-total-tokens"])
+def test_a_number_below_one_is_refused(flag: str, examined: Any) -> None:
+    code, said = examined(flag, "0")
+    assert code == 1 and said["refused"] == [
+        {"field": flag, "text": f"{flag}=0: expected an integer >= 1. Correct it."}
+    ]
+
+
+def test_a_context_beyond_the_targets_names_its_flag(examined: Any) -> None:
+    code, said = examined("--context-length", "99999")
+    assert code == 2 and said["unreadable"].startswith("--context-length 99999: expected at most the context of ")
+
+
+@pytest.mark.parametrize(("roles", "said"), [
+    (("draft", "target"), "expected a target, and it is a DFLASH draft. Target and draft are swapped"),
+    (("target", "target"), "expected another checkpoint than the draft, and both are the same."),
+    (("draft", "draft"), "expected another checkpoint than the draft, and both are the same."),
+])  # fmt: skip
+def test_a_pair_that_is_mixed_up_is_named_first(roles: Any, said: str, examined: Any) -> None:
+    target, draft = (PAIR[role] for role in roles)
+    code, found = examined(target=target, draft=draft)
+    assert code == 2 and found["unreadable"].startswith(f"--target {target}: {said}")
+
+
+@pytest.mark.parametrize("words", [["sglang.launch_server"], ["/usr/bin/python3", "-m", "sglang.launch_server"]])
+def test_a_pasted_command_line_is_read(words: list[str], examined: Any) -> None:
+    assert examined(*words)[0] == 0
+
+
+def test_the_model_flag_of_sglang_names_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(run, "doctor", lambda options, flags: asked.append((options.target, flags)) or 0)
+    assert main(["doctor", "python", "-m", "sglang.launch_server", "--model", "T", "--draft", "D"]) == 0
+    assert asked == [("T", ["python", "-m", "sglang.launch_server"])]
+
+
 def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2(examined: Any) -> None:
     code, said = examined("--no-such-flag", "3")
     assert code == 2 and said["unreadable"] == "unrecognized arguments: --no-such-flag 3"
@@ -124,6 +194,7 @@ def test_a_directory_that_is_not_there_is_named(role: str, examined: Any) -> Non
     assert code == 2 and said["unreadable"].startswith(
         f"--{role} /no/such: expected a directory, or a downloaded "
     )
+    assert said["unreadable"].endswith("doctor downloads nothing: give a directory, or download it first.")
 
 
 def test_a_form_of_the_head_that_cannot_be_is_refused(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
