@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -45,7 +46,9 @@ def _alone() -> Iterator[None]:
         patch.setattr(hooks, "_resolved", None)
         for variable in ("DFLASH_SGLANG_REQUIRE", "DFLASH_SGLANG_CONFIG", "SGLANG_PLATFORM"):
             patch.delenv(variable, raising=False)
+        level = logging.root.level
         yield
+        logging.root.setLevel(level)  # which SGLang's parser sets to that of --log-level
 
 
 @pytest.fixture
