@@ -156,7 +156,7 @@ def test_what_is_not_verify_is_our_step_less_the_built_in_workers_verify_graph()
 def test_steps_of_our_worker_are_profiled_with_a_token_map_and_without(monkeypatch, tmp_path, capsys):
     """On a CPU, where the trace that SGLang writes has no kernel: those of a made-up one stand for them."""
     monkeypatch.setattr(launch, "Server", engines._ForkedServer)
-    monkeypatch.setattr(profile, "PROFILED_TOKENS", 512)
+    monkeypatch.setattr(profile, "PROFILED_TOKENS", 1500)  # longer than it takes to ask for a profile
     monkeypatch.setattr(profile, "STEPS", 2)
     monkeypatch.setattr(profile, "ACTIVITIES", ["CPU"])
     read = []
