@@ -257,10 +257,10 @@ LAUNCH_ROWS = {
         "--speculative-use-block-verification=True: expected unset with DFLASH: it accepts token by token",
     ),
     "enable_watermark": (True, "--enable-watermark=True: expected unset with DFLASH: it does not watermark."),
-    "enable_linear_replayssm": (True, "--enable-linear-replayssm=True: expected unset with DFLASH: its verify"),
+    "enable_linear_replayssm": (True, "--enable-linear-replayssm=True: expected unset with DFLASH: this package"),
     "enable_linear_replayssm_spec": (
         True,
-        "--enable-linear-replayssm-spec=True: expected unset with DFLASH: its",
+        "--enable-linear-replayssm-spec=True: expected unset with DFLASH: this",
     ),
 }
 
