@@ -106,18 +106,3 @@ def selective_state_update(
     if intermediate_states_buffer is not None and intermediate_state_indices is not None:
         rows = intermediate_state_indices.long()[:, None] * cache_steps + torch.arange(states.shape[1])
         intermediate_states_buffer.view(-1, *state.shape[1:])[rows] = states.to(intermediate_states_buffer.dtype)
-
-
-def track_mamba_states_if_needed(
-    conv_states: Tensor,  # [slots, ...], written
-    ssm_states: Tensor,  # [slots, ...], written
-    cache_indices: Tensor,  # [requests]
-    mamba_track_mask: Tensor,  # [requests] bool
-    mamba_track_indices: Tensor,  # [requests]
-    batch_size: int,
-    check_freed_slots: bool = False,
-) -> None:
-    """Decode, in one layer: copies states of the masked requests to the slots that the prefix cache will take."""
-    rows = mamba_track_mask[:batch_size].nonzero().flatten()
-    for states in (conv_states, ssm_states):
-        states[mamba_track_indices[rows]] = states[cache_indices[rows].long()]

@@ -38,7 +38,7 @@ def register(source: HookSource) -> None:
         ("mamba.mamba_state_scatter_triton", track_mamba_states_all_layers),
         ("mamba.mamba_state_scatter_triton", scatter_mamba_states_after_mtp_verify),
         ("mamba.mamba_state_scatter_triton", fused_conv_window_scatter_with_mask),
-        ("mamba.mamba_state_scatter_triton", mamba2.track_mamba_states_if_needed),
+        ("mamba.mamba_state_scatter_triton", track_mamba_states_if_needed),
         ("mamba.triton_ops.ssd_combined", mamba2.mamba_chunk_scan_combined),
         ("mamba.triton_ops.ssu_dispatch", mamba2.selective_state_update),
         ("attention.fla.chunk", chunk_gated_delta_rule),
@@ -251,6 +251,11 @@ def track_mamba_states_all_layers(
     rows = mamba_track_mask[:batch_size].nonzero().flatten()
     for pool in (conv_states_pool, ssm_states_pool):
         pool[:, mamba_track_indices[rows]] = pool[:, cache_indices[rows].long()]
+
+
+def track_mamba_states_if_needed(conv_states: Tensor, ssm_states: Tensor, *of_batch: Any, **more: Any) -> None:
+    """`track_mamba_states_all_layers` of one layer, whose states are [slots, ...]."""
+    track_mamba_states_all_layers(conv_states[None], ssm_states[None], *of_batch, **more)
 
 
 def scatter_mamba_states_after_mtp_verify(

@@ -13,8 +13,8 @@ from torch import Tensor
 from dflash_sglang.platforms.cpu.mamba2 import (
     mamba_chunk_scan_combined,
     selective_state_update,
-    track_mamba_states_if_needed,
 )
+from dflash_sglang.platforms.cpu.recurrent import track_mamba_states_if_needed
 
 HEADS, DIM, GROUPS, N, CHUNK = 4, 3, 2, 5, 4
 SLOTS, STEPS = 6, 8
