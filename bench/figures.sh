@@ -5,12 +5,15 @@
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 width_good_shares like_for_like like_for_like_poor memory
 #                    width_mixed width_mixed_busy
-#                    pair proposals quantised long_context
+#                    pair proposals quantised long_context long_128k house observe
+#                    recurrent_9b recurrent_first_batches recurrent_27b_requests
 #   on two, "0,1"    tp2 tp2_again dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
-# environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing; LOGS;
-# SECONDS_EACH, after which a part ends with what it has; SKIP, a directory: files named as results are left out.
+# environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are PAIR-9b
+# and PAIR-27b for the recurrent parts; LOGS; SECONDS_EACH, after which a part ends with what it has; SKIP, a
+# directory: files named as results are left out; BEFORE, the other checkout of `house` and `observe`; ADD=1: the
+# rounds of `recurrent_9b` go to those that its result has.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -34,8 +37,12 @@ part() { # NAME MODULE ARGUMENTS...
   echo "[$(date +%T)] $name ended with $status"
 }
 
+weights() { # DIRECTORY SHAPE
+  [ -e "$1/target" ] || "$python" -m dflash_sglang.bench.random_pair "$1" --shape "$2" --config-only
+}
+
 with_pair() { # NAME MODULE ARGUMENTS...
-  [ -e "$pair/target" ] || "$python" -m dflash_sglang.bench.random_pair "$pair" --shape qwen3-8b --config-only
+  weights "$pair" qwen3-8b
   part "$1" "$2" "${models[@]}" --logs "$logs/$1" "${@:3}"
 }
 
@@ -50,6 +57,16 @@ width() { # ACCEPTANCE ARGUMENTS...
 
 alike() { # NAME ARGUMENTS...
   with_pair "$1" like_for_like "--flags=$serving" --input 128 --mem-fraction 0.97 "${@:2}"
+}
+
+paired() { # NAME ARGUMENTS...
+  with_pair "$1" paired --before "${BEFORE:?the other checkout}" "--flags=$serving" --mem-fraction 0.9 "${@:2}"
+}
+
+recurrent() { # NAME SHAPE MODULE FLAGS ARGUMENTS...
+  weights "$pair-$2" "hybrid-$2"
+  part "recurrent_$1" "$3" --target "$pair-$2/target" --draft "$pair-$2/draft" "--dflash-flags=$draft" \
+    "--flags=$4" --logs "$logs/recurrent_$1" "${@:5}"
 }
 
 parallel() { # NAME PREFILL_GRAPHS ARGUMENTS...
@@ -91,6 +108,12 @@ for name in "$@"; do
     proposals) part proposals proposals ;;
     quantised) part wild_quantised quantised ;;
     long_context) part wild_long_context long_context ;;
+    long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
+    house) paired house ;;
+    observe) paired observe --starts 0 --rounds 5 --concurrency 1 64 --kept 0.995 ;;
+    recurrent_9b) recurrent 9b 9b recurrent "$serving" --rounds 1 --seconds 3 ${ADD:+--add} ;;
+    recurrent_first_batches) recurrent first_batches 9b first_batches "$serving" ;;
+    recurrent_27b_requests) recurrent 27b_requests 27b running_requests "--load-format dummy" ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;
     tp2_again) parallel tp2_again --cuda-graph-backend-prefill=disabled --concurrency 32 16 ;;
     dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 \

@@ -16,7 +16,8 @@ import json, os, sys
 with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(sys.argv[1:]), file=calls)
 """
-WHERE = {"--out", "--logs", "--port", "--gpus", "--target", "--draft"}  # directories, ports and devices
+# Directories, ports and devices; whether rounds came at once.
+WHERE = {"--out", "--logs", "--port", "--gpus", "--target", "--draft", "--before", "--add"}
 DEFAULTS = {"--rounds": ["3"], "--output": ["512"]}
 
 
@@ -36,14 +37,27 @@ def test_the_parts_are_the_commands_of_the_results_that_a_gpu_gave(tmp_path):
     python, calls = tmp_path / "python", tmp_path / "calls"
     python.write_text(PRINTS)
     python.chmod(0o755)
-    (tmp_path / "pair" / "target").mkdir(parents=True)
+    for pair in ("pair", "pair-9b", "pair-27b"):
+        (tmp_path / pair / "target").mkdir(parents=True)
     script = (ROOT / "bench" / "figures.sh").read_text()
     parts = re.findall(r"^    (\w+)\)", script, re.M)
     listed = re.findall(r"^#  (?: on one GPU| on two, \"0,1\")? +(\w.*)$", script, re.M)
     assert sorted(" ".join(listed).split()) == sorted(parts)
-    places = dict(PYTHON=str(python), PAIR=str(tmp_path / "pair"), LOGS=str(tmp_path / "logs"), CALLS=str(calls))
+    places = {
+        "PYTHON": python,
+        "CALLS": calls,
+        "PAIR": tmp_path / "pair",
+        "LOGS": tmp_path / "logs",
+        "BEFORE": tmp_path,
+    }
     command = ["bash", "bench/figures.sh", "0,1", *parts]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **places}, check=True, timeout=60)
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **{name: str(path) for name, path in places.items()}},
+        check=True,
+        timeout=60,
+    )
     made = [json.loads(line) for line in calls.read_text().splitlines()]
     by_file = {Path(one[one.index("--out") + 1]).name: options(one) for one in made}
     stored = {path.name: json.loads(path.read_text()) for path in (ROOT / "bench" / "results").glob("*.json")}

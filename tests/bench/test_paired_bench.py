@@ -33,9 +33,9 @@ def test_a_claim_compares_the_medians_of_the_rounds() -> None:
         return [{"tokens_per_second": one} for one in rates]
 
     loads = {"8": {"before": rounds(100, 90, 200), "after": rounds(98, 300, 1)}}
-    claimed = paired.claims({"before": [30.0, 34.0], "after": [33.0, 31.0]}, loads)
+    claimed = paired.claims({"before": [30.0, 34.0], "after": [33.0, 31.0]}, loads, 0.99)
     assert [(one["value"], one["bound"], one["ok"]) for one in claimed] == [
         (1.0, "<= 1.0", True),
         (0.98, ">= 0.99", False),
     ]
-    assert len(paired.claims({"before": [], "after": []}, loads)) == 1
+    assert len(paired.claims({"before": [], "after": []}, loads, 0.99)) == 1
