@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ def fingerprint(dotted: str, root: Path | None = None) -> str | None:
     installed one. Comments, docstrings and layout do not count. Python 3.11 and 3.12 give the same hash.
     """
     file, names = _file_of(dotted, root or installed())
-    found: list[Any] = [_tree(file)] if names and file.is_file() else []
-    for name in names:  # a property has two definitions
-        found = [node for outer in found for node in outer.body if getattr(node, "name", None) == name]
+    if not names or not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    found = _named(_cut(text, names), names) or _named(text, names)
     if not found:
         return None
     return hashlib.sha256("\n".join(map(_shown, found)).encode()).hexdigest()[:_DIGITS]
@@ -47,9 +49,37 @@ def _file_of(dotted: str, folder: Path) -> tuple[Path, list[str]]:
     return folder / "__init__.py", names
 
 
-@functools.lru_cache(maxsize=1)  # large trees: rows of one file are asked for together
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+def _named(text: str, names: list[str]) -> list[Any]:
+    """The definitions of the last name inside of those before it: a property has two. Nothing of a broken text."""
+    try:
+        found: list[Any] = [ast.parse(text)]
+    except SyntaxError:  # of a cut: a line of a string lies further to the left than the definition
+        return []
+    for name in names:
+        found = [node for outer in found for node in outer.body if getattr(node, "name", None) == name]
+    return found
+
+
+def _cut(text: str, names: list[str]) -> str:
+    """The lines of `_named` alone, inside of empty classes: to parse whole modules takes a second of a start."""
+    lines, outer = text.split("\n"), []
+    for depth, name in enumerate(names):
+        indent = "    " * depth
+        starts = re.compile(rf"{indent}(?:async def|def|class) {re.escape(name)}\b")
+        inside = re.compile(rf"{indent}[ )\]#]|\s*$")  # a body, what closes a bracket, a comment, an empty line
+        found = []
+        for at, line in enumerate(lines):
+            if not starts.match(line):
+                continue
+            first, last = at, at + 1
+            while first and lines[first - 1].strip() and re.match(rf"{indent}[ @)#]", lines[first - 1]):
+                first -= 1  # decorators
+            while last < len(lines) and inside.match(lines[last]):
+                last += 1
+            found += lines[first:last]
+        lines = found
+        outer.append(f"{indent}class {name}:")
+    return "\n".join([*outer[:-1], *lines])
 
 
 def _shown(value: object) -> str:

@@ -297,6 +297,24 @@ def test_a_hash_is_that_of_the_definition_alone_in_a_file_of_its_own(tmp_path: P
         assert source.fingerprint(dotted, tmp_path / str(number)) == patch.fingerprint, patch.name
 
 
+def test_a_definition_is_cut_out_of_its_file_as_the_whole_file_has_it() -> None:
+    """Of every function, class and method in the files of the table, although only the cut is parsed."""
+    cuts = 0
+    for file in {source._file_of(patch.source, source.installed())[0] for patch in PATCHES}:
+        text = file.read_text(encoding="utf-8")
+        found: dict[tuple[str, ...], list[ast.AST]] = {}
+        for outer in [node for node in ast.parse(text).body if hasattr(node, "name")]:
+            found.setdefault((outer.name,), []).append(outer)
+            for node in outer.body if isinstance(outer, ast.ClassDef) else ():
+                if hasattr(node, "name"):
+                    found.setdefault((outer.name, node.name), []).append(node)
+        for names, nodes in found.items():
+            cut = source._named(source._cut(text, list(names)), list(names))
+            assert list(map(source._shown, cut)) == list(map(source._shown, nodes)), (file, names)
+        cuts += len(found)
+    assert cuts > 1000
+
+
 # ---- Other versions of SGLang ------------------------------------------------------------------------------
 
 
