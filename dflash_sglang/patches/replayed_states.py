@@ -7,6 +7,9 @@ can keep these instead, in a ring of its pool that only KDA targets get. Here ga
 `kernels.recurrent.replay` moves the states on at the commit.
 
 A step of width 1 has one row, which is accepted. It moves the states on in the forward, as plain decoding does.
+
+A row's output needs the row before it, so that a verify of few requests leaves most of a GPU idle. SGLang's verify
+then gives each program fewer values of a state, but not where it keeps rows. Here it does there, too.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dflash_sglang.sglang_names.scheduler import (
     KVCacheConfigurator,
     MambaPool,
     envs,
+    fused_sigmoid_gating_recurrent,
     gdn_replayssm_spec_fold,
     get_exec,
     get_memory,
@@ -34,6 +38,8 @@ from dflash_sglang.sglang_names.scheduler import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -92,7 +98,18 @@ def install(target: ModelRunner) -> bool:
     replace("replay-sizes", KVCacheConfigurator, _handle_max_mamba_cache)
     replace("replay-pool", HybridReqToTokenPool, ReplayPool)
     replace("replay-commit", gdn_replayssm_spec_fold, commit_rows)
+    select = fused_sigmoid_gating_recurrent._select_recurrent_launch_config
+    replace("replay-tiles", fused_sigmoid_gating_recurrent, narrow_tiles(select))
     return True
+
+
+def narrow_tiles(select: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    """`select` of SGLang's tile and warps of a launch, which takes every launch for a verify that keeps states."""
+
+    def _select_recurrent_launch_config(*shape: Any, **more: Any) -> tuple[int, int]:
+        return select(*shape, **{**more, "target_verify": True})
+
+    return _select_recurrent_launch_config
 
 
 def _replays(target: ModelRunner) -> bool:

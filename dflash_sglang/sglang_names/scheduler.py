@@ -4,7 +4,7 @@ One import per source module, sorted; add a name here, to `__all__` too, before 
 """
 
 from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
-from sglang.kernels.ops.attention.linear import gdn_replayssm_spec_fold
+from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent, gdn_replayssm_spec_fold
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import track_mamba_states_all_layers
 from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_rope_write
@@ -152,6 +152,7 @@ __all__ = [
     "envs",
     "forward_context",
     "fused_kv_norm_rope_write",
+    "fused_sigmoid_gating_recurrent",
     "gdn_replayssm_spec_fold",
     "get_available_gpu_memory",
     "get_cuda_graph_batch_size_alignment",

@@ -78,10 +78,18 @@ def test_states_move_on_by_the_accepted_rows(twin, device, data):
 @pytest.mark.parametrize("states_in, rows_in", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16),
                                                 (torch.bfloat16, torch.bfloat16)])  # fmt: skip
 @pytest.mark.parametrize("requests, width", [(3, 4), (2, 1), (70, 16)])
+@pytest.mark.parametrize("narrow", [False, True])
 def test_a_replayed_state_is_bit_for_bit_the_one_that_the_verify_kept(
-    triton_runs, device, states_in, rows_in, requests, width
+    triton_runs, device, states_in, rows_in, requests, width, narrow, monkeypatch
 ):
-    """A verify with states of rows, one with rows: the same outputs, and the same states after any accept."""
+    """A verify with states of rows, one with rows: the same outputs, and the same states after any accept. narrow:
+    with the tiles that row `replay-tiles` of the patches gives the second one, on Hopper."""
+    if narrow:
+        from dflash_sglang.patches.replayed_states import fused_sigmoid_gating_recurrent as launches
+        from dflash_sglang.patches.replayed_states import narrow_tiles
+
+        select = launches._select_recurrent_launch_config
+        monkeypatch.setattr(launches, "_select_recurrent_launch_config", narrow_tiles(select))
     k_dim, v_dim, heads, v_heads, block = (128, 128, 4, 8, 16) if device == "cuda" else (32, 32, 1, 2, 4)
     if device != "cuda":
         requests, width = min(requests, 3), min(width, block)

@@ -88,6 +88,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (replayed_states.KVCacheConfigurator, "_handle_max_mamba_cache"),
         (replayed_states.HybridReqToTokenPool, "mamba_pool_cls"),
         (replayed_states.gdn_replayssm_spec_fold, "commit_gdn_replayssm_fold_all_layers"),
+        (replayed_states.fused_sigmoid_gating_recurrent, "_select_recurrent_launch_config"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
@@ -116,6 +117,20 @@ def sized(settings: Any, gigabytes: float) -> tuple[int, int, float]:
     assert not settings.mamba.enable_linear_replayssm_spec and settings.mamba.linear_replayssm_cache_len == 16
     slots = settings.schedule.max_mamba_cache_size
     return slots, min(48, slots // configurator._calculate_mamba_ratio()), left
+
+
+@pytest.mark.parametrize(
+    "hopper, requests, is_kda, tile",
+    [(True, 64, False, 4), (True, 65, False, 32), (True, 1, True, 32), (False, 1, False, 32)],
+)
+def test_a_verify_that_keeps_rows_has_the_launch_of_one_that_keeps_states(
+    settings, sglang, monkeypatch, hopper, requests, is_kda, tile
+):
+    kernel = replayed_states.fused_sigmoid_gating_recurrent
+    monkeypatch.setattr(kernel, "_is_sm90", hopper)
+    assert replayed_states.install(SimpleNamespace(model_config=None))
+    shape = requests, 16, 32, 128, 128, is_kda
+    assert kernel._select_recurrent_launch_config(*shape, target_verify=False, cache_steps=None) == (tile, 1)
 
 
 def test_a_27b_on_one_h200_runs_four_times_the_requests(settings, sglang):
