@@ -42,24 +42,31 @@ START_UP = 1.0  # of the time from launch to ready, at most
 
 
 def candidates(before: Path, python_path: str) -> list[Candidate]:
-    """One server of each checkout, whose package comes first on its path."""
-    settings = json.dumps({"simulated_acceptance": ACCEPTANCE["good"], "width": {}})
+    """One server of each checkout, whose package comes first on its path.
+
+    PYTHONSAFEPATH: else `python -m` puts the working directory, which has a package too, before PYTHONPATH.
+    """
+    both = {
+        CONFIG_ENV: json.dumps({"simulated_acceptance": ACCEPTANCE["good"], "width": {}}),
+        "PYTHONSAFEPATH": "1",
+    }
     return [
-        Candidate(
-            name, OURS, environment={CONFIG_ENV: settings, "PYTHONPATH": f"{root}:{python_path}"}, accept_length=0
-        )
+        Candidate(name, OURS, environment={**both, "PYTHONPATH": f"{root}:{python_path}"}, accept_length=0)
         for name, root in ((BEFORE, before.resolve()), (AFTER, ROOT))
     ]
 
 
 def require_checkouts(found: Sequence[Candidate], environment: Mapping[str, str]) -> None:
-    """Raises ValueError where a server would import another package than that of its checkout."""
+    """Raises ValueError where a server would import another package than that of its checkout.
+
+    Asked in the servers' working directory, which `-c` puts on the path as `-m` does.
+    """
     for one in found:
         root = one.environment["PYTHONPATH"].partition(":")[0]
         code = "import dflash_sglang; print(dflash_sglang.__file__)"
         asked = {**environment, **one.environment}
         file = subprocess.run(
-            [sys.executable, "-c", code], env=asked, cwd="/", capture_output=True, text=True, check=True
+            [sys.executable, "-c", code], env=asked, capture_output=True, text=True, check=True
         ).stdout.strip()
         if Path(file).parents[1] != Path(root):
             raise ValueError(f"{one.name}: expected the package of {root}, found {file}. Name a checkout.")

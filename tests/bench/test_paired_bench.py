@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -12,11 +13,17 @@ from bench import paired
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_server_of_another_package_than_its_checkouts_is_refused(tmp_path: Path) -> None:
+def test_a_server_of_another_package_than_its_checkouts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # as figures.sh does; a server inherits it
     (tmp_path / "dflash_sglang").mkdir()
     (tmp_path / "dflash_sglang" / "__init__.py").touch()
     found = paired.candidates(tmp_path, "")
     paired.require_checkouts(found, os.environ)
+    unsafe = [dataclasses.replace(one, environment={**one.environment, "PYTHONSAFEPATH": ""}) for one in found]
+    with pytest.raises(ValueError, match=f"before: expected the package of {tmp_path}, found {ROOT}"):
+        paired.require_checkouts(unsafe, os.environ)
     (tmp_path / "dflash_sglang" / "__init__.py").unlink()
     (tmp_path / "dflash_sglang").rmdir()
     with pytest.raises(ValueError, match=f"before: expected the package of {tmp_path}, found .*dflash_sglang"):
