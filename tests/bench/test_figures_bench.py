@@ -16,6 +16,8 @@ import json, os, sys
 with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(sys.argv[1:]), file=calls)
 """
+# Parts whose result is still to come.
+TO_COME = {"house", "observe", "recurrent_9b", "recurrent_first_batches"}
 # Directories, ports and devices; whether rounds came at once.
 WHERE = {"--out", "--logs", "--port", "--gpus", "--target", "--draft", "--before", "--add"}
 DEFAULTS = {"--rounds": ["3"], "--output": ["512"]}
@@ -67,4 +69,5 @@ def test_the_parts_are_the_commands_of_the_results_that_a_gpu_gave(tmp_path):
         if report["versions"]["gpu"] != "none" and "soak" not in name and report["command"][2].startswith("bench.")
     }
     assert len(made) == len(by_file) == len(parts)
-    assert by_file == of_a_gpu
+    assert by_file.keys() - of_a_gpu.keys() == {f"{part}.json" for part in TO_COME}
+    assert {name: by_file.get(name) for name in of_a_gpu} == of_a_gpu
