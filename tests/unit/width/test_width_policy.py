@@ -207,6 +207,17 @@ def test_a_draft_that_accepts_otherwise_at_every_width_is_served_at_its_best_one
         assert np.mean(run.worth) >= 0.97 and np.median(run.held) == 6
 
 
+@pytest.mark.parametrize("seed", [3, 12])
+def test_where_all_widths_take_as_long_one_request_stays_at_the_widest(seed: int) -> None:
+    """Luck of some hundred steps is no property of a width: what narrower blocks get of it afterwards is neither."""
+    machine = Machine(jitter=0.02, outliers=0.01)
+    machine.table[0, 1:] = 5.9e-3
+    server = serve(adaptive(machine, 64, seed=seed), machine, Draft(GOOD), seed=seed, clock=seed)
+    server.run(64, steps=150)
+    server.run(1, steps=3000)
+    assert server.run(1, steps=3000).held.count(16) > 2800
+
+
 def test_long_contexts_widen_the_block() -> None:
     # Reading the context costs every width the same, so that verifying more tokens of it costs little.
     widths = {}
