@@ -12,8 +12,8 @@
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
 # environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are PAIR-9b
 # and PAIR-27b for the recurrent parts; LOGS; SECONDS_EACH, after which a part ends with what it has; SKIP, a
-# directory: files named as results are left out; BEFORE, the other checkout of `house` and `observe`; ADD=1: the
-# rounds of `recurrent_9b` go to those that its result has.
+# directory: files named as results are left out; BEFORE, the other checkout of `house` and `observe`, a directory
+# that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its result has.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -59,8 +59,8 @@ alike() { # NAME ARGUMENTS...
   with_pair "$1" like_for_like "--flags=$serving" --input 128 --mem-fraction 0.97 "${@:2}"
 }
 
-paired() { # NAME ARGUMENTS...
-  with_pair "$1" paired --before "${BEFORE:?the other checkout}" "--flags=$serving" --mem-fraction 0.9 "${@:2}"
+paired() { # NAME MORE_FLAGS ARGUMENTS...
+  with_pair "$1" paired --before "${BEFORE:?the other checkout}" "--flags=$serving$2" --mem-fraction 0.9 "${@:3}"
 }
 
 recurrent() { # NAME SHAPE MODULE FLAGS ARGUMENTS...
@@ -109,8 +109,8 @@ for name in "$@"; do
     quantised) part wild_quantised quantised ;;
     long_context) part wild_long_context long_context ;;
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
-    house) paired house ;;
-    observe) paired observe --starts 0 --rounds 5 --concurrency 1 64 --kept 0.995 ;;
+    house) paired house "" ;;
+    observe) paired observe " --enable-metrics" --starts 0 --rounds 5 --concurrency 1 64 --width 8 --kept 0.995 ;;
     recurrent_9b) recurrent 9b 9b recurrent "$serving" --rounds 1 --seconds 3 ${ADD:+--add} ;;
     recurrent_first_batches) recurrent first_batches 9b first_batches "$serving" ;;
     recurrent_27b_requests) recurrent 27b_requests 27b running_requests "--load-format dummy" ;;

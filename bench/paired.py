@@ -1,11 +1,12 @@
 """Start-up and tokens per second of this checkout of the package and of another one, in turn on one GPU.
 
 python -m bench.paired --before DIR --target DIR --draft DIR --out FILE [--concurrency 1 8 32 64 128] [--rounds 3]
-                       [--seconds 6] [--starts 2] [--kept 0.99]
+                       [--seconds 6] [--starts 2] [--kept 0.99] [--width 8]
 
 `--before`: the other checkout, a directory that holds `dflash_sglang`. Each checkout starts `--starts` times, with
 no other server there, after one start that is not counted. Then one server of each is up, and both have every load
-in turn. Acceptance is forced by position, and each server chooses its widths.
+in turn. Acceptance is forced by position, and each server chooses its widths, or has the one of `--width`: two
+servers of one checkout choose alike only in the long run.
 
 Tokens per second come from the steps that a server counts in a steady load: each step of a width commits what the
 coins give at that width in the long run. So few coins of a short load add no noise.
@@ -41,13 +42,15 @@ ROOT = Path(__file__).parents[1]
 START_UP = 1.0  # of the time from launch to ready, at most
 
 
-def candidates(before: Path, python_path: str) -> list[Candidate]:
-    """One server of each checkout, whose package comes first on its path.
+def candidates(before: Path, python_path: str, width: int | None = None) -> list[Candidate]:
+    """One server of each checkout, whose package comes first on its path. width: of every step; None: chosen.
 
     PYTHONSAFEPATH: else `python -m` puts the working directory, which has a package too, before PYTHONPATH.
     """
     both = {
-        CONFIG_ENV: json.dumps({"simulated_acceptance": ACCEPTANCE["good"], "width": {}}),
+        CONFIG_ENV: json.dumps(
+            {"simulated_acceptance": ACCEPTANCE["good"], "width": {} if width is None else width}
+        ),
         "PYTHONSAFEPATH": "1",
     }
     return [
@@ -121,8 +124,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="of a load that are measured")
     parser.add_argument("--starts", type=int, default=2, help="of each checkout, alone")
     parser.add_argument("--kept", type=float, default=0.99, help="of tokens/s over the other checkout, at least")
+    parser.add_argument("--width", type=int, help="of every step")
     arguments = parse(parser)
-    found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""))
+    found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""), arguments.width)
     require_checkouts(found, os.environ)
     most = max(arguments.concurrency)
     longest = int((1 + SPREAD) * arguments.output)
