@@ -311,6 +311,7 @@ def run_qwen3(model: Any, input_ids: torch.Tensor) -> tuple[torch.Tensor, list[t
         return model.model(input_ids, rows, batch)
 
 
+@sglang_layers.cpu_only
 @pytest.mark.parametrize("method", ["set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"])
 @pytest.mark.parametrize("ids", [[1, 3], [0, 2, 4], [4, 0, 2]], ids=str)
 def test_sglangs_qwen3_hands_over_what_transformers_computes_after_these_layers(
