@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from dflash_sglang import kernels
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.attention import tree_keys
 from dflash_sglang.kernels.block import (
     accept,
     grouped_conv,
@@ -174,6 +175,17 @@ def states() -> None:
         replay.replay_triton(moved, kept, counts(BS), counts(BS), ids(BS), ids(BS))
 
 
+def trees() -> None:
+    """Of Qwen3-8B and of layers with other groups and dims; queries lie in rows with keys and values."""
+    for heads, kv_heads, dim in ((32, 8, 128), (28, 4, 128), (8, 8, 64), (64, 4, 256)):
+        for nodes in (16, 64):
+            rows = halves(BS * nodes, (heads + 2 * kv_heads) * dim)
+            queries = rows[:, : heads * dim].view(-1, heads, dim)
+            prefix = tree_keys.Prefix(halves(*queries.shape), torch.zeros(heads, BS * nodes))
+            tree = tree_keys.TreeKeys(*(halves(128, kv_heads, dim),) * 2, ids(BS, nodes), ids(BS, nodes))
+            tree_keys.add_tree_keys_triton(queries, prefix, tree, 0.1)
+
+
 def context(dtype: torch.dtype) -> None:
     pools = [torch.zeros(32, 8, 128).to(dtype) for _ in range(4)]
     rows = context_write.Fp8Rows(pools[:2], pools[2:])
@@ -183,7 +195,7 @@ def context(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
-    for launches in (blocks, accepts, rows_of_layers, heads, walks, samples, states):
+    for launches in (blocks, accepts, rows_of_layers, heads, walks, samples, states, trees):
         launches()
     context(torch.float8_e5m2)
     assert set(compiled) == kernel_names
