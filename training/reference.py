@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -108,24 +109,39 @@ class Target:
 
         return capture
 
-    @torch.no_grad()
     def forward(self, ids: Sequence[int], keep: int) -> tuple[list[int], Tensor]:
         """Runs ``ids`` after the first ``keep`` cached positions.
 
         Returns the argmax of every row, [T], and the features, [T, n_ids * hidden].
         """
+        logits, features = self.rows(ids, keep)
+        return logits.argmax(-1).tolist(), features
+
+    @torch.no_grad()
+    def rows(self, ids: Sequence[int], keep: int, visible: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """As ``forward``, with the logits of every row, [T, vocab].
+
+        visible: [T, T] bool, which of the rows each row sees, itself included; absent: those before it. A row's
+        position follows from how many it sees.
+        """
         if keep == 0:
             self._cache = None
         elif self._cache.get_seq_length() > keep:
             self._cache.crop(keep - self._cache.get_seq_length())
+        device = next(self.model.parameters()).device
+        tree: dict[str, Tensor] = {}
+        if visible is not None:
+            own = torch.from_numpy(visible).to(device)
+            tree["attention_mask"] = torch.cat((own.new_ones(len(ids), keep), own), dim=1)[None, None]
+            tree["position_ids"] = keep - 1 + own.sum(-1)[None]
         layers: Any = self.model.get_submodule("model.layers")
         handles = [layers[i].register_forward_hook(self._hook(i)) for i in set(self.layer_ids)]
-        device = next(self.model.parameters()).device
         try:
             out = self.model(
                 input_ids=torch.tensor([list(ids)], device=device),
                 past_key_values=self._cache,
                 use_cache=True,
+                **tree,
             )
         finally:
             for handle in handles:
@@ -133,7 +149,13 @@ class Target:
         self._cache = out.past_key_values
         features = [self._captured[i][0] for i in self.layer_ids]
         empty = out.logits.new_zeros(len(ids), 0)
-        return out.logits[0].argmax(-1).tolist(), torch.cat([empty, *features], dim=-1)
+        return out.logits[0], torch.cat([empty, *features], dim=-1)
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps the cached positions before ``start``, then these rows of those run last."""
+        kept = [*range(start), *(start + row for row in rows)]
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
 
 
 def eos_ids(model: Any) -> frozenset[int]:
