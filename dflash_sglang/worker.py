@@ -124,7 +124,7 @@ class DFlashWorker(BaseSpecWorker):
         logger.info(assembly.memory_line(draft, self._tables))
 
     def _rehearsed_step(self, batch: ScheduleBatch, width: int, budget: int | None) -> None:
-        self._slots.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
+        self._tables.acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
         self.width = width
         self._states.use(width, ragged=budget is not None)
         self._step(batch, None, None, budget)
@@ -201,7 +201,8 @@ class DFlashWorker(BaseSpecWorker):
     ) -> StepResult:
         """A decode step in blocks of `self.width`; budget: rows that a ragged step verifies of them."""
         block = self._blocks.build(batch, self.width)
-        proposals = self._tables.acceptor.clip_to_limits(self._proposer.propose(batch, block), block.requests)
+        proposals = self._proposer.propose(batch, block)
+        proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)
         self._split.drafted()
         ragged = None if budget is None else self._ragged.choose(batch, block, proposals, budget)
         verified = self._verifier.verify(batch, block, proposals, ragged, grammar_barrier)
@@ -237,7 +238,8 @@ class DFlashWorker(BaseSpecWorker):
             result.next_draft_input = self._idle_draft_input()
             return result
         result.next_draft_input = DFlashDraftInput.create(result.next_token_ids, batch.seq_lens, self._reservation)
-        self._slots.start(batch.req_pool_indices, result.next_draft_input.bonus_tokens, result.new_seq_lens)
+        last_tokens = result.next_draft_input.bonus_tokens
+        self._tables.acceptor.start(batch.req_pool_indices, last_tokens, result.new_seq_lens)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         num_tokens = sum(batch.extend_lens)

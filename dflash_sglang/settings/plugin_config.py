@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -17,7 +17,8 @@ REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
 DraftHeadForm = Literal["auto", "as_is", "fp8"]
-Profile = tuple[float, ...]
+Profile = Sequence[float]
+SimulatedAcceptance = Sequence[Profile] | Path
 ProposalKind = Literal["auto", "argmax", "drawn"]
 
 
@@ -43,7 +44,8 @@ class PluginConfig:
 
     ``simulated_acceptance``: for measurements without a trained draft: the probability that proposal 1, 2, ... is
     accepted once those before it are; one such list, or several that requests take by the row that SGLang gives
-    them, modulo their number. Outputs then follow neither the draft nor the target.
+    them, modulo their number. Or {"record": PATH}: what a trained draft proposed and a target accepted, token by
+    token (`verify.record`). Outputs then follow neither the draft nor the target.
 
     ``width``: a number, or "block" for the served block, is the width of every step; "auto" chooses a width for
     each step; an object has the settings of WidthConfig.
@@ -55,7 +57,7 @@ class PluginConfig:
     context_kv: ContextKVForm = "auto"
     draft_head: DraftHeadForm = "auto"
     proposals: ProposalKind = "auto"
-    simulated_acceptance: tuple[Profile, ...] | None = None
+    simulated_acceptance: SimulatedAcceptance | None = None
     width: WidthConfig = WidthConfig()
     accept_patches: tuple[str, ...] = ()
 
@@ -109,7 +111,7 @@ def _checked(key: str, value: Any) -> Any:
     if key == "accept_patches":
         return _names(value)
     if key == "simulated_acceptance":
-        return _profiles(value)
+        return _simulated(value)
     if key == "width":
         return _width(value)
     choices = get_args(get_type_hints(PluginConfig)[key])
@@ -129,15 +131,23 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _profiles(value: Any) -> tuple[Profile, ...]:
-    """One list of probabilities, one for each proposal of a block, or several."""
+def _simulated(value: Any) -> SimulatedAcceptance:
+    """The path of a record; or one list of probabilities, one for each proposal of a block, or several."""
+    if isinstance(value, dict):
+        path = value.get("record")
+        if list(value) != ["record"] or not isinstance(path, str) or not Path(path).is_file():
+            raise PluginConfigError(
+                f'{CONFIG_ENV}: simulated_acceptance={value!r}: expected {{"record": PATH}}, the path of a file; '
+                "`python -m bench.record` writes one."
+            )
+        return Path(path)
     lists = value if isinstance(value, list) and value and all(isinstance(one, list) for one in value) else [value]
     for one in lists:
         numbers = one if isinstance(one, list) else []
         if not numbers or not all(type(p) in (int, float) and 0 <= p <= 1 for p in numbers):
             raise PluginConfigError(
                 f"{CONFIG_ENV}: simulated_acceptance={value!r}: expected a list of probabilities, 0 to 1, "
-                "one for each proposal of a block, or a list of such lists."
+                'one for each proposal of a block, a list of such lists, or {"record": PATH}.'
             )
     return tuple(tuple(map(float, one)) for one in lists)
 

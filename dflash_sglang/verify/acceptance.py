@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.kernels.block.accept import Ragged, Verification, accept
-from dflash_sglang.settings.plugin_config import Profile
+from dflash_sglang.kernels.block.accept import Ragged, Recorded, Verification, accept
+from dflash_sglang.settings.plugin_config import SimulatedAcceptance
 from dflash_sglang.sglang_names.scheduler import async_h2d
 from dflash_sglang.verify.simulate import forced_acceptance
 
@@ -19,14 +17,23 @@ class Acceptor:
     """Accepts blocks into the slot of the step that runs. All its buffers keep their place, so that a captured
     graph can accept."""
 
-    def __init__(self, slots: StepSlots, simulated_acceptance: Sequence[Profile] | None = None) -> None:
+    def __init__(self, slots: StepSlots, simulated_acceptance: SimulatedAcceptance | None = None) -> None:
         """simulated_acceptance: see `PluginConfig.simulated_acceptance`."""
         self.slots = slots
         self.block_size, rows, device = slots.block_size, slots.max_requests, slots.device
-        self._forced = forced_acceptance(self.block_size, simulated_acceptance, device)
-        self._forced_logprobs = None if self._forced is None else self._forced.logprobs()
+        self._forced = forced_acceptance(self.block_size, simulated_acceptance, rows, device)
+        if isinstance(self._forced, Recorded):
+            slots.relay.new_seq_lens.zero_()  # `start` reads it, on every rank the same
+        self._forced_logprobs = None if self._forced is None else self._forced.logprobs
         self._max_commit = torch.full((rows,), self.block_size, dtype=torch.int32, device=device)
         self._max_commit_on_host = np.full(rows, self.block_size)
+
+    def start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """As `StepSlots.start`. A recorded acceptance goes on for these requests where it stopped for those that
+        had their rows of req_to_token before."""
+        if isinstance(self._forced, Recorded):
+            self._forced.restart(requests, self.slots.relay.new_seq_lens[requests], seq_lens)
+        self.slots.start(requests, last_tokens, seq_lens)
 
     def accept(
         self,
@@ -65,15 +72,16 @@ class Acceptor:
             )
             self._max_commit[rows] = values.int()
 
-    def clip_to_limits(self, proposals: Proposals, requests: torch.Tensor) -> Proposals:
+    def clip_to_limits(self, proposals: Proposals, requests: torch.Tensor, prefix_lens: torch.Tensor) -> Proposals:
         """Proposals of requests [bs], rows of req_to_token, with logprobs as the accept will have it: no chance
-        beyond what a request's step may commit. Where acceptance is forced, its probabilities."""
+        beyond what a request's step may commit. Where acceptance is forced, its probabilities. prefix_lens [bs]:
+        tokens that the requests have committed."""
         logprobs = proposals.logprobs
         if logprobs is None:
             return proposals
         steps = logprobs.shape[1]
-        if self._forced_logprobs is not None:
-            logprobs = self._forced_logprobs[requests % len(self._forced_logprobs), :steps]
+        if self._forced is not None and self._forced_logprobs is not None:
+            logprobs = self._forced_logprobs[self._forced.cases(requests, prefix_lens), :steps]
         if self._max_commit_on_host.min() < self.block_size:
             lane = torch.arange(steps, device=logprobs.device)
             logprobs = logprobs.masked_fill(lane >= self._max_commit[requests][:, None] - 1, float("-inf"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from dflash_sglang.kernels.block.accept import COIN_BITS, Forced
-from dflash_sglang.settings.plugin_config import Profile
+from dflash_sglang.kernels.block.accept import COIN_BITS, GOLDEN, Forced, Recorded
+from dflash_sglang.settings.plugin_config import Profile, SimulatedAcceptance
 from dflash_sglang.sglang_names.scheduler import (
     SIMULATE_ACC_LEN,
     SIMULATE_ACC_METHOD,
@@ -18,33 +18,52 @@ from dflash_sglang.sglang_names.scheduler import (
     check_simulate_acc_token_mode,
 )
 from dflash_sglang.startup.facts import LoadError
+from dflash_sglang.verify.record import SETTING, AcceptanceRecord
 
 FIXED_TOKEN_ID = 100  # what SGLang's workers emit in its token mode "fixed"
 
 
-def forced_acceptance(block_size: int, profiles: Sequence[Profile] | None, device: str) -> Forced | None:
+def forced_acceptance(
+    block_size: int, simulated: SimulatedAcceptance | None, rows: int, device: str
+) -> Forced | Recorded | None:
     """What forces accept lengths in this process: SGLANG_SIMULATE_ACC_LEN, `simulated_acceptance`, or None.
 
-    profiles: see `PluginConfig.simulated_acceptance`; each request draws its own length. SGLang's variable gives
-    all requests of a step one length, as its workers do.
-    Raises ValueError for an unknown token mode or method, for both settings at once, and for a profile that is
-    shorter than the block's proposals.
+    simulated: see `PluginConfig.simulated_acceptance`; each request has a length of its own. SGLang's variable
+    gives all requests of a step one length, as its workers do. rows: of req_to_token, or more.
+    Raises ValueError for an unknown token mode or method, for both settings at once, for a profile or a record
+    that is shorter than the block's proposals, and for a file that is no record.
     """
     check_simulate_acc_token_mode()
-    if SIMULATE_ACC_LEN <= 0 and profiles is None:
+    if SIMULATE_ACC_LEN <= 0 and simulated is None:
         return None
-    if SIMULATE_ACC_LEN > 0 and profiles is not None:
+    if SIMULATE_ACC_LEN > 0 and simulated is not None:
         raise LoadError(
-            f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected unset beside simulated_acceptance={profiles}."
+            f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected unset beside simulated_acceptance={simulated}."
         )
-    proposals = block_size - 1
-    if profiles is None:
-        survival = [_of_mean(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, proposals)]
-    else:
-        survival = [_of_profile(profile, block_size) for profile in profiles]
-    coins = torch.tensor([[round(share * (1 << COIN_BITS)) for share in row] for row in survival], device=device)
     fixed = None if SIMULATE_ACC_TOKEN_MODE == "real-draft-token" else FIXED_TOKEN_ID
-    return Forced(coins, alike=profiles is None, token_id=fixed)
+    if isinstance(simulated, Path):
+        return _of_record(simulated, block_size, rows, device, fixed)
+    if simulated is None:
+        survival = [_of_mean(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, block_size - 1)]
+    else:
+        survival = [_of_profile(profile, block_size) for profile in simulated]
+    coins = torch.tensor([[round(share * (1 << COIN_BITS)) for share in row] for row in survival], device=device)
+    return Forced(coins, alike=simulated is None, token_id=fixed)
+
+
+def _of_record(path: Path, block_size: int, rows: int, device: str, token_id: int | None) -> Recorded:
+    """The likeliest tokens of a record, and the places in it from which rows of req_to_token start."""
+    record, proposals = AcceptanceRecord.load(path), block_size - 1
+    starts, recorded = record.ranks.shape
+    if recorded < proposals:
+        raise LoadError(
+            f"{SETTING}={str(path)!r}: expected at least {proposals} proposals, for a block of {block_size}, "
+            f"found {recorded}. Write one with a draft whose blocks are as wide, or lower the block size."
+        )
+    likeliest = torch.from_numpy(record.logprobs[:, :proposals, 0].astype("float32"))
+    spread = torch.arange(rows) * GOLDEN % (1 << COIN_BITS) * starts >> COIN_BITS
+    accepted = torch.from_numpy(record.accepted)
+    return Recorded(accepted.to(device), likeliest.to(device), spread.to(device), token_id)
 
 
 def _of_profile(profile: Profile, block_size: int) -> list[float]:

@@ -5,13 +5,13 @@ The worker takes it before SGLang sizes the KV pools. Serving takes no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.settings.plugin_config import Profile
+from dflash_sglang.settings.plugin_config import SimulatedAcceptance
 from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.adjustments import Adjustments
@@ -30,7 +30,7 @@ class Tables(NamedTuple):
         cls,
         slots: StepSlots,
         vocab_size: int,
-        simulated_acceptance: Sequence[Profile] | None = None,
+        simulated_acceptance: SimulatedAcceptance | None = None,
     ) -> Tables:
         """For as many requests, and blocks as wide, as the slots are for; vocab_size: of the target."""
         rows, block_size, device = slots.max_requests, slots.block_size, slots.device

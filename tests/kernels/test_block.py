@@ -180,6 +180,28 @@ def test_requests_of_a_step_draw_lengths_of_their_own_which_average_to_the_profi
     assert (means[::2] - 2.2).abs().max() < 0.06 and (means[1::2] - 1.5).abs().max() < 0.06
 
 
+def recorded(device, accepted, offsets):
+    """offsets: of the rows of req_to_token, the others' are 0."""
+    rows = [*offsets, *[0] * (ROWS - len(offsets))]
+    return accept_kernels.Recorded(*on(device, accepted, [[0.0]] * len(accepted), rows), token_id=None)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_recorded_length_is_that_of_the_place_where_the_committed_tokens_of_a_request_end(twin, device, ragged):
+    force = recorded(device, [3, 0, 9, 1, 2], offsets=[0, 4, 2])  # at 10 and 21 tokens: places 0, 4 + 10, 2 + 21
+    tokens, target, lens = [[5, 6, 7, 8]] * 3, [[90, 91, 92, 93]] * 3, [2, 4, 4]
+    verified = dict(forced=force)
+    if ragged:
+        starts, widths = on(device, starts_of(lens), lens)
+        verified["ragged"] = accept_kernels.Ragged(starts.int(), widths.int(), 4)
+        tokens, target = (ragged_rows(lens, rows) for rows in (tokens, target))
+    for most, expected in ((4, [2 if ragged else 4, 3, 2]), (2, [2, 2, 2])):
+        for _ in range(2):  # a step that is accepted twice, in a graph and after it, commits the same
+            out = Accepts(twin, device, tokens, target, [10, 10, 21], [0, 1, 2], (0, 7), most=most, **verified)
+            assert out.commit_lens == expected
+    assert out.new_seq_lens == [12, 12, 23] and out.committed == [[6, 91]] * 3
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), bs=st.integers(1, 6), block=st.integers(2, 17), forced=st.booleans())
 def test_the_accept_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, block, forced):

@@ -128,7 +128,9 @@ def accepts() -> None:
     ragged = accept.Ragged(counts(BS + 1), counts(BS), BLOCK)
     for part, rows in ((None, ids(BS, BLOCK)), (ragged, ids(BS * BLOCK))):
         verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(2), counts(ROWS), part)
-        for forced in (None, accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)):
+        profile = accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)
+        record = accept.Recorded(ids(99), torch.zeros(99, BLOCK - 1), ids(ROWS), token_id=None)
+        for forced in (None, profile, record):
             accept.accept_triton(verified, outcomes, relay, forced)
 
 

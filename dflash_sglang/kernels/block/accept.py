@@ -41,11 +41,39 @@ class Forced(NamedTuple):
     alike: bool  # one coin for all requests of a step, not one each
     token_id: int | None  # what is committed, None: the accepted proposals and the target's token
 
+    @property
     def logprobs(self) -> Tensor:
         """[profiles, block - 1] float32: that a proposal is accepted once those before it are."""
         survival = (self.survival.double() / (1 << COIN_BITS)).clamp(min=1e-9)
         before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=1)
         return (survival / before).log().float()
+
+    def cases(self, requests: Tensor, prefix_lens: Tensor) -> Tensor:
+        """[bs] rows of `survival` and `logprobs` that are those of requests [bs]."""
+        del prefix_lens
+        return requests.long() % len(self.survival)
+
+
+class Recorded(NamedTuple):
+    """Accept lengths that were recorded, at every token of texts that follow one another in a circle.
+
+    A request reads on in them as it commits. So its steps begin where those of real decoding do, whatever its
+    steps verify: mostly after a token that was hard to foretell.
+    """
+
+    accepted: Tensor  # [starts] int64: proposals that come true of a whole block at each token
+    logprobs: Tensor  # [starts, block - 1] float32: of the proposals there, as the draft has them
+    offsets: Tensor  # [rows] int64, 0 to starts - 1: of each row of req_to_token, the place less committed tokens
+    token_id: int | None  # as `Forced` has it
+
+    def cases(self, requests: Tensor, prefix_lens: Tensor) -> Tensor:
+        """[bs] rows of `accepted` and `logprobs` for the next step of requests [bs]."""
+        return (self.offsets[requests.long()] + prefix_lens.long()) % len(self.accepted)
+
+    def restart(self, requests: Tensor, before: Tensor, seq_lens: Tensor) -> None:
+        """Rows of req_to_token get new requests of seq_lens [bs] tokens. They read on where the requests before
+        them stopped, at `before` [bs] tokens."""
+        self.offsets[requests] = (self.offsets[requests] + before - seq_lens) % len(self.accepted)
 
 
 class Ragged(NamedTuple):
@@ -69,7 +97,9 @@ class Verification(NamedTuple):
     ragged: Ragged | None = None
 
 
-def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
+def accept(
+    blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | Recorded | None = None
+) -> None:
     """Commit the longest prefix of proposals that the target would have produced, and one token more.
 
     The first disagreement ends the prefix and the target's own token there is the bonus token. With `target_ids`
@@ -81,7 +111,9 @@ def accept(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Force
     launch(blocks, outcomes, relay, forced)
 
 
-def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
+def accept_torch(
+    blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | Recorded | None = None
+) -> None:
     """The definition of `accept` in torch operations."""
     tokens, target_ids, prefix_lens, requests, step, max_commit, ragged = blocks
     at_most = max_commit[requests.long()].long() - 1
@@ -93,10 +125,14 @@ def accept_torch(blocks: Verification, outcomes: Outcomes, relay: Relay, forced:
         accepted = (tokens[:, 1:] == target_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1).minimum(at_most)
         committed = target_ids.long()
     else:
-        request = torch.arange(bs, device=tokens.device)
-        coins = (step[1] + request * (0 if forced.alike else GOLDEN)) % (1 << COIN_BITS)
-        survival = forced.survival[requests.long() % len(forced.survival), : block - 1]
-        accepted = (coins[:, None] < survival).sum(dim=1).minimum(at_most)
+        cases = forced.cases(requests, prefix_lens)
+        if isinstance(forced, Recorded):
+            accepted = forced.accepted[cases].clamp(max=block - 1)
+        else:
+            request = torch.arange(bs, device=tokens.device)
+            coins = (step[1] + request * (0 if forced.alike else GOLDEN)) % (1 << COIN_BITS)
+            accepted = (coins[:, None] < forced.survival[cases, : block - 1]).sum(dim=1)
+        accepted = accepted.minimum(at_most)
         proposed = torch.arange(block, device=tokens.device) < accepted[:, None]
         committed = torch.where(proposed, tokens.roll(-1, dims=1), target_ids).long()
         if forced.token_id is not None:
@@ -120,9 +156,12 @@ def _dense(rows: Tensor, ragged: Ragged) -> Tensor:
     return torch.where(lane < lens, rows[index.clamp(max=len(rows) - 1)], 0)
 
 
-def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | None = None) -> None:
+def accept_triton(
+    blocks: Verification, outcomes: Outcomes, relay: Relay, forced: Forced | Recorded | None = None
+) -> None:
     """`accept` as one Triton launch, one program per request."""
     ragged = blocks.ragged
+    survival = forced.survival if isinstance(forced, Forced) else None
     bs, block = len(blocks.requests), blocks.tokens.shape[1] if ragged is None else ragged.block
     _accept_kernel[(bs,)](
         *blocks[:-1],
@@ -130,7 +169,8 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
         blocks.requests if ragged is None else ragged.lens,
         *outcomes,
         *relay,
-        blocks.step if forced is None else forced.survival,
+        forced.accepted if isinstance(forced, Recorded) else blocks.step if survival is None else survival,
+        forced.offsets if isinstance(forced, Recorded) else blocks.step,
         outcomes.token_ids.stride(0),
         outcomes.commit_lens.stride(0),
         outcomes.new_seq_lens.stride(0),
@@ -138,9 +178,10 @@ def accept_triton(blocks: Verification, outcomes: Outcomes, relay: Relay, forced
         LANES=triton.next_power_of_2(block),
         RAGGED=ragged is not None,
         FORCED=forced is not None,
-        SPREAD=0 if forced is None or forced.alike else GOLDEN,
-        PROFILES=1 if forced is None else len(forced.survival),
-        PROPOSALS=0 if forced is None else forced.survival.shape[1],
+        STARTS=len(forced.accepted) if isinstance(forced, Recorded) else 0,
+        SPREAD=GOLDEN if isinstance(forced, Forced) and not forced.alike else 0,
+        PROFILES=1 if survival is None else len(survival),
+        PROPOSALS=0 if survival is None else survival.shape[1],
         TOKEN_ID=-1 if forced is None or forced.token_id is None else forced.token_id,
         COINS=1 << COIN_BITS,
     )
@@ -152,11 +193,11 @@ def _accept_kernel(
     starts_ptr, lens_ptr,
     ids_ptr, commit_ptr, bonus_ptr, new_seq_lens_ptr,
     relay_seq_lens_ptr, relay_bonus_ptr,
-    survival_ptr,
+    forced_ptr, offsets_ptr,
     ids_stride, commit_stride, lens_stride,
     BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr,
-    FORCED: tl.constexpr, SPREAD: tl.constexpr, PROFILES: tl.constexpr, PROPOSALS: tl.constexpr,
-    TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
+    FORCED: tl.constexpr, STARTS: tl.constexpr, SPREAD: tl.constexpr, PROFILES: tl.constexpr,
+    PROPOSALS: tl.constexpr, TOKEN_ID: tl.constexpr, COINS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(requests_ptr + request).to(tl.int64)
@@ -170,9 +211,14 @@ def _accept_kernel(
     proposes = lane < rows - 1
     proposal = tl.load(tokens_ptr + start + lane + 1, mask=proposes, other=0).to(tl.int64)
     committed = tl.load(target_ptr + start + lane, mask=lane < rows, other=0).to(tl.int64)
+    prefix = tl.load(prefix_ptr + request).to(tl.int64)
     if FORCED:
-        coin = (tl.load(step_ptr + 1) + request * SPREAD) % COINS
-        survives = coin < tl.load(survival_ptr + row % PROFILES * PROPOSALS + lane, mask=proposes, other=0)
+        if STARTS:
+            case = (tl.load(offsets_ptr + row) + prefix) % STARTS
+            survives = lane < tl.load(forced_ptr + case)
+        else:
+            coin = (tl.load(step_ptr + 1) + request * SPREAD) % COINS
+            survives = coin < tl.load(forced_ptr + row % PROFILES * PROPOSALS + lane, mask=proposes, other=0)
         accepted = tl.minimum(tl.sum((survives & proposes).to(tl.int32), axis=0), at_most)
         committed = tl.where(lane < accepted, proposal, committed)
         if TOKEN_ID >= 0:
@@ -181,7 +227,7 @@ def _accept_kernel(
         disagrees = (proposal != committed) | (lane >= rows - 1)
         accepted = tl.minimum(tl.min(tl.where(disagrees, lane, BLOCK - 1), axis=0), at_most)
     bonus = tl.sum(tl.where(lane == accepted, committed, 0), axis=0)
-    new_seq_len = tl.load(prefix_ptr + request).to(tl.int64) + accepted + 1
+    new_seq_len = prefix + accepted + 1
 
     place = tl.load(step_ptr)
     out = place * lens_stride + request

@@ -359,6 +359,15 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ('{"simulated_acceptance": [0.5, 1.5]}', r"simulated_acceptance=\[0.5, 1.5\]: expected"),
         ('{"simulated_acceptance": [[0.5], 1]}', r"simulated_acceptance=\[\[0.5\], 1\]: expected"),
         ('{"simulated_acceptance": [true]}', r"simulated_acceptance=\[True\]: expected"),
+        (
+            '{"simulated_acceptance": {"record": "/nowhere.npz"}}',
+            r"simulated_acceptance=.*nowhere.npz.*the path of",
+        ),
+        (
+            '{"simulated_acceptance": {"record": 1}}',
+            r"simulated_acceptance=\{'record': 1\}: expected .*the path of",
+        ),
+        ('{"simulated_acceptance": {"path": "pyproject.toml"}}', r"simulated_acceptance=\{'path': .*: expected"),
         ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
         ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*or 'block'"),
         (

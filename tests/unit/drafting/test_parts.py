@@ -137,13 +137,13 @@ def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requ
     profiles = [[0.9, 0.8, 0.5], [0.25, 0.25, 0.25]]
     acceptor = Acceptor(StepSlots(6, 4, "cpu"), profiles)
     said = Proposals.certain(torch.zeros((3, 3)), logprobs=torch.full((3, 2), -7.0))
-    requests = torch.tensor([2, 3, 4])
-    chances = acceptor.clip_to_limits(said, requests).logprobs.exp()
+    requests, lens = torch.tensor([2, 3, 4]), torch.tensor([7, 8, 9])
+    chances = acceptor.clip_to_limits(said, requests, lens).logprobs.exp()
     torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.25, 0.25], [0.9, 0.8]]), atol=1e-4, rtol=0)
     acceptor.set_max_commit(np.array([4, 3]), np.array([2, 1]))
-    chances = acceptor.clip_to_limits(said, requests).logprobs.exp()
+    chances = acceptor.clip_to_limits(said, requests, lens).logprobs.exp()
     torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]]), atol=1e-4, rtol=0)
-    assert Acceptor(StepSlots(6, 4, "cpu")).clip_to_limits(said, requests).logprobs is said.logprobs
+    assert Acceptor(StepSlots(6, 4, "cpu")).clip_to_limits(said, requests, lens).logprobs is said.logprobs
 
 
 @pytest.mark.parametrize("ragged", [False, True])
