@@ -142,9 +142,11 @@ def heads() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         logits = torch.zeros(BS, VOCAB, dtype=dtype)
         pack_shard.pack_shard_triton(logits, 0)
-        pack_shard.pack_chances_triton(logits, 0)
+        for count in (1, 8):
+            pack_shard.pack_chances_triton(logits, 0, count)
     pack_shard.merge_shards_triton(ids(8, BS))
-    pack_shard.merge_chances_triton(ids(8, BS), torch.zeros(8, BS))
+    for count in (1, 8):
+        pack_shard.merge_chances_triton(ids(10 * count, BS), torch.zeros(10, BS), count)
 
 
 def walks() -> None:

@@ -1,4 +1,4 @@
-"""The packed best token of a row: the Triton kernels equal their torch twins, and both an argmax."""
+"""The packed best tokens of a row: the Triton kernels equal their torch twins, and both a sort of the row."""
 
 from __future__ import annotations
 
@@ -72,38 +72,64 @@ def test_no_rows_and_rows_without_tokens_have_a_form(device):
     assert kernels.pack_shard(empty.new_empty((2, 0)), 0).tolist() == [torch.iinfo(torch.int64).min] * 2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
+    count=st.sampled_from([1, 2, 8, 16]),
     width=st.sampled_from([1, 7, 2049, 16_385, 40_000]),
-    masked=st.sampled_from([0.0, 0.4, 0.9]),
+    masked=st.sampled_from([0.0, 0.4, 0.9, 0.9999]),
     scale=st.sampled_from([0.1, 3.0, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    columns=st.sampled_from([1, 5, 2048]),
     shards=st.sampled_from([1, 2, 3]),
 )
-def test_the_best_token_has_its_logprob_over_all_shards(
-    triton_runs, device, seed, width, masked, scale, dtype, shards
+def test_the_best_tokens_have_their_logprobs_over_all_shards(
+    triton_runs, device, seed, count, width, masked, scale, dtype, columns, shards
 ):
+    """Equal logits in the order of their ids; the best ones in few columns of the kernel's, or in many."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(3, width, generator=generator) * scale).to(dtype)
     logits[torch.rand(3, width, generator=generator) < masked] = -INF
     logits[:, 0] = 0.0
+    tiles, column = (torch.randint(0, n, (3, 30), generator=generator) for n in (20, columns))
+    high = (tiles * 2048 + column) % width
+    logits.scatter_(1, high, (torch.randint(0, 4, (3, 30), generator=generator) * scale).to(dtype))
     logits = logits.to(device)
-    expected = logits.float().log_softmax(dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1)
+    expected = torch.zeros(3, count, dtype=torch.int64, device=device)
+    best = [sorted(range(width), key=lambda token: (-row[token], token))[:count] for row in logits.tolist()]
+    expected[:, : len(best[0])] = torch.tensor(best, device=device)
+    expected_logprobs = logprobs.gather(1, expected)
+    expected_logprobs[:, width:] = -INF
     bounds = [width * shard // shards for shard in range(shards + 1)]
     parts = [(logits[:, start:end], start) for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
     for pack, merge in (
         (kernels.pack_chances_torch, kernels.merge_chances_torch),
         (kernels.pack_chances_triton, kernels.merge_chances_triton),
     ):
-        packed, sums = (torch.cat(of) for of in zip(*(pack(*part) for part in parts), strict=True))
-        ids, logprobs = merge(packed, sums)
-        assert torch.equal(ids, kernels.best_ids(logits))
-        torch.testing.assert_close(logprobs, expected.gather(1, ids[:, None])[:, 0], atol=2e-5, rtol=1e-5)
+        packed, sums = (torch.cat(of) for of in zip(*(pack(*part, count) for part in parts), strict=True))
+        ids, found = merge(packed, sums, count)
+        assert torch.equal(ids, expected)
+        torch.testing.assert_close(found, expected_logprobs, atol=2e-5, rtol=1e-5)
+    assert torch.equal(ids[:, 0], kernels.best_ids(logits))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 9), width=st.sampled_from([1, 5, 2050, 20_000]))
+def test_parts_of_a_shard_hold_as_many_tokens_as_are_asked_for(triton_runs, device, seed, count, width):
+    """Of the kernel's parts and the twin's single one together the same tokens are the best, those of logit -inf
+    included, and what a part lacks is absent."""
+    logits = torch.randint(-2, 3, (2, width), generator=torch.Generator().manual_seed(seed)).float().to(device)
+    logits[logits < 0] = -INF
+    packed = kernels.pack_chances_triton(logits, 70_000, count)[0]
+    expected = kernels.pack_chances_torch(logits, 70_000, count)[0]
+    assert len(packed) == count * -(-width // 16_384)
+    assert torch.equal(packed.sort(dim=0, descending=True).values[:count], expected)
+    assert (expected == kernels.ABSENT).sum() == 2 * max(0, count - width)
 
 
 def test_an_infinite_logit_is_certain_and_a_row_of_nan_too(twin, device):
     logits = torch.tensor([[0.0, INF, 0.0], [float("nan")] * 3], device=device)
-    packed, sums = getattr(kernels, f"pack_chances_{twin}")(logits, 0)
-    ids, logprobs = getattr(kernels, f"merge_chances_{twin}")(packed, sums)
-    assert ids.tolist() == [1, 0] and logprobs.tolist() == [0.0, 0.0]
+    packed, sums = getattr(kernels, f"pack_chances_{twin}")(logits, 0, 2)
+    ids, logprobs = getattr(kernels, f"merge_chances_{twin}")(packed, sums, 2)
+    assert ids.tolist() == [[1, 0], [0, 1]] and logprobs.tolist() == [[0.0, -INF], [0.0, 0.0]]

@@ -133,10 +133,11 @@ class TargetHead:
     def chances(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, hidden] -> ids [N] int64 as of `greedy`, and their logprobs [N] float32 over the whole
         vocabulary. Of a head whose ranks have the same batch; collective and capturable as `greedy`."""
-        packed, sums = pack_chances(self._shaped(self.logits(hidden)), self.first_id)
+        packed, sums = pack_chances(self._shaped(self.logits(hidden)), self.first_id, 1)
         if self.group is not None:
             packed, sums = (self._of_all_ranks(of) for of in (packed.amax(dim=0), sums.logsumexp(dim=0)))
-        return merge_chances(packed, sums)
+        ids, logprobs = merge_chances(packed, sums, 1)
+        return ids[:, 0], logprobs[:, 0]
 
     def _of_all_ranks(self, of_rank: Tensor) -> Tensor:
         """[N] -> [ranks, N]"""
