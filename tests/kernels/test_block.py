@@ -90,13 +90,15 @@ class Accepts:
 
     def __init__(
         self, twin, device, tokens, target_ids, prefix_lens, requests, step=(3, 0), forced=None, most=None,
-        ragged=None,
+        ragged=None, paths=None,
     ):  # fmt: skip
         def buffer(*shape, dtype=torch.int64):
             return torch.full(shape, -7, dtype=dtype, device=device)
 
         self.bs = len(requests)
         self.block = len(tokens[0]) if ragged is None else ragged.block
+        if paths is not None:
+            self.block = paths.nodes.shape[1]
         self.outcomes = accept_kernels.Outcomes(
             buffer(PLACES, ROWS * self.block + 3)[:, 3:],  # parts of wider rows, as where they are packed
             buffer(PLACES, ROWS + 5, dtype=torch.int32)[:, :ROWS],
@@ -108,7 +110,7 @@ class Accepts:
         blocks = accept_kernels.Verification(
             *on(device, tokens, target_ids, prefix_lens, requests, step, most), ragged
         )
-        getattr(accept_kernels, f"accept_{twin}")(blocks, self.outcomes, self.relay, forced)
+        getattr(accept_kernels, f"accept_{twin}")(blocks, self.outcomes, self.relay, forced, paths)
         self.place = step[0]
         commit, bonus, lengths = (buffer[self.place, : self.bs].tolist() for buffer in self.outcomes[1:])
         self.commit_lens, self.bonus_tokens, self.new_seq_lens = commit, bonus, lengths

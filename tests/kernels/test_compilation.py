@@ -25,6 +25,7 @@ from dflash_sglang.kernels.attention import tree_keys
 from dflash_sglang.kernels.block import (
     accept,
     grouped_conv,
+    grow_tree,
     pack_rows,
     prepare_block,
     share_rows,
@@ -134,6 +135,21 @@ def accepts() -> None:
             accept.accept_triton(verified, outcomes, relay, forced)
 
 
+def trees() -> None:
+    outcomes = accept.Outcomes(ids(5, ROWS * BLOCK), counts(5, ROWS), ids(5, ROWS), ids(5, ROWS))
+    relay = accept.Relay(ids(ROWS), ids(ROWS))
+    candidates = grow_tree.Candidates(ids(BS, BLOCK - 1, 8), torch.zeros(BS, BLOCK - 1, 8))
+    for nodes in (8, 64):
+        tree = grow_tree.Tree(counts(BS, nodes), counts(BS, nodes), ids(BS, nodes), torch.zeros(BS, nodes))
+        grow_tree.grow_tree_triton(ids(BS), candidates, ids(BS, nodes), tree)
+        paths = accept.Paths(tree, ids(BS, nodes), ids(BS, BLOCK), ids(BS * BLOCK), ids(BS * BLOCK))
+        ragged = accept.Ragged(counts(BS + 1), counts(BS), nodes)
+        for part, rows in ((None, ids(BS, nodes)), (ragged, ids(BS * nodes))):
+            verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(2), counts(ROWS), part)
+            for forced in (None, accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)):
+                accept.accept_triton(verified, outcomes, relay, forced, paths)
+
+
 def rows_of_layers() -> None:
     grouped_conv.grouped_conv_triton(halves(2 * BLOCK, HIDDEN), halves(2 * BLOCK, 3, 64), halves(3, HIDDEN), BLOCK)
 
@@ -179,7 +195,7 @@ def states() -> None:
         replay.replay_triton(moved, kept, counts(BS), counts(BS), ids(BS), ids(BS))
 
 
-def trees() -> None:
+def tree_attention() -> None:
     """Of Qwen3-8B and of layers with other groups and dims; queries lie in rows with keys and values."""
     for heads, kv_heads, dim in ((32, 8, 128), (28, 4, 128), (8, 8, 64), (64, 4, 256)):
         for nodes in (16, 64):
@@ -199,7 +215,9 @@ def context(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
-    for launches in (blocks, accepts, rows_of_layers, heads, walks, samples, states, trees):
+    for launches in (
+        blocks, accepts, trees, rows_of_layers, heads, walks, samples, states, tree_attention,
+    ):  # fmt: skip
         launches()
     context(torch.float8_e5m2)
     assert set(compiled) == kernel_names

@@ -209,7 +209,7 @@ def test_a_draft_that_accepts_otherwise_at_every_width_is_served_at_its_best_one
 
 @pytest.mark.parametrize("seed", [3, 12])
 def test_where_all_widths_take_as_long_one_request_stays_at_the_widest(seed: int) -> None:
-    """Luck of some hundred steps is no property of a width: what narrower blocks get of it afterwards is neither."""
+    """Luck of some hundred steps is no property of a width, and what comes after it is none of another one."""
     machine = Machine(jitter=0.02, outliers=0.01)
     machine.table[0, 1:] = 5.9e-3
     server = serve(adaptive(machine, 64, seed=seed), machine, Draft(GOOD), seed=seed, clock=seed)

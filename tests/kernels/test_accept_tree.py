@@ -1,0 +1,145 @@
+"""Accept of trees: what a walk through the tree commits, and which KV rows move; a chain's tree is a chain."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_sglang.kernels.block import accept as kernels
+from dflash_sglang.kernels.block.grow_tree import Tree
+from tests.kernels.test_block import ROWS, Accepts, ragged_rows, starts_of
+
+ONE = 1 << kernels.COIN_BITS
+each_twin = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def paths_of(device, parents, block):
+    """parents [bs][N], -1 of the root and of padding -> Paths full of sentinels; slot = 1000 * request + node."""
+    depths, ancestors = [], []
+    for of_tree in parents:
+        depth, above = [], []
+        for node, parent in enumerate(of_tree):
+            depth.append(depth[parent] + 1 if parent >= 0 else 0)
+            above.append(1 << node | (above[parent] if parent >= 0 else 0))
+        depths.append(depth)
+        ancestors.append([bits - (bits >> 63 << 64) for bits in above])
+    bs, nodes = len(parents), len(parents[0])
+    tree = Tree(
+        *(torch.tensor(values, dtype=torch.int32, device=device) for values in (parents, depths)),
+        torch.tensor(ancestors, device=device),
+        torch.zeros(bs, nodes, device=device),
+    )
+    slots = torch.arange(bs, device=device)[:, None] * 1000 + torch.arange(nodes, device=device)
+    moves = (torch.full((bs * block,), -7, device=device) for _ in range(2))
+    return kernels.Paths(tree, slots, torch.full((bs, block), -7, device=device), *moves)
+
+
+@st.composite
+def trees(draw, bs, block):
+    """(tokens, target_ids, parents) [bs][N]: siblings differ, no node is deeper than block - 1, some are padding.
+    What the target answers is often one of the children."""
+    nodes = draw(st.integers(1, 64))
+    batch = []
+    for _ in range(bs):
+        tokens, parents, depths = [draw(st.integers(0, 2))], [-1], [0]
+        real = draw(st.integers(1, nodes))
+        width = draw(st.sampled_from([2, 5, 64]))  # parents are among the last of so many nodes
+        for node in range(1, nodes):
+            parent = draw(st.integers(max(0, node - width), node - 1))
+            if node >= real or depths[parent] == block - 1:
+                parent = -1
+            siblings = {tokens[other] for other in range(1, node) if parents[other] == parent}
+            others = sorted(set(range(len(siblings) + 3)) - siblings)
+            tokens.append(draw(st.sampled_from(others)) if parent >= 0 else tokens[0])
+            parents.append(parent)
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        target = []
+        for node in range(nodes):
+            children = [tokens[other] for other in range(1, nodes) if parents[other] == node]
+            target.append(draw(st.sampled_from(children * 4 + [99])))
+        batch.append((tokens, target, parents))
+    return tuple(zip(*batch, strict=True))
+
+
+def walked(tokens, target, parents):
+    """The nodes that a walk from the root visits."""
+    path = [0]
+    while True:
+        children = [n for n, parent in enumerate(parents) if parent == path[-1] and tokens[n] == target[path[-1]]]
+        if not children:
+            return path
+        path += children
+
+
+def deepest(parents):
+    """The nodes from the root to the first of the deepest nodes."""
+    ways = [[0]]
+    for node in range(1, len(parents)):
+        ways.append([*ways[parents[node]], node] if parents[node] >= 0 else [])
+    return max(ways, key=len)
+
+
+@each_twin
+@given(data=st.data())
+def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_the_front(twin, device, data):
+    bs, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 17))
+    tokens, target, parents = data.draw(trees(bs, block))
+    nodes, most = len(parents[0]), data.draw(st.integers(1, block))
+    paths = paths_of(device, parents, block)
+    requests = data.draw(st.permutations(range(ROWS)))[:bs]
+    prefix, step = list(range(10, 10 + bs)), (3, data.draw(st.integers(0, ONE - 1)))
+    lens, ragged, rows = [nodes] * bs, None, (tokens, target)
+    if data.draw(st.booleans()):
+        lens = data.draw(st.lists(st.integers(1, nodes), min_size=bs, max_size=bs))
+        starts, widths = torch.tensor(starts_of(lens)).int(), torch.tensor(lens).int()
+        ragged = kernels.Ragged(starts.to(device), widths.to(device), nodes)
+        rows = tuple(ragged_rows(lens, values, padding=3) for values in rows)
+    forced = None
+    if data.draw(st.booleans()):
+        survival = sorted(data.draw(st.lists(st.integers(0, ONE), min_size=block - 1, max_size=block - 1)))
+        forced = kernels.Forced(torch.tensor([survival[::-1]], device=device), alike=True, token_id=None)
+    out = Accepts(twin, device, *rows, prefix, requests, step, forced, most, ragged, paths)
+    moved = torch.arange(4000).view(4, 1000)
+    moved.view(-1)[paths.targets.cpu()] = paths.sources.cpu()
+    for b in range(bs):
+        verified = [values[: lens[b]] for values in (tokens[b], target[b], parents[b])]
+        if forced is None:
+            path = walked(*verified)[:most]
+            committed = [target[b][node] for node in path]
+        else:
+            path = deepest(verified[2])[: min(most, 1 + sum(step[1] < chance for chance in survival))]
+            committed = [*(tokens[b][node] for node in path[1:]), target[b][path[-1]]]
+        assert out.committed[b] == committed and out.bonus_tokens[b] == committed[-1]
+        assert out.new_seq_lens[b] == prefix[b] + len(path)
+        assert out.relay.bonus_tokens[requests[b]] == committed[-1]
+        assert out.relay.new_seq_lens[requests[b]] == prefix[b] + len(path)
+        assert paths.nodes[b].tolist() == path + [0] * (block - len(path))
+        expected = list(range(1000 * b, 1000 * b + 1000))
+        expected[: len(path)] = [1000 * b + node for node in path]
+        assert moved[b].tolist() == expected
+        # No row is copied onto itself while another is copied there.
+        pairs = list(zip(*(of.view(bs, block)[b].tolist() for of in (paths.sources, paths.targets)), strict=True))
+        assert len({target for _, target in pairs}) == len(set(pairs))
+
+
+@each_twin
+@given(data=st.data())
+def test_the_tree_of_a_chain_commits_what_the_chain_does(twin, device, data):
+    bs, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 17))
+    of_block = st.lists(st.integers(0, 1), min_size=block, max_size=block)
+    tokens, target = ([data.draw(of_block) for _ in range(bs)] for _ in range(2))
+    forced = None
+    if data.draw(st.booleans()):
+        survival = sorted(data.draw(st.lists(st.integers(0, ONE), min_size=block - 1, max_size=block - 1)))
+        token_id = data.draw(st.sampled_from([None, 100]))
+        forced = kernels.Forced(torch.tensor([survival[::-1]], device=device), alike=False, token_id=token_id)
+    step, most = (3, data.draw(st.integers(0, ONE - 1))), data.draw(st.integers(1, block))
+    arguments = (twin, device, tokens, target, list(range(bs)), list(range(bs)), step, forced, most)
+    paths = paths_of(device, [list(range(-1, block - 1))] * bs, block)
+    chain, tree = Accepts(*arguments), Accepts(*arguments, paths=paths)
+    assert tree.committed == chain.committed and tree.bonus_tokens == chain.bonus_tokens
+    assert tree.new_seq_lens == chain.new_seq_lens
+    for row, other in zip(tree.relay, chain.relay, strict=True):
+        assert torch.equal(row, other)
+    assert torch.equal(paths.sources, paths.targets)
