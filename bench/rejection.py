@@ -88,10 +88,10 @@ def measure(
     tokens = torch.zeros((requests, block), dtype=torch.int64, device="cuda")
     tokens[:, 1:] = logits.argmax(dim=-1).view(requests, block)[:, :-1]
     proposals = Proposals.certain(tokens, torch.ones((requests, block - 1, 1), device="cuda"))
-    out = torch.zeros_like(tokens)
+    out = torch.zeros(tokens.numel(), dtype=torch.int64, device="cuda")
 
     def ours() -> Tensor:
-        return sampler.target_tokens(logits, info, proposals, True, out)
+        return sampler.target_tokens(logits, info, proposals, True, out=out)
 
     forms: dict[str, Callable[[], Any]] = {
         "ours": ours,
@@ -103,7 +103,7 @@ def measure(
     result: dict[str, Any] = {
         name: dict(launches=len(launches(run)), us=microseconds(run)) for name, run in forms.items()
     }
-    agrees = (tokens[:, 1:] == ours()[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+    agrees = (tokens[:, 1:] == ours().view_as(tokens)[:, :-1]).long().cumprod(dim=1).sum(dim=1)
     result["accept_length"] = round(float(agrees.double().mean()) + 1, 2)
     return result
 

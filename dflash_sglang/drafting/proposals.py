@@ -14,8 +14,8 @@ class Proposals(NamedTuple):
     tokens: Tensor  # [bs, block] last committed token + proposals
     candidates: Tensor  # [bs, block - 1, K] the ids that each proposal was drawn from
     probs: Tensor  # [bs, block - 1, K] float32, their probabilities
-    # [bs, block - 1] float32: how likely each proposal is, given those before it. None where nobody asked, or the
-    # draft cannot tell.
+    # [bs, block - 1] float32: of the draft's likeliest token at each position, whatever was drawn: they choose the
+    # rows of a ragged step. None where nobody asked, or the draft cannot tell.
     logprobs: Tensor | None = None
 
     @classmethod

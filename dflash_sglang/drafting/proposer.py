@@ -95,14 +95,14 @@ class Proposer:
             else:
                 tokens = block.ids
                 self._write_proposals(tokens, out.logits_output.hidden_states)
-        info = batch.sampling_info
+        info, logprobs = batch.sampling_info, self._reader.logprobs(bs, width - 1)
         if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
             if self._reader.ranks_may_part:
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-            return self._certain(tokens, self._reader.logprobs(bs, width - 1))
+            return self._certain(tokens, logprobs)
         proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-        return proposals
+        return proposals._replace(logprobs=logprobs)
 
     def _certain(self, tokens: torch.Tensor, logprobs: torch.Tensor | None = None) -> Proposals:
         bs, proposals = tokens.shape[0], tokens.shape[1] - 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.sampled.tokens import CHUNK, SampledRows, Workspace, target_tokens_triton
 from dflash_sglang.verify.sampling import Filters, filtered_probs
 
@@ -50,56 +51,65 @@ class RejectionSampler:
 
     def target_tokens(
         self,
-        logits: Tensor,  # [bs * block, vocab], adjusted
+        logits: Tensor,  # [rows, vocab], adjusted: of bs * block rows, or of the ragged ones
         info: SamplingBatchInfo,
         proposals: Proposals,
         kernels: bool,  # as Filters.from_batch
+        ragged: Ragged | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[bs, block] int64, into `out` where given: the accepted proposals of each request, the token of the
-        target's after them, which is another than was proposed there, then zeros. Greedy requests in the batch get
-        the argmax, as if they were alone. Capturable in a CUDA graph.
+        """[rows] int64, into `out` where given: the accepted proposals of each request, the token of the target's
+        after them, which is another than was proposed there, then zeros. Greedy requests in the batch get the
+        argmax, as if they were alone. Capturable in a CUDA graph.
         """
-        if self._work is None:
-            tokens = rejection_sample(logits, info, proposals, kernels).clamp_(min=0)
-            return tokens if out is None else out.copy_(tokens)
         bs, block_size = proposals.tokens.shape
+        if self._work is None:
+            tokens = rejection_sample(logits, info, proposals, kernels, ragged).clamp_(min=0)
+            if ragged is not None:
+                tokens = tokens[torch.arange(block_size, device=tokens.device) < ragged.lens[:, None]]
+            tokens = tokens.flatten()
+            return tokens if out is None else out.copy_(tokens)
         if out is None:
-            out = torch.empty((bs, block_size), dtype=torch.int64, device=logits.device)
+            out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         filters = Filters.from_batch(info, kernels)
+        rows = _sampled(logits, proposals, ragged)
         if bs <= AT_ONCE:
-            target_tokens_triton(_sampled(logits, proposals), filters, self._work, out)
+            target_tokens_triton(rows, filters, self._work, out)
             return out
         for start in range(0, bs, AT_ONCE):
             part = slice(start, start + AT_ONCE)
-            rows = SampledRows(
-                logits[start * block_size : part.stop * block_size],
-                *(tensor[part] for tensor in _sampled(logits, proposals)[1:]),
-            )
-            target_tokens_triton(rows, filters.part(part), self._work, out[part])
+            of_part = slice(start * block_size, part.stop * block_size) if ragged is None else slice(None)
+            target_tokens_triton(rows.part(part, of_part), filters.part(part), self._work, out[of_part])
         return out
 
 
-def _sampled(logits: Tensor, proposals: Proposals) -> SampledRows:
-    return SampledRows(logits, proposals.tokens, proposals.candidates, proposals.probs)
+def _sampled(logits: Tensor, proposals: Proposals, ragged: Ragged | None = None) -> SampledRows:
+    return SampledRows(logits, proposals.tokens, proposals.candidates, proposals.probs, ragged)
 
 
-def rejection_sample(logits: Tensor, info: SamplingBatchInfo, proposals: Proposals, kernels: bool) -> Tensor:
+def rejection_sample(
+    logits: Tensor, info: SamplingBatchInfo, proposals: Proposals, kernels: bool, ragged: Ragged | None = None
+) -> Tensor:
     """[bs, block] int64: the committed tokens of each request, the rest NOT_COMMITTED. The definition."""
     bs, block_size = proposals.tokens.shape
     uniforms = torch.rand((bs, block_size + 1), device=logits.device)
-    return sample_with(logits, Filters.from_batch(info, kernels), proposals, uniforms)
+    return sample_with(logits, Filters.from_batch(info, kernels), proposals, uniforms, ragged=ragged)
 
 
 def sample_with(
-    logits: Tensor,  # [bs * block, vocab], adjusted
+    logits: Tensor,  # [rows, vocab], adjusted: of bs * block rows, or of the ragged ones
     filters: Filters,  # of bs requests
     proposals: Proposals,
     uniforms: Tensor,  # [bs, block + 1] in [0, 1): a coin for every proposal, two for the draw
     chunk: int = CHUNK,  # the draw takes a chunk of the vocabulary first, then a token of it
+    ragged: Ragged | None = None,
 ) -> Tensor:
     """[bs, block] int64: the committed tokens of each request, the rest NOT_COMMITTED, as `uniforms` decide."""
     bs, block_size = proposals.tokens.shape
+    last = torch.full((bs,), block_size - 1, device=logits.device)  # row of each request
+    if ragged is not None:
+        last = ragged.lens.long() - 1
+        logits = ragged.dense(logits, block_size).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p = filtered_probs(logits, filters.repeat(block_size)).view(bs, block_size, -1)
     best = logits.argmax(dim=-1).view(bs, block_size)
@@ -111,12 +121,12 @@ def sample_with(
     agrees = proposed == best[:, :-1]
     chance = (common * is_proposed).sum(dim=-1) / q
     accepts = torch.where(greedy[:, None], agrees, uniforms[:, : block_size - 1] < chance)
-    num_accepted = accepts.long().cumprod(dim=1).sum(dim=1)
+    num_accepted = accepts.long().cumprod(dim=1).sum(dim=1).minimum(last)
 
     # The one row of each request that draws its own token.
     request = torch.arange(bs, device=logits.device)
     rejecting = num_accepted.clamp(max=block_size - 2)
-    rejects = (num_accepted < block_size - 1)[:, None]
+    rejects = (num_accepted < last)[:, None]
     own = proposed[request, rejecting][:, None]
     weights = p[request, num_accepted]
     kept = torch.where(rejects, weights.scatter(1, own, 0.0), weights)

@@ -1,7 +1,7 @@
 """How plain decoding samples a row, for every row of a block: filters, seeded tokens, and the reported masks.
 
-Each row of a block is a decode step of its request: SGLang's own sampler runs over `[bs * block, vocab]` logits,
-every per-request parameter repeated for the rows of its block.
+Each row of a block is a decode step of its request: SGLang's own sampler runs over the logits of all rows, every
+per-request parameter repeated for the rows of its request.
 """
 
 from __future__ import annotations
@@ -80,34 +80,34 @@ def _with_ties(probs: Tensor, inside: Tensor) -> Tensor:
 
 
 def seeded_tokens(
-    logits: Tensor,  # [bs * block, vocab] adjusted; consumed
+    logits: Tensor,  # [rows, vocab] adjusted; consumed
     info: SamplingBatchInfo,
-    positions: Tensor,  # [bs * block] position of the row's input token, as seeds count them
+    positions: Tensor,  # [rows] position of the row's input token, as seeds count them
     sampler: Sampler,
-    block_size: int,
+    requests: Tensor,  # [rows] int64, the request of each row
 ) -> Tensor:
-    """[bs, block] int64: SGLang's sampler over all rows. A row's token follows from its seed, its position and
-    its logits alone, so that it is the token of plain decoding whatever was proposed."""
+    """[rows] int64: SGLang's sampler over all rows. A row's token follows from its seed, its position and its
+    logits alone, so that it is the token of plain decoding whatever was proposed and however much is verified."""
     chosen = sampler(
         LogitsProcessorOutput(next_token_logits=logits),
-        rows_of(info, block_size),
+        rows_of(info, requests),
         return_logprob=False,
         top_logprobs_nums=[],
         token_ids_logprobs=[],
         positions=positions,
     )
-    return chosen.long().view(-1, block_size)
+    return chosen.long()
 
 
-def rows_of(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
-    """The parameters of a batch, one entry per verified row; what is in the logits already is left out."""
+def rows_of(info: SamplingBatchInfo, requests: Tensor) -> SamplingBatchInfo:
+    """The parameters of a batch for rows of these requests [rows]; what is in the logits already is left out."""
     return dataclasses.replace(
         info,
-        temperatures=_repeat(info.temperatures, block_size),
-        top_ps=_repeat(info.top_ps, block_size),
-        top_ks=_repeat(info.top_ks, block_size),
-        min_ps=_repeat(info.min_ps, block_size),
-        sampling_seed=None if info.sampling_seed is None else _repeat(info.sampling_seed, block_size),
+        temperatures=info.temperatures[requests],
+        top_ps=info.top_ps[requests],
+        top_ks=info.top_ks[requests],
+        min_ps=info.min_ps[requests],
+        sampling_seed=None if info.sampling_seed is None else info.sampling_seed[requests],
         grammars=None,
         grammar_mask=None,
         penalizer_orchestrator=None,
@@ -119,10 +119,6 @@ def rows_of(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
         custom_logit_processor=None,
         sampling_mask_batch_indices=None,
     )
-
-
-def _repeat(per_request: Tensor, block_size: int) -> Tensor:
-    return per_request.repeat_interleave(block_size, dim=0)
 
 
 def sampling_mask_output(

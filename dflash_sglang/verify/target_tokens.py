@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dflash_sglang.drafting.block import Block
     from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.verify.ragged import RaggedRows
     from dflash_sglang.verify.rejection import RejectionSampler
     from dflash_sglang.verify.target_logits import TargetLogits
 
@@ -28,16 +29,28 @@ class TargetTokens:
         self._by_kernels = by_kernels
         self._tp_sync = SpecTpSync(get_dp_tp_group())
 
-    def choose(self, logits: Tensor, info: SamplingBatchInfo, block: Block, proposals: Proposals) -> Tensor:
-        """logits [bs * block, vocab] of any float dtype, adjusted, are kept -> [bs, block] int64."""
+    def choose(
+        self,
+        logits: Tensor,
+        info: SamplingBatchInfo,
+        block: Block,
+        proposals: Proposals,
+        ragged: RaggedRows | None = None,
+    ) -> Tensor:
+        """logits [rows, vocab] of the block, or of its ragged rows, of any float dtype, adjusted, are kept ->
+        [rows] int64."""
         if info.is_all_greedy:
-            target_ids = self._logits.best(logits).view(-1, block.size)
+            target_ids = self._logits.best(logits)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
             return target_ids
         if info.sampling_seed is not None or block.size == 1:  # a token follows from its seed, or no proposal
             own = logits.to(torch.float32, copy=True)
-            target_ids = seeded_tokens(own, info, block.rows.positions, self._sampler, block.size)
+            lens = block.size if ragged is None else ragged.requests.lens
+            index = torch.arange(block.batch_size, device=logits.device)
+            index = index.repeat_interleave(lens, output_size=len(logits))
+            target_ids = seeded_tokens(own, info, (ragged or block).rows.positions, self._sampler, index)
         else:
-            target_ids = self._rejection.target_tokens(logits, info, proposals, self._by_kernels)
+            requests = None if ragged is None else ragged.requests
+            target_ids = self._rejection.target_tokens(logits, info, proposals, self._by_kernels, requests)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         return target_ids

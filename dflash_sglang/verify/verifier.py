@@ -101,10 +101,8 @@ class Verifier:
                 self._sampler.warm_up(kind, logits)
 
     def full_blocks(self, batch: ScheduleBatch) -> str | None:
-        """Why requests of this decode batch need the rows of whole blocks: their logits are adjusted, sampled from
-        or reported, row by row of a block. None where they do not."""
-        if not batch.sampling_info.is_all_greedy:
-            return "sampled"
+        """Why requests of this decode batch need the rows of whole blocks: their logits are adjusted or reported,
+        row by row of a block. None where they do not."""
         if self._adjusts(batch):
             return "adjusted"
         return "reported" if _is_reported(batch) else None
@@ -127,10 +125,12 @@ class Verifier:
         ids = proposals.tokens if ragged is None else ragged.rows.ids
         forward = self._forward(batch, block, ids, ragged)
         unwritten = self._unwritten(forward, ragged or block)
-        if self.full_blocks(batch) is None:
-            accepted = self._accept_greedy(block, ids, ragged, forward)
+        if batch.sampling_info.is_all_greedy and self.full_blocks(batch) is None:
+            accepted = self._accept_greedy(block, proposals, ragged, forward)
         else:
-            accepted = self._accept_as_asked(batch, block, proposals, forward, grammar_tree, grammar_barrier)
+            accepted = self._accept_as_asked(
+                batch, block, proposals, ragged, forward, grammar_tree, grammar_barrier
+            )
         if self._recurrent is not None:
             self._recurrent.commit(batch, accepted.commit_lens, block.size)
         return Verified(accepted, unwritten, forward)
@@ -154,11 +154,23 @@ class Verifier:
         positions = of.rows.positions
         return Unwritten(features[: len(positions)], positions, of.loc_plan)
 
-    def _accept_greedy(self, block: Block, ids: torch.Tensor, ragged: RaggedRows | None, forward: Any) -> Accepted:
+    def _accept_greedy(
+        self, block: Block, proposals: Proposals, ragged: RaggedRows | None, forward: Any
+    ) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
-        lens, width = (None, block.size) if ragged is None else (ragged.requests, self._block_size)
+        target_ids = None
         if not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._logits.best(forward.logits_output.next_token_logits)
+        return self._accepted(block, proposals, ragged, target_ids)
+
+    def _accepted(
+        self, block: Block, proposals: Proposals, ragged: RaggedRows | None, target_ids: torch.Tensor | None
+    ) -> Accepted:
+        """What the step commits by the target's tokens [rows]; None: what the graph has accepted."""
+        ids, lens, width = proposals.tokens, None, block.size
+        if ragged is not None:
+            ids, lens, width = ragged.rows.ids, ragged.requests, self._block_size
+        if target_ids is not None:
             target_ids = target_ids.view(-1, *ids.shape[1:])
             self._acceptor.accept(ids, target_ids, block.prefix_lens, block.requests, lens)
         return self._acceptor.slots.outcome(block.batch_size, width)
@@ -168,13 +180,14 @@ class Verifier:
         batch: ScheduleBatch,
         block: Block,
         proposals: Proposals,
+        ragged: RaggedRows | None,
         forward: Any,
         grammar_tree: GrammarTree | None,
         grammar_barrier: Callable[[], None] | None,
     ) -> Accepted:
         """Adjust the logits, choose the target's tokens, accept, and report, as the requests of the batch ask."""
         info, output, tokens = batch.sampling_info, forward.logits_output, proposals.tokens
-        adjusts, penalised = self._adjusts(batch), None
+        adjusts, penalised, target_ids = self._adjusts(batch), None, None
         # What samples reads logits of any dtype.
         as_given = not (info.is_all_greedy or adjusts or _is_reported(batch))
         logits = output.next_token_logits = self._logits.whole(output.next_token_logits, as_given)
@@ -185,9 +198,8 @@ class Verifier:
                 logits, batch, tokens, block.prefix_lens, grammar_tree, grammar_barrier
             )
         if adjusts or not info.is_all_greedy or not forward.can_run_cuda_graph:  # else the graph has accepted
-            target_ids = self._target_tokens.choose(logits, info, block, proposals)
-            self._acceptor.accept(tokens, target_ids, block.prefix_lens, block.requests)
-        accepted = self._acceptor.slots.outcome(block.batch_size, block.size)
+            target_ids = self._target_tokens.choose(logits, info, block, proposals, ragged)
+        accepted = self._accepted(block, proposals, ragged, target_ids)
         output.sampling_mask_output = sampling_mask_output(
             logits, info, accepted.target_ids, accepted.commit_lens, self._by_kernels
         )

@@ -176,7 +176,7 @@ def plain(environment) -> dict[str, list[Any]]:
         }
 
 
-WIDTHS = ("blocks of one width", "blocks of any width, mixed prefill")
+WIDTHS = ("blocks of one width", "rows of any number, mixed prefill")
 
 
 @pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1]))
@@ -184,7 +184,10 @@ def ours(request, environment) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
     arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
     if request.param != "blocks of one width":
-        environment |= {CONFIG_ENV: '{"width": {}}', scheduler_hooks.HOOKS_ENV: "poison,seeds,widths"}
+        environment |= {
+            CONFIG_ENV: '{"width": {"ragged": true}}',
+            scheduler_hooks.HOOKS_ENV: "poison,seeds,widths,shares",
+        }
         arguments |= dict(enable_mixed_chunk=True, chunked_prefill_size=64)
     with serve(*pair(), environment=environment, **arguments) as server:
         yield server

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy, serve
@@ -72,7 +73,8 @@ def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[
         observed = Counter(tuple(one["output_ids"]) for answer in answers for one in answer)
     assert set(observed) <= set(expected)
     chi_square = sum((observed[key] - DRAWS * p) ** 2 / (DRAWS * p) for key, p in expected.items())
-    assert chi_square <= chi_square_bound(len(expected) - 1)
+    bound = chi_square_bound(len(expected) - 1)
+    assert chi_square <= bound, f"chi-square {chi_square:.1f}, expected at most {bound:.1f}"
 
 
 @pytest.mark.parametrize(
@@ -97,3 +99,23 @@ def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, propo
         assert beside.result() == [plain["greedy"]] * 3
         (state,) = server.get("/server_info")["internal_states"]
         assert sum(count > 0 for count in state["dflash_width"]["steps"].values()) == (1 if width else 5)
+
+
+def test_ragged_steps_sample_from_the_plain_servers_distribution(tmp_path):
+    """Of a trained pair, whose drawn proposals are often accepted; the prompt leaves three tokens in doubt."""
+    target, draft = (Path(pair_directories()[name]) for name in ("target", "draft"))
+    prompt = list(held_out_prompts()[0].encode()[:60])
+    with serve(target) as server:
+        expected = distribution(server, prompt)
+    environment = {
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"proposals": "drawn", "width": {"ragged": True}}),
+        "PYTHONPATH": scheduler_hooks.install(tmp_path),
+        scheduler_hooks.HOOKS_ENV: "widths,shares",
+    }
+    with serve(target, draft, environment=environment, max_running_requests=48) as server:
+        assert_sampled_from(server, prompt, expected)
+        (state,) = server.get("/server_info")["internal_states"]
+        told = state["dflash_acceptance"]
+        assert told["shapes"]["ragged"]["chosen"] > 50 and set(told["shapes"]["whole"]) == {"chosen"}
+        assert told["accepted"][0] > 1000

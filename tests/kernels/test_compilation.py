@@ -177,11 +177,14 @@ def walks() -> None:
 def samples() -> None:
     work, ones = tokens.Workspace(BS, BLOCK, VOCAB, "cpu"), torch.ones(BS)
     logits = torch.zeros(BS * BLOCK, VOCAB)
-    for candidates, filtered, renormalised in ((1, False, False), (1, True, False), (8, True, True)):
+    ragged = accept.Ragged(counts(BS + 1), counts(BS), BLOCK)
+    forms = ((1, False, False, None), (1, True, False, None), (8, True, True, ragged))
+    for candidates, filtered, renormalised, part in forms:
         shape = (BS, BLOCK - 1, candidates)
         proposals = Proposals(ids(BS, BLOCK), ids(*shape), torch.zeros(shape))
         filters = Filters(ones, counts(BS), ones, ones, *[filtered] * 3, renormalised)
-        tokens.target_tokens_triton(tokens.SampledRows(logits, *proposals[:3]), filters, work, ids(BS, BLOCK))
+        rows = tokens.SampledRows(logits, *proposals[:3], part)
+        tokens.target_tokens_triton(rows, filters, work, ids(BS * BLOCK))
 
 
 def states() -> None:

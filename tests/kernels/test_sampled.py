@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.sampled.cuts import cut_kernel
 from dflash_sglang.kernels.sampled.draw import pick_kernel, residual_kernel
 from dflash_sglang.kernels.sampled.rows import chunk_stats_kernel, verdict_kernel
@@ -34,6 +35,20 @@ class Batch(NamedTuple):
     logits: Tensor
     filters: Filters
     proposals: Proposals
+    ragged: Ragged | None = None
+
+    def dense(self, rows: Tensor) -> Tensor:
+        """rows [rows, ...] -> [requests, block, ...], 0 where a request has none."""
+        shape = self.proposals.tokens.shape
+        return rows.unflatten(0, shape) if self.ragged is None else self.ragged.dense(rows, shape[1])
+
+    def cut(self, lens: list[int]) -> Batch:
+        """With so many rows of each request."""
+        device = self.logits.device
+        shared = torch.tensor([0, *lens], dtype=torch.int32, device=device)
+        kept = torch.arange(self.proposals.tokens.shape[1], device=device) < shared[1:, None]
+        ragged = Ragged(shared.cumsum(0).int(), shared[1:].contiguous(), 16)
+        return self._replace(logits=self.logits[kept.flatten()], ragged=ragged)
 
 
 def batch(
@@ -68,13 +83,15 @@ def batch(
 
 def to(device: str, of: Batch) -> Batch:
     filters = of.filters._replace(**{name: getattr(of.filters, name).to(device) for name in Filters._fields[:4]})
-    return Batch(of.logits.to(device), filters, Proposals(*(tensor.to(device) for tensor in of.proposals[:3])))
+    proposals = Proposals(*(tensor.to(device) for tensor in of.proposals[:3]))
+    return of._replace(logits=of.logits.to(device), filters=filters, proposals=proposals)
 
 
 def by_kernels(of: Batch, work: Workspace, out: Tensor | None = None) -> Tensor:
-    out = torch.full_like(of.proposals.tokens, -7) if out is None else out
-    target_tokens_triton(SampledRows(of.logits, *of.proposals[:3]), of.filters, work, out)
-    return out
+    """[requests, block]"""
+    out = torch.full((len(of.logits),), -7, device=of.logits.device) if out is None else out
+    target_tokens_triton(SampledRows(of.logits, *of.proposals[:3], of.ragged), of.filters, work, out)
+    return of.dense(out)
 
 
 class Compared(NamedTuple):
@@ -89,10 +106,10 @@ def compared(of: Batch, work: Workspace, got: Tensor, logits: Tensor | None = No
     requests, block = got.shape
     logits = of.logits if logits is None else logits
     uniforms = work.uniforms.view(-1)[: requests * (block + 1)].view(requests, block + 1)
-    expected = sample_with(logits, of.filters, of.proposals, uniforms, work.chunk)
+    expected = sample_with(logits, of.filters, of.proposals, uniforms, work.chunk, of.ragged)
     commit_lens = (expected >= 0).sum(-1)
     number, cut, mass = (tensor[:requests] for tensor in work.drawing)
-    rows = logits.view(*got.shape, -1)[torch.arange(requests, device=got.device), number.long()]
+    rows = of.dense(logits)[torch.arange(requests, device=got.device), number.long()]
     probs = filtered_probs(rows, of.filters)
     weights = ((rows - rows.amax(-1, keepdim=True)) / of.filters.temperatures[:, None]).exp()
     kept = (rows > cut[:, None]) & (weights >= of.filters.min_ps[:, None]) & (weights > 0)
@@ -139,6 +156,41 @@ def test_the_kernels_commit_what_the_definition_commits(
     assert vocab > 100 or torch.stack(commit_lens).max() > 1
 
 
+@pytest.mark.parametrize(
+    ("of", "width", "lens"),
+    [
+        ("temperature", 1, (3, 1, 5, 2, 4)),
+        ("top-p", 3, (1, 5, 1, 1, 4)),
+        ("all", 3, (5, 2, 1, 4, 3)),
+        ("all", 1, (1, 1, 1, 1, 1)),
+        ("top-k", 1, (2, 5, 4, 3, 1)),
+    ],
+)
+def test_a_request_whose_first_rows_are_verified_commits_what_so_short_a_block_would(
+    of, width, lens, device, triton_runs
+):
+    """By kernels and by the definition, with the same random numbers; rows are packed request after request."""
+    whole = to(device, batch(of, 5, 5, 41, 2.0, width))
+    part, work = whole.cut(list(lens)), Workspace(6, 7, 41, device, chunk=16)
+    for _ in range(4):
+        got = by_kernels(part, work)
+        commit_what_the_definition_commits(part, work, got)
+        coins = work.uniforms.view(-1)[: 5 * 6].view(5, 6)
+        for request, rows in enumerate(lens):
+            if rows == 1:  # a block that the definition does not take: it has no proposals
+                continue
+            one = slice(request, request + 1)
+            tokens, candidates, probs = (tensor[one] for tensor in whole.proposals[:3])
+            expected = sample_with(
+                whole.dense(whole.logits)[request, :rows],
+                whole.filters.part(one),
+                Proposals(tokens[:, :rows], candidates[:, : rows - 1], probs[:, : rows - 1]),
+                torch.cat([coins[one, : rows - 1], coins[one, 4:]], dim=1),
+                work.chunk,
+            )
+            assert torch.equal(expected.clamp(min=0), got[one, :rows])
+
+
 @pytest.mark.parametrize("of", ["temperature", "top-p", "all"])
 def test_rows_that_are_no_numbers_commit_tokens_of_the_vocabulary(of, device, triton_runs):
     """The next step embeds them and counts them, before SGLang says that the logits were none."""
@@ -153,7 +205,7 @@ def test_rows_that_are_no_numbers_commit_tokens_of_the_vocabulary(of, device, tr
 
 def test_logits_as_masks_biases_and_bfloat16_leave_them_are_filtered_and_drawn_from(device, triton_runs):
     """One finite logit, proposals without a probability, ties, a bias beyond all others; no number is not one."""
-    logits, filters, proposals = batch("all", 7, 2, 40, 2.0)
+    logits, filters, proposals, _ = batch("all", 7, 2, 40, 2.0)
     rows = logits.view(7, 2, 40)
     rows[0, :, 1:] = float("-inf")
     rows[0, :, 0] = -3.0
@@ -177,7 +229,7 @@ def test_logits_as_masks_biases_and_bfloat16_leave_them_are_filtered_and_drawn_f
 @pytest.mark.parametrize("of,width", [("temperature", 1), ("all", 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_logits_in_wider_rows_are_sampled_from_as_in_float32(of, width, dtype, device, triton_runs):
-    logits, filters, proposals = batch(of, 3, 3, 41, 2.0, width)
+    logits, filters, proposals, _ = batch(of, 3, 3, 41, 2.0, width)
     rows = torch.full((len(logits), 48), float("inf"), dtype=dtype)
     rows[:, :41] = logits
     narrow = to(device, Batch(rows, filters, proposals))
@@ -218,7 +270,7 @@ def test_a_captured_step_follows_its_inputs(of, width):
     steps = [to("cuda", batch(of, requests, block, vocab, scale, width)) for scale in (3.0, 8.0, 0.5)]
     static = to("cuda", batch(of, requests, block, vocab, 3.0, width))
     work = Workspace(requests + 2, block, vocab, "cuda")
-    out = torch.zeros((requests, block), dtype=torch.int64, device="cuda")
+    out = torch.zeros(requests * block, dtype=torch.int64, device="cuda")
     by_kernels(static, work, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -230,7 +282,7 @@ def test_a_captured_step_follows_its_inputs(of, width):
             into.copy_(value)
         for _ in range(3):
             graph.replay()
-            results.append(compared(static, work, out, static.logits.double()))
+            results.append(compared(static, work, static.dense(out), static.logits.double()))
     agree_but_for_rounding(results)
     assert work.rng[1] == 10
 

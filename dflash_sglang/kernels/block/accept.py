@@ -86,6 +86,14 @@ class Ragged(NamedTuple):
     lens: Tensor  # [bs] int32, its rows; none for what pads the batch
     block: int  # rows that are reserved for each request among the outcomes, at least as many as any has
 
+    def dense(self, rows: Tensor, width: int) -> Tensor:
+        """rows [rows, ...] -> [bs, width, ...] of blocks of so many rows, 0 where a request has no row."""
+        lane = torch.arange(width, device=rows.device)
+        lens = self.lens.long()[:, None]
+        index = self.starts[: len(lens)].long()[:, None] + lane
+        there = (lane < lens).view(*index.shape, *[1] * (rows.dim() - 1))
+        return torch.where(there, rows[index.clamp(max=len(rows) - 1)], 0)
+
 
 class Verification(NamedTuple):
     """A step's verified blocks. Row i proposes `tokens[:, i + 1]`, the target answers `target_ids[:, i]`."""
@@ -148,7 +156,7 @@ def accept_torch(
     at_most = max_commit[requests.long()].long() - 1
     if ragged is not None:
         width = ragged.block if paths is None else paths.slots.shape[1]
-        tokens, target_ids = (_dense(rows, ragged, width) for rows in (tokens, target_ids))
+        tokens, target_ids = (ragged.dense(rows, width) for rows in (tokens, target_ids))
         at_most = at_most.minimum(ragged.lens.long() - 1).clamp(min=0)
     if paths is not None:
         # Along its path a tree is a chain.
@@ -209,14 +217,6 @@ def _walk(
     depths = torch.where(on_path & verified, depths, -1)
     at_depth = depths[:, None] == torch.arange(paths.nodes.shape[1], device=tokens.device)[:, None]
     return torch.where(at_depth, node, 0).amax(dim=2), depths.amax(dim=1).long().clamp(min=0)
-
-
-def _dense(rows: Tensor, ragged: Ragged, width: int) -> Tensor:
-    """rows [rows] -> [bs, width], 0 where a request has no row."""
-    lane = torch.arange(width, device=rows.device)
-    lens = ragged.lens.long()[:, None]
-    index = ragged.starts[: len(lens)].long()[:, None] + lane
-    return torch.where(lane < lens, rows[index.clamp(max=len(rows) - 1)], 0)
 
 
 def accept_triton(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dflash_sglang.kernels.sampled.rows import BY_WIDTH, FIELDS
+from dflash_sglang.kernels.sampled.rows import BY_WIDTH, FIELDS, span_of
 
 
 @triton.jit
@@ -73,24 +73,26 @@ def narrowed(
 
 @triton.jit(do_not_specialize=BY_WIDTH)
 def cut_kernel(
-    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
+    logits_ptr, starts_ptr, lens_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     row_base_ptr, row_total_ptr, searches_ptr, searched_ptr,  # [rows], [rows], [bs], [bs, block]
     old_brackets_ptr, old_splits_ptr, old_sums_ptr,  # [rows, FIELDS], [rows, 2, WAYS], [rows, chunks, 3, WAYS]
     brackets_ptr, splits_ptr, sums_ptr,  # alike, written
     likely_ptr,  # [rows, chunks], written by the FIRST: mass of the tokens that min-p keeps
-    vocab, row_stride, chunks, block,
+    vocab, row_stride, chunks, block, ragged,
     CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
     RENORMALISED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Narrows the brackets of a request's searched rows and adds up one chunk above their next splits."""
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    start, _ = span_of(request, starts_ptr, lens_ptr, block, ragged)
     inverse = 1.0 / tl.load(temperatures_ptr + request)
     top_k = tl.load(top_ks_ptr + request)
     top_p = tl.load(top_ps_ptr + request)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     for index in range(tl.load(searches_ptr + request)):
-        row = request * block + tl.load(searched_ptr + request * block + index)
+        place = tl.load(searched_ptr + request * block + index)
+        row = request * block + place
         base, total = tl.load(row_base_ptr + row), tl.load(row_total_ptr + row)
         old = old_brackets_ptr + row * FIELDS
         if FIRST:
@@ -123,9 +125,8 @@ def cut_kernel(
         if wanted > 0:
             splits = splits_ptr + row * 2 * WAYS
             sums = sums_ptr + (row * chunks + chunk) * (3 * WAYS)
-            logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(
-                tl.float32
-            )
+            row_ptr = logits_ptr + (start + place) * row_stride
+            logit = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
             weight = tl.exp((logit - base) * inverse)
             if FIRST:
                 likely = weight >= tl.load(min_ps_ptr + request)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from dflash_sglang.kernels.sampled.cuts import narrowed
-from dflash_sglang.kernels.sampled.rows import BY_WIDTH, FIELDS
+from dflash_sglang.kernels.sampled.rows import BY_WIDTH, FIELDS, span_of
 
 
 @triton.jit
@@ -35,11 +35,13 @@ def _left(
 
 @triton.jit(do_not_specialize=BY_WIDTH)
 def residual_kernel(
-    logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
+    logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, starts_ptr, lens_ptr,
+    temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     row_base_ptr, row_total_ptr, row_logit_ptr, row_prob_ptr, uniforms_ptr,
     stop_ptr, searches_ptr, searched_ptr, brackets_ptr, splits_ptr, sums_ptr, likely_ptr,
     number_ptr, cut_ptr, mass_ptr, left_ptr, kept_ptr,  # [bs], [bs], [bs], [bs, chunks], [bs, chunks], written
     vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks, block,
+    ragged,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr, WAYS: tl.constexpr,
     FILTERED: tl.constexpr, RENORMALISED: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +49,7 @@ def residual_kernel(
     filters cut the row that draws and what mass they keep; adds up what that row's chunk has left."""
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    start, rows = span_of(request, starts_ptr, lens_ptr, block, ragged)
     inverse = 1.0 / tl.load(temperatures_ptr + request)
     stop = tl.load(stop_ptr + request)
     mass = tl.load(row_total_ptr + request * block + stop)
@@ -82,11 +85,11 @@ def residual_kernel(
             mass = tl.where(ends, kept, mass)
             going = going & accepts
         stop = last
-    rejects = stop < block - 1
+    rejects = stop < rows - 1
     row = request * block + stop
     proposal = tl.load(tokens_ptr + request * token_stride + stop + 1, mask=rejects, other=-1).to(tl.int64)
     left, kept = _left(
-        chunk * CHUNK + tl.arange(0, CHUNK), logits_ptr + row * row_stride,
+        chunk * CHUNK + tl.arange(0, CHUNK), logits_ptr + (start + stop) * row_stride,
         candidates_ptr + request * candidate_stride + stop * candidate_step,
         probs_ptr + request * prob_stride + stop * prob_step,
         proposal, rejects, vocab, tl.load(row_base_ptr + row), inverse, min_p, cut, mass, WIDTH,
@@ -111,15 +114,18 @@ def _pick(weights, lane, coin, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=BY_WIDTH)
 def pick_kernel(
-    logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, temperatures_ptr, top_ks_ptr, min_ps_ptr,
+    logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, starts_ptr, lens_ptr,
+    temperatures_ptr, top_ks_ptr, min_ps_ptr,
     row_base_ptr, row_best_ptr, uniforms_ptr, number_ptr, cut_ptr, mass_ptr, left_ptr, kept_ptr,
-    rng_ptr, target_ids_ptr,  # [2], [bs, block], written
+    rng_ptr, target_ids_ptr,  # [2], [rows], written
     vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks, block,
+    ragged,
     WIDTH: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNK_LANES: tl.constexpr,
     FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Per request: draws a chunk by what it has left, a token of it, and writes the target's tokens."""
     request = tl.program_id(0).to(tl.int64)
+    start, rows = span_of(request, starts_ptr, lens_ptr, block, ragged)
     stop = tl.load(number_ptr + request)
     row = request * block + stop
     lanes = tl.arange(0, CHUNK_LANES)
@@ -133,11 +139,11 @@ def pick_kernel(
     min_p = tl.load(row_base_ptr + row) * 0.0
     if FILTERED:
         min_p = tl.load(min_ps_ptr + request)
-    rejects = stop < block - 1
+    rejects = stop < rows - 1
     proposal = tl.load(tokens_ptr + request * token_stride + stop + 1, mask=rejects, other=-1).to(tl.int64)
     lane = tl.arange(0, CHUNK)
     left, kept = _left(
-        chunk * CHUNK + lane, logits_ptr + row * row_stride,
+        chunk * CHUNK + lane, logits_ptr + (start + stop) * row_stride,
         candidates_ptr + request * candidate_stride + stop * candidate_step,
         probs_ptr + request * prob_stride + stop * prob_step,
         proposal, rejects, vocab, tl.load(row_base_ptr + row), 1.0 / tl.load(temperatures_ptr + request),
@@ -149,10 +155,10 @@ def pick_kernel(
     drawn = tl.where(greedy | (picked < 0), best, chunk * CHUNK + picked).to(tl.int64)
 
     place = tl.arange(0, LANES)
-    proposed = tl.load(tokens_ptr + request * token_stride + place + 1, mask=place < block - 1, other=0).to(
+    proposed = tl.load(tokens_ptr + request * token_stride + place + 1, mask=place < rows - 1, other=0).to(
         tl.int64
     )
     committed = tl.where(place < stop, proposed, tl.where(place == stop, drawn, 0))
-    tl.store(target_ids_ptr + request * block + place, committed, mask=place < block)
+    tl.store(target_ids_ptr + start + place, committed, mask=place < rows)
     if request == 0:
         tl.store(rng_ptr + 1, tl.load(rng_ptr + 1) + 1)

@@ -10,14 +10,22 @@ TINY = tl.constexpr(1.1754944e-38)
 DROPPED = tl.constexpr(20.0)  # a top-k keeps no token less likely than exp(-DROPPED) / vocab of the likeliest
 FIELDS = tl.constexpr(16)  # floats of a row's brackets: 0..5 of top-k, 6..10 of top-p
 # What differs by the width of a step: one compilation serves all of them.
-BY_WIDTH = ["block", "token_stride", "candidate_stride", "candidate_step", "prob_stride", "prob_step"]
+BY_WIDTH = ["block", "ragged", "token_stride", "candidate_stride", "candidate_step", "prob_stride", "prob_step"]
+
+
+@triton.jit
+def span_of(request, starts_ptr, lens_ptr, block, ragged):
+    """A request's first row among the logits, and how many it has: a whole block unless they are ragged."""
+    start = tl.load(starts_ptr + request, mask=ragged != 0, other=0).to(tl.int64)
+    rows = tl.load(lens_ptr + request, mask=ragged != 0, other=0)
+    return tl.where(ragged != 0, start, request * block), tl.where(ragged != 0, rows, block)
 
 
 @triton.jit(do_not_specialize=BY_WIDTH)
 def chunk_stats_kernel(
-    logits_ptr, tokens_ptr, temperatures_ptr,
+    logits_ptr, tokens_ptr, starts_ptr, lens_ptr, temperatures_ptr,
     best_ptr, best_id_ptr, total_ptr, above_ptr, reached_ptr, count_ptr,  # [rows, chunks]
-    vocab, row_stride, token_stride, chunks, block,
+    vocab, row_stride, token_stride, chunks, block, ragged,
     CHUNK: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Per row and chunk of the vocabulary: the largest logit and its lowest id; the mass of the chunk relative to
@@ -27,9 +35,13 @@ def chunk_stats_kernel(
     chunk = tl.program_id(1)
     request = row // block
     place = row % block
+    start, rows = span_of(request, starts_ptr, lens_ptr, block, ragged)
+    if place >= rows:
+        return
+    row_ptr = logits_ptr + (start + place) * row_stride
     inverse = 1.0 / tl.load(temperatures_ptr + request)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    logit = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     best = tl.max(logit, axis=0)
     weight = tl.exp((logit - tl.where(best == float("-inf"), 0.0, best)) * inverse)
     out = row * chunks + chunk
@@ -37,9 +49,9 @@ def chunk_stats_kernel(
     tl.store(best_id_ptr + out, tl.min(tl.where(logit == best, ids, NO_ID), axis=0))
     tl.store(total_ptr + out, tl.sum(weight, axis=0))
     if FILTERED:
-        proposes = place < block - 1
+        proposes = place < rows - 1
         proposal = tl.load(tokens_ptr + request * token_stride + place + 1, mask=proposes, other=0).to(tl.int64)
-        proposed = tl.load(logits_ptr + row * row_stride + proposal).to(tl.float32)
+        proposed = tl.load(row_ptr + proposal).to(tl.float32)
         tl.store(above_ptr + out, tl.sum(tl.where(logit > proposed, weight, 0.0), axis=0))
         tl.store(reached_ptr + out, tl.sum(tl.where(logit >= proposed, weight, 0.0), axis=0))
         tl.store(count_ptr + out, tl.sum((logit > proposed).to(tl.int32), axis=0))
@@ -47,13 +59,14 @@ def chunk_stats_kernel(
 
 @triton.jit(do_not_specialize=BY_WIDTH)
 def verdict_kernel(
-    logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, rng_ptr,
+    logits_ptr, tokens_ptr, candidates_ptr, probs_ptr, starts_ptr, lens_ptr, rng_ptr,
     temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
     best_ptr, best_id_ptr, total_ptr, above_ptr, reached_ptr, count_ptr,  # [rows, chunks]
     row_base_ptr, row_total_ptr, row_best_ptr, row_logit_ptr, row_prob_ptr,  # [rows], written as the rest
     uniforms_ptr,  # [bs, block + 1]
     stop_ptr, searches_ptr, searched_ptr, brackets_ptr,  # [bs], [bs], [bs, block], [rows, FIELDS]
     vocab, row_stride, token_stride, candidate_stride, candidate_step, prob_stride, prob_step, chunks, block,
+    ragged,
     WIDTH: tl.constexpr, WIDTH_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK_LANES: tl.constexpr,
     FILTERED: tl.constexpr, RENORMALISED: tl.constexpr,
 ):  # fmt: skip
@@ -64,8 +77,9 @@ def verdict_kernel(
     request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     chunk = tl.arange(0, CHUNK_LANES)
-    live = lane < block
-    proposes = lane < block - 1
+    start, number = span_of(request, starts_ptr, lens_ptr, block, ragged)
+    live = lane < number
+    proposes = lane < number - 1
     rows = request * block + lane
     at = rows[:, None] * chunks + chunk[None, :]
     inside = live[:, None] & (chunk < chunks)[None, :]
@@ -82,7 +96,8 @@ def verdict_kernel(
     total = tl.sum(tl.load(total_ptr + at, mask=inside, other=0.0) * scale, axis=1)
 
     proposal = tl.load(tokens_ptr + request * token_stride + lane + 1, mask=proposes, other=0).to(tl.int64)
-    logit = tl.load(logits_ptr + rows * row_stride + proposal, mask=proposes, other=float("-inf")).to(tl.float32)
+    row_ptr = logits_ptr + (start + lane) * row_stride
+    logit = tl.load(row_ptr + proposal, mask=proposes, other=float("-inf")).to(tl.float32)
     weight = tl.exp((logit - base) * inverse)
     k = tl.arange(0, WIDTH_LANES)[None, :]
     offered = proposes[:, None] & (k < WIDTH)
@@ -143,8 +158,8 @@ def verdict_kernel(
     surely = tl.where(stays, tl.minimum(weight / tl.maximum(kept_most, TINY), prob) / prob, 0.0)
     perhaps = tl.where(goes | (weight <= 0.0), 0.0, tl.minimum(weight / tl.maximum(kept_least, TINY), prob) / prob)
     accepts = tl.where(greedy, proposal == best_id, coin < surely) & proposes
-    rejects = tl.where(greedy, proposal != best_id, coin >= perhaps) | (lane == block - 1)
-    stop = tl.min(tl.where(rejects, lane, block - 1), axis=0)
+    rejects = tl.where(greedy, proposal != best_id, coin >= perhaps) | (lane == number - 1)
+    stop = tl.min(tl.where(rejects, lane, number - 1), axis=0)
     searched = filtered & (((lane < stop) & (accepts == 0)) | (lane == stop))
     rank = tl.cumsum(searched.to(tl.int32), axis=0) - 1
     tl.store(searched_ptr + request * block + rank, lane, mask=searched)

@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.sampled.cuts import cut_kernel
 from dflash_sglang.kernels.sampled.draw import pick_kernel, residual_kernel
 from dflash_sglang.kernels.sampled.rows import FIELDS, chunk_stats_kernel, verdict_kernel
@@ -32,10 +33,18 @@ PASSES = 6  # WAYS ** PASSES parts of at most some 35 nats: the rounding of floa
 class SampledRows(NamedTuple):
     """A step's verified rows and what was proposed to them."""
 
-    logits: Tensor  # [bs * block, vocab] of any float dtype, a row contiguous
+    logits: Tensor  # [rows, vocab] of any float dtype, a row contiguous: bs * block rows, or the ragged ones
     tokens: Tensor  # [bs, block] int64, last committed token + proposals
     candidates: Tensor  # [bs, block - 1, K] int64, distinct ids that each proposal was drawn from
     probs: Tensor  # [bs, block - 1, K] float32, their probabilities
+    ragged: Ragged | None = None  # where requests have other numbers of rows, at most a block of them each
+
+    def part(self, requests: slice, rows: slice) -> SampledRows:
+        """Of some of the requests, whose rows are among these: all rows, where they are ragged."""
+        logits, tokens, candidates, probs, ragged = self
+        if ragged is not None:
+            ragged = ragged._replace(starts=ragged.starts[requests], lens=ragged.lens[requests])
+        return SampledRows(logits[rows], tokens[requests], candidates[requests], probs[requests], ragged)
 
 
 class RowFilters(NamedTuple):
@@ -102,11 +111,13 @@ class Workspace:
 
 
 def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace, out: Tensor) -> None:
-    """Write `out` [bs, block] int64: a request's accepted proposals, the target's own token, then zeros.
+    """Write `out` [rows] int64, contiguous: a request's accepted proposals, the target's own token, then zeros.
 
+    A request's last row has nothing proposed to it, whatever the block goes on with. What lives between the
+    launches has room for whole blocks, ragged or not.
     Raises ValueError where the workspace is for other or fewer rows.
     """
-    logits, tokens, candidates, probs = rows
+    logits, tokens, candidates, probs, ragged = rows
     bs, block = tokens.shape
     vocab = logits.shape[1]
     if vocab != work.vocab_size or block > work.block_size or bs > work.stop.shape[0]:
@@ -120,38 +131,41 @@ def target_tokens_triton(rows: SampledRows, filters: RowFilters, work: Workspace
         vocab, logits.stride(0), tokens.stride(0), candidates.stride(0), candidates.stride(1),
         probs.stride(0), probs.stride(1),
     )  # fmt: skip
+    # Read where they are ragged alone; one compilation serves both.
+    spans = (work.stop, work.stop) if ragged is None else (ragged.starts, ragged.lens)
+    by_width = dict(block=block, ragged=int(ragged is not None))
     width = candidates.shape[2]
     base, total, best, logit, prob = work.rows
 
     chunk_stats_kernel[(bs * block, work.stats_chunks)](
-        logits, tokens, temperatures, *work.chunk_stats, vocab, logits.stride(0), tokens.stride(0),
-        work.stats_chunks, block, CHUNK=work.stats_chunk, FILTERED=filters.any, num_warps=8,
+        logits, tokens, *spans, temperatures, *work.chunk_stats, vocab, logits.stride(0), tokens.stride(0),
+        work.stats_chunks, **by_width, CHUNK=work.stats_chunk, FILTERED=filters.any, num_warps=8,
     )  # fmt: skip
     old, new = work.cuts
     verdict_kernel[(bs,)](
-        logits, tokens, candidates, probs, work.rng, temperatures, top_ks, top_ps, min_ps,
+        logits, tokens, candidates, probs, *spans, work.rng, temperatures, top_ks, top_ps, min_ps,
         *work.chunk_stats, *work.rows, work.uniforms, work.stop, work.searches, work.searched, old[0],
-        *proposed, work.stats_chunks, block, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width),
+        *proposed, work.stats_chunks, **by_width, WIDTH=width, WIDTH_LANES=triton.next_power_of_2(width),
         LANES=work.block_lanes, CHUNK_LANES=work.stats_lanes, FILTERED=filters.any,
         RENORMALISED=renormalised,
     )  # fmt: skip
     passes = PASSES if filters.top_k or filters.top_p else int(filters.min_p)  # min-p alone needs no bisection
     for i in range(passes + renormalised):  # top-p of what top-k leaves is one launch behind top-k
         cut_kernel[(bs, work.chunks)](
-            logits, temperatures, top_ks, top_ps, min_ps, base, total, work.searches, work.searched,
+            logits, *spans, temperatures, top_ks, top_ps, min_ps, base, total, work.searches, work.searched,
             *old, *new, work.likely, vocab, logits.stride(0), work.chunks,
-            block, WAYS=WAYS, **work.lanes, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
+            **by_width, WAYS=WAYS, **work.lanes, RENORMALISED=renormalised, FIRST=i == 0, num_warps=8,
         )  # fmt: skip
         old, new = new, old
     residual_kernel[(bs, work.chunks)](
-        logits, tokens, candidates, probs, temperatures, top_ks, top_ps, min_ps, base, total, logit, prob,
+        logits, tokens, candidates, probs, *spans, temperatures, top_ks, top_ps, min_ps, base, total, logit, prob,
         work.uniforms, work.stop, work.searches, work.searched, *old, work.likely, *work.drawing, *work.left,
-        *proposed, work.chunks, block, WIDTH=width, WAYS=WAYS, **work.lanes, FILTERED=filters.any,
+        *proposed, work.chunks, **by_width, WIDTH=width, WAYS=WAYS, **work.lanes, FILTERED=filters.any,
         RENORMALISED=renormalised, num_warps=8,
     )  # fmt: skip
     pick_kernel[(bs,)](
-        logits, tokens, candidates, probs, temperatures, top_ks, min_ps, base, best, work.uniforms,
+        logits, tokens, candidates, probs, *spans, temperatures, top_ks, min_ps, base, best, work.uniforms,
         *work.drawing, *work.left, work.rng, out,
-        *proposed, work.chunks, block, WIDTH=width, LANES=work.block_lanes, **work.lanes,
+        *proposed, work.chunks, **by_width, WIDTH=width, LANES=work.block_lanes, **work.lanes,
         FILTERED=filters.any, num_warps=8,
     )  # fmt: skip

@@ -151,12 +151,15 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     proposer._tp_sync, proposer._all_rows = (rank := Rank()), None
     monkeypatch.setattr(module, "draft_tp_context", lambda _: nullcontext())
     monkeypatch.setattr(proposer, "_forward_batch", lambda *_: None)
+    of_likeliest = -torch.rand(bs, STEPS)
+    monkeypatch.setattr(walker._proposals, "logprobs", lambda *_: of_likeliest)
     info = sampling_info(bs, 2.0, **({"top_k": 1} if kind == "greedy" else {}))
     if kind == "seeded":
         info.sampling_seed = torch.arange(bs)
     block = SimpleNamespace(ids=ids, batch_size=bs)
     proposals = [proposer.propose(SimpleNamespace(sampling_info=info), block) for _ in range(2)]
     tokens = [rank.sent[0], rank.sent[1]]
+    assert all(one.logprobs is of_likeliest for one in proposals), "whatever was drawn"
     assert torch.equal(tokens[1], proposals[1].tokens) and torch.equal(tokens[0][:, 0], last)
     if kind == "sampled":
         assert proposals[0].probs.shape == (bs, STEPS, WIDTH) and not torch.equal(*tokens)

@@ -89,7 +89,7 @@ def test_requests_that_a_graph_has_more_have_no_rows() -> None:
 @pytest.mark.parametrize(
     "what", [None, "sampled", "penalised", "masked", "grammar", "logprobs", "bias", "processor", "sanitised"]
 )
-def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_full_blocks(what: str | None) -> None:
+def test_a_batch_whose_logits_are_adjusted_or_reported_needs_full_blocks(what: str | None) -> None:
     from dflash_sglang.verify.verifier import Verifier
 
     info = SimpleNamespace(
@@ -102,7 +102,7 @@ def test_a_batch_whose_logits_are_looked_at_row_by_row_needs_full_blocks(what: s
     batch = SimpleNamespace(sampling_info=info, has_grammar=what == "grammar", return_logprob=what == "logprobs")
     verifier = object.__new__(Verifier)
     verifier._sanitizes = what == "sanitised"
-    reasons = {None: None, "sampled": "sampled", "masked": "reported", "logprobs": "reported"}
+    reasons = {None: None, "sampled": None, "masked": "reported", "logprobs": "reported"}
     assert verifier.full_blocks(batch) == reasons.get(what, "adjusted")
 
 

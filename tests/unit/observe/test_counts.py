@@ -72,14 +72,14 @@ def test_a_step_has_a_form_and_a_reason() -> None:
     counts = Counts(BLOCK, ragged=True, chooses=True)
     for step, why in (
         (whole, None),
-        (whole, "sampled"),
+        (whole, "adjusted"),
         (part, None),
         ({**whole, "width": 1}, None),
         ({**whole, "width": 1, "most": [1]}, None),
     ):
         added(counts, step, why)
     assert counts.snapshot()["shapes"] == {
-        "whole": {"chosen": 1, "sampled": 1},
+        "whole": {"chosen": 1, "adjusted": 1},
         "ragged": {"chosen": 1},
         "plain": {"chosen": 1, "max_width": 1},
     }
@@ -89,7 +89,7 @@ def test_a_step_has_a_form_and_a_reason() -> None:
     assert plain.snapshot()["shapes"] == {"plain": {"set": 1}}
     assert not Counts.chosen_plain(plain.shapes), "nobody estimated it to be faster"
     never = Counts(BLOCK, ragged=False, chooses=False)
-    added(never, whole, "sampled")
+    added(never, whole, "adjusted")
     assert never.snapshot()["shapes"] == {"whole": {"not_ragged": 1}}
 
 

@@ -421,6 +421,7 @@ def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(m
     logits = torch.tensor([[float("nan"), 1.0, -3.0]])
     under_test._logits = mock.MagicMock(whole=mock.MagicMock(return_value=logits))
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
-        under_test._accept_as_asked(batch, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), None, None)
+        block, proposals, forward = (mock.MagicMock() for _ in range(3))
+        under_test._accept_as_asked(batch, block, proposals, None, forward, None, None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
     assert under_test.full_blocks(batch) == "adjusted"

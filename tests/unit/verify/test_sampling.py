@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.block.accept import Ragged
 
 VOCAB, BLOCK, REQUESTS = 7, 3, 20_000
 OFF = dict(top_k=1 << 30, top_p=1.0, min_p=0.0)
@@ -66,6 +67,23 @@ def target_probs(logits: Tensor, temperature=1.0, top_k=OFF["top_k"], top_p=1.0,
     )
     probs = torch.zeros(logits.shape).scatter_(1, ids.long(), weights)
     return probs / probs.sum(-1, keepdim=True)
+
+
+def some_rows(logprobs: Tensor, rows: int) -> Ragged:
+    """So many rows of requests' blocks in all, as a ragged step has them for proposals with these logprobs."""
+    from dflash_sglang.kernels.block.share_rows import share_rows
+
+    lens = torch.zeros(len(logprobs), dtype=torch.int32)
+    starts = torch.zeros(len(logprobs) + 1, dtype=torch.int32)
+    share_rows(logprobs, rows, lens, starts)
+    return Ragged(starts, lens, logprobs.shape[1] + 1)
+
+
+def packed(blocks: Tensor, ragged: Ragged | None) -> Tensor:
+    """blocks [bs, block, ...] -> [rows, ...]"""
+    if ragged is None:
+        return blocks.flatten(0, 1)
+    return blocks[torch.arange(blocks.shape[1]) < ragged.lens[:, None]]
 
 
 class Draft:
@@ -130,18 +148,67 @@ def markov_target() -> Tensor:
     return 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(8))
 
 
+class ConfidentlyWrong:
+    """Draws two proposals, mostly a token that the target finds unlikely, of some requests more than of others."""
+
+    def __init__(self, target: Tensor):
+        self.target, self.favourite = target, target.argsort(-1)[:, 1]
+        self.sureness = torch.arange(REQUESTS) % 4 / 2 + 0.5
+
+    def propose(self, last: Tensor, temperature: float, greedy: bool) -> Proposals:
+        """With logprobs of what is likeliest."""
+        first = self.favourite[last]
+        tokens = torch.stack([last, first, self.favourite[first]], dim=1)
+        logits = self.target[tokens[:, :2]].clone()
+        best = logits.amax(-1) + self.sureness[:, None]
+        logits, candidates = logits.scatter(2, tokens[:, 1:, None], best[..., None]).topk(4, dim=-1)
+        temperatures = torch.full((len(last),), temperature)
+        proposals = Proposals.drawn(tokens, candidates, logits, temperatures, torch.full((len(last),), greedy))
+        return proposals._replace(logprobs=logits.log_softmax(-1)[..., 0])
+
+
+@pytest.mark.parametrize("decides", ["what is likeliest", "what was drawn"])
+@pytest.mark.parametrize("name", ["temperature 0.7", "temperature 1"])
+def test_rows_may_be_given_by_what_is_likeliest_and_not_by_what_was_drawn(name, decides):
+    """Half of all proposals are verified: with rows for proposals that turned out likely, the draft's favourite,
+    drawn again where it was not verified, comes too often."""
+    torch.manual_seed(12)
+    table = markov_target()
+
+    def rows(proposals: Proposals) -> Ragged:
+        of_drawn = (proposals.candidates == proposals.tokens[:, 1:, None]) * proposals.probs
+        logprobs = proposals.logprobs if decides == "what is likeliest" else of_drawn.sum(-1).log()
+        ragged = some_rows(logprobs, 2 * REQUESTS)
+        assert set(ragged.lens.tolist()) == {1, 2, 3}
+        return ragged
+
+    draft = ConfidentlyWrong(table)
+    if decides == "what is likeliest":
+        committed = first_step_of_two_tokens(table, FILTERS[name], draft.propose, rows)
+        assert 0 < int((committed[:, 1] >= 0).sum()) < REQUESTS
+    else:
+        with pytest.raises(AssertionError, match="chi-square"):
+            first_step_of_two_tokens(table, FILTERS[name], draft.propose, rows)
+
+
 def first_step_of_two_tokens(
-    table: Tensor, filters: dict[str, Any], propose: Callable[[Tensor, float, bool], Proposals]
+    table: Tensor,
+    filters: dict[str, Any],
+    propose: Callable[[Tensor, float, bool], Proposals],
+    rows: Callable[[Proposals], Ragged | None] = lambda _: None,
 ) -> Tensor:
     """Asserts that the first two output tokens of REQUESTS requests follow the target's filtered distribution, and
-    returns what the first step committed. `propose` takes the last tokens, the temperature and whether greedy."""
+    returns what the first step committed. `propose` takes the last tokens, the temperature and whether greedy;
+    `rows` says which rows are verified."""
     from dflash_sglang.verify.rejection import NOT_COMMITTED, rejection_sample
 
     info = sampling_info(REQUESTS, **filters)
 
     def step(last: Tensor) -> Tensor:
         proposals = propose(last, filters.get("temperature", 1.0), filters.get("top_k") == 1)
-        return rejection_sample(table[proposals.tokens].view(-1, VOCAB), info, proposals, kernels=False)
+        ragged = rows(proposals)
+        logits = packed(table[proposals.tokens], ragged)
+        return rejection_sample(logits, info, proposals, kernels=False, ragged=ragged)
 
     committed = step(torch.zeros(REQUESTS, dtype=torch.long))
     first = committed[:, 0]
@@ -153,7 +220,8 @@ def first_step_of_two_tokens(
     possible = expected > 0
     assert observed[~possible].sum() == 0
     chi_square = float(((observed - expected) ** 2 / expected)[possible].sum())
-    assert chi_square <= chi_square_bound(int(possible.sum()) - 1)
+    bound = chi_square_bound(int(possible.sum()) - 1)
+    assert chi_square <= bound, f"chi-square {chi_square:.1f} above {bound:.1f}"
     return committed
 
 
@@ -215,27 +283,35 @@ def test_a_sampled_step_takes_few_launches_and_nothing_of_it_waits_for_the_devic
     assert counted.operations <= {"view", "slice", "empty"}
 
 
-def test_a_batch_larger_than_one_sequence_of_launches_takes_is_sampled_in_parts(monkeypatch):
+@pytest.mark.parametrize("ragged", [None, [1, 3, 2, 2, 1, 3, 1]])
+def test_a_batch_larger_than_one_sequence_of_launches_takes_is_sampled_in_parts(monkeypatch, ragged):
     from dflash_sglang.kernels.sampled.tokens import RowFilters, SampledRows, Workspace
     from dflash_sglang.verify import rejection
 
     sizes = []
 
     def greedy_part(rows: SampledRows, filters: RowFilters, work: Workspace, out: Tensor) -> None:
-        logits, *proposals = rows
-        sizes.append(len(out))
-        coins = torch.zeros(len(out), BLOCK + 1)
-        out.copy_(rejection.sample_with(logits, filters, Proposals(*proposals), coins).clamp(min=0))
+        logits, *proposals, of_part = rows
+        sizes.append(len(rows.tokens))
+        coins = torch.zeros(sizes[-1], BLOCK + 1)
+        found = rejection.sample_with(logits, filters, Proposals(*proposals), coins, ragged=of_part).clamp(min=0)
+        for request, tokens in enumerate(found):
+            start, number = (request * BLOCK, BLOCK) if of_part is None else [n[request] for n in of_part[:2]]
+            out[start : start + number] = tokens[:number]
 
     monkeypatch.setattr(rejection, "AT_ONCE", 3)
     monkeypatch.setattr(rejection, "target_tokens_triton", greedy_part)
     table = markov_target()
     proposals = Draft("likeliest", table).propose(torch.arange(VOCAB), 1.0, True)
-    logits, info = table[proposals.tokens].view(-1, VOCAB), sampling_info(VOCAB, top_k=1)
+    if ragged is not None:
+        lens = torch.tensor(ragged, dtype=torch.int32)
+        ragged = Ragged(torch.cat([lens.new_zeros(1), lens.cumsum(0).int()]), lens, BLOCK)
+    logits, info = packed(table[proposals.tokens], ragged), sampling_info(VOCAB, top_k=1)
     sampler = rejection.RejectionSampler(VOCAB, BLOCK, VOCAB, "cpu")
-    whole = sampler.target_tokens(logits, info, proposals, kernels=False)
+    whole = sampler.target_tokens(logits, info, proposals, False, ragged)
+    assert len(whole) == len(logits)
     sampler._work = Workspace(3, BLOCK, VOCAB, "cpu")
-    assert torch.equal(sampler.target_tokens(logits, info, proposals, kernels=False), whole)
+    assert torch.equal(sampler.target_tokens(logits, info, proposals, False, ragged), whole)
     assert sizes == [3, 3, 1]
 
 
@@ -262,7 +338,8 @@ def test_the_longest_agreeing_prefix_of_the_targets_tokens_is_what_is_committed(
     torch.manual_seed(2)
     committed = rejection_sample(logits, info, proposals, kernels=False)
     torch.manual_seed(2)
-    target_tokens = RejectionSampler(2000, BLOCK, VOCAB, "cpu").target_tokens(logits, info, proposals, False)
+    sampler = RejectionSampler(2000, BLOCK, VOCAB, "cpu")
+    target_tokens = sampler.target_tokens(logits, info, proposals, False).view(2000, BLOCK)
     agrees = (proposals.tokens[:, 1:] == target_tokens[:, :-1]).long().cumprod(dim=1).sum(dim=1)
     assert torch.equal(agrees + 1, (committed != NOT_COMMITTED).sum(dim=1))
     assert set(agrees.tolist()) == {0, 1, 2}
@@ -307,7 +384,7 @@ class Recorded:
         return logits_output.next_token_logits.argmax(-1).int()
 
 
-def test_every_row_of_a_block_has_its_requests_seed_parameters_and_position():
+def test_every_row_has_its_requests_seed_parameters_and_position():
     from dflash_sglang.verify.sampling import seeded_tokens
 
     sampler = Recorded()
@@ -319,17 +396,17 @@ def test_every_row_of_a_block_has_its_requests_seed_parameters_and_position():
         min_ps=torch.tensor([0.1, 0.2]),
         sampling_seed=torch.tensor([7, 9]),
     )
-    positions = torch.tensor([10, 11, 12, 40, 41, 42])
-    logits = torch.eye(6, VOCAB)
-    assert seeded_tokens(logits, info, positions, sampler, BLOCK).tolist() == [[0, 1, 2], [3, 4, 5]]
+    positions, requests = torch.tensor([10, 11, 12, 40, 41]), torch.tensor([0, 0, 0, 1, 1])
+    logits = torch.eye(5, VOCAB)
+    assert seeded_tokens(logits, info, positions, sampler, requests).tolist() == [0, 1, 2, 3, 4]
     rows = sampler.info
-    assert rows.temperatures.flatten().tolist() == [0.5] * 3 + [2.0] * 3
-    assert rows.top_ks.tolist() == [3] * 3 + [4] * 3
-    assert rows.sampling_seed.tolist() == [7] * 3 + [9] * 3
-    torch.testing.assert_close(rows.top_ps, torch.tensor([0.9] * 3 + [0.8] * 3))
-    torch.testing.assert_close(rows.min_ps, torch.tensor([0.1] * 3 + [0.2] * 3))
+    assert rows.temperatures.flatten().tolist() == [0.5] * 3 + [2.0] * 2
+    assert rows.top_ks.tolist() == [3] * 3 + [4] * 2
+    assert rows.sampling_seed.tolist() == [7] * 3 + [9] * 2
+    torch.testing.assert_close(rows.top_ps, torch.tensor([0.9] * 3 + [0.8] * 2))
+    torch.testing.assert_close(rows.min_ps, torch.tensor([0.1] * 3 + [0.2] * 2))
     assert sampler.positions is positions
-    assert len(rows) == 6
+    assert len(rows) == 5
 
 
 def test_bias_reaches_every_row_of_its_request_only():
@@ -346,24 +423,33 @@ def test_bias_reaches_every_row_of_its_request_only():
     assert second.tolist() == [[1.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0]] * BLOCK
 
 
-@pytest.mark.parametrize("width", [BLOCK, 1])
-def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, width):
+@pytest.mark.parametrize(("width", "lens"), [(BLOCK, [BLOCK, BLOCK]), (1, [1, 1]), (BLOCK, [1, 3])])
+def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, width, lens):
     """Seeded requests, and blocks without proposals: the logits stay as they are for what reports them."""
     from dflash_sglang.verify import target_tokens
 
     monkeypatch.setattr(target_tokens, "get_dp_tp_group", mock.Mock())
     monkeypatch.setattr(target_tokens, "SpecTpSync", mock.Mock())
     given: list[Tensor] = []
+    seeds: list[int] = []
 
-    def draw(output: Any, *_: Any, **__: Any) -> Tensor:
+    def draw(output: Any, info: Any, positions: Tensor, **_: Any) -> Tensor:
         given.append(output.next_token_logits.clone())
+        assert positions.tolist() == list(range(sum(lens)))
+        if width > 1:
+            seeds.extend(info.sampling_seed.tolist())
         return output.next_token_logits.mul_(2).argmax(dim=-1)  # as SGLang's, in place
 
     chooser = target_tokens.TargetTokens(mock.Mock(), mock.Mock(), mock.Mock(side_effect=draw), by_kernels=True)
-    logits = torch.randn(2 * width, VOCAB).bfloat16()
+    logits = torch.randn(sum(lens), VOCAB).bfloat16()
     before = logits.clone()
     info = sampling_info(2, sampling_seed=torch.tensor([7, 9]) if width > 1 else None)
-    block = SimpleNamespace(size=width, rows=SimpleNamespace(positions=torch.arange(2 * width)))
-    chosen = chooser.choose(logits, info, block, mock.Mock())
-    assert torch.equal(chosen, before.float().argmax(dim=-1).view(2, width))
+    block: Any = SimpleNamespace(size=width, batch_size=2, rows=SimpleNamespace(positions=torch.arange(2 * width)))
+    ragged: Any = None
+    if sum(lens) < 2 * width:
+        requests = Ragged(torch.tensor([0, 1, 4]), torch.tensor(lens, dtype=torch.int32), BLOCK)
+        ragged = SimpleNamespace(rows=SimpleNamespace(positions=torch.arange(4)), requests=requests)
+    chosen = chooser.choose(logits, info, block, mock.Mock(), ragged)
+    assert torch.equal(chosen, before.float().argmax(dim=-1))
+    assert width == 1 or seeds == [7] * lens[0] + [9] * lens[1]
     assert torch.equal(logits, before) and torch.equal(given[0], before.float())

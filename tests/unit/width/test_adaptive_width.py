@@ -167,7 +167,7 @@ def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device
 
 def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets_it() -> None:
     widths, policy, _ = adaptive([8, 8, 4])
-    decisions = [widths.next(decoding(1), full_blocks) for full_blocks in (None, "sampled", None)]
+    decisions = [widths.next(decoding(1), full_blocks) for full_blocks in (None, "adjusted", None)]
     assert policy.needs_full_blocks == [False, True, False]
     assert [decision.verify_budget for decision in decisions] == [48, None, 48]
     assert widths.used.ragged == [True, False, True]
@@ -188,7 +188,7 @@ def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit()
     widths, policy, _ = adaptive([8, 4, 1])
     policy.acceptance.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
     results = [launch(widths, decoding(1, 2, context=70))]
-    widths.next(decoding(1, 2, context=80), "sampled")
+    widths.next(decoding(1, 2, context=80), "adjusted")
     widths.returned(SimpleNamespace(logprobs=None, verified_lens=None, num_correct_drafts_per_req_cpu=None))
     results += [widths._launched[-1].result, launch(widths, decoding(2, context=9))]
     policy.acceptance.admit(np.array([1, 2]), 3)
@@ -197,7 +197,7 @@ def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit()
     told = widths.observer.snapshot()
     assert told["verified"] == [4, 4, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
     assert told["accepted"] == [3, 2] + [1] * 4 + [0] * 9
-    assert told["shapes"] == {"whole": {"chosen": 1, "sampled": 1}, "plain": {"chosen": 1}}
+    assert told["shapes"] == {"whole": {"chosen": 1, "adjusted": 1}, "plain": {"chosen": 1}}
     assert widths.observer._causes.context_tokens == 159
 
 
