@@ -44,6 +44,11 @@ class Proposals(NamedTuple):
         tokens[:, 1:] = candidates.gather(-1, index).squeeze(-1)
         return cls(tokens, candidates, probs)
 
+    def copied(self) -> Proposals:
+        """The same, where nobody else writes: `tokens`, and candidates that are its columns, may be a graph's
+        input."""
+        return self._replace(tokens=self.tokens.clone(), candidates=self.candidates.clone())
+
 
 def draw(weights: Tensor) -> Tensor:
     """weights [..., n], not negative, some positive -> indices [...] int64, each in proportion to its weight."""

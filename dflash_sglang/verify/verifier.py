@@ -123,6 +123,8 @@ class Verifier:
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(proposals.tokens) if batch.has_grammar else None
         ids = proposals.tokens if ragged is None else ragged.rows.ids
+        if ragged is not None and not batch.sampling_info.is_all_greedy:
+            proposals = proposals.copied()  # the forward takes the rows' ids in the place of the block's
         forward = self._forward(batch, block, ids, ragged)
         unwritten = self._unwritten(forward, ragged or block)
         if batch.sampling_info.is_all_greedy and self.full_blocks(batch) is None:

@@ -15,7 +15,7 @@ import pytest
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
-from tests.support import scheduler_hooks
+from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import greedy, serve
 from tests.support.tiny import make_pair
 from tests.unit.verify.test_sampling import chi_square_bound
@@ -102,20 +102,22 @@ def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, propo
 
 
 def test_ragged_steps_sample_from_the_plain_servers_distribution(tmp_path):
-    """Of a trained pair, whose drawn proposals are often accepted; the prompt leaves three tokens in doubt."""
+    """Of a trained pair, whose drawn proposals are often accepted; the prompt leaves three tokens in doubt. In
+    graphs, which accept the likeliest tokens before others are drawn."""
     target, draft = (Path(pair_directories()[name]) for name in ("target", "draft"))
     prompt = list(held_out_prompts()[0].encode()[:60])
     with serve(target) as server:
         expected = distribution(server, prompt)
     environment = {
-        REQUIRE_ENV: "1",
+        **recorded_graphs.recording(tmp_path),
         CONFIG_ENV: json.dumps({"proposals": "drawn", "width": {"ragged": True}}),
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
         scheduler_hooks.HOOKS_ENV: "widths,shares",
     }
-    with serve(target, draft, environment=environment, max_running_requests=48) as server:
+    with serve(target, draft, environment=environment, max_running_requests=16) as server:
         assert_sampled_from(server, prompt, expected)
         (state,) = server.get("/server_info")["internal_states"]
         told = state["dflash_acceptance"]
         assert told["shapes"]["ragged"]["chosen"] > 50 and set(told["shapes"]["whole"]) == {"chosen"}
         assert told["accepted"][0] > 1000
+    replayed = {one.captured for one in recorded_graphs.replays(tmp_path) if one.role == "target"}
+    assert replayed - set(recorded_graphs.SIZES), "no graph for a number of tokens was replayed"
