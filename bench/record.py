@@ -30,6 +30,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from bench.widths import PAIR_RECORD
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.verify.record import AcceptanceRecord
@@ -37,7 +38,6 @@ from training.evaluate import load_pair
 from training.modeling import attention_biases
 from training.reference import ReferenceDraft, Target, plain_generate
 
-PAIR = Path(__file__).parent / "records" / "pair.npz"
 RANKS = 8
 WIDTHS = (4, 6, 8, 12, 16)
 
@@ -126,7 +126,7 @@ def statistics(record: AcceptanceRecord) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=PAIR)
+    parser.add_argument("--out", type=Path, default=PAIR_RECORD)
     parser.add_argument("--prompts", type=int, default=40, help="the shortest ones")
     parser.add_argument("--new-tokens", type=int, default=128, help="of each prompt")
     arguments = parser.parse_args()

@@ -1,13 +1,17 @@
 """Tokens per second of the width policy, paired: beside no speculation, the built-in worker, every other width.
 
-python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed] [--gpus 0 1]
+python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed | recorded]
+                       [--gpus 0 1]
                        [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--control 8] [--rounds 3]
                        [--moving 1 128] [--per-request] [--seconds 5]
 
 Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
-positions, gets the accept length that this is at its own width. Servers are spread over the GPUs, one of each GPU
-has a load at a time, and all take turns. A load is a steady one (`bench.steady`): requests of different lengths
-come and go, and their prefills are part of what is measured, on every server.
+positions, gets the accept length that this is at its own width. `recorded` forces what the trained pair's draft
+said and had accepted (`bench.record`), on the built-in worker too (`bench.coins`).
+
+Servers are spread over the GPUs, one of each GPU has a load at a time, and all take turns. A load is a steady one
+(`bench.steady`): requests of different lengths come and go, and their prefills are part of what is measured, on
+every server.
 
 `--fixed`: loads of the policy's server whose requests ask for one width (`ours_8`), as `min_width` and as
 `max_width`; that server's `highest_min_width` allows it. Two things tell such a width from a server's: its graphs
@@ -36,6 +40,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from bench import report
@@ -54,8 +59,18 @@ ACCEPTANCE: Mapping[str, Sequence[Sequence[float]]] = {
     "poor": [[1 / 3] * 15],  # 1.5
     "mixed": [[0.95] * 7 + [0.93] * 8, [0.55] * 15],  # 10.8 and 2.2 at 16
 }
-BEST = {"good": 0.97, "poor": 0.97, "mixed": 1.0}  # of the best other server but the built-in worker
-OVER_BUILT_IN = {"64": 1.5, "128": 1.6}  # with good acceptance
+RECORDED, PAIR_RECORD = "recorded", Path(__file__).parent / "records" / "pair.npz"
+BEST = {
+    "good": 0.97,
+    "poor": 0.97,
+    "mixed": 1.0,
+    RECORDED: 0.98,
+}  # of the best other server but the built-in worker
+OVER_BUILT_IN = {  # by acceptance and concurrency, 0.97 elsewhere
+    "good": {"64": 1.5, "128": 1.6},
+    RECORDED: {"1": 1.25, "8": 1.15, "32": 1.4, "64": 1.6, "128": 1.75},
+}
+OVER_BUILT_IN_FP8 = {"1": 1.6, "8": 1.15, "32": 1.4, "64": 1.65, "128": 1.75}  # recorded, with an fp8 target
 CONTROL = 0.97  # of the server with the width fixed
 ONE_WIDTH, ALONE = f"{OURS}_one_width", f"{OURS}_alone"
 SETTLED = 30  # steps
@@ -71,7 +86,8 @@ def mean_length(acceptance: Sequence[Sequence[float]], width: int) -> float:
 
 def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
     """Ours, those of the other kinds, one for each width of `--control`; on the GPUs in turn."""
-    acceptance = ACCEPTANCE[arguments.acceptance]
+    recorded = arguments.acceptance == RECORDED
+    acceptance: Any = {"record": str(PAIR_RECORD)} if recorded else ACCEPTANCE[arguments.acceptance]
 
     def ours(name: str, **settings: Any) -> Candidate:
         environment = {CONFIG_ENV: json.dumps({"simulated_acceptance": acceptance, **settings})}
@@ -83,7 +99,10 @@ def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
         found = [ours(OURS, width={"ragged": True}), ours(ONE_WIDTH, width=asked_for)]
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
-    if BUILT_IN in arguments.kinds:
+    if BUILT_IN in arguments.kinds and recorded:
+        coins = {"COINS": json.dumps(acceptance)}
+        found.append(Candidate(BUILT_IN, BUILT_IN, (), coins, accept_length=0, program=("-m", "bench.coins")))
+    elif BUILT_IN in arguments.kinds:
         found.append(Candidate(BUILT_IN, BUILT_IN, accept_length=round(mean_length(acceptance, BLOCK), 3)))
     found += [ours(f"{ALONE}_{width}", width=width) for width in arguments.control]
     gpus = itertools.cycle(arguments.gpus or [None])
@@ -169,10 +188,11 @@ def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[f
     return {width: of_width for width, of_width in grown.items() if of_width[0]}
 
 
-def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+def claims(acceptance: str, figures: Mapping[str, Any], fp8: bool = False) -> list[dict[str, Any]]:
     """Our tokens per second over those of the best of the others, and over the built-in worker's; those of a width
-    that requests ask for over those of its own server."""
+    that requests ask for over those of its own server. fp8: of the target."""
     out = []
+    bounds = OVER_BUILT_IN_FP8 if fp8 and acceptance == RECORDED else OVER_BUILT_IN.get(acceptance, {})
     for concurrency, servers in figures.items():
         rate = {name: statistics.median(figure["tokens_per_second"]) for name, figure in servers.items()}
         ours, built_in = rate.pop(OURS), rate.pop(BUILT_IN, None)
@@ -191,9 +211,8 @@ def claims(acceptance: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
                 what = f"{where} those without speculation, medians of rounds"
                 out.append(report.at_least(what, round(ours / rate[PLAIN], 4), BEST[acceptance]))
         if built_in is not None:
-            bound = OVER_BUILT_IN.get(concurrency, 0.97) if acceptance == "good" else 0.97
             what = f"{where} the built-in worker's, medians of rounds"
-            out.append(report.at_least(what, round(ours / built_in, 4), bound))
+            out.append(report.at_least(what, round(ours / built_in, 4), bounds.get(concurrency, 0.97)))
     return out
 
 
@@ -276,7 +295,7 @@ def settling(looks: Sequence[Look]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=1.0)
-    parser.add_argument("--acceptance", choices=list(ACCEPTANCE), default="good")
+    parser.add_argument("--acceptance", choices=[*ACCEPTANCE, RECORDED], default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--fixed", type=int, nargs="*", default=[16, 12, 8, 6, 4, 2], help="widths")
     parser.add_argument("--control", type=int, nargs="+", default=[], help="of --fixed, on servers of their own")
@@ -310,7 +329,7 @@ def main() -> int:
             figures[str(concurrency)] = measure(
                 servers, by_gpu, of, arguments.rounds, arguments.seconds, asked, shared
             )
-            claimed = claims(arguments.acceptance, figures)
+            claimed = claims(arguments.acceptance, figures, fp8="fp8" in arguments.flags)
             status = keep()
         if arguments.moving:
             phases = moving(servers[OURS], *arguments.moving, load, arguments.seconds)

@@ -15,6 +15,7 @@ from bench import steady, width_plot, widths
 from bench.load import Load, Outcome
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import ServerFailed
+from dflash_sglang.verify.record import AcceptanceRecord
 
 
 def asked(**more: Any) -> Namespace:
@@ -46,6 +47,17 @@ def test_ours_verifies_a_number_of_tokens_per_request_where_asked_to_beside_one_
     assert [one.name for one in found] == ["ours", "ours_one_width", "ours_alone_4"]
     settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]).get("width") for one in found]
     assert settings == [{"ragged": True}, {"highest_min_width": 16}, 4]
+
+
+def test_a_record_forces_both_workers():
+    ours, built_in = widths.candidates_of(asked(acceptance="recorded", kinds=[OURS, BUILT_IN]))
+    settings, coins = (
+        json.loads(ours.environment["DFLASH_SGLANG_CONFIG"]),
+        json.loads(built_in.environment["COINS"]),
+    )
+    assert settings["simulated_acceptance"] == coins == {"record": str(widths.PAIR_RECORD)}
+    assert AcceptanceRecord.load(widths.PAIR_RECORD).accepted.max() == 15
+    assert built_in.program == ("-m", "bench.coins") and ours.accept_length == built_in.accept_length == 0
 
 
 class Stub:
@@ -169,6 +181,9 @@ def test_ours_is_held_against_the_best_of_the_others_and_against_the_built_in_wo
     best, plain = widths.claims("poor", {"64": rates(ours=60, plain=61, ours_2=62)})
     assert "best other server, ours_2" in best["what"] and not best["ok"]
     assert "without speculation" in plain["what"] and (plain["value"], plain["ok"]) == (0.9836, True)
+    figures = {"64": rates(ours=160, built_in=100), "256": rates(ours=97, built_in=100)}
+    for fp8, oks in ((False, [True, True]), (True, [False, True])):
+        assert [one["ok"] for one in widths.claims("recorded", figures, fp8)] == oks
     [mixed] = widths.claims("mixed", {"64": rates(ours=60, ours_4=61)})
     assert (mixed["bound"], mixed["ok"]) == (">= 1.0", False)
 

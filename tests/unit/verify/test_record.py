@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.record import PAIR, statistics, steps_of_prompt
+from bench.record import statistics, steps_of_prompt
+from bench.widths import PAIR_RECORD
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.accept import Ragged
@@ -22,7 +23,7 @@ from dflash_sglang.verify.record import AcceptanceRecord
 from dflash_sglang.verify.simulate import forced_acceptance
 
 REQUESTS, PROMPT = 64, 100
-FACTS = json.loads(PAIR.with_suffix(".json").read_text())
+FACTS = json.loads(PAIR_RECORD.with_suffix(".json").read_text())
 
 
 def small(**changed: np.ndarray) -> dict[str, np.ndarray]:
@@ -78,7 +79,7 @@ class Served:
 
     def __init__(self, width: int) -> None:
         self.width, self.slots = width, StepSlots(REQUESTS + 1, width, "cpu")
-        self.acceptor = Acceptor(self.slots, PAIR)
+        self.acceptor = Acceptor(self.slots, PAIR_RECORD)
         self.requests = torch.arange(1, REQUESTS + 1)
         self.lens = torch.full((REQUESTS,), PROMPT)
         self.acceptor.start(self.requests, self.requests, self.lens)
@@ -115,7 +116,7 @@ def test_requests_commit_at_every_width_what_the_pair_does(width: int) -> None:
 
 
 def test_the_probabilities_of_a_step_are_those_of_the_start_whose_outcome_it_has() -> None:
-    record, served = AcceptanceRecord.load(PAIR), Served(16)
+    record, served = AcceptanceRecord.load(PAIR_RECORD), Served(16)
     likeliest = torch.from_numpy(record.logprobs[:, :, 0]).float()
     for _ in range(5):
         told = served.logprobs()
@@ -150,7 +151,7 @@ def test_ragged_steps_commit_more_than_chains_of_as_many_rows() -> None:
 
 
 def test_the_statistics_are_those_of_the_record_and_equal_the_reference_loops() -> None:
-    record = AcceptanceRecord.load(PAIR)
+    record = AcceptanceRecord.load(PAIR_RECORD)
     found = json.loads(json.dumps(statistics(record)))
     assert found == {name: FACTS[name] for name in found}
     texts = record.accepted.reshape(FACTS["prompts"], -1)
