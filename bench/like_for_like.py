@@ -31,7 +31,7 @@ from bench.load import Load, by_figure, rotated
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import WARM_UP, occupy, watch
 from bench.step_profile import figures_of, of_concurrency
-from bench.widths import ACCEPTANCE, BLOCK, forced, mean_length, since, told
+from bench.widths import ACCEPTANCE, BLOCK, forced, mean_length, since, told, with_coins
 from dflash_sglang.bench.table import step_table
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.progress import Progress
@@ -67,9 +67,7 @@ def candidate(name: str, target: Sequence[str], profile: Profile) -> Candidate:
     form = name.removeprefix(kind).removeprefix("_")
     flags = (*target, *FORMATS.get(form, ()))
     if kind == BUILT_IN:
-        return Candidate(
-            name, kind, flags, {"COINS": json.dumps(profile)}, accept_length=0, program=("-m", "bench.coins")
-        )
+        return with_coins(name, flags, profile)
     settings: dict[str, Any] = {"simulated_acceptance": [profile], "width": {"highest_min_width": BLOCK}}
     if form:
         settings["draft_head"] = "as_is"

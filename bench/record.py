@@ -30,39 +30,31 @@ import torch
 import transformers
 from torch import Tensor
 
+from bench.tree_accept import continued, marginal_logits
 from bench.widths import PAIR_RECORD
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.verify.record import AcceptanceRecord
 from training.evaluate import load_pair
-from training.modeling import attention_biases
-from training.reference import ReferenceDraft, Target, plain_generate
+from training.reference import ReferenceDraft
+from training.shapes import greedy, likeliest
 
 RANKS = 8
 WIDTHS = (4, 6, 8, 12, 16)
 
 
-@torch.no_grad()
 def proposed(
     target: Any, draft: ReferenceDraft, prompt: Sequence[int], new_tokens: int, ranks: int = RANKS
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities [new_tokens, block - 1, ranks] and ranks [new_tokens, block - 1] of one prompt, as
     `AcceptanceRecord` has them."""
-    shape, block = draft.shape, draft.shape.block_size
-    text = plain_generate(target, prompt, new_tokens + block - 1, ignore_eos=True)
-    _, features = Target(target, shape.target_layer_ids).forward([*prompt, *text[:new_tokens]], 0)
-    rows = torch.arange(len(features))
-    blocks = torch.full((new_tokens, block), shape.mask_token_id)
-    blocks[:, 0] = torch.tensor(text[:new_tokens])
-    starts = torch.arange(len(prompt), len(rows))
-    positions = (starts[:, None] + torch.arange(block)).flatten()
-    biases = attention_biases(shape, rows, positions, starts.repeat_interleave(block))
-    embeds = target.get_input_embeddings()(blocks.flatten())
-    hidden = draft.model(embeds, positions, draft.context_kv(features, rows), biases).view(new_tokens, block, -1)
-    best = target.get_output_embeddings()(hidden[:, 1:]).log_softmax(dim=-1).topk(ranks, dim=-1)
-    hits = best.indices == torch.tensor(text).unfold(0, block, 1)[:, 1:, None]
+    block = draft.shape.block_size
+    ids = continued(target, prompt, [greedy], new_tokens + block)
+    [logits] = marginal_logits(target, draft, ids, len(prompt), new_tokens)
+    best = likeliest(logits, ranks)
+    hits = torch.from_numpy(best.tokens) == ids[0, len(prompt) + 1 :].unfold(0, block - 1, 1)[:new_tokens, :, None]
     rank = torch.where(hits.any(dim=-1), hits.int().argmax(dim=-1), ranks)
-    return best.values.half().numpy(), rank.to(torch.uint8).numpy()
+    return best.logp.astype(np.float16), rank.to(torch.uint8).numpy()
 
 
 def steps_of_prompt(accepted: np.ndarray, width: int) -> list[int]:

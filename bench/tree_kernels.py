@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from bench import report
+from bench.rejection import captured
 from dflash_sglang.kernels.block.accept import Outcomes, Paths, Relay, Verification, accept
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
 from dflash_sglang.kernels.head.largest import largest
@@ -124,13 +125,7 @@ def calls(requests: int, vocab: int, nodes: list[int], device: str) -> dict[str,
 
 def microseconds(run: Callable[[], Any]) -> float:
     """Of one call."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
+    graph = captured(lambda: [run() for _ in range(CALLS)])
     times = []
     for _ in range(ROUNDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -100,13 +100,18 @@ def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
     if BUILT_IN in arguments.kinds and recorded:
-        coins = {"COINS": json.dumps(acceptance)}
-        found.append(Candidate(BUILT_IN, BUILT_IN, (), coins, accept_length=0, program=("-m", "bench.coins")))
+        found.append(with_coins(BUILT_IN, (), acceptance))
     elif BUILT_IN in arguments.kinds:
         found.append(Candidate(BUILT_IN, BUILT_IN, accept_length=round(mean_length(acceptance, BLOCK), 3)))
     found += [ours(f"{ALONE}_{width}", width=width) for width in arguments.control]
     gpus = itertools.cycle(arguments.gpus or [None])
     return [dataclasses.replace(candidate, gpus=next(gpus)) for candidate in found]
+
+
+def with_coins(name: str, flags: tuple[str, ...], acceptance: Any) -> Candidate:
+    """The built-in worker with acceptance that `bench.coins` forces, as `simulated_acceptance` has it."""
+    coins = {"COINS": json.dumps(acceptance)}
+    return Candidate(name, BUILT_IN, flags, coins, accept_length=0, program=("-m", "bench.coins"))
 
 
 def forced(widths: Sequence[int]) -> dict[str, dict[str, Any]]:
