@@ -19,9 +19,7 @@ Remark = tuple[int, str]  # a level of `logging`, and a line
 
 def states(root: Path | None = None) -> dict[str, str]:
     """MATCHES, GONE or DIFFERS for each row. root: the folder of another `sglang` package."""
-    by_file = sorted(PATCHES, key=lambda patch: patch.source)  # each file is parsed once
-    found = {patch.name: _state(patch, root) for patch in by_file}
-    return {patch.name: found[patch.name] for patch in PATCHES}
+    return {patch.name: _state(patch, root) for patch in PATCHES}
 
 
 @functools.cache

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_sglang.kernels.block.grow_tree import MAX_NODES
+
 HEAD_DIMS = (64, 128, 256)
-MAX_NODES = 64  # ancestors of a node are the bits of one int64
 _TILE_NODES = 16  # nodes of one program
 _TILE_ROWS = 64  # queries of one program: nodes times the query heads of a KV head
 _TILE_VALUES = 32 * 128  # of keys that a program reads at a time
