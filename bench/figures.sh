@@ -111,7 +111,7 @@ for name in "$@"; do
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
     house) paired house "" ;;
     observe) paired observe " --enable-metrics" --starts 0 --rounds 5 --concurrency 1 64 --width 8 --kept 0.995 ;;
-    recurrent_9b) recurrent 9b 9b recurrent "$serving" --rounds 1 --seconds 3 ${ADD:+--add} ;;
+    recurrent_9b) recurrent 9b 9b recurrent "$serving" --rounds 1 ${ADD:+--add} ;;
     recurrent_first_batches) recurrent first_batches 9b first_batches "$serving" ;;
     recurrent_27b_requests) recurrent 27b_requests 27b running_requests "--load-format dummy" ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;
