@@ -7,9 +7,13 @@ same number of queries (decode, verify, draft block), else one per request and s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from dflash_sglang.kernels.block.grow_tree import Tree
 
 # Queries of one request that attend together: bounds the mask, [queries * heads per kv head, context].
 MAX_QUERIES = 256
@@ -17,20 +21,21 @@ MAX_QUERIES = 256
 
 @dataclass
 class QueryGroup:
-    """`rows` requests with `queries` queries each, which are consecutive positions."""
+    """`rows` requests with `queries` queries each, which are consecutive positions or the nodes of a tree."""
 
     first_row: int  # of the group's queries among the forward's
     # [rows, context] int64; past a request's context its first slot, so that masked reads are finite.
     slots: torch.Tensor
-    query_positions: torch.Tensor  # [rows, queries]
+    query_positions: torch.Tensor  # [rows, queries]; of a tree, the positions whose slots its nodes have
     context_lens: torch.Tensor  # [rows] positions 0 .. context_len-1 exist
+    tree: Tree | None = None  # of at least `rows` requests, `queries` nodes each; read once a mask is asked for
     masks: dict[tuple[bool, int | None, int, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, causal: bool, window_left: int | None, heads: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask `[rows, 1, heads * queries, context]` (heads outer), or None if all is visible.
 
         A query at q sees keys k <= q when causal, every k of its context otherwise; with a window also
-        |q - k| <= window_left.
+        |q - k| <= window_left. Of its tree, a causal node sees itself and its ancestors, and q and k count depths.
         """
         key = (causal, window_left, heads, dtype)
         if key not in self.masks:
@@ -42,10 +47,10 @@ class QueryGroup:
     ) -> torch.Tensor | None:
         rows, queries = self.query_positions.shape
         keys = torch.arange(self.slots.shape[1])
-        distance = self.query_positions[:, :, None] - keys  # [rows, queries, context]
+        distance, before = self._distances(keys)
         visible = (keys < self.context_lens[:, None])[:, None, :].expand_as(distance)
         if causal:
-            visible = visible & (distance >= 0)
+            visible = visible & before
         if window_left is not None:
             visible = visible & (distance.abs() <= window_left)
         if bool(visible.all()):
@@ -53,22 +58,39 @@ class QueryGroup:
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
         return mask[:, None, None].expand(rows, 1, heads, queries, -1).reshape(rows, 1, heads * queries, -1)
 
+    def _distances(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of queries to keys, and whether a key is the query's own or one before it: [rows, queries, context]."""
+        rows, queries = self.query_positions.shape
+        if self.tree is None:
+            distance = self.query_positions[:, :, None] - keys
+            return distance, distance >= 0
+        prefix, depths = self.query_positions[:, :1], self.tree.depths[:rows].long()
+        node = keys - prefix  # [rows, context]; keys of the prefix are no nodes
+        in_tree = (node >= 0) & (node < queries)
+        node = node.clamp(0, queries - 1)
+        key_positions = torch.where(in_tree, prefix + depths.gather(1, node), keys)
+        distance = (prefix + depths)[:, :, None] - key_positions[:, None]
+        above = (self.tree.ancestors[:rows, :, None] >> node[:, None]) & 1 == 1
+        return distance, above | ~in_tree[:, None]
+
 
 def group_queries(
     req_to_token: torch.Tensor,  # [requests, context] slot of each position
     req_pool_indices: torch.Tensor,  # [bs]
     prefix_lens: list[int],
     query_lens: list[int],
+    tree: Tree | None = None,
 ) -> list[QueryGroup]:
     """Cuts a forward's queries, which lie request after request, into groups.
 
     Request i's queries are at the last positions of its context: prefix_lens[i] + 0 .. query_lens[i] - 1.
+    With a tree they are its nodes, as many for each request and MAX_QUERIES at most.
     """
     rows, prefixes = req_pool_indices.long(), torch.tensor(prefix_lens, dtype=torch.int64)
     contexts = prefixes + torch.tensor(query_lens, dtype=torch.int64)
     if query_lens and min(query_lens) == max(query_lens) <= MAX_QUERIES:
         positions = prefixes[:, None] + torch.arange(query_lens[0])
-        return [_group(req_to_token, rows, contexts, positions, first_row=0)]
+        return [_group(req_to_token, rows, contexts, positions, first_row=0, tree=tree)]
     groups = []
     first_row = 0
     for i, (context, queries) in enumerate(zip(contexts.tolist(), query_lens, strict=True)):
@@ -85,11 +107,12 @@ def _group(
     context_lens: torch.Tensor,
     query_positions: torch.Tensor,
     first_row: int,
+    tree: Tree | None = None,
 ) -> QueryGroup:
     longest = int(context_lens.max())
     slots = req_to_token[rows, :longest].long()
     slots = torch.where(torch.arange(longest) < context_lens[:, None], slots, slots[:, :1])
-    return QueryGroup(first_row, slots, query_positions, context_lens)
+    return QueryGroup(first_row, slots, query_positions, context_lens, tree)
 
 
 def attend(

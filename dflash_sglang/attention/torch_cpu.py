@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.kernels.block.grow_tree import Tree
+
 NON_CAUSAL = (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL)
 
 
@@ -47,12 +49,21 @@ class TorchCpuAttention(AttentionBackend):
         # Of a hybrid pool, whose sliding layers keep their rows in slots of their own.
         self.sliding_groups: list[QueryGroup] = []
         self.sliding_write: torch.Tensor | None = None
+        self.tree: Tree | None = None
+
+    def serve_trees(self, tree: Tree) -> None:
+        """Verify forwards attend as the trees that stand in these buffers when a forward's first layer runs."""
+        self.tree = tree
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Cuts the forward's queries into groups, once for all layers."""
         prefix_lens, query_lens = query_ranges(forward_batch)
         self.groups = group_queries(
-            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, prefix_lens, query_lens
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            prefix_lens,
+            query_lens,
+            self.tree if forward_batch.forward_mode.is_target_verify() else None,
         )
         pool = self.token_to_kv_pool
         if isinstance(pool, SWAKVPool):
