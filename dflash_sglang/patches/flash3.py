@@ -1,38 +1,46 @@
-"""FlashAttention 3 over blocks, without the launches that SGLang's backend need not make in every layer.
+"""FlashAttention 3 over trees, and over blocks without launches that SGLang's backend need not make in each layer.
 
 Schedules: for blocks, each layer launches a kernel that finds the same tile schedule again. Here a captured
 forward makes it once, as SGLang's backend does for decode, with one query per request.
 Queries: the backend first copies the queries of each layer, a slice of the projection's rows. Here the kernel
 reads them where they lie.
 What both save of a step: `docs/internals/optimisations.md`.
+Trees: the kernel attends to the prefixes, and `add_tree_keys` lets the nodes attend to each other.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_sglang.kernels.attention.tree_keys import Prefix, TreeKeys, add_tree_keys
+from dflash_sglang.kernels.block.grow_tree import Tree
 from dflash_sglang.patches.apply import replace
 
 BACKENDS = "sglang.srt.layers.attention.flashattention_backend"  # imports CUDA kernels: there if one is in use
 _WHOLE_CONTEXT = (-1, -1)
 
 
-def spare_launches(backend: Any) -> bool:
-    """Once for each attention backend of blocks, before its graphs are captured. Whether it is one: of
-    FlashAttention 3 and for layers with heads, where SGLang shares schedules itself."""
-    backend = getattr(backend, "full_attn_backend", backend)  # of a target with recurrent layers too
+def shares_schedules(backend: Any) -> bool:
+    """Whether a backend is of FlashAttention 3 and for layers with heads, where SGLang shares schedules itself."""
     module: Any = sys.modules.get(BACKENDS)
     if module is None or not isinstance(backend, module.FlashAttentionBackend):
         return False
     version_3 = backend._get_scheduler_metadata is not None
-    if not version_3 or backend.use_mla or backend._disable_scheduler_metadata_precompute:
+    return version_3 and not backend.use_mla and not backend._disable_scheduler_metadata_precompute
+
+
+def spare_launches(backend: Any) -> bool:
+    """Once for each attention backend of blocks, before its graphs are captured. Whether it `shares_schedules`."""
+    backend = getattr(backend, "full_attn_backend", backend)  # of a target with recurrent layers too
+    if not shares_schedules(backend):
         return False
-    share_schedule(backend, module)
+    share_schedule(backend, sys.modules[BACKENDS])
     read_by_strides(backend)
     return True
 
@@ -62,12 +70,38 @@ class SharedSchedules:
         self._attend, self._schedule = attend, schedule
         self._lengths: Tensor | None = None
         self._made: dict[tuple[Any, ...], Tensor] = {}
+        self._trees: tuple[Tree, Tensor] | None = None
 
     def begin(self, lengths: Tensor) -> None:
         """A forward is being captured whose layers find the contexts' `lengths` [bs] in this very tensor."""
         self._lengths, self._made = lengths, {}
 
+    @contextmanager
+    def over_trees(self, tree: Tree, slots: Tensor) -> Iterator[None]:
+        """Calls meanwhile are of trees, row i of `tree` for request i: their `cache_seqlens` are the prefixes.
+
+        slots [bs * nodes]: of the nodes' keys and values.
+        """
+        self._trees = tree, slots
+        try:
+            yield
+        finally:
+            self._trees = None
+
     def __call__(self, *args: Any, **call: Any) -> Any:
+        if self._trees is None:
+            return self._once(*args, **call)
+        if call.get("sinks") is not None:
+            raise NotImplementedError("a layer with sinks attends to a tree: expected none, see `why_no_trees`")
+        out, lse, *_ = self._once(*args, **{**call, "causal": False, "return_softmax_lse": True})
+        tree, slots = self._trees
+        bs, nodes = len(call["cache_seqlens"]), tree.ancestors.shape[1]
+        keys, values = (call[pool].view(-1, *call[pool].shape[2:]) for pool in ("k_cache", "v_cache"))
+        own = TreeKeys(keys, values, slots.view(bs, nodes), tree.ancestors[:bs])
+        add_tree_keys(call["q"], Prefix(out, lse), own, call["softmax_scale"])
+        return out
+
+    def _once(self, *args: Any, **call: Any) -> Any:
         if self._lengths is not None and call.get("cache_seqlens") is self._lengths:
             if call["window_size"] == _WHOLE_CONTEXT and call.get("scheduler_metadata") is None:
                 call["scheduler_metadata"] = self._of(**call)
@@ -134,3 +168,31 @@ def read_by_strides(backend: Any) -> None:
         return forward(q, k, v, layer, forward_batch, *args, **kwargs)
 
     replace("flash3-queries", backend, forward_extend)
+
+
+def serve_trees(backend: Any, tree: Tree) -> None:
+    """backend: one that `spare_launches` has changed; its verify forwards are of trees from here on."""
+    schedules: SharedSchedules = sys.modules[BACKENDS].flash_attn_with_kvcache
+    fill, prepare = backend._set_decode_page_metadata, backend.init_forward_metadata
+    forward = backend.forward_extend
+
+    def fill_prefixes(plan: Any, metadata: Any, requests: Tensor, seq_lens: Tensor, seq_len_delta: int) -> None:
+        del seq_len_delta
+        fill(plan, metadata, requests, seq_lens, 0)
+
+    def prepare_prefixes(forward_batch: Any) -> None:
+        prepare(forward_batch)
+        if forward_batch.forward_mode.is_target_verify():
+            backend.forward_metadata.cache_seqlens_int32 = forward_batch.seq_lens.to(torch.int32)
+
+    def forward_extend(
+        q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not forward_batch.forward_mode.is_target_verify():
+            return forward(q, k, v, layer, forward_batch, *args, **kwargs)
+        with schedules.over_trees(tree, forward_batch.out_cache_loc):
+            return forward(q, k, v, layer, forward_batch, *args, **kwargs)
+
+    replace("flash3-prefixes", backend, fill_prefixes)
+    replace("flash3-eager-prefixes", backend, prepare_prefixes)
+    replace("flash3-trees", backend, forward_extend)

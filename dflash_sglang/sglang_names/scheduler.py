@@ -25,6 +25,7 @@ from sglang.srt.layers.logits_processor import (
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear, cutlass_fp8_supported
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
@@ -120,6 +121,7 @@ __all__ = [
     "LogitsProcessorOutput",
     "MambaPool",
     "ProcessorEntry",
+    "RadixAttention",
     "RaggedVerifyLayout",
     "Req",
     "SamplingBatchInfo",

@@ -1,0 +1,312 @@
+"""SGLang's own backend of FlashAttention 3 over trees, in graphs and without, against dense attention.
+
+On a GPU with its kernels; without one, torch operations stand for the kernels and recordings for graphs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
+from dflash_sglang.patches import flash3
+from tests.support import sglang_layers
+from tests.support.recorded_graphs import Recording
+
+ON_GPU = sglang_layers.DEVICE == "cuda"
+HEADS, KV_HEADS, DIM = (32, 8, 128) if ON_GPU else (4, 2, 64)
+DTYPE, TOLERANCE = (torch.bfloat16, 0.03) if ON_GPU else (torch.float32, 1e-5)
+LAYERS, CONTEXT = 2, 320
+PREFIXES = ([0, 1, 37, 300], [16, 0, 15, 160], [299, 40, 31])
+SCALE = DIM**-0.5
+
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+
+def flash_attn_with_kvcache(
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    return_softmax_lse: bool,
+    **rest: Any,
+) -> Any:
+    """FlashAttention's, in torch operations, for requests of `max_seqlen_q` queries each.
+
+    Where nothing is seen, the output is not a number and the LSE -inf.
+    """
+    bs, heads = len(cache_seqlens), q.shape[1]
+    group = heads // k_cache.shape[2]
+    k, v = (pool[page_table.long()].flatten(1, 2).repeat_interleave(group, 2) for pool in (k_cache, v_cache))
+    scores = torch.einsum("bihd,bjhd->bhij", q.reshape(bs, max_seqlen_q, heads, -1), k) * softmax_scale
+    key, row = torch.arange(k.shape[1]), torch.arange(max_seqlen_q)
+    lengths = cache_seqlens[:, None, None]
+    seen = (key < lengths).expand(-1, max_seqlen_q, -1)
+    if causal:
+        seen = seen & (key <= lengths - max_seqlen_q + row[:, None])
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(q.shape)
+    lse = scores.logsumexp(-1).transpose(0, 1).flatten(1)
+    return (out, lse, None) if return_softmax_lse else out
+
+
+def normal_decode_set_metadata(
+    lengths: Tensor,
+    starts: Tensor,
+    page_table: Tensor,
+    req_to_token: Tensor,
+    requests: Tensor,
+    pages: int,
+    seq_lens: Tensor,
+    delta: int,
+    page_size: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """SGLang's kernel, in torch operations."""
+    lengths.copy_(seq_lens + delta)
+    starts[1:] = lengths.cumsum(0)
+    page_table.copy_(req_to_token[requests][:, ::page_size][:, :pages] // page_size)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of SGLang's backend; without a GPU, with kernels that are torch operations."""
+    sglang_layers.start_rank()
+    if ON_GPU:
+        yield importlib.import_module(flash3.BACKENDS)
+        return
+    kernels = ModuleType("sgl_kernel")
+    kernels.merge_state_v2 = None  # type: ignore[attr-defined]
+    flash = ModuleType("sgl_kernel.flash_attn")
+    flash.flash_attn_varlen_func = flash.flash_attn_with_kvcache = None  # type: ignore[attr-defined]
+    flash.get_scheduler_metadata = lambda **call: torch.zeros(1)  # type: ignore[attr-defined]
+    for stub in (kernels, flash):
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.delitem(sys.modules, flash3.BACKENDS, raising=False)
+    loaded = importlib.import_module(flash3.BACKENDS)
+    monkeypatch.setattr(loaded, "flash_attn_with_kvcache", flash_attn_with_kvcache)
+    monkeypatch.setattr(loaded, "normal_decode_set_metadata", normal_decode_set_metadata)
+    yield loaded
+    del sys.modules[flash3.BACKENDS]
+
+
+class Target:
+    """A model runner with a pool, and what SGLang's backend asks of it."""
+
+    def __init__(self, page_size: int, requests: int) -> None:
+        from sglang.srt.configs.model_config import AttentionArch
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        pages = -(-(CONTEXT + 64) // page_size)  # of a request; row 0 and page 0 are of padding
+        order = 1 + torch.randperm(requests * pages).view(requests, pages)
+        slots = order[..., None] * page_size + torch.arange(page_size)
+        table = torch.cat([torch.zeros(1, pages * page_size), slots.flatten(1)]).int()
+        size = requests * pages * page_size
+        self.pool = MHATokenToKVPool(
+            size=size, page_size=page_size, dtype=DTYPE, head_num=KV_HEADS, head_dim=DIM, layer_num=LAYERS,
+            device=sglang_layers.DEVICE, enable_memory_saver=False,
+        )  # fmt: skip
+        for layer in range(LAYERS):
+            for buffer in self.pool.get_kv_buffer(layer):
+                buffer.copy_(torch.randn(buffer.shape))
+        self.table = table.to(sglang_layers.DEVICE)
+        self.runner: Any = SimpleNamespace(
+            device=sglang_layers.DEVICE,
+            dtype=DTYPE,
+            is_draft_worker=False,
+            kv_cache_dtype=DTYPE,
+            kv_cache_dtype_str="auto",
+            kv_index_translator=SimpleNamespace(is_translating=False, reads_are_translated=False),
+            model_config=SimpleNamespace(
+                attention_arch=AttentionArch.MHA,
+                context_len=CONTEXT + 64,
+                get_num_kv_heads=lambda _: KV_HEADS,
+                head_dim=DIM,
+                hf_text_config=SimpleNamespace(num_attention_heads=HEADS),
+                is_encoder_decoder=False,
+                is_local_attention_model=False,
+            ),
+            page_size=page_size,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+            sliding_window_size=None,
+            token_to_kv_pool=self.pool,
+        )
+
+    def backend(self, module: Any, nodes: int, tree: Tree) -> Any:
+        """As a runtime state of trees gets one."""
+        from dflash_sglang.attention.trees import serve_trees
+        from dflash_sglang.sglang_names.scheduler import get_spec
+
+        with get_spec().override(speculative_num_draft_tokens=nodes):
+            backend = module.FlashAttentionBackend(self.runner)
+        assert flash3.spare_launches(backend)
+        serve_trees(backend, tree)
+        return backend
+
+
+class Step:
+    """The inputs of a verify forward, which keep their place, and its layers."""
+
+    def __init__(self, target: Target, requests: int, nodes: int) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        from dflash_sglang.sglang_names.scheduler import ForwardMode, SpeculativeAlgorithm
+
+        rows = requests * nodes
+        self.target, self.nodes = target, nodes
+        self.projected = torch.zeros(LAYERS, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=DTYPE)
+        self.batch: Any = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=requests,
+            req_pool_indices=torch.zeros(requests, dtype=torch.int64),
+            seq_lens=torch.ones(requests, dtype=torch.int64),
+            seq_lens_cpu=None,
+            encoder_lens=None,
+            positions=torch.zeros(rows, dtype=torch.int64),
+            out_cache_loc=torch.zeros(rows, dtype=torch.int64),
+            out_cache_loc_is_physical=False,
+            kv_loc_plan=None,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=SimpleNamespace(draft_token_num=nodes, ragged_verify_layout=None),
+        )
+        self.layers: list[Any] = [RadixAttention(HEADS, DIM, SCALE, KV_HEADS, layer_id=i) for i in range(LAYERS)]
+
+    def fill(self, prefixes: list[int]) -> None:
+        """Requests with these prefixes, then padding."""
+        batch, table = self.batch, self.target.table
+        batch.req_pool_indices.zero_()
+        batch.seq_lens.fill_(1)
+        batch.out_cache_loc.zero_()
+        for i, prefix in enumerate(prefixes):
+            batch.req_pool_indices[i], batch.seq_lens[i] = i + 1, prefix
+            batch.out_cache_loc.view(-1, self.nodes)[i] = table[i + 1, prefix : prefix + self.nodes]
+        self.projected.copy_(torch.randn(self.projected.shape))
+
+    def parts(self, layer: int) -> tuple[Tensor, ...]:
+        return self.projected[layer].split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
+
+    def forward(self, backend: Any) -> list[Tensor]:
+        outputs = []
+        for i, layer in enumerate(self.layers):
+            q, k, v = self.parts(i)
+            k, v = (rows.reshape(-1, KV_HEADS, DIM) for rows in (k, v))
+            outputs.append(backend.forward_extend(q, k, v, layer, self.batch))
+        return outputs
+
+    def expected(self, tree: Tree, prefixes: list[int]) -> list[Tensor]:
+        """[requests, nodes, heads, dim] float32 of each layer: dense attention with an ancestor mask."""
+        found, nodes = [], torch.arange(self.nodes)
+        for i in range(LAYERS):
+            q = self.parts(i)[0].view(-1, self.nodes, HEADS, DIM).float()
+            outs = []
+            for request, prefix in enumerate(prefixes):
+                slots = self.target.table[request + 1, : prefix + self.nodes].long()
+                pools = (buffer[slots].float() for buffer in self.target.pool.get_kv_buffer(i))
+                k, v = (pool.repeat_interleave(HEADS // KV_HEADS, dim=1) for pool in pools)
+                above = (tree.ancestors[request][:, None] >> nodes) & 1 == 1
+                seen = torch.cat([torch.ones(self.nodes, prefix, dtype=torch.bool), above], dim=1)
+                scores = torch.einsum("ihd,jhd->hij", q[request], k) * SCALE
+                outs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+            found.append(torch.stack(outs))
+        return found
+
+    def check(self, outputs: list[Tensor], tree: Tree, prefixes: list[int]) -> None:
+        for output, right in zip(outputs, self.expected(tree, prefixes), strict=True):
+            got = output.view(-1, self.nodes, HEADS, DIM)[: len(prefixes)].float()
+            torch.testing.assert_close(got, right, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def chains(requests: int, nodes: int) -> Tree:
+    node = torch.arange(nodes, dtype=torch.int32).repeat(requests, 1)
+    bits = torch.ones_like(node, dtype=torch.int64) << torch.arange(nodes)
+    return Tree(node - 1, node, bits.cumsum(dim=1), torch.zeros(requests, nodes))
+
+
+def grow(tree: Tree) -> None:
+    """Random trees of 8 steps with 4 candidates each, into the buffers."""
+    requests, nodes = tree.parents.shape
+    chances = torch.randn(requests, 8, 4).log_softmax(-1).sort(descending=True).values
+    ids = torch.zeros(chances.shape, dtype=torch.int64)
+    anchors, tokens = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests, nodes, dtype=torch.int64)
+    grow_tree(anchors, Candidates(ids, chances), tokens, tree)
+
+
+def captured(forward: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    """A graph's replay, and its outputs."""
+    forward()
+    if not ON_GPU:
+        with Recording() as recording:
+            outputs = forward()
+        return recording.replay, outputs
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = forward()
+    return graph.replay, outputs
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("nodes", [16, 64])
+@torch.inference_mode()
+def test_replays_follow_the_prefixes_and_the_trees(module, nodes, page_size):
+    """Of a graph with room for one request more, captured with chains over one token."""
+    requests, kept = 5, 6
+    with torch.device(sglang_layers.DEVICE):
+        target, tree = Target(page_size, requests), chains(kept, nodes)
+        backend, step = target.backend(module, nodes, tree), Step(target, requests, nodes)
+        backend.init_cuda_graph_state(requests, requests * nodes)
+        backend.init_forward_metadata_out_graph(step.batch, in_capture=True)
+
+        def forward() -> list[Tensor]:
+            backend.init_forward_metadata_in_graph(step.batch)
+            return step.forward(backend)
+
+        replay, outputs = captured(forward)
+        for prefixes in PREFIXES:
+            step.fill(prefixes)
+            grow(tree)
+            backend.init_forward_metadata_out_graph(step.batch)
+            replay()
+            step.check(outputs, tree, prefixes)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("nodes", [16, 64])
+@torch.inference_mode()
+def test_forwards_without_a_graph_attend_as_trees(module, nodes, page_size):
+    with torch.device(sglang_layers.DEVICE):
+        target, tree = Target(page_size, 4), chains(4, nodes)
+        backend = target.backend(module, nodes, tree)
+        for prefixes in PREFIXES:
+            step = Step(target, len(prefixes), nodes)
+            step.fill(prefixes)
+            grow(tree)
+            backend.init_forward_metadata(step.batch)
+            step.check(step.forward(backend), tree, prefixes)
+
+
+@torch.inference_mode()
+def test_layers_with_sinks_are_refused(module):
+    with torch.device(sglang_layers.DEVICE):
+        target = Target(1, 1)
+        backend, step = target.backend(module, 16, chains(1, 16)), Step(target, 1, 16)
+        step.fill([5])
+        backend.init_forward_metadata(step.batch)
+        q, k, v = step.parts(0)
+        k, v = (rows.reshape(-1, KV_HEADS, DIM) for rows in (k, v))
+        with pytest.raises(NotImplementedError, match="sinks"):
+            backend.forward_extend(q, k, v, step.layers[0], step.batch, sinks=torch.zeros(HEADS))
