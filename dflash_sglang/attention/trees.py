@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from dflash_sglang.attention.verifying import verifying
 from dflash_sglang.kernels.attention.tree_keys import HEAD_DIMS
 from dflash_sglang.patches import flash3
-from dflash_sglang.sglang_names.scheduler import IdSpaceKind, RadixAttention, mambaish_config
+from dflash_sglang.sglang_names.scheduler import (
+    IdSpaceKind,
+    MHATokenToKVPool,
+    RadixAttention,
+    mambaish_config,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -25,7 +29,6 @@ def serve_trees(backend: Any, tree: Tree) -> None:
 
     backend: one for blocks of `nodes` rows, changed by `spare_launches`, of a target without a `why_no_trees`.
     """
-    backend = verifying(backend)
     own = getattr(backend, "serve_trees", None)
     if own is not None:
         own(tree)
@@ -33,35 +36,34 @@ def serve_trees(backend: Any, tree: Tree) -> None:
         flash3.serve_trees(backend, tree)
 
 
-def why_no_trees(runner: ModelRunner) -> str | None:
+def why_no_trees(target: ModelRunner) -> str | None:
     """Why verify forwards of this target have no trees, as a clause for the log; None if they can.
 
     Call it once the target's backends and pools exist.
     """
-    return next(_obstacles(runner, verifying(runner.attn_backend)), None)
+    return next(_obstacles(target), None)
 
 
-def _obstacles(runner: ModelRunner, backend: Any) -> Iterator[str]:
-    space = runner.kv_index_translator.space
-    if mambaish_config(runner.model_config) is not None:
+def _obstacles(target: ModelRunner) -> Iterator[str]:
+    backend, pool, space = target.attn_backend, target.token_to_kv_pool, target.kv_index_translator.space
+    if mambaish_config(target.model_config) is not None:
         yield "the target's recurrent layers verify chains"
     if space(IdSpaceKind.FULL).write is not None or space(IdSpaceKind.SLIDING_WINDOW) is not None:
-        yield "the target's KV pools have names of their own for slots, so that accepted rows cannot be moved"
+        yield f"{type(pool).__name__} has names of its own for slots, and accepted rows are moved by slot"
     if hasattr(backend, "serve_trees"):
         return
     if getattr(backend, "use_mla", False):
-        yield "the target has multi-head latent attention, and trees need keys and values of heads"
+        yield "the target's attention is over latent rows, and trees need keys and values of heads"
     if not flash3.shares_schedules(backend):
-        yield f"{type(backend).__name__} verifies chains: trees need --attention-backend fa3 without DP attention"
-    for layer in (module for module in runner.model.modules() if isinstance(module, RadixAttention)):
+        yield f"{type(backend).__name__} verifies chains; trees need --attention-backend fa3 without DP attention"
+    for layer in (module for module in target.model.modules() if isinstance(module, RadixAttention)):
         yield from _obstacles_of(layer)
-    if sinks := [name for name, _ in runner.model.named_parameters() if "sink" in name]:
+    if sinks := [name for name, _ in target.model.named_parameters() if "sink" in name]:
         yield f"attention has sinks ({sinks[0]})"
-    pool = runner.token_to_kv_pool
-    if pool.dtype != runner.dtype:
-        yield f"the KV pool has {pool.dtype}, and trees need the model's {runner.dtype}"
-    if pool.use_hnd:
-        yield "SGLANG_USE_HND_KVCACHE keeps the KV pool by heads"
+    if not isinstance(pool, MHATokenToKVPool) or pool.use_hnd:
+        yield f"trees do not read {type(pool).__name__} in this layout"
+    elif pool.store_dtype != target.dtype:
+        yield f"the KV pool holds {pool.store_dtype}, and trees need the model's {target.dtype}"
 
 
 def _obstacles_of(layer: RadixAttention) -> Iterator[str]:

@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.allocation import (
 )
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, KVWriteLoc, MambaPool
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, KVWriteLoc, MambaPool, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -119,6 +119,7 @@ __all__ = [
     "LinearBase",
     "LogitsProcessor",
     "LogitsProcessorOutput",
+    "MHATokenToKVPool",
     "MambaPool",
     "ProcessorEntry",
     "RadixAttention",

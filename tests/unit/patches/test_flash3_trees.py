@@ -15,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_sglang.attention import trees
+from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+from dflash_sglang.attention.trees import serve_trees, why_no_trees
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
 from dflash_sglang.patches import flash3
 from tests.support import sglang_layers
@@ -109,8 +112,11 @@ class Target:
 
     def __init__(self, page_size: int, requests: int) -> None:
         from sglang.srt.configs.model_config import AttentionArch
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang.srt.layers.radix_attention import RadixAttention
 
+        from dflash_sglang.sglang_names.scheduler import IdSpaceKind, MHATokenToKVPool
+
+        self.layers: list[Any] = [RadixAttention(HEADS, DIM, SCALE, KV_HEADS, layer_id=i) for i in range(LAYERS)]
         pages = -(-(CONTEXT + 64) // page_size)  # of a request; row 0 and page 0 are of padding
         order = 1 + torch.randperm(requests * pages).view(requests, pages)
         slots = order[..., None] * page_size + torch.arange(page_size)
@@ -130,7 +136,12 @@ class Target:
             is_draft_worker=False,
             kv_cache_dtype=DTYPE,
             kv_cache_dtype_str="auto",
-            kv_index_translator=SimpleNamespace(is_translating=False, reads_are_translated=False),
+            kv_index_translator=SimpleNamespace(
+                is_translating=False,
+                reads_are_translated=False,
+                space={IdSpaceKind.FULL: SimpleNamespace(write=None)}.get,
+            ),
+            model=torch.nn.ModuleList(self.layers),
             model_config=SimpleNamespace(
                 attention_arch=AttentionArch.MHA,
                 context_len=CONTEXT + 64,
@@ -148,7 +159,6 @@ class Target:
 
     def backend(self, module: Any, nodes: int, tree: Tree) -> Any:
         """As a runtime state of trees gets one."""
-        from dflash_sglang.attention.trees import serve_trees
         from dflash_sglang.sglang_names.scheduler import get_spec
 
         with get_spec().override(speculative_num_draft_tokens=nodes):
@@ -162,8 +172,6 @@ class Step:
     """The inputs of a verify forward, which keep their place, and its layers."""
 
     def __init__(self, target: Target, requests: int, nodes: int) -> None:
-        from sglang.srt.layers.radix_attention import RadixAttention
-
         from dflash_sglang.sglang_names.scheduler import ForwardMode, SpeculativeAlgorithm
 
         rows = requests * nodes
@@ -183,7 +191,6 @@ class Step:
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=SimpleNamespace(draft_token_num=nodes, ragged_verify_layout=None),
         )
-        self.layers: list[Any] = [RadixAttention(HEADS, DIM, SCALE, KV_HEADS, layer_id=i) for i in range(LAYERS)]
 
     def fill(self, prefixes: list[int]) -> None:
         """Requests with these prefixes, then padding."""
@@ -201,7 +208,7 @@ class Step:
 
     def forward(self, backend: Any) -> list[Tensor]:
         outputs = []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.target.layers):
             q, k, v = self.parts(i)
             k, v = (rows.reshape(-1, KV_HEADS, DIM) for rows in (k, v))
             outputs.append(backend.forward_extend(q, k, v, layer, self.batch))
@@ -299,8 +306,90 @@ def test_forwards_without_a_graph_attend_as_trees(module, nodes, page_size):
             step.check(step.forward(backend), tree, prefixes)
 
 
+def sinks(target: Target) -> None:
+    target.layers[1].sinks = torch.nn.Parameter(torch.zeros(HEADS))
+    target.runner.model = torch.nn.ModuleList(target.layers)
+
+
+def of_layer(**facts: Any) -> Callable[[Target], None]:
+    return lambda target: vars(target.layers[1]).update(facts)
+
+
+OBSTACLES: dict[str, tuple[Callable[[Target], object], str]] = {
+    "another backend": (
+        lambda target: setattr(target.runner, "attn_backend", SimpleNamespace()),
+        "SimpleNamespace verifies chains; trees need --attention-backend fa3 without DP attention",
+    ),
+    "FlashAttention 4": (
+        lambda target: setattr(target.runner.attn_backend, "_get_scheduler_metadata", None),
+        "FlashAttentionBackend verifies chains; trees need --attention-backend fa3 without DP attention",
+    ),
+    "MLA": (
+        lambda target: setattr(target.runner.attn_backend, "use_mla", True),
+        "the target's attention is over latent rows, and trees need keys and values of heads",
+    ),
+    "sliding layers": (of_layer(sliding_window_size=127), "attention layer 1 sees a part of the context"),
+    "local layers": (of_layer(use_irope=True), "attention layer 1 sees a part of the context"),
+    "cross attention": (of_layer(is_cross_attention=True), "attention layer 1 is cross attention"),
+    "capped logits": (of_layer(logit_cap=50.0), "attention layer 1 caps its logits at 50"),
+    "head dims": (
+        of_layer(head_dim=192, v_head_dim=128),
+        "attention layer 1 has keys of 192, values of 128; trees need 64, 128, 256 of both",
+    ),
+    "sinks": (sinks, "attention has sinks (1.sinks)"),
+    "fp8 KV": (
+        lambda target: setattr(target.pool, "store_dtype", torch.uint8),
+        f"the KV pool holds torch.uint8, and trees need the model's {DTYPE}",
+    ),
+    "a pool by heads": (
+        lambda target: setattr(target.pool, "use_hnd", True),
+        "trees do not read MHATokenToKVPool in this layout",
+    ),
+    "another pool": (
+        lambda target: setattr(target.runner, "token_to_kv_pool", SimpleNamespace()),
+        "trees do not read SimpleNamespace in this layout",
+    ),
+    "renamed slots": (
+        lambda target: setattr(
+            target.runner.kv_index_translator, "space", lambda kind: SimpleNamespace(write=lambda ids: ids)
+        ),
+        "MHATokenToKVPool has names of its own for slots, and accepted rows are moved by slot",
+    ),
+    "pools of sliding layers": (
+        lambda target: setattr(
+            target.runner.kv_index_translator, "space", lambda kind: SimpleNamespace(write=None)
+        ),
+        "MHATokenToKVPool has names of its own for slots, and accepted rows are moved by slot",
+    ),
+}
+
+
+@pytest.fixture
+def target(module, monkeypatch) -> Target:
+    monkeypatch.setattr(trees, "mambaish_config", lambda config: None)
+    target = Target(1, 1)
+    target.runner.attn_backend = target.backend(module, 16, chains(1, 16))
+    return target
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_a_target_that_verifies_chains_says_why(target, name):
+    assert why_no_trees(target.runner) is None
+    change, reason = OBSTACLES[name]
+    change(target)
+    assert why_no_trees(target.runner) == reason
+
+
+def test_recurrent_layers_verify_chains_and_the_cpu_platform_trees(target, monkeypatch):
+    target.runner.attn_backend = TorchCpuAttention(target.runner)
+    of_layer(sliding_window_size=127)(target)
+    assert why_no_trees(target.runner) is None
+    monkeypatch.setattr(trees, "mambaish_config", lambda config: config)
+    assert why_no_trees(target.runner) == "the target's recurrent layers verify chains"
+
+
 @torch.inference_mode()
-def test_layers_with_sinks_are_refused(module):
+def test_sinks_that_only_a_forward_shows_end_it(module):
     with torch.device(sglang_layers.DEVICE):
         target = Target(1, 1)
         backend, step = target.backend(module, 16, chains(1, 16)), Step(target, 1, 16)
@@ -309,4 +398,4 @@ def test_layers_with_sinks_are_refused(module):
         q, k, v = step.parts(0)
         k, v = (rows.reshape(-1, KV_HEADS, DIM) for rows in (k, v))
         with pytest.raises(NotImplementedError, match="sinks"):
-            backend.forward_extend(q, k, v, step.layers[0], step.batch, sinks=torch.zeros(HEADS))
+            backend.forward_extend(q, k, v, target.layers[0], step.batch, sinks=torch.zeros(HEADS))
