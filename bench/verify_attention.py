@@ -8,7 +8,7 @@ No server: the attention of all layers of Qwen3-8B, captured as one CUDA graph.
 | kind | per layer |
 |---|---|
 | chain | one causal call of FlashAttention 3 over prefix and rows, as a verify does today |
-| prefix + merge | a call over the prefix that gives its LSE, then `add_tree_keys` |
+| prefix + merge | a call over the prefix that gives its LSE, then `add_tree_keys`, as trees are verified |
 | prefix + UNO's merge | the same call, then SGLang's `merge_suffix_attention_in_place` |
 | cascade | SGLang's way with topk > 1: a call over the prefix, one with each node as a sequence, their merge |
 
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from bench import report
 from bench.rejection import captured
-from dflash_sglang.kernels.attention.tree_keys import Prefix, TreeKeys, add_tree_keys
+from dflash_sglang.kernels.attention.tree_keys import Prefix
 from dflash_sglang.patches.flash3 import SharedSchedules
 
 CHAIN, MERGE, UNO, CASCADE = "chain", "prefix + merge", "prefix + UNO's merge", "cascade"
@@ -203,7 +203,7 @@ class Kind(NamedTuple):
 
 
 def kinds(device: str) -> dict[str, Kind]:
-    attend: Any = TorchAttention()
+    attend = SharedSchedules(torch_attention, lambda **call: torch.zeros(1))
     if device == "cuda":
         from sgl_kernel.flash_attn import get_scheduler_metadata
         from sglang.kernels.ops.attention.flash_attention import flash_attn_with_kvcache
@@ -257,10 +257,10 @@ def over_prefix(step: Step, layer: Layer, attend: Attend, **changed: Any) -> Pre
     return Prefix(out, lse)
 
 
-def merged(step: Step, layer: Layer, attend: Attend) -> Tensor:
-    prefix = over_prefix(step, layer, attend)
-    add_tree_keys(step.queries, prefix, TreeKeys(*layer, step.slots, step.ancestors), scale(step))
-    return prefix.out
+def merged(step: Step, layer: Layer, attend: SharedSchedules) -> Tensor:
+    with attend.over_trees(step.ancestors, step.slots):
+        out: Tensor = attend(**over_requests(step, layer), cache_seqlens=step.prefix_lens, causal=True)
+    return out
 
 
 def merged_by_uno(step: Step, layer: Layer, attend: Attend) -> Tensor:
@@ -300,41 +300,37 @@ def cascade(step: Step, layer: Layer, attend: Attend) -> Tensor:
     return both
 
 
-class TorchAttention:
-    """Stands for FlashAttention on a CPU: a causal call, or one over a prefix."""
+def torch_attention(
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    return_softmax_lse: bool = False,
+    **rest: Any,
+) -> Any:
+    """Stands for FlashAttention on a CPU, where requests have `max_seqlen_q` queries each.
 
-    def begin(self, lengths: Tensor) -> None:
-        """There are no schedules to share."""
-
-    def __call__(
-        self,
-        *,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        page_table: Tensor,
-        cache_seqlens: Tensor,
-        max_seqlen_q: int,
-        softmax_scale: float,
-        causal: bool,
-        return_softmax_lse: bool = False,
-        **rest: Any,
-    ) -> Any:
-        del rest
-        outs, lses = [], []
-        for queries, pages, length in zip(q.split(max_seqlen_q), page_table, cache_seqlens.tolist(), strict=True):
-            keys, values = (pool[pages].flatten(0, 1)[:length] for pool in (k_cache, v_cache))
-            visible = torch.ones(max_seqlen_q, length, dtype=torch.bool)
-            visible = visible.tril(length - max_seqlen_q) if causal else visible
-            out, lse = dense(queries, keys, values, visible, softmax_scale)
-            outs.append(out.to(q.dtype))
-            lses.append(lse)
-        out = torch.cat(outs)
-        return (out, torch.cat(lses, dim=1)) if return_softmax_lse else out
+    A row that sees nothing has no numbers in its output, and -inf as its LSE.
+    """
+    del rest
+    bs, (rows, heads, dim), queries = len(cache_seqlens), q.shape, max_seqlen_q
+    pools = (pool[page_table.long()].flatten(1, 2) for pool in (k_cache, v_cache))
+    keys, values = (pool.repeat_interleave(heads // pool.shape[2], dim=2) for pool in pools)
+    scores = torch.einsum("bihd,bjhd->bhij", q.reshape(bs, queries, heads, dim), keys) * softmax_scale
+    lengths, place = cache_seqlens[:, None, None], torch.arange(keys.shape[1])
+    last = lengths - queries + torch.arange(queries)[:, None] if causal else lengths - 1
+    scores = scores.masked_fill((place > last)[:, None], -torch.inf)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(dim=-1), values).reshape(rows, heads, dim)
+    return (out, scores.logsumexp(dim=-1).transpose(0, 1).flatten(1)) if return_softmax_lse else out
 
 
-def dense(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The output [rows, heads, dim] and the LSE [heads, rows] in float32; 0 and -inf where nothing is visible.
+def dense(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """The output [rows, heads, dim] in float32.
 
     queries [rows, heads, dim], keys and values [tokens, kv_heads, dim], visible [rows, tokens].
     """
@@ -342,9 +338,7 @@ def dense(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale:
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("ihd,jhd->hij", queries.float(), keys) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    out = torch.einsum("hij,jhd->ihd", scores.softmax(dim=-1).nan_to_num(), values)
-    return out, lse
+    return torch.einsum("hij,jhd->ihd", scores.softmax(dim=-1), values)
 
 
 def dense_tree(step: Step, layer: Layer) -> Tensor:
@@ -357,7 +351,7 @@ def dense_tree(step: Step, layer: Layer) -> Tensor:
         prefix = step.page_table[request, places // step.page_size] * step.page_size + places % step.page_size
         seen = torch.cat([prefix.long(), step.slots[request]])
         visible = torch.cat([torch.ones(nodes, len(prefix), dtype=torch.bool), above[request]], dim=1)
-        found.append(dense(queries, layer.keys[seen], layer.values[seen], visible, scale(step))[0])
+        found.append(dense(queries, layer.keys[seen], layer.values[seen], visible, scale(step)))
     return torch.cat(found)
 
 

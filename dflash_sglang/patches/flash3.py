@@ -70,19 +70,19 @@ class SharedSchedules:
         self._attend, self._schedule = attend, schedule
         self._lengths: Tensor | None = None
         self._made: dict[tuple[Any, ...], Tensor] = {}
-        self._trees: tuple[Tree, Tensor] | None = None
+        self._trees: tuple[Tensor, Tensor] | None = None
 
     def begin(self, lengths: Tensor) -> None:
         """A forward is being captured whose layers find the contexts' `lengths` [bs] in this very tensor."""
         self._lengths, self._made = lengths, {}
 
     @contextmanager
-    def over_trees(self, tree: Tree, slots: Tensor) -> Iterator[None]:
-        """Calls meanwhile are of trees, row i of `tree` for request i: their `cache_seqlens` are the prefixes.
+    def over_trees(self, ancestors: Tensor, slots: Tensor) -> Iterator[None]:
+        """Calls meanwhile are of trees: their `cache_seqlens` are the prefixes.
 
-        slots [bs * nodes]: of the nodes' keys and values.
+        ancestors [bs or more, nodes]: of the nodes, as in `Tree`. slots [bs * nodes]: of their keys and values.
         """
-        self._trees = tree, slots
+        self._trees = ancestors, slots
         try:
             yield
         finally:
@@ -94,10 +94,10 @@ class SharedSchedules:
         if call.get("sinks") is not None:
             raise NotImplementedError("a layer with sinks attends to a tree: expected none, see `why_no_trees`")
         out, lse, *_ = self._once(*args, **{**call, "causal": False, "return_softmax_lse": True})
-        tree, slots = self._trees
-        bs, nodes = len(call["cache_seqlens"]), tree.ancestors.shape[1]
+        ancestors, slots = self._trees
+        ancestors = ancestors[: len(call["cache_seqlens"])]
         keys, values = (call[pool].view(-1, *call[pool].shape[2:]) for pool in ("k_cache", "v_cache"))
-        own = TreeKeys(keys, values, slots.view(bs, nodes), tree.ancestors[:bs])
+        own = TreeKeys(keys, values, slots.view(ancestors.shape), ancestors)
         add_tree_keys(call["q"], Prefix(out, lse), own, call["softmax_scale"])
         return out
 
@@ -190,7 +190,7 @@ def serve_trees(backend: Any, tree: Tree) -> None:
     ) -> Tensor:
         if not forward_batch.forward_mode.is_target_verify():
             return forward(q, k, v, layer, forward_batch, *args, **kwargs)
-        with schedules.over_trees(tree, forward_batch.out_cache_loc):
+        with schedules.over_trees(tree.ancestors, forward_batch.out_cache_loc):
             return forward(q, k, v, layer, forward_batch, *args, **kwargs)
 
     replace("flash3-prefixes", backend, fill_prefixes)

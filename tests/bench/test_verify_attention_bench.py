@@ -10,6 +10,7 @@ import pytest
 
 from bench import verify_attention as bench
 from dflash_sglang.kernels.attention import tree_keys
+from dflash_sglang.patches import flash3
 
 TINY = [
     "--device", "cpu", "--dtype", "float32", "--layers", "2", "--heads", "6", "--kv-heads", "2", "--head-dim",
@@ -44,7 +45,7 @@ def write_no_numbers(queries: Any, prefix: Any, tree: Any, scale: float) -> None
 
 @pytest.mark.parametrize("broken", [see_siblings, write_no_numbers])
 def test_a_broken_merge_fails_and_the_chain_does_not(monkeypatch, tmp_path, broken):
-    monkeypatch.setattr(bench, "add_tree_keys", broken)
+    monkeypatch.setattr(flash3, "add_tree_keys", broken)
     status, report = run(monkeypatch, tmp_path / "report.json", "--nodes", "18")
     assert status == 1
     assert [claim["ok"] for claim in report["claims"]] == [True, False]

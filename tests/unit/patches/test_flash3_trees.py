@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.verify_attention import dense, torch_attention
 from dflash_sglang.attention import trees
 from dflash_sglang.attention.torch_cpu import TorchCpuAttention
 from dflash_sglang.attention.trees import serve_trees, why_no_trees
@@ -31,39 +32,6 @@ PREFIXES = ([0, 1, 37, 300], [16, 0, 15, 160], [299, 40, 31])
 SCALE = DIM**-0.5
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
-
-
-def flash_attn_with_kvcache(
-    *,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    causal: bool,
-    return_softmax_lse: bool,
-    **rest: Any,
-) -> Any:
-    """FlashAttention's, in torch operations, for requests of `max_seqlen_q` queries each.
-
-    Where nothing is seen, the output is not a number and the LSE -inf.
-    """
-    bs, heads = len(cache_seqlens), q.shape[1]
-    group = heads // k_cache.shape[2]
-    k, v = (pool[page_table.long()].flatten(1, 2).repeat_interleave(group, 2) for pool in (k_cache, v_cache))
-    scores = torch.einsum("bihd,bjhd->bhij", q.reshape(bs, max_seqlen_q, heads, -1), k) * softmax_scale
-    key, row = torch.arange(k.shape[1]), torch.arange(max_seqlen_q)
-    lengths = cache_seqlens[:, None, None]
-    seen = (key < lengths).expand(-1, max_seqlen_q, -1)
-    if causal:
-        seen = seen & (key <= lengths - max_seqlen_q + row[:, None])
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(q.shape)
-    lse = scores.logsumexp(-1).transpose(0, 1).flatten(1)
-    return (out, lse, None) if return_softmax_lse else out
 
 
 def normal_decode_set_metadata(
@@ -101,7 +69,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
     monkeypatch.delitem(sys.modules, flash3.BACKENDS, raising=False)
     loaded = importlib.import_module(flash3.BACKENDS)
-    monkeypatch.setattr(loaded, "flash_attn_with_kvcache", flash_attn_with_kvcache)
+    monkeypatch.setattr(loaded, "flash_attn_with_kvcache", torch_attention)
     monkeypatch.setattr(loaded, "normal_decode_set_metadata", normal_decode_set_metadata)
     yield loaded
     del sys.modules[flash3.BACKENDS]
@@ -218,16 +186,13 @@ class Step:
         """[requests, nodes, heads, dim] float32 of each layer: dense attention with an ancestor mask."""
         found, nodes = [], torch.arange(self.nodes)
         for i in range(LAYERS):
-            q = self.parts(i)[0].view(-1, self.nodes, HEADS, DIM).float()
-            outs = []
+            q, outs = self.parts(i)[0].view(-1, self.nodes, HEADS, DIM), []
             for request, prefix in enumerate(prefixes):
                 slots = self.target.table[request + 1, : prefix + self.nodes].long()
-                pools = (buffer[slots].float() for buffer in self.target.pool.get_kv_buffer(i))
-                k, v = (pool.repeat_interleave(HEADS // KV_HEADS, dim=1) for pool in pools)
+                keys, values = (buffer[slots] for buffer in self.target.pool.get_kv_buffer(i))
                 above = (tree.ancestors[request][:, None] >> nodes) & 1 == 1
                 seen = torch.cat([torch.ones(self.nodes, prefix, dtype=torch.bool), above], dim=1)
-                scores = torch.einsum("ihd,jhd->hij", q[request], k) * SCALE
-                outs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+                outs.append(dense(q[request], keys, values, seen, SCALE))
             found.append(torch.stack(outs))
         return found
 
