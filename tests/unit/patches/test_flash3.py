@@ -84,6 +84,30 @@ def test_other_calls_keep_the_schedules_of_their_own():
     assert flash.used == [None, None, None, given] and not flash.schedules
 
 
+def test_layers_of_trees_share_a_schedule_over_prefixes():
+    """Of calls that SGLang makes for causal blocks."""
+    lengths, schedules, causal = torch.tensor([40, 17], dtype=torch.int32), [], []
+
+    def attend(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert arguments["return_softmax_lse"]
+        causal.append(arguments["causal"])
+        return torch.zeros(2 * WIDTH, HEADS, DIM), torch.full((HEADS, 2 * WIDTH), -torch.inf)
+
+    shared = SharedSchedules(attend, lambda **arguments: schedules.append(arguments["causal"]))
+    shared.begin(lengths)
+    slots = torch.arange(2 * WIDTH)
+    roots = torch.ones(2, WIDTH, dtype=torch.int64) << torch.arange(WIDTH)
+    with shared.over_trees(roots, slots):
+        layer = call(lengths, 64, softmax_scale=1.0)
+        outputs = [shared(**layer) for _ in range(3)]
+    assert schedules == [False] and causal == [False] * 3
+    own = layer["v_cache"].view(-1, KV_HEADS, DIM)[slots].repeat_interleave(HEADS // KV_HEADS, dim=1)
+    for output in outputs:  # a node without ancestors, and without a prefix, has its own value
+        assert torch.equal(output, own.float())
+    assert shared(**call(lengths, 64, causal=True, return_softmax_lse=True)) is not None
+    assert causal[-1], "after the trees"
+
+
 class FlashAttentionBackend:
     """As much of SGLang's as is taken hold of."""
 
