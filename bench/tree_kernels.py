@@ -6,9 +6,10 @@ Per number of requests one line of JSON: microseconds of one call. The calls are
 which is replayed in rounds; the figure is the median round.
 
     argmax       the head's best token of every row of the block, as a step with blocks has it
-    chances      the best token with its logprob, as a ragged step has it
+    best 1       the best token with its logprob, as a step with chains has it
     best 8       the 8 best tokens with their logprobs, as a tree needs them
-    likeliest 8  the 8 best logits by the head's present form
+    best 16      as drawn proposals and walks need them
+    topk 16      torch's, of the logits alone
     grow N       a tree of N nodes from the 8 best tokens of each position
     accept       the accept of a block
     accept N     the accept of a tree of N nodes, with the moves of KV
@@ -34,8 +35,7 @@ from bench import report
 from bench.rejection import captured
 from dflash_sglang.kernels.block.accept import Outcomes, Paths, Relay, Verification, accept
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
-from dflash_sglang.kernels.head.largest import largest
-from dflash_sglang.kernels.head.pack_shard import best_ids, merge_chances, pack_chances
+from dflash_sglang.kernels.head.pack_shard import best_ids, merge_best, pack_best
 
 BLOCK, COUNT = 16, 8
 CALLS, REPLAYS, ROUNDS = 20, 50, 5
@@ -86,7 +86,7 @@ def calls(requests: int, vocab: int, nodes: list[int], device: str) -> dict[str,
     logits = logits.bfloat16().to(device)
 
     def best(count: int) -> Any:
-        return merge_chances(*pack_chances(logits, 0, count), count)
+        return merge_best(pack_best(logits, 0, count), count)
 
     ids, logprobs = (values.view(requests, BLOCK - 1, COUNT) for values in best(COUNT))
     candidates, anchors = Candidates(ids, logprobs), torch.zeros(requests, dtype=torch.int64, device=device)
@@ -103,9 +103,8 @@ def calls(requests: int, vocab: int, nodes: list[int], device: str) -> dict[str,
     blocks = Verification(block, block.roll(-1, dims=1), rows, rows, step, max_commit)
     forms: dict[str, Callable[[], Any]] = {
         "argmax": lambda: best_ids(logits),
-        "chances": lambda: best(1),
-        f"best {COUNT}": lambda: best(COUNT),
-        f"likeliest {COUNT}": lambda: largest(logits, COUNT)[0].float(),
+        **{f"best {count}": partial(best, count) for count in (1, COUNT, 2 * COUNT)},
+        f"topk {2 * COUNT}": lambda: logits.topk(2 * COUNT),
         "accept": lambda: accept(blocks, outcomes, relay),
     }
     for count in nodes:

@@ -186,7 +186,6 @@ def build_step(
             block_size,
             draft.parallel_layout,
             drawn=draft.draws_proposals,
-            confident=config.width.ragged,
             window=DraftWindow.imposed(page_size, table, runner.req_to_token_pool.req_to_token),
         ),
         Verifier(target_worker, block_size, logits, tables, tail),
@@ -221,7 +220,7 @@ def add_widths(draft: LoadedDraft, target: ModelRunner, parts: StepParts, config
     block_size, group = draft.block_size, width_group()
     asked = startup.servable(config.width, target, block_size)
     states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
-    ragged = startup.can_be_ragged(asked, target, group, parts.proposer.gives_logprobs)
+    ragged = startup.can_be_ragged(asked, target, group, confident=True)
     served = startup.add_widths(asked, states, block_size, startup.free_memory(target), ragged)
     parts.verifier.after_capture(
         [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]

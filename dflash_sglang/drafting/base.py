@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.head.pack_shard import Candidates
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -21,15 +22,12 @@ class ProposalSource(Protocol):
     (`models.context_kv.base`). DFlash keeps keys and values.
     """
 
-    @property
-    def gives_logprobs(self) -> bool:
-        """Whether proposals that are not drawn have `logprobs`: a ragged step needs them."""
-
     def draft_rows(self, width: int) -> int:
         """Rows of one request in the draft's forward, for a block of `width` tokens. 0: no forward."""
 
     def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
-        """Propose for every request of the batch. Proposals may be drawn for sampled requests without seeds."""
+        """Propose for every request of the batch, with logprobs if blocks have proposals. They may be drawn for
+        sampled requests without seeds."""
 
     def propose_idle(self, batch: ScheduleBatch, width: int) -> None:
         """Take part in the collectives of `propose` on a rank without requests, whose neighbours draft blocks of
@@ -42,7 +40,7 @@ class ProposalSource(Protocol):
 class RowReader(Protocol):
     """Reads proposals off the draft's rows: the end of the draft's graph, and what follows it."""
 
-    ranks_may_part: bool  # whether ranks that compute the same rows may read different tokens off them
+    ranks_may_part: bool  # whether ranks that compute the same rows may read different proposals off them
 
     def write(self, rows: Tensor, tokens: Tensor) -> None:
         """Write the likeliest proposals of rows [bs, steps, hidden] to `tokens[:, 1:]`.
@@ -54,8 +52,9 @@ class RowReader(Protocol):
     def write_nothing(self, rows: Tensor) -> None:
         """The collectives of `write` on no rows [0, hidden]."""
 
-    def logprobs(self, bs: int, steps: int) -> Tensor | None:
-        """[bs, steps] float32 of what `write` wrote last, or None where the reader has none."""
+    def read(self, bs: int, steps: int, padded: int) -> tuple[Tensor, Candidates | None]:
+        """What `write` kept last, of the first bs of so many requests: logprobs [bs, steps] float32 of the
+        likeliest proposals, and candidates for trees or None."""
 
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
         """Draw the blocks that `write` read last, over their likeliest proposals in tokens [bs, steps + 1].

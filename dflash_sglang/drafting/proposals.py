@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_sglang.kernels.head.pack_shard import Candidates
+
 
 class Proposals(NamedTuple):
     """What the draft proposes, and what else it could have proposed."""
@@ -14,9 +16,12 @@ class Proposals(NamedTuple):
     tokens: Tensor  # [bs, block] last committed token + proposals
     candidates: Tensor  # [bs, block - 1, K] the ids that each proposal was drawn from
     probs: Tensor  # [bs, block - 1, K] float32, their probabilities
-    # [bs, block - 1] float32: of the draft's likeliest token at each position, whatever was drawn: they choose the
-    # rows of a ragged step. None where nobody asked, or the draft cannot tell.
+    # [bs, block - 1] float32: of the draft's likeliest token at each position, or of each step of its likeliest
+    # walk, whatever was drawn: they choose the rows of a ragged step. None where no draft proposed.
     logprobs: Tensor | None = None
+    # [bs, block - 1, K], of the likeliest tokens of each position, which trees are grown from. Where given, the
+    # first are the certain proposals. In buffers that the next step writes.
+    best: Candidates | None = None
 
     @classmethod
     def certain(cls, tokens: Tensor, ones: Tensor | None = None, logprobs: Tensor | None = None) -> Proposals:
@@ -31,7 +36,7 @@ class Proposals(NamedTuple):
         cls,
         tokens: Tensor,  # [bs, block], written: the proposals
         candidates: Tensor,  # [bs, block - 1, K], the likeliest first
-        logits: Tensor,  # [bs, block - 1, K] float32
+        logits: Tensor,  # [bs, block - 1, K] float32; what is added to all of a position changes nothing
         temperatures: Tensor,  # [bs]
         greedy: Tensor,  # [bs] bool: requests that are to get the likeliest candidate
     ) -> Proposals:

@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from dflash_sglang.models.draft import DFlashDraftModel
 
 
+def why_no_candidates(model: DFlashDraftModel) -> str | None:
+    """Why proposals of this draft come without candidates for trees, or None."""
+    if model.candidate_selector is not None:
+        return "the draft's selector scores walks, and no tokens of their own"
+    if model.head.all_rows is not None:
+        return "ranks with batches of their own share the draft's head, and exchange one token of a row"
+    return None
+
+
 class Proposer:
     """DFlash's `ProposalSource`: one draft forward per step over whole blocks.
 
@@ -48,10 +57,14 @@ class Proposer:
         parallel_layout: Any,
         drawn: bool,
         window: DraftWindow | None = None,
-        confident: bool = False,
+        tree_requests: int = 0,
     ):
-        """block_size: of the widest blocks; confident: whether proposals should have logprobs, which not every
-        draft gives."""
+        """block_size: of the widest blocks; tree_requests: of so many requests, with the padding of the draft's
+        graph, the widest blocks come with candidates for trees. Raises ValueError where `why_no_candidates` has a
+        reason."""
+        why = why_no_candidates(model)
+        if tree_requests and why is not None:
+            raise ValueError(f"tree_requests={tree_requests}: expected 0, because {why}")
         self._runner = runner
         self._model = model
         self._layout = parallel_layout
@@ -62,9 +75,8 @@ class Proposer:
         self._drawn = drawn
         self._reader: RowReader
         shape = (max_requests, block_size - 1)
-        self.gives_logprobs = confident and model.candidate_selector is None and model.head.all_rows is None
         if model.candidate_selector is None:
-            self._reader = HeadProposals(model.head, *shape, drawn, runner.device, self.gives_logprobs)
+            self._reader = HeadProposals(model.head, *shape, drawn, runner.device, tree_requests)
         else:
             self._reader = SelectorProposals(model.candidate_selector, model.head, *shape, drawn)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
@@ -91,22 +103,27 @@ class Proposer:
         with torch.inference_mode(), draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
             if out.can_run_graph and self._all_rows is None:
-                tokens = self._runner.decode_cuda_graph_runner.buffers.input_ids[: bs * width].view(bs, width)
+                graphs = self._runner.decode_cuda_graph_runner
+                tokens, padded = graphs.buffers.input_ids[: bs * width].view(bs, width), graphs.bs
             else:
-                tokens = block.ids
+                tokens, padded = block.ids, bs
                 self._write_proposals(tokens, out.logits_output.hidden_states)
-        info, logprobs = batch.sampling_info, self._reader.logprobs(bs, width - 1)
-        if not self._drawn or info.is_all_greedy or info.sampling_seed is not None:
-            if self._reader.ranks_may_part:
-                self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-            return self._certain(tokens, logprobs)
-        proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
-        return proposals._replace(logprobs=logprobs)
+        info = batch.sampling_info
+        drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
+        if drawn:
+            proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
+        else:
+            proposals = self._certain(tokens)
+        logprobs, best = self._reader.read(bs, width - 1, padded)
+        if drawn or self._reader.ranks_may_part:
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
+        if self._reader.ranks_may_part:
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, logprobs)
+        return proposals._replace(logprobs=logprobs, best=best)
 
-    def _certain(self, tokens: torch.Tensor, logprobs: torch.Tensor | None = None) -> Proposals:
+    def _certain(self, tokens: torch.Tensor) -> Proposals:
         bs, proposals = tokens.shape[0], tokens.shape[1] - 1
-        return Proposals.certain(tokens, self._ones[: bs * proposals].view(bs, proposals, 1), logprobs)
+        return Proposals.certain(tokens, self._ones[: bs * proposals].view(bs, proposals, 1))
 
     def examples(self, width: int) -> list[Proposals]:
         """One request's proposals of each kind that sampled steps of a width get, for what compiles before."""

@@ -27,6 +27,7 @@ class SelectorProposals:
         self._selector, self._head, self._drawn = selector, head, drawn
         base = selector.predecessor_codebook
         rows, width = max_requests * steps if drawn else 0, selector.spec.selector_top_k
+        self._logprobs = torch.zeros(max_requests * steps, dtype=torch.float32, device=base.device)
         self._lattice = Lattice(
             torch.zeros((rows, width), dtype=torch.int64, device=base.device),
             torch.zeros((rows, width), dtype=torch.float32, device=base.device),
@@ -35,25 +36,25 @@ class SelectorProposals:
 
     def write(self, rows: Tensor, tokens: Tensor) -> None:
         """rows after the anchor's -> the likeliest walk from `tokens[:, 0]`."""
+        bs, steps, _ = rows.shape
         lattice = self._selector.lattice(self._head, rows)
         if self._drawn:
             for buffer, values in zip(self._lattice, lattice, strict=True):
-                buffer[: rows.shape[0] * rows.shape[1]] = values.flatten(0, 1)
-        tokens[:, 1:] = self._selector.walk(lattice, tokens[:, 0]).tokens
+                buffer[: bs * steps] = values.flatten(0, 1)
+        self._selector.likeliest_walk(lattice, tokens, self._logprobs[: bs * steps].view(bs, steps))
 
     def write_nothing(self, rows: Tensor) -> None:
         """The collectives of `write` on no rows [0, hidden]."""
         self._head.likeliest(rows, self._selector.spec.selector_top_k)
 
-    def logprobs(self, bs: int, steps: int) -> None:
-        """A walk has a score, and no probability of each proposal."""
+    def read(self, bs: int, steps: int, padded: int) -> tuple[Tensor, None]:
+        """The logprobs of the likeliest walk, whatever is drawn: each step's among its candidates, given the step
+        before. A tree would need those of all edges."""
+        return self._logprobs[: bs * steps].view(bs, steps), None
 
     def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
         """Each step of a walk from the softmax of its candidates, given the step before."""
         bs, steps = len(tokens), tokens.shape[1] - 1
         lattice = Lattice(*(buffer[: bs * steps].view(bs, steps, -1) for buffer in self._lattice))
         draw = Draw(temperatures, greedy, exponential_like(lattice.logits))
-        walk = self._selector.walk(lattice, tokens[:, 0], draw)
-        assert walk.probs is not None
-        tokens[:, 1:] = walk.tokens
-        return Proposals(tokens, lattice.candidates, walk.probs)
+        return Proposals(tokens, lattice.candidates, self._selector.drawn_walk(lattice, tokens, draw))

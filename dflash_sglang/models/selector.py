@@ -9,7 +9,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec
-from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, Walk, selector_walk
+from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
 from dflash_sglang.models.head.target_head import TargetHead
 
 if TYPE_CHECKING:
@@ -54,16 +54,23 @@ class CandidateSelector(nn.Module):
         capturable in a CUDA graph."""
         bs, steps, _ = rows.shape
         rows = rows.flatten(0, 1)
-        candidates, logits = head.likeliest(rows, self.spec.selector_top_k)
+        candidates = head.likeliest(rows, self.spec.selector_top_k)
         projected, _ = self.hidden_projection(rows)
-        return Lattice(
-            candidates.view(bs, steps, -1),
-            logits.view(bs, steps, -1),
-            projected.view(bs, steps, -1),
-        )
+        return Lattice(*(of.view(bs, steps, -1) for of in (*candidates, projected)))
 
     @torch.no_grad()
-    def walk(self, lattice: Lattice, anchors: Tensor, draw: Draw | None = None) -> Walk:
-        """From the anchors [bs]: the likeliest step after step, or drawn."""
-        codebooks = Codebooks(self.predecessor_codebook, self.successor_codebook)
-        return selector_walk(codebooks, lattice, anchors, draw)
+    def likeliest_walk(self, lattice: Lattice, tokens: Tensor, logprobs: Tensor) -> None:
+        """Write to tokens [bs, steps + 1], after the anchors, the likeliest step after step; to logprobs [bs,
+        steps] float32 what each has among its candidates, given the step before."""
+        selector_walk(self._codebooks, lattice, tokens, logprobs)
+
+    @torch.no_grad()
+    def drawn_walk(self, lattice: Lattice, tokens: Tensor, draw: Draw) -> Tensor:
+        """Write a drawn walk to tokens -> [bs, steps, K] float32, what each step was drawn from."""
+        probs = selector_walk(self._codebooks, lattice, tokens, draw=draw)
+        assert probs is not None
+        return probs
+
+    @property
+    def _codebooks(self) -> Codebooks:
+        return Codebooks(self.predecessor_codebook, self.successor_codebook)

@@ -31,7 +31,18 @@ def test_every_launch_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(sys, "argv", ["program", *options])
     assert tree_kernels.main() == 0
     figures = json.loads(out.read_text())["figures"]
-    names = ["argmax", "chances", "best 8", "likeliest 8", "accept", "grow 8", "accept 8", "grow 16", "accept 16"]
+    names = [
+        "argmax",
+        "best 1",
+        "best 8",
+        "best 16",
+        "topk 16",
+        "accept",
+        "grow 8",
+        "accept 8",
+        "grow 16",
+        "accept 16",
+    ]
     assert figures == [dict(requests=requests, ran=names) for requests in (1, 2)]
 
 

@@ -96,10 +96,11 @@ def test_context_kv_and_proposals_equal_the_reference_reader(tmp_path: Path, nam
         expected_hidden = reference.draft.block(expected_embeds, positions[PREFIX:], known)
         torch.testing.assert_close(hidden, expected_hidden, rtol=1e-4, atol=1e-4)
         expected_logits = reference.logits(expected_hidden[1:], head, VOCABULARY)
-        assert model.head.greedy(hidden[1:]).tolist() == expected_logits.argmax(-1).tolist()
-        ids, logits = model.head.likeliest(hidden[1:], 16)
-        torch.testing.assert_close(logits, expected_logits.topk(16).values, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(logits, expected_logits.gather(1, ids), rtol=1e-4, atol=1e-4)
+        ids, logprobs = model.head.likeliest(hidden[1:], 16)
+        expected = expected_logits.log_softmax(-1)
+        assert ids[:, 0].tolist() == expected.argmax(-1).tolist()
+        torch.testing.assert_close(logprobs, expected.topk(16).values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logprobs, expected.gather(1, ids), rtol=1e-4, atol=1e-4)
     assert torch.equal(target.embed_tokens.weight, table)
     assert torch.equal(target.lm_head.weight, head)
 
@@ -123,7 +124,9 @@ def test_weight_updates_reach_a_head_and_a_mask_row_of_the_drafts_own(tmp_path: 
     new = torch.zeros_like(model.lm_head.weight)[: model.lm_head.org_vocab_size]
     new[3] = 1
     model.load_weights([("lm_head.weight", new)])
-    assert model.head.greedy(torch.ones(1, 64)).tolist() == [3 * 7]  # its fourth token is the target's 21
+    assert model.head.likeliest(torch.ones(1, 64), 1).ids.tolist() == [
+        [3 * 7]
+    ]  # its fourth token is the target's 21
     model = loaded(FORMATS["z-lab with a mask_embedding tensor"](tmp_path / "mask"), Target())
     model.load_weights([("mask_embedding", torch.full((1, 64), 9.0))])
     assert bool((model.forward_embed(torch.tensor([3])) == 9).all())

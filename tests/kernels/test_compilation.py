@@ -159,10 +159,18 @@ def heads() -> None:
         logits = torch.zeros(BS, VOCAB, dtype=dtype)
         pack_shard.pack_shard_triton(logits, 0)
         for count in (1, 8):
-            pack_shard.pack_chances_triton(logits, 0, count)
+            pack_shard.pack_best_triton(logits, 0, count)
+    pack_shard.pack_best_triton(halves(BS, VOCAB), 0, 16)
     pack_shard.merge_shards_triton(ids(8, BS))
-    for count in (1, 8):
-        pack_shard.merge_chances_triton(ids(10 * count, BS), torch.zeros(10, BS), count)
+    for count in (1, 8, 16):
+        packed = ids(10 * (count + 1), BS)
+        pack_shard.merge_parts_triton(packed, count)
+        best = pack_shard.Candidates(ids(BS, count), torch.zeros(BS, count))
+        pack_shard.merge_best_triton(packed, count, pack_shard.AS_IS, ids(VOCAB), best)
+        if count == 1:
+            capped = pack_shard.Scaling(1.0, 30.0)
+            pack_shard.pack_best_triton(halves(BS, VOCAB), 0, count, capped)
+            pack_shard.merge_best_triton(packed, count, capped, None, best)
 
 
 def walks() -> None:
@@ -170,8 +178,8 @@ def walks() -> None:
     lattice = selector_walk.Lattice(ids(BS, 15, 8), torch.zeros(BS, 15, 8), halves(BS, 15, 64))
     noise = torch.ones(BS, 15, 8)
     draw = selector_walk.Draw(torch.ones(BS), torch.zeros(BS, dtype=torch.bool), noise)
-    selector_walk.selector_walk_triton(codebooks, lattice, ids(BS))
-    selector_walk.selector_walk_triton(codebooks, lattice, ids(BS), draw)
+    selector_walk.selector_walk_triton(codebooks, lattice, ids(BS, BLOCK), torch.zeros(BS, 15))
+    selector_walk.selector_walk_triton(codebooks, lattice, ids(BS, BLOCK), draw=draw)
 
 
 def samples() -> None:

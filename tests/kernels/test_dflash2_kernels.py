@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dflash_sglang.kernels.block import grouped_conv as conv_kernels
 from dflash_sglang.kernels.head import selector_walk as walk_kernels
-from dflash_sglang.kernels.head.largest import largest
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice
 from tests.support.reference_dflash2 import convolution_loop, walk_loop
 
@@ -74,13 +73,14 @@ def walk_inputs(
 
 
 def to(device: str, codebooks: Codebooks, lattice: Lattice, anchors: Tensor) -> tuple[Codebooks, Lattice, Tensor]:
-    # As the proposer's buffer has them: the anchor is the first of each request's tokens.
-    tokens = torch.zeros(len(anchors), 9, dtype=torch.int64, device=device)
+    """With blocks of tokens in a wider buffer, which begin with the anchors."""
+    steps = lattice.candidates.shape[1]
+    tokens = torch.full((len(anchors), steps + 5), -7, dtype=torch.int64, device=device)
     tokens[:, 0] = anchors
     return (
         Codebooks(*(x.to(device) for x in codebooks)),
         Lattice(*(x.to(device) for x in lattice)),
-        tokens[:, 0],
+        tokens[:, : steps + 1],
     )
 
 
@@ -89,10 +89,14 @@ def to(device: str, codebooks: Codebooks, lattice: Lattice, anchors: Tensor) -> 
 def test_the_likeliest_walk_equals_the_loop(twin, device, rank, width, steps):
     inputs = walk_inputs(rank, width, steps)
     codebooks, lattice, anchors = inputs
-    expected, _ = walk_loop(*codebooks, *lattice, anchors)
-    walk = getattr(walk_kernels, f"selector_walk_{twin}")(*to(device, *inputs))
-    assert walk.tokens.tolist() == expected
-    assert walk.probs is None
+    expected, probs = walk_loop(*codebooks, *lattice, anchors)
+    on_device = to(device, *inputs)
+    logprobs = torch.full((len(anchors), steps), -7.0, device=device)
+    assert getattr(walk_kernels, f"selector_walk_{twin}")(*on_device, logprobs) is None
+    tokens = on_device[-1]
+    assert tokens[:, 1:].tolist() == expected and tokens[:, 0].tolist() == anchors.tolist()
+    assert tokens._base is not None and bool((tokens._base[:, steps + 1 :] == -7).all())
+    torch.testing.assert_close(logprobs.exp().cpu(), torch.tensor(probs).amax(-1), rtol=1e-4, atol=1e-6)
     if width > 4:
         assert expected != lattice.candidates.gather(2, lattice.logits.argmax(-1)[..., None])[..., 0].tolist(), (
             "edges decide, not the logits alone"
@@ -106,9 +110,10 @@ def test_a_drawn_walk_keeps_the_probabilities_of_the_steps_it_took(twin, device,
     generator = torch.Generator().manual_seed(4)
     noise = torch.empty(3, 7, width).exponential_(generator=generator)
     draw = Draw(torch.tensor([0.7, 1.3, 1.0]), torch.tensor([False, False, True]), noise)
-    walk = getattr(walk_kernels, f"selector_walk_{twin}")(
-        *to(device, *inputs), Draw(*(x.to(device) for x in draw))
-    )
+    on_device = to(device, *inputs)
+    draw_on_device = Draw(*(x.to(device) for x in draw))
+    found = getattr(walk_kernels, f"selector_walk_{twin}")(*on_device, draw=draw_on_device).cpu()
+    walked = on_device[-1][:, 1:].cpu()
 
     def race(request: int, step: int, probs: list[float]) -> int:
         raced = (torch.tensor(probs) / noise[request, step]).tolist()
@@ -116,12 +121,11 @@ def test_a_drawn_walk_keeps_the_probabilities_of_the_steps_it_took(twin, device,
 
     for request, temperature in enumerate((0.7, 1.3)):
         tokens, probs = walk_loop(*codebooks, *lattice, anchors, temperature, race)
-        assert walk.tokens[request].tolist() == tokens[request]
-        torch.testing.assert_close(walk.probs[request].cpu(), torch.tensor(probs[request]), rtol=1e-4, atol=1e-5)
+        assert walked[request].tolist() == tokens[request]
+        torch.testing.assert_close(found[request], torch.tensor(probs[request]), rtol=1e-4, atol=1e-5)
     greedy, _ = walk_loop(*codebooks, *lattice, anchors)
-    assert walk.tokens[2].tolist() == greedy[2]
-    taken = lattice.candidates[2] == walk.tokens[2].cpu()[:, None]
-    assert torch.equal(walk.probs[2].cpu(), taken.float())
+    assert walked[2].tolist() == greedy[2]
+    assert torch.equal(found[2], (lattice.candidates[2] == walked[2][:, None]).float())
 
 
 def test_equal_scores_take_the_first_candidate_and_what_is_no_number_stays_in_bounds(twin, device):
@@ -129,11 +133,11 @@ def test_equal_scores_take_the_first_candidate_and_what_is_no_number_stays_in_bo
     codebooks.predecessor.zero_()
     lattice.logits.fill_(2.0)
     lattice.logits[1] = float("nan")
-    walk = getattr(walk_kernels, f"selector_walk_{twin}")(*to(device, codebooks, lattice, anchors))
-    assert walk.tokens[0].tolist() == lattice.candidates[0, :, 0].tolist()
-    assert all(
-        token in ids for token, ids in zip(walk.tokens[1].tolist(), lattice.candidates[1].tolist(), strict=True)
-    )
+    on_device = to(device, codebooks, lattice, anchors)
+    getattr(walk_kernels, f"selector_walk_{twin}")(*on_device)
+    walked = on_device[-1][:, 1:].tolist()
+    assert walked[0] == lattice.candidates[0, :, 0].tolist()
+    assert all(token in ids for token, ids in zip(walked[1], lattice.candidates[1].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -143,26 +147,14 @@ def test_walks_of_bfloat16_codebooks_agree_between_twins(triton_runs, device, dr
     if drawn:
         noise = torch.empty_like(inputs[1].logits).exponential_()
         draw = Draw(torch.full((8,), 0.9, device=device), torch.arange(8, device=device) % 2 == 0, noise)
-    expected = walk_kernels.selector_walk_torch(*inputs, draw)
-    got = walk_kernels.selector_walk_triton(*inputs, draw)
-    assert torch.equal(got.tokens, expected.tokens)
-    if drawn:
-        torch.testing.assert_close(got.probs, expected.probs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("width", [16, 4096, 8192, 8195, 20_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_largest_of_a_row_are_found_wherever_they_lie(device, width, dtype):
-    generator = torch.Generator().manual_seed(width)
-    rows = torch.stack([torch.randperm(width, generator=generator) for _ in range(6)]).to(device, torch.float32)
-    rows[1] = torch.arange(width)  # all in the last chunk
-    if dtype == torch.bfloat16:  # no two equal: the largest 16 stand out
-        top = rows.topk(16).indices
-        rows = (rows / width).scatter(1, top, torch.arange(2.0, 18.0, device=device).flip(0).expand(6, 16))
-    padded = torch.cat([rows, torch.full((6, 5), 1e6, device=device)], dim=1).to(dtype)[:, :width]
-    values, indices = largest(padded, 16)
-    expected = rows.to(dtype).topk(16)
-    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
+    walked, found = [], []
+    for walk in (walk_kernels.selector_walk_torch, walk_kernels.selector_walk_triton):
+        logprobs = None if drawn else torch.zeros(8, 15, device=device)
+        probs = walk(*inputs, logprobs, draw)
+        found.append(probs if drawn else logprobs)
+        walked.append(inputs[-1].clone())
+    assert torch.equal(*walked)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -171,16 +163,18 @@ def test_captured_kernels_equal_eager_ones():
     rows, dynamic, base = (x.cuda() for x in conv_inputs(8, 2, 16))
     inputs = to("cuda", *walk_inputs(256, 16, 7))
 
-    def step() -> tuple[Tensor, Tensor]:
-        walk = walk_kernels.selector_walk(*inputs)
-        return conv_kernels.grouped_conv(rows, dynamic, base, 8), walk.tokens
+    logprobs, tokens = torch.zeros(3, 7, device="cuda"), inputs[-1]
+
+    def step() -> Tensor:
+        walk_kernels.selector_walk(*inputs, logprobs)
+        return conv_kernels.grouped_conv(rows, dynamic, base, 8)
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        convolved, tokens = step()
+        convolved = step()
     rows.mul_(-3)
     inputs[1].logits.neg_()
     graph.replay()
-    expected_rows, expected_tokens = step()
-    assert torch.equal(convolved, expected_rows) and torch.equal(tokens, expected_tokens)
+    replayed = convolved, tokens.clone(), logprobs.clone()
+    assert all(torch.equal(*of) for of in zip(replayed, (step(), tokens, logprobs), strict=True))

@@ -72,7 +72,10 @@ def test_no_rows_and_rows_without_tokens_have_a_form(device):
     assert kernels.pack_shard(empty.new_empty((2, 0)), 0).tolist() == [torch.iinfo(torch.int64).min] * 2
 
 
-@settings(max_examples=40, deadline=None)
+SCALINGS = (kernels.AS_IS, kernels.Scaling(0.4), kernels.Scaling(0.7, 5.0))
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     count=st.sampled_from([1, 2, 8, 16]),
@@ -82,11 +85,15 @@ def test_no_rows_and_rows_without_tokens_have_a_form(device):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     columns=st.sampled_from([1, 5, 2048]),
     shards=st.sampled_from([1, 2, 3]),
+    scaling=st.sampled_from(SCALINGS),
+    merged=st.booleans(),
+    mapped=st.booleans(),
 )
 def test_the_best_tokens_have_their_logprobs_over_all_shards(
-    triton_runs, device, seed, count, width, masked, scale, dtype, columns, shards
+    triton_runs, device, seed, count, width, masked, scale, dtype, columns, shards, scaling, merged, mapped
 ):
-    """Equal logits in the order of their ids; the best ones in few columns of the kernel's, or in many."""
+    """Equal logits in the order of their ids; the best ones in few columns of the kernel's, or in many. Shards as
+    they are packed, or the parts of each merged as ranks gather them. Scaled logits, ids of another vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(3, width, generator=generator) * scale).to(dtype)
     logits[torch.rand(3, width, generator=generator) < masked] = -INF
@@ -95,23 +102,29 @@ def test_the_best_tokens_have_their_logprobs_over_all_shards(
     high = (tiles * 2048 + column) % width
     logits.scatter_(1, high, (torch.randint(0, 4, (3, 30), generator=generator) * scale).to(dtype))
     logits = logits.to(device)
-    logprobs = logits.float().log_softmax(dim=-1)
+    numbers = logits.float() * scaling.multiplier
+    if scaling.softcap is not None:
+        numbers = (scaling.softcap * (numbers / scaling.softcap).tanh()).masked_fill(logits == -INF, -INF)
+    logprobs = numbers.log_softmax(dim=-1)
     expected = torch.zeros(3, count, dtype=torch.int64, device=device)
     best = [sorted(range(width), key=lambda token: (-row[token], token))[:count] for row in logits.tolist()]
     expected[:, : len(best[0])] = torch.tensor(best, device=device)
     expected_logprobs = logprobs.gather(1, expected)
     expected_logprobs[:, width:] = -INF
+    target_ids = torch.randperm(width, generator=generator).to(device) if mapped else None
     bounds = [width * shard // shards for shard in range(shards + 1)]
     parts = [(logits[:, start:end], start) for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
-    for pack, merge in (
-        (kernels.pack_chances_torch, kernels.merge_chances_torch),
-        (kernels.pack_chances_triton, kernels.merge_chances_triton),
-    ):
-        packed, sums = (torch.cat(of) for of in zip(*(pack(*part, count) for part in parts), strict=True))
-        ids, found = merge(packed, sums, count)
-        assert torch.equal(ids, expected)
-        torch.testing.assert_close(found, expected_logprobs, atol=2e-5, rtol=1e-5)
-    assert torch.equal(ids[:, 0], kernels.best_ids(logits))
+    for twin in ("torch", "triton"):
+        pack, merge_parts = (getattr(kernels, f"{name}_{twin}") for name in ("pack_best", "merge_parts"))
+        packed = [pack(*part, count, scaling) for part in parts]
+        if merged:
+            packed = [merge_parts(of, count) for of in packed]
+            assert all(len(of) == count + 1 for of in packed)
+        found = kernels.Candidates(torch.full_like(expected, -7), torch.full_like(expected_logprobs, -7))
+        getattr(kernels, f"merge_best_{twin}")(torch.cat(packed), count, scaling, target_ids, found)
+        assert torch.equal(found.ids, expected if target_ids is None else target_ids[expected])
+        torch.testing.assert_close(found.logprobs, expected_logprobs, atol=2e-5, rtol=1e-5)
+    assert torch.equal(expected[:, 0], kernels.best_ids(logits))
 
 
 @settings(max_examples=25, deadline=None)
@@ -121,15 +134,18 @@ def test_parts_of_a_shard_hold_as_many_tokens_as_are_asked_for(triton_runs, devi
     included, and what a part lacks is absent."""
     logits = torch.randint(-2, 3, (2, width), generator=torch.Generator().manual_seed(seed)).float().to(device)
     logits[logits < 0] = -INF
-    packed = kernels.pack_chances_triton(logits, 70_000, count)[0]
-    expected = kernels.pack_chances_torch(logits, 70_000, count)[0]
-    assert len(packed) == count * -(-width // 16_384)
-    assert torch.equal(packed.sort(dim=0, descending=True).values[:count], expected)
-    assert (expected == kernels.ABSENT).sum() == 2 * max(0, count - width)
+    packed = kernels.pack_best_triton(logits, 70_000, count)
+    expected = kernels.pack_best_torch(logits, 70_000, count)
+    assert len(packed) == (count + 1) * -(-width // 16_384)
+    tokens = packed.unflatten(0, (-1, count + 1))[:, :count].flatten(0, 1)
+    assert torch.equal(tokens.sort(dim=0, descending=True).values[:count], expected[:count])
+    assert (expected[:count] == kernels.ABSENT).sum() == 2 * max(0, count - width)
 
 
 def test_an_infinite_logit_is_certain_and_a_row_of_nan_too(twin, device):
     logits = torch.tensor([[0.0, INF, 0.0], [float("nan")] * 3], device=device)
-    packed, sums = getattr(kernels, f"pack_chances_{twin}")(logits, 0, 2)
-    ids, logprobs = getattr(kernels, f"merge_chances_{twin}")(packed, sums, 2)
-    assert ids.tolist() == [[1, 0], [0, 1]] and logprobs.tolist() == [[0.0, -INF], [0.0, 0.0]]
+    packed = getattr(kernels, f"pack_best_{twin}")(logits, 0, 2)
+    ids, logprobs = torch.empty((2, 2), dtype=torch.int64, device=device), torch.empty((2, 2), device=device)
+    found = kernels.Candidates(ids, logprobs)
+    getattr(kernels, f"merge_best_{twin}")(packed, 2, kernels.AS_IS, None, found)
+    assert found.ids.tolist() == [[1, 0], [0, 1]] and found.logprobs.tolist() == [[0.0, -INF], [0.0, 0.0]]

@@ -9,6 +9,9 @@ features   every write of context KV leaves its positions and features in a file
            one what the draft borrows of the target (`borrowed`)
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
+candidates the widest blocks of up to `TREE_REQUESTS` requests, as graphs pad them, come with candidates for trees;
+           requests, prefix lengths, tokens, logprobs and candidates of every block go to candidates.jsonl in
+           DFLASH_TEST_RECORDS
 widths     every decode step's blocks have a width of its own, where the policy is on
 probes     widths that look worse are tried for a tenth of the time
 shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
@@ -47,6 +50,7 @@ from bench import plugin
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
+TREE_REQUESTS = 5
 
 
 def install(directory: Path, *modules: str) -> str:
@@ -253,6 +257,26 @@ def _proposals(worker: Any) -> None:
     Proposer.propose = noting
 
 
+def _candidates(worker: Any) -> None:
+    from dflash_sglang.drafting.proposer import Proposer
+
+    init, propose = Proposer.__init__, Proposer.propose
+    path = Path(os.environ[RECORDS_ENV]) / "candidates.jsonl"
+
+    def for_trees(self: Any, *args: Any, **settings: Any) -> None:
+        init(self, *args, **{**settings, "tree_requests": TREE_REQUESTS})
+
+    def noting(self: Any, batch: Any, block: Any) -> Any:
+        proposals = propose(self, batch, block)
+        best = proposals.best and [of.tolist() for of in proposals.best]
+        row = [block.prefix_lens.tolist(), proposals.tokens.tolist(), proposals.logprobs.tolist(), best]
+        with path.open("a") as file:
+            file.write(json.dumps([[req.rid for req in batch.reqs], *row]) + "\n")
+        return proposals
+
+    Proposer.__init__, Proposer.propose = for_trees, noting
+
+
 def _widths(worker: Any) -> None:
     from dflash_sglang.width import startup
     from dflash_sglang.width.choice import Choice, Chooser
@@ -275,6 +299,7 @@ def _probes(worker: Any) -> None:
 
 def _shares(worker: Any) -> None:
     from dflash_sglang.drafting.head import HeadProposals
+    from dflash_sglang.drafting.selector import SelectorProposals
     from dflash_sglang.width.ragged import Offer, RaggedSteps
 
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
@@ -286,11 +311,16 @@ def _shares(worker: Any) -> None:
             offers.append(offer._replace(verify_budget=draws.choice([*fewer, None]) if fewer else None))
         return offers
 
-    def of_no_draft(self: Any, bs: int, steps: int) -> torch.Tensor:
-        drawn = -torch.rand((bs, steps), generator=generator)
-        return drawn.to(self._logprobs.device) if self._confident else None
+    def of_no_draft(read: Any) -> Any:
+        def drawn(self: Any, bs: int, steps: int, padded: int) -> Any:
+            logprobs, best = read(self, bs, steps, padded)
+            return -torch.rand((bs, steps), generator=generator).to(logprobs.device), best
 
-    RaggedSteps.offers, HeadProposals.logprobs = some, of_no_draft
+        return drawn
+
+    RaggedSteps.offers = some
+    for reader in (HeadProposals, SelectorProposals):
+        reader.read = of_no_draft(reader.read)
 
 
 def _states(worker: Any) -> None:
@@ -567,6 +597,7 @@ def _buffers(pool: Any) -> list[torch.Tensor]:
 _HOOKS = {
     "blindfold": _blindfold,
     "proposals": _proposals,
+    "candidates": _candidates,
     "oracle": _oracle,
     "causal": _causal,
     "host_lengths": _host_lengths,

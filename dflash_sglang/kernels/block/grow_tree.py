@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_sglang.kernels.head.pack_shard import LOW_BITS, sortable
+from dflash_sglang.kernels.head.pack_shard import LOW_BITS, Candidates, sortable
 
 MAX_NODES = 64  # the ancestors of a node are the bits of one int64
 # Of a candidate's rank, place in the order of pops: depth, rank and parent in the low 32 bits of its key.
@@ -17,13 +17,6 @@ _PARENT_BITS, _RANK_BITS = 6, 14
 _MAX_CANDIDATES = (1 << _RANK_BITS) - 1
 _MAX_STEPS = (1 << (31 - _PARENT_BITS - _RANK_BITS)) - 1
 _NEVER = torch.iinfo(torch.int64).min
-
-
-class Candidates(NamedTuple):
-    """The likeliest tokens of each proposed position, the likeliest first, as `merge_chances` gives them."""
-
-    ids: Tensor  # [bs, steps, K] int64, contiguous
-    logprobs: Tensor  # [bs, steps, K] float32, contiguous; one of -inf is no candidate
 
 
 class Tree(NamedTuple):
@@ -42,10 +35,11 @@ class Tree(NamedTuple):
 def grow_tree(anchors: Tensor, candidates: Candidates, tokens: Tensor, tree: Tree) -> None:
     """Write the N likeliest nodes of each request to tokens [bs, N] int64 and `tree`. N is at most MAX_NODES.
 
-    anchors [bs]: the last committed tokens. The probability of a node is the product of its token's and those of
-    the tokens above it. Nodes are popped one by one, each the likeliest child of those before it: the larger mass
-    first, then the shallower node, the lower rank among the candidates, the lower index of the parent. So the tree
-    of N nodes is the first N nodes of every larger one.
+    anchors [bs]: the last committed tokens. candidates [bs, steps, K]: of each proposed position.
+    The probability of a node is the product of its token's and those of the tokens above it. Nodes are popped one
+    by one, each the likeliest child of those before it: the larger mass first, then the shallower node, the lower
+    rank among the candidates, the lower index of the parent. So the tree of N nodes is the first N nodes of every
+    larger one.
 
     Raises ValueError for more nodes, steps or candidates than a key holds.
     """

@@ -45,20 +45,20 @@ def share_rows_triton(logprobs: Tensor, rows: int, lens: Tensor, starts: Tensor)
     requests = max(_REQUESTS, triton.next_power_of_2(len(starts)))
     lanes = max(_LANES, triton.next_power_of_2(steps))
     _share_rows_kernel[(1,)](
-        logprobs, lens, starts, rows, bs, steps, len(lens),
+        logprobs, *logprobs.stride(), lens, starts, rows, bs, steps, len(lens),
         LANES=lanes, REQUESTS=requests, KEY_BITS=_KEY_BITS, num_warps=min(16, requests * lanes // 256),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "bs", "steps", "slots"])
+@triton.jit(do_not_specialize=["request_stride", "step_stride", "rows", "bs", "steps", "slots"])
 def _share_rows_kernel(
-    logprobs_ptr, lens_ptr, starts_ptr, rows, bs, steps, slots,
+    logprobs_ptr, request_stride, step_stride, lens_ptr, starts_ptr, rows, bs, steps, slots,
     LANES: tl.constexpr, REQUESTS: tl.constexpr, KEY_BITS: tl.constexpr,
 ):  # fmt: skip
     request = tl.arange(0, REQUESTS)
     lane = tl.arange(0, LANES)
     there = (request < bs)[:, None] & (lane < steps)[None, :]
-    at = request[:, None] * steps + lane[None, :]
+    at = request[:, None] * request_stride + lane[None, :] * step_stride
     survival = tl.cumsum(tl.load(logprobs_ptr + at, mask=there, other=0.0), axis=1)
     # Integers in the order of the floats, none of them negative: 0 for what is not there.
     bits = (survival + 0.0).to(tl.int32, bitcast=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,13 @@ _TILE = 2048
 _TILES = 8
 _WARPS = 8
 _MERGED_ROWS = 32  # by one program, of one token each
+
+
+class Candidates(NamedTuple):
+    """The likeliest tokens of each row or position, the likeliest first."""
+
+    ids: torch.Tensor  # [..., K] int64, contiguous
+    logprobs: torch.Tensor  # [..., K] float32, contiguous, over the whole vocabulary; one of -inf is no candidate
 
 
 def pack_shard(logits: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -37,33 +46,66 @@ def best_ids(logits: torch.Tensor, first_id: int = 0) -> torch.Tensor:
     return merge_shards(_pack_parts(logits, first_id) if on_gpu else pack_shard_torch(logits, first_id)[None])
 
 
-def pack_chances(logits: torch.Tensor, first_id: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits as of `pack_shard` -> the `count` best tokens of each part of the shard, packed [parts * count, N]
-    int64, ABSENT where a part has fewer; and the logarithms of the parts' sums of exponentials [parts, N] float32.
+class Scaling(NamedTuple):
+    """What a head makes of its logits before the softmax. It is monotone: the order of tokens stays."""
 
-    All ranks of equal shards have as many parts. Any order of the packed rows gives the same merge.
-    """
+    multiplier: float = 1.0  # positive
+    softcap: float | None = None
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 -> float32. A logit of -inf stays: such a token has no chance."""
+        scaled = logits if self.multiplier == 1.0 else logits * self.multiplier
+        if self.softcap is not None:
+            scaled = (self.softcap * torch.tanh(scaled / self.softcap)).where(logits > float("-inf"), logits)
+        return scaled
+
+
+AS_IS = Scaling()
+
+
+def pack_best(logits: torch.Tensor, first_id: int, count: int, scaling: Scaling = AS_IS) -> torch.Tensor:
+    """logits as of `pack_shard` -> [parts * (count + 1), N] int64. Of each part of the shard: its `count` best
+    tokens, packed, ABSENT where it has fewer; then the bits of a float32, the logarithm of its sum of exponentials
+    of the scaled logits."""
     on_gpu = logits.is_cuda and logits.numel()
-    return (pack_chances_triton if on_gpu else pack_chances_torch)(logits, first_id, count)
+    return (pack_best_triton if on_gpu else pack_best_torch)(logits, first_id, count, scaling)
 
 
-def merge_chances(packed: torch.Tensor, sums: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all parts of all shards -> ids [N, count] int64 of the best tokens of each row, the best first and of
-    equal ones the lower id first; and their logprobs [N, count] float32.
+def merge_parts(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """packed of `pack_best` -> [count + 1, N] int64: all parts as a single one. Shards have different numbers of
+    parts, and ranks gather as many rows."""
+    on_gpu = packed.is_cuda and packed.numel()
+    return (merge_parts_triton if on_gpu else merge_parts_torch)(packed, count)
 
-    A token of logit -inf has logprob -inf, one of an infinite logit 0. Where the vocabulary has fewer tokens than
+
+def merge_best(
+    packed: torch.Tensor,
+    count: int,
+    scaling: Scaling = AS_IS,
+    target_ids: torch.Tensor | None = None,
+    out: Candidates | None = None,
+) -> Candidates:
+    """packed of `pack_best` or `merge_parts`, of all shards -> the best tokens of each row, the best first and of
+    equal ones the lower id first. `out`, if given, is written.
+
+    scaling: as given to `pack_best`. target_ids [vocabulary] int64: what ids become, None for themselves. A token
+    of logit -inf has logprob -inf, one of an infinite scaled logit 0. Where the vocabulary has fewer tokens than
     `count`, id 0 with logprob -inf stands for the others.
     """
+    if out is None:
+        shape, device = (packed.shape[1], count), packed.device
+        out = Candidates(
+            torch.empty(shape, dtype=torch.int64, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+        )
     on_gpu = packed.is_cuda and packed.numel()
-    return (merge_chances_triton if on_gpu else merge_chances_torch)(packed, sums, count)
+    (merge_best_triton if on_gpu else merge_best_torch)(packed, count, scaling, target_ids, out)
+    return out
 
 
 def pack_shard_torch(logits: torch.Tensor, first_id: int) -> torch.Tensor:
     """The definition of `pack_shard` in torch operations."""
-    if logits.shape[1] == 0:
-        return torch.full((logits.shape[0],), ABSENT, device=logits.device)
-    value, index = _numbers(logits).max(dim=-1)
-    return _packed(value, index + first_id)
+    return _pack_largest(_numbers(logits), first_id)
 
 
 def pack_shard_triton(logits: torch.Tensor, first_id: int) -> torch.Tensor:
@@ -79,43 +121,71 @@ def merge_shards_torch(packed: torch.Tensor) -> torch.Tensor:
 def merge_shards_triton(packed: torch.Tensor) -> torch.Tensor:
     """`merge_shards` as one Triton launch."""
     ids = torch.empty_like(packed[0])
-    _launch_merge(packed, ids)
+    _launch_merge(packed, ids, 1, sums=False)
     return ids
 
 
-def pack_chances_torch(logits: torch.Tensor, first_id: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `pack_chances` in torch operations: one part."""
+def pack_best_torch(logits: torch.Tensor, first_id: int, count: int, scaling: Scaling = AS_IS) -> torch.Tensor:
+    """The definition of `pack_best` in torch operations: one part."""
     numbers = _numbers(logits)
     width = logits.shape[1]
-    packed = _packed(numbers, torch.arange(first_id, first_id + width, device=logits.device))
-    best = packed.topk(min(count, width), dim=-1).values
-    best = torch.nn.functional.pad(best, (0, count - best.shape[1]), value=ABSENT)
-    return best.T.contiguous(), numbers.logsumexp(dim=-1)[None]
+    if count == 1:
+        best = _pack_largest(numbers, first_id)[None]
+    else:
+        packed = _packed(numbers, torch.arange(first_id, first_id + width, device=logits.device))
+        best = packed.topk(min(count, width), dim=-1).values.T
+        best = torch.nn.functional.pad(best, (0, 0, 0, count - len(best)), value=ABSENT)
+    return torch.cat([best, _bits(scaling.of(numbers).logsumexp(dim=-1))[None]])
 
 
-def pack_chances_triton(logits: torch.Tensor, first_id: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`pack_chances` as one Triton launch."""
-    sums = _of_parts(logits, torch.float32)
-    return _pack_parts(logits, first_id, sums, count), sums
+def pack_best_triton(logits: torch.Tensor, first_id: int, count: int, scaling: Scaling = AS_IS) -> torch.Tensor:
+    """`pack_best` as one Triton launch."""
+    return _pack_parts(logits, first_id, count, scaling)
 
 
-def merge_chances_torch(packed: torch.Tensor, sums: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `merge_chances` in torch operations."""
-    best = packed.topk(count, dim=0).values.T
+def merge_parts_torch(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """The definition of `merge_parts` in torch operations."""
+    if len(packed) == count + 1:
+        return packed
+    parts = packed.unflatten(0, (-1, count + 1))
+    best = parts[:, :count].flatten(0, 1).topk(count, dim=0).values
+    return torch.cat([best, _bits(_number(parts[:, count]).logsumexp(dim=0))[None]])
+
+
+def merge_parts_triton(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """`merge_parts` as one Triton launch."""
+    merged = packed.new_empty((count + 1, packed.shape[1]))
+    _launch_merge(packed, merged, count)
+    return merged
+
+
+def merge_best_torch(
+    packed: torch.Tensor, count: int, scaling: Scaling, target_ids: torch.Tensor | None, out: Candidates
+) -> None:
+    """The definition of `merge_best` in torch operations."""
+    merged = merge_parts_torch(packed, count)
+    best, total = merged[:count].T, _number(merged[count])[:, None]
     value = sortable.fn((best >> 32).to(torch.int32)).view(torch.float32)
-    logprobs = torch.where(value > float("-inf"), value - sums.logsumexp(dim=0)[:, None], float("-inf"))
+    scaled = scaling.of(value)
+    logprobs = torch.where(value > float("-inf"), scaled - total, float("-inf"))
     ids = torch.where(best == ABSENT, 0, LOW_BITS - (best & LOW_BITS))
-    return ids, torch.where(value == float("inf"), 0.0, logprobs)
+    out.ids.copy_(ids if target_ids is None else target_ids[ids])
+    out.logprobs.copy_(torch.where(scaled == float("inf"), 0.0, logprobs))
 
 
-def merge_chances_triton(
-    packed: torch.Tensor, sums: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_chances` as one Triton launch."""
-    ids = packed.new_empty((packed.shape[1], count))
-    logprobs = sums.new_empty(ids.shape)
-    _launch_merge(packed, ids, sums, logprobs)
-    return ids, logprobs
+def merge_best_triton(
+    packed: torch.Tensor, count: int, scaling: Scaling, target_ids: torch.Tensor | None, out: Candidates
+) -> None:
+    """`merge_best` as one Triton launch."""
+    _launch_merge(packed, out.ids, count, out.logprobs, scaling, target_ids)
+
+
+def _pack_largest(numbers: torch.Tensor, first_id: int) -> torch.Tensor:
+    """[N, rows] float32 -> [N] int64: a maximum takes less time than the largest few."""
+    if numbers.shape[1] == 0:
+        return torch.full((len(numbers),), ABSENT, device=numbers.device)
+    value, index = numbers.max(dim=-1)
+    return _packed(value, index + first_id)
 
 
 def _packed(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -129,38 +199,52 @@ def _numbers(logits: torch.Tensor) -> torch.Tensor:
     return logits.float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
 
 
-def _of_parts(logits: torch.Tensor, dtype: torch.dtype, count: int = 1) -> torch.Tensor:
-    """[parts * count, N], not filled."""
-    rows, width = logits.shape
-    return torch.empty((triton.cdiv(width, _TILE * _TILES) * count, rows), dtype=dtype, device=logits.device)
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """float32 -> int64"""
+    return values.view(torch.int32).to(torch.int64)
+
+
+def _number(bits: torch.Tensor) -> torch.Tensor:
+    """`_bits` undone."""
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def _pack_parts(
-    logits: torch.Tensor, first_id: int, sums: torch.Tensor | None = None, count: int = 1
+    logits: torch.Tensor, first_id: int, count: int = 1, scaling: Scaling | None = None
 ) -> torch.Tensor:
-    """[parts * count, N] int64: the best of each part of a row, packed. sums, if given, is written."""
-    packed = _of_parts(logits, torch.int64, count)
+    """[parts * count, N] int64: the best of each part of a row, packed; as of `pack_best` with a scaling."""
     rows, width = logits.shape
-    _pack_kernel[(rows, triton.cdiv(width, _TILE * _TILES))](
-        logits, packed, packed if sums is None else sums, logits.stride(0), width, first_id,
-        TILE=_TILE, TILES=_TILES, COUNT=count, SUMS=sums is not None, num_warps=_WARPS,
+    parts, sums = triton.cdiv(width, _TILE * _TILES), scaling is not None
+    packed = torch.empty((parts * (count + sums), rows), dtype=torch.int64, device=logits.device)
+    multiplier, softcap = scaling or AS_IS
+    _pack_kernel[(rows, parts)](
+        logits, packed, logits.stride(0), width, first_id, multiplier, softcap or 1.0,
+        TILE=_TILE, TILES=_TILES, COUNT=count, SUMS=sums, CAPPED=softcap is not None, num_warps=_WARPS,
     )  # fmt: skip
     return packed
 
 
 def _launch_merge(
-    packed: torch.Tensor, ids: torch.Tensor, sums: torch.Tensor | None = None, logprobs: torch.Tensor | None = None
+    packed: torch.Tensor,
+    out: torch.Tensor,
+    count: int,
+    logprobs: torch.Tensor | None = None,
+    scaling: Scaling = AS_IS,
+    target_ids: torch.Tensor | None = None,
+    sums: bool = True,
 ) -> None:
-    """ids [N] or [N, count], logprobs like it."""
-    candidates, rows = packed.shape
-    count = ids.numel() // rows
-    parts = candidates if sums is None else len(sums)
+    """packed: with sums or without. out: ids [N, count]; with sums and without logprobs, packed as of
+    `merge_parts`."""
+    slots, rows = packed.shape
+    parts = slots // (count + sums)
     merged_rows = max(1, _MERGED_ROWS // triton.next_power_of_2(count))
+    multiplier, softcap = scaling
     _merge_kernel[(triton.cdiv(rows, merged_rows),)](
-        packed, ids, packed if sums is None else sums, ids if logprobs is None else logprobs,
-        candidates, parts, rows,
-        CANDIDATES=triton.next_power_of_2(candidates), PARTS=triton.next_power_of_2(parts),
-        ROWS=merged_rows, COUNT=count, SUMS=sums is not None, num_warps=1,
+        packed, out, out if logprobs is None else logprobs, out if target_ids is None else target_ids,
+        multiplier, softcap or 1.0, parts, rows,
+        CANDIDATES=triton.next_power_of_2(parts * count), PARTS=triton.next_power_of_2(parts), ROWS=merged_rows,
+        COUNT=count, SUMS=sums, PACKED=sums and logprobs is None, MAPPED=target_ids is not None,
+        CAPPED=softcap is not None, num_warps=1,
     )  # fmt: skip
 
 
@@ -179,10 +263,20 @@ def _pack(values, ids, width, first_id):
     return tl.where(ids < width, packed, -9223372036854775808)
 
 
+@triton.jit
+def _scale(logits, multiplier, softcap, CAPPED: tl.constexpr):
+    """`Scaling.of`"""
+    scaled = logits * multiplier
+    if CAPPED:
+        tanh = 1.0 - 2.0 / (tl.exp(2.0 * scaled / softcap) + 1.0)
+        scaled = tl.where(logits > float("-inf"), softcap * tanh, float("-inf"))
+    return scaled
+
+
 @triton.jit(do_not_specialize=["first_id"])
 def _pack_kernel(
-    logits_ptr, packed_ptr, sums_ptr, row_stride, width, first_id,
-    TILE: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr, SUMS: tl.constexpr,
+    logits_ptr, packed_ptr, row_stride, width, first_id, multiplier, softcap,
+    TILE: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr, SUMS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -198,7 +292,8 @@ def _pack_kernel(
     best = tl.max(logit, axis=0)
     of_lane = tl.min(tl.where(logit == best[None, :], tile[:, None], TILES), axis=0)
     packed = _pack(best, start + of_lane * TILE + lane, width, first_id)
-    at = part.to(tl.int64) * COUNT * rows + row
+    slots: tl.constexpr = COUNT + 1 if SUMS else COUNT
+    at = part.to(tl.int64) * slots * rows + row
     for k in tl.static_range(COUNT):
         taken = tl.max(packed, axis=0)
         tl.store(packed_ptr + at + k * rows, taken)
@@ -211,35 +306,52 @@ def _pack_kernel(
             following = tl.max(tl.where(others < taken, others, -9223372036854775808), axis=0)
             packed = tl.where(packed == taken, following, packed)
     if SUMS:
-        most = tl.max(best, axis=0)
+        most = _scale(tl.max(best, axis=0), multiplier, softcap, CAPPED)
         finite = tl.minimum(tl.maximum(most, -3.0e38), 3.0e38)
-        total = tl.sum(tl.sum(tl.exp(logit - finite), axis=0), axis=0)
-        tl.store(sums_ptr + part.to(tl.int64) * rows + row, finite + tl.log(total))
+        scaled = _scale(logit, multiplier, softcap, CAPPED)
+        total = tl.sum(tl.sum(tl.exp(scaled - finite), axis=0), axis=0)
+        bits = (finite + tl.log(total)).to(tl.int32, bitcast=True)
+        tl.store(packed_ptr + at + COUNT * rows, bits.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["candidates", "parts", "rows"])
+@triton.jit(do_not_specialize=["parts", "rows"])
 def _merge_kernel(
-    packed_ptr, ids_ptr, sums_ptr, logprobs_ptr, candidates, parts, rows,
+    packed_ptr, out_ptr, logprobs_ptr, target_ids_ptr, multiplier, softcap, parts, rows,
     CANDIDATES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, SUMS: tl.constexpr,
+    PACKED: tl.constexpr, MAPPED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     candidate = tl.arange(0, CANDIDATES)[:, None]
-    at = candidate.to(tl.int64) * rows + row[None, :]
-    packed = tl.load(packed_ptr + at, mask=(candidate < candidates) & live[None, :], other=-9223372036854775808)
+    slot = candidate + candidate // COUNT if SUMS else candidate  # the sum of each part follows its tokens
+    packed = tl.load(
+        packed_ptr + slot.to(tl.int64) * rows + row[None, :],
+        mask=(candidate < parts * COUNT) & live[None, :],
+        other=-9223372036854775808,
+    )
     if SUMS:
         part = tl.arange(0, PARTS)[:, None]
-        at = part.to(tl.int64) * rows + row[None, :]
-        sums = tl.load(sums_ptr + at, mask=(part < parts) & live[None, :], other=float("-inf"))
+        at = (part.to(tl.int64) * (COUNT + 1) + COUNT) * rows + row[None, :]
+        bits = tl.load(packed_ptr + at, mask=(part < parts) & live[None, :], other=0).to(tl.int32)
+        sums = tl.where(part < parts, bits.to(tl.float32, bitcast=True), float("-inf"))
         most = tl.minimum(tl.maximum(tl.max(sums, axis=0), -3.0e38), 3.0e38)
         total = most + tl.log(tl.sum(tl.exp(sums - most[None, :]), axis=0))
     for k in tl.static_range(COUNT):
         best = tl.max(packed, axis=0)
         packed = tl.where(packed == best[None, :], -9223372036854775808, packed)
-        absent = best == -9223372036854775808
-        out = row.to(tl.int64) * COUNT + k
-        tl.store(ids_ptr + out, tl.where(absent, 0, 0xFFFFFFFF - (best & 0xFFFFFFFF)), mask=live)
-        if SUMS:
-            value = sortable((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-            logprob = tl.where(value > float("-inf"), value - total, float("-inf"))  # no number where absent
-            tl.store(logprobs_ptr + out, tl.where(value == float("inf"), 0.0, logprob), mask=live)
+        if PACKED:
+            tl.store(out_ptr + k * rows + row.to(tl.int64), best, mask=live)
+        else:
+            out = row.to(tl.int64) * COUNT + k
+            ids = tl.where(best == -9223372036854775808, 0, 0xFFFFFFFF - (best & 0xFFFFFFFF))
+            if MAPPED:
+                ids = tl.load(target_ids_ptr + ids, mask=live, other=0)
+            tl.store(out_ptr + out, ids, mask=live)
+            if SUMS:
+                value = sortable((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+                scaled = _scale(value, multiplier, softcap, CAPPED)
+                logprob = tl.where(value > float("-inf"), scaled - total, float("-inf"))  # no number where absent
+                tl.store(logprobs_ptr + out, tl.where(scaled == float("inf"), 0.0, logprob), mask=live)
+    if PACKED:
+        bits = total.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(out_ptr + COUNT * rows + row.to(tl.int64), bits, mask=live)

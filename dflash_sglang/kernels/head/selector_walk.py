@@ -22,7 +22,8 @@ class Lattice(NamedTuple):
     """The candidates of every proposed position, and what their edges are scored from."""
 
     candidates: torch.Tensor  # [bs, steps, K] int64
-    logits: torch.Tensor  # [bs, steps, K] float32, of the candidates
+    # [bs, steps, K] float32, of the candidates. What is added to all of a step changes no walk: logprobs will do.
+    logits: torch.Tensor
     hidden: torch.Tensor  # [bs, steps, rank], the draft's rows as the selector projects them
 
 
@@ -34,29 +35,39 @@ class Draw(NamedTuple):
     noise: torch.Tensor  # [bs, steps, K] float32, exponential, positive
 
 
-class Walk(NamedTuple):
-    tokens: torch.Tensor  # [bs, steps] int64
-    probs: torch.Tensor | None  # [bs, steps, K] float32, what each step was drawn from; None of a greedy walk
-
-
-def selector_walk(codebooks: Codebooks, lattice: Lattice, anchors: torch.Tensor, draw: Draw | None = None) -> Walk:
-    """Walks from the anchors [bs] (last committed tokens) through the steps. Step s scores candidate c
+def selector_walk(
+    codebooks: Codebooks,
+    lattice: Lattice,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor | None = None,
+    draw: Draw | None = None,
+) -> torch.Tensor | None:
+    """Write a walk through the steps to tokens [bs, steps + 1] int64, whose first are the anchors, the last
+    committed tokens. Step s scores candidate c
 
         logits[s, c] + sum over r of predecessor[x, r] * hidden[s, r] * successor[candidates[s, c], r]
 
-    where x is the token of the step before, the anchor for the first. It takes the highest score, the lowest index
-    among equals; or, with `draw`, one from the softmax of the scores at the request's temperature, whose
-    probabilities the walk keeps (of a greedy request: one, for what it took). Scores are float32.
+    where x is the token before. It takes the highest score, the lowest index among equals; and writes to logprobs
+    [bs, steps] float32, contiguous, if given, what it took has in the softmax of the scores.
+
+    With `draw` it takes one from the softmax of the scores at the request's temperature. These probabilities [bs,
+    steps, K] float32 are returned (of a greedy request: one, for what it took). A drawn walk has no logprobs: they
+    would follow the values that were drawn. Scores are float32.
     """
+    assert logprobs is None or draw is None
     launch = selector_walk_triton if lattice.logits.is_cuda else selector_walk_torch
-    return launch(codebooks, lattice, anchors, draw)
+    return launch(codebooks, lattice, tokens, logprobs, draw)
 
 
 def selector_walk_torch(
-    codebooks: Codebooks, lattice: Lattice, anchors: torch.Tensor, draw: Draw | None = None
-) -> Walk:
+    codebooks: Codebooks,
+    lattice: Lattice,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor | None = None,
+    draw: Draw | None = None,
+) -> torch.Tensor | None:
     """The definition of `selector_walk` in torch operations."""
-    previous, tokens, probs = anchors, [], []
+    previous, probs = tokens[:, 0], []
     for step in range(lattice.candidates.shape[1]):
         candidates = lattice.candidates[:, step]
         context = codebooks.predecessor[previous].float() * lattice.hidden[:, step].float()
@@ -69,38 +80,48 @@ def selector_walk_torch(
             certain = torch.zeros_like(q).scatter_(1, index, 1.0)
             index = torch.where(draw.greedy[:, None], index, drawn)
             probs.append(torch.where(draw.greedy[:, None], certain, q))
+        if logprobs is not None:
+            logprobs[:, step] = scores.amax(dim=-1) - scores.logsumexp(dim=-1)
         previous = candidates.gather(1, index).squeeze(1)
-        tokens.append(previous)
-    return Walk(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if draw is not None else None)
+        tokens[:, step + 1] = previous
+    return None if draw is None else torch.stack(probs, dim=1)
 
 
 def selector_walk_triton(
-    codebooks: Codebooks, lattice: Lattice, anchors: torch.Tensor, draw: Draw | None = None
-) -> Walk:
+    codebooks: Codebooks,
+    lattice: Lattice,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor | None = None,
+    draw: Draw | None = None,
+) -> torch.Tensor | None:
     """`selector_walk` as one Triton launch, one program per request."""
     bs, steps, width = lattice.candidates.shape
     rank = codebooks.predecessor.shape[1]
-    tokens = torch.empty((bs, steps), dtype=torch.int64, device=anchors.device)
-    probs = torch.empty_like(lattice.logits) if draw is not None else None
-    settings = draw if draw is not None else (lattice.logits,) * 3  # never read
+    probs = None if draw is None else torch.empty_like(lattice.logits)
+    unused = lattice.logits
+    settings = (unused,) * 3 if draw is None else draw
     _selector_walk_kernel[(bs,)](
-        *codebooks, *lattice, anchors, *settings, tokens, lattice.logits if probs is None else probs,
-        anchors.stride(0), steps, WIDTH=width, LANES=triton.next_power_of_2(width), RANK=rank,
-        RANK_TILE=min(RANK_TILE, triton.next_power_of_2(rank)), DRAWN=draw is not None, num_warps=4,
+        *codebooks, *lattice, *settings, tokens, unused if logprobs is None else logprobs,
+        unused if probs is None else probs, tokens.stride(0), steps,
+        WIDTH=width, LANES=triton.next_power_of_2(width), RANK=rank,
+        RANK_TILE=min(RANK_TILE, triton.next_power_of_2(rank)), SURE=logprobs is not None, DRAWN=draw is not None,
+        num_warps=4,
     )  # fmt: skip
-    return Walk(tokens, probs)
+    return probs
 
 
 @triton.jit
 def _selector_walk_kernel(
-    predecessor_ptr, successor_ptr, candidates_ptr, logits_ptr, hidden_ptr, anchors_ptr,
-    temperatures_ptr, greedy_ptr, noise_ptr, tokens_ptr, probs_ptr, anchor_stride, steps,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, DRAWN: tl.constexpr,
+    predecessor_ptr, successor_ptr, candidates_ptr, logits_ptr, hidden_ptr,
+    temperatures_ptr, greedy_ptr, noise_ptr, tokens_ptr, logprobs_ptr, probs_ptr, token_stride, steps,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SURE: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     live = lane < WIDTH
-    previous = tl.load(anchors_ptr + request * anchor_stride).to(tl.int64)
+    own_tokens_ptr = tokens_ptr + request * token_stride
+    previous = tl.load(own_tokens_ptr)
     for step in range(steps):
         row = request * steps + step
         candidates = tl.load(candidates_ptr + row * WIDTH + lane, mask=live, other=0)
@@ -119,6 +140,8 @@ def _selector_walk_kernel(
         best = tl.max(scores, axis=0)
         # No score equals the best where one is not a number: the last index stands in, it is in bounds.
         index = tl.minimum(tl.min(tl.where(scores == best, lane, LANES), axis=0), WIDTH - 1)
+        if SURE:
+            tl.store(logprobs_ptr + row, -tl.log(tl.sum(tl.exp(scores - best), axis=0)))
         if DRAWN:
             weights = tl.exp((scores - best) / tl.load(temperatures_ptr + request))
             weights = tl.where(live, weights, 0.0)
@@ -131,4 +154,4 @@ def _selector_walk_kernel(
             q = tl.where(greedy, tl.where(lane == index, 1.0, 0.0), q)
             tl.store(probs_ptr + row * WIDTH + lane, q, mask=live)
         previous = tl.sum(tl.where(lane == index, candidates, 0), axis=0)
-        tl.store(tokens_ptr + request * steps + step, previous)
+        tl.store(own_tokens_ptr + step + 1, previous)

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_sglang.kernels.head.largest import largest
-from dflash_sglang.kernels.head.pack_shard import best_ids, merge_chances, merge_shards, pack_chances, pack_shard
+from dflash_sglang.kernels.head.pack_shard import (
+    AS_IS,
+    Candidates,
+    Scaling,
+    best_ids,
+    merge_best,
+    merge_parts,
+    merge_shards,
+    pack_best,
+    pack_shard,
+)
 from dflash_sglang.models.head.collectives import RowGather
 from dflash_sglang.sglang_names.scheduler import should_apply_lm_head_quant_method, unwrap_lora_layer
 from dflash_sglang.startup.facts import LoadError
@@ -84,8 +93,12 @@ class TargetHead:
 
     lm_head: a ParallelLMHead, a tied VocabParallelEmbedding or a linear module with a weight [vocab, hidden].
     same_batch: ranks of the head's group that draft the same batch, None for all of them.
+    scaling, target_ids: what `likeliest` makes of logits before the softmax, and of ids after it.
     Raises ValueError for a head whose weight is neither dense nor served by its quantisation method.
     """
+
+    scaling: Scaling = AS_IS
+    target_ids: Tensor | None = None
 
     def __init__(self, lm_head: nn.Module, same_batch: int | None = None) -> None:
         self.lm_head = lm_head
@@ -115,60 +128,33 @@ class TargetHead:
         weight = self.lm_head.weight[: self.rows]
         return torch.matmul(hidden.to(weight.dtype), weight.T)
 
-    @torch.no_grad()
-    def greedy(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden] -> ids [N] int64 of the largest logit over the whole vocabulary, the lowest id
-        among equals. Collective over the head's TP group; capturable in a CUDA graph."""
-        rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
-        ids = self.best(self.logits(rows))
-        return ids if self.all_rows is None else self.all_rows.own(ids, len(hidden))
-
     def best(self, logits: Tensor) -> Tensor:
-        """logits [N, rows] of this rank's tokens -> ids [N] int64 as of `greedy`, with its collective."""
+        """logits [N, rows] of this rank's tokens -> ids [N] int64 of the largest over the whole vocabulary, the
+        lowest id among equals. Collective over the head's TP group; capturable in a CUDA graph."""
         if self.group is None:
             return best_ids(logits, self.first_id)
-        return merge_shards(self._of_all_ranks(pack_shard(logits, self.first_id)))
+        return merge_shards(self._of_all_ranks(pack_shard(logits, self.first_id)).view(self.group.world_size, -1))
 
     @torch.no_grad()
-    def chances(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [N, hidden] -> ids [N] int64 as of `greedy`, and their logprobs [N] float32 over the whole
-        vocabulary. Of a head whose ranks have the same batch; collective and capturable as `greedy`."""
-        packed, sums = pack_chances(self._shaped(self.logits(hidden)), self.first_id, 1)
+    def likeliest(self, hidden: Tensor, count: int, out: Candidates | None = None) -> Candidates:
+        """hidden [N, hidden] -> the `count` likeliest tokens of the whole vocabulary [N, count], of equal ones the
+        lower id first. `out`, if given, is written. Collective as `best`, and over all data-parallel ranks where
+        they share the head; capturable in a CUDA graph."""
+        rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
+        packed = pack_best(self.logits(rows), self.first_id, count, self.scaling)
         if self.group is not None:
-            packed, sums = (self._of_all_ranks(of) for of in (packed.amax(dim=0), sums.logsumexp(dim=0)))
-        ids, logprobs = merge_chances(packed, sums, 1)
-        return ids[:, 0], logprobs[:, 0]
+            packed = self._of_all_ranks(merge_parts(packed, count))
+        if self.all_rows is None:
+            return merge_best(packed, count, self.scaling, self.target_ids, out)
+        everyones = merge_best(packed, count, self.scaling, self.target_ids)
+        own = Candidates(*(self.all_rows.own(of, len(hidden)) for of in everyones))
+        if out is None:
+            return own
+        return Candidates(*(buffer.copy_(of) for buffer, of in zip(out, own, strict=True)))
 
     def _of_all_ranks(self, of_rank: Tensor) -> Tensor:
-        """[N] -> [ranks, N]"""
+        """[n, ...] -> [ranks * n, ...]"""
         assert self.group is not None
-        gathered = of_rank.new_empty(self.group.world_size * len(of_rank))
+        gathered = of_rank.new_empty((self.group.world_size * len(of_rank), *of_rank.shape[1:]))
         self.group.all_gather_into_tensor(gathered, of_rank.contiguous())
-        return gathered.view(self.group.world_size, -1)
-
-    def _shaped(self, logits: Tensor) -> Tensor:
-        """What a probability is the softmax of."""
-        return logits
-
-    @torch.no_grad()
-    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """hidden [N, hidden] -> ids [N, count] int64 and logits [N, count] float32 of the largest logits over the
-        whole vocabulary, descending. Collective over the head's TP group; capturable in a CUDA graph."""
-        rows = hidden if self.all_rows is None else self.all_rows.gather(hidden)
-        values, ids = largest(self.logits(rows), count if self.group is None else min(count, self.rows))
-        values = values.float()
-        if self.group is None:
-            return ids, values
-        shape = (self.group.world_size, len(rows), count)
-        values, ids = (
-            nn.functional.pad(values, (0, count - values.shape[1]), value=float("-inf")),
-            nn.functional.pad(ids + self.first_id, (0, count - ids.shape[1])),
-        )
-        all_values, all_ids = values.new_empty(shape), ids.new_empty(shape)
-        self.group.all_gather_into_tensor(all_values, values.contiguous())
-        self.group.all_gather_into_tensor(all_ids, ids.contiguous())
-        values, best = all_values.transpose(0, 1).flatten(1).topk(count, dim=-1)
-        ids = all_ids.transpose(0, 1).flatten(1).gather(1, best)
-        if self.all_rows is None:
-            return ids, values
-        return self.all_rows.own(ids, len(hidden)), self.all_rows.own(values, len(hidden))
+        return gathered

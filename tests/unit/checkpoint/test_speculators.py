@@ -285,7 +285,7 @@ def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens:
     )
     hidden = hidden.view(count, BLOCK, -1)[:, 1:]
     if not dflash2:
-        return model.head.greedy(hidden.flatten(0, 1)).view(count, -1)
+        return model.head.likeliest(hidden.flatten(0, 1), 1).ids[:, 0].view(count, -1)
     SelectorProposals(model.candidate_selector, model.head, count, BLOCK - 1, drawn=False).write(hidden, blocks)
     return blocks[:, 1:]
 

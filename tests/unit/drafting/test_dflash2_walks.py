@@ -20,6 +20,7 @@ from tests.unit.verify.test_sampling import (
     first_step_of_two_tokens,
     markov_target,
     sampling_info,
+    some_rows,
 )
 
 pytestmark = layers.cpu_only
@@ -58,10 +59,14 @@ class Walker:
     def propose(self, last: Tensor, temperature: float, greedy: bool = False) -> Any:
         tokens = torch.zeros(len(last), STEPS + 1, dtype=torch.long)
         tokens[:, 0] = last
-        self._proposals.write(self.rows[last], tokens)
-        return self._proposals.draw(
+        self._proposals.write(self.hidden(last), tokens)
+        proposals = self._proposals.draw(
             tokens, torch.full((len(last),), temperature), torch.full((len(last),), greedy)
         )
+        return proposals._replace(logprobs=self._proposals.read(len(last), STEPS, len(last))[0])
+
+    def hidden(self, last: Tensor) -> Tensor:
+        return self.rows[last]
 
     def conditionals(self, last: int, temperature: float) -> dict[tuple[int, int], float]:
         """{walk: probability}, by the formula."""
@@ -73,12 +78,14 @@ class Walker:
         return expected
 
     @torch.no_grad()
-    def likeliest(self, last: int) -> list[int]:
-        walk: list[int] = []
+    def likeliest(self, last: int, chances: bool = False) -> list[Any]:
+        """Tokens, or what each has among its candidates."""
+        walk, of_step = [], []
         for row in self.rows[last]:
             step = self._step(walk[-1] if walk else last, row, 1.0)
             walk.append(max(step, key=step.__getitem__))
-        return walk
+            of_step.append(step[walk[-1]])
+        return of_step if chances else walk
 
     def _step(self, before: int, row: Tensor, temperature: float) -> dict[int, float]:
         s = self.selector
@@ -122,6 +129,47 @@ def test_output_follows_the_targets_filtered_distribution_when_walks_are_propose
         assert 0 < int((committed[:, 2] != NOT_COMMITTED).sum()) < REQUESTS, "whole walks are accepted too"
 
 
+class ConfidentlyWrong(Walker):
+    """Mostly walks to a token that the target finds unlikely, for some requests more than for others."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.head.lm_head.weight.data = torch.eye(VOCAB, 8)
+        for codebook in (self.selector.predecessor_codebook, self.selector.successor_codebook):
+            codebook.data *= 0.15  # edges matter less than what is sure
+        favourite = target.argsort(-1)[:, 1]
+        rows = torch.stack([target, target[favourite]], dim=1)
+        self._favourites = torch.stack([favourite, favourite[favourite]], dim=1)[..., None]
+        self.rows = rows
+        self._sureness = (torch.arange(REQUESTS) % 4 / 2 + 0.5)[:, None, None]
+
+    def hidden(self, last: Tensor) -> Tensor:
+        best = self.rows[last].amax(-1, keepdim=True) + self._sureness
+        return torch.nn.functional.pad(self.rows[last].scatter(2, self._favourites[last], best), (0, 1))
+
+
+@pytest.mark.parametrize("decides", ["the likeliest walk", "the drawn walk"])
+@pytest.mark.parametrize("name", ["temperature 0.7", "temperature 1"])
+def test_rows_may_be_given_by_the_likeliest_walk_and_not_by_the_drawn_one(name, decides):
+    """Half of all proposals are verified, as `test_sampling` has it for drafts without a selector."""
+    torch.manual_seed(12)
+    table = markov_target()
+
+    def rows(proposals: Any) -> Any:
+        of_drawn = ((proposals.candidates == proposals.tokens[:, 1:, None]) * proposals.probs).sum(-1).log()
+        ragged = some_rows(proposals.logprobs if decides == "the likeliest walk" else of_drawn, 2 * REQUESTS)
+        assert set(ragged.lens.tolist()) == {1, 2, 3}
+        return ragged
+
+    draft = ConfidentlyWrong(table)
+    if decides == "the likeliest walk":
+        committed = first_step_of_two_tokens(table, FILTERS[name], draft.propose, rows)
+        assert 0 < int((committed[:, 1] >= 0).sum()) < REQUESTS
+    else:
+        with pytest.raises(AssertionError, match="chi-square"):
+            first_step_of_two_tokens(table, FILTERS[name], draft.propose, rows)
+
+
 class Rank:
     """Stands in for SpecTpSync: rank 0 of a group, which hands its values on."""
 
@@ -151,15 +199,17 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     proposer._tp_sync, proposer._all_rows = (rank := Rank()), None
     monkeypatch.setattr(module, "draft_tp_context", lambda _: nullcontext())
     monkeypatch.setattr(proposer, "_forward_batch", lambda *_: None)
-    of_likeliest = -torch.rand(bs, STEPS)
-    monkeypatch.setattr(walker._proposals, "logprobs", lambda *_: of_likeliest)
     info = sampling_info(bs, 2.0, **({"top_k": 1} if kind == "greedy" else {}))
     if kind == "seeded":
         info.sampling_seed = torch.arange(bs)
     block = SimpleNamespace(ids=ids, batch_size=bs)
     proposals = [proposer.propose(SimpleNamespace(sampling_info=info), block) for _ in range(2)]
-    tokens = [rank.sent[0], rank.sent[1]]
-    assert all(one.logprobs is of_likeliest for one in proposals), "whatever was drawn"
+    tokens, sent = rank.sent[::2], rank.sent[1::2]
+    expected = [walker.likeliest(int(token), chances=True) for token in last]
+    for one, logprobs in zip(proposals, sent, strict=True):
+        assert torch.equal(one.logprobs, logprobs), "rank 0's: rows of a ragged step are the same on all ranks"
+        torch.testing.assert_close(logprobs.exp(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+        assert one.best is None
     assert torch.equal(tokens[1], proposals[1].tokens) and torch.equal(tokens[0][:, 0], last)
     if kind == "sampled":
         assert proposals[0].probs.shape == (bs, STEPS, WIDTH) and not torch.equal(*tokens)

@@ -106,27 +106,53 @@ def test_a_batch_whose_logits_are_adjusted_or_reported_needs_full_blocks(what: s
     assert verifier.full_blocks(batch) == reasons.get(what, "adjusted")
 
 
-def test_proposals_come_with_the_chances_of_the_likeliest_tokens() -> None:
+@pytest.mark.parametrize("drawn", [False, True])
+def test_proposals_come_with_their_chances_and_with_candidates_where_trees_are_grown(drawn: bool) -> None:
+    """Widest blocks of at most 2 requests, counted with a graph's padding. Drawn or not, over all tokens."""
     from torch import nn
 
     from dflash_sglang.checkpoint import VocabularySpec
     from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
-    from dflash_sglang.drafting.head import HeadProposals
+    from dflash_sglang.drafting.head import TREE_CANDIDATES, HeadProposals
     from dflash_sglang.models.head.draft_head import DraftHead
 
     torch.manual_seed(0)
-    linear, ids = nn.Linear(8, DRAWN_FROM, bias=False), torch.arange(DRAWN_FROM) * 3
-    spec = VocabularySpec(None, None, None, 1.0, 2.0, 3.0)
-    head = DraftHead(linear, spec, ids)
-    hidden, tokens = torch.randn(2, 4, 8), torch.zeros((2, 5), dtype=torch.int64)
-    expected = (3.0 * torch.tanh(linear(hidden) * 2.0 / 3.0)).log_softmax(dim=-1).max(dim=-1)
-    for drawn in (False, True):  # of drawn ones, among the candidates, which all tokens are here
-        proposals = HeadProposals(head, 4, 4, drawn, "cpu", confident=True)
+    linear, ids = nn.Linear(8, 40, bias=False), torch.arange(40) * 3
+    head = DraftHead(linear, VocabularySpec(None, None, None, 1.0, 2.0, 3.0), ids)
+    reader = HeadProposals(head, 4, 4, drawn, "cpu", tree_requests=2)
+    places = {of.data_ptr() for of in reader._candidates}
+    for padded, steps, for_trees in ((1, 4, True), (2, 4, True), (2, 3, False), (3, 4, False), (4, 4, False)):
+        hidden, tokens = torch.randn(padded, steps, 8), torch.zeros((padded, steps + 1), dtype=torch.int64)
         with torch.no_grad():
-            proposals.write(hidden, tokens)
-        assert tokens[:, 1:].tolist() == ids[expected.indices].tolist()
-        torch.testing.assert_close(proposals.logprobs(2, 4), expected.values)
-    assert HeadProposals(head, 4, 4, False, "cpu").logprobs(2, 4) is None
+            expected = (3.0 * torch.tanh(linear(hidden) * 2.0 / 3.0)).log_softmax(-1).sort(descending=True)
+            reader.write(hidden, tokens)
+        assert tokens[:, 1:].tolist() == ids[expected.indices[..., 0]].tolist()
+        for bs in range(1, padded + 1):
+            logprobs, best = reader.read(bs, steps, padded)
+            torch.testing.assert_close(logprobs, expected.values[:bs, :, 0])
+            assert (best is not None) == for_trees
+            if best is not None:
+                count = DRAWN_FROM if drawn else TREE_CANDIDATES
+                assert best.ids.tolist() == ids[expected.indices[:bs, :, :count]].tolist()
+                torch.testing.assert_close(best.logprobs, expected.values[:bs, :, :count])
+                assert best.ids.is_contiguous() and best.logprobs.is_contiguous()
+                assert {of.data_ptr() for of in best} == places, "where a graph writes"
+
+
+@pytest.mark.parametrize("what", ["selector", "shared head"])
+def test_a_draft_without_candidates_is_not_asked_for_them(what: str) -> None:
+    from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
+
+    model: Any = SimpleNamespace(
+        candidate_selector=object() if what == "selector" else None,
+        head=SimpleNamespace(all_rows=object() if what == "shared head" else None),
+    )
+    reason = {"selector": "the draft's selector scores walks", "shared head": "share the draft's head"}[what]
+    assert reason in str(why_no_candidates(model))
+    with pytest.raises(ValueError, match=f"tree_requests=4: expected 0, because .*{reason}"):
+        Proposer(SimpleNamespace(), model, BLOCK, None, drawn=False, tree_requests=4)
+    plain = SimpleNamespace(candidate_selector=None, head=SimpleNamespace(all_rows=None))
+    assert why_no_candidates(plain) is None
 
 
 def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requests_limit() -> None:

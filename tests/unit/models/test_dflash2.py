@@ -169,8 +169,9 @@ def test_rows_and_edge_scores_equal_those_of_sglangs_own_model(tmp_path):
             greedy_mask=torch.ones(bs, dtype=torch.bool),
         )
         projected, _ = model.candidate_selector.hidden_projection(rows)
-        walk = model.candidate_selector.walk(Lattice(candidates, logits, projected), anchors)
-        assert walk.tokens.tolist() == tokens.tolist()
+        walked, logprobs = torch.cat([anchors[:, None], torch.zeros_like(tokens)], dim=1), torch.zeros(bs, 7)
+        model.candidate_selector.likeliest_walk(Lattice(candidates, logits, projected), walked, logprobs)
+        assert walked[:, 1:].tolist() == tokens.tolist() and walked[:, 0].tolist() == anchors.tolist()
         assert tokens.tolist() != candidates[..., 0].tolist(), "edges decide, not the logits alone"
 
 

@@ -86,7 +86,7 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
     weights = [torch.cat([integers(20)] * 2) for _ in range(2)]  # every token has an equal
     hidden, together = integers(30), Together(ranks)
 
-    def rank(i: int) -> list[tuple[list[int], list[list[float]]]]:
+    def rank(i: int) -> list[Any]:
         lm_head = shard_of(weights[0], ranks, i, together)
         copy = Fp8Head(lm_head, ids)
         assert len(copy.weight) % 16 == 0 and copy.weight.dtype == torch.float8_e4m3fn
@@ -95,7 +95,7 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
         for weight in weights:
             lm_head.weight = shard_of(weight, ranks, i, together).weight  # an update may bring another parameter
             copy.refresh()
-            found.append((head.greedy(hidden).tolist(), head.likeliest(hidden, 3)[1].tolist()))
+            found.append(head.likeliest(hidden, 3))
         assert [tensor.data_ptr() for tensor in copy.tensors] == addresses
         return found
 
@@ -103,11 +103,13 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
         results = list(pool.map(rank, range(ranks)))
     tokens = range(40) if kept is None else kept
     for of_rank in results:
-        for weight, (greedy, likeliest) in zip(weights, of_rank, strict=True):
+        for weight, likeliest in zip(weights, of_rank, strict=True):
             logits = (in_fp8(hidden) @ in_fp8(weight).T)[:, list(tokens)]
             assert not torch.equal(logits, (hidden @ weight.T)[:, list(tokens)]), "rounding has a part in this"
-            assert greedy == [tokens[row.index(max(row))] for row in logits.tolist()]
-            assert torch.tensor(likeliest).tolist() == logits.topk(3).values.tolist()
+            best = logits.sort(stable=True, descending=True).indices[:, :3]
+            assert likeliest.ids.tolist() == torch.tensor(list(tokens))[best].tolist()
+            expected = logits.log_softmax(-1).gather(1, best)
+            torch.testing.assert_close(likeliest.logprobs, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_of_many_rows_is_quantised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +141,9 @@ def test_capped_logits_of_a_tied_embedding_are_those_of_its_fp8_copy() -> None:
     assert isinstance(copy, Fp8Head) and head.lm_head is copy
     assert form == f"fp8 (draft_head asks for it, {304 * (8 + 4) / MIB:.1f} MiB)"
     hidden = integers(5)
-    ids, logits = head.likeliest(hidden, 4)
-    expected = in_fp8(hidden) @ in_fp8(table.weight.data[:300]).T
-    torch.testing.assert_close(logits, 30 * torch.tanh(0.5 * expected.topk(4).values / 30))
+    ids, logprobs = head.likeliest(hidden, 4)
+    expected = 30 * torch.tanh(0.5 * (in_fp8(hidden) @ in_fp8(table.weight.data[:300]).T) / 30)
+    torch.testing.assert_close(logprobs, expected.log_softmax(-1).topk(4).values)
     assert bool((ids < 300).all())
 
 
@@ -234,14 +236,14 @@ def test_the_gpus_gemm_gives_the_twins_logits_also_in_a_graph(rows: int) -> None
         assert 0.01 < ((expected - dense).std() / dense.std()).item() < 0.06
 
         static, graph = torch.zeros_like(hidden), torch.cuda.CUDAGraph()
-        head.greedy(static)  # compiles what a capture cannot
+        head.likeliest(static, 1)  # compiles what a capture cannot
         with torch.cuda.graph(graph):
-            ids = head.greedy(static)
+            ids = head.likeliest(static, 1).ids[:, 0]
         static.copy_(hidden)
         graph.replay()
-        assert torch.equal(ids, head.greedy(hidden))
+        assert torch.equal(ids, head.likeliest(hidden, 1).ids[:, 0])
         lm_head.weight.neg_()
         copy.refresh()
         graph.replay()
-        assert torch.equal(ids, head.greedy(hidden))
+        assert torch.equal(ids, head.likeliest(hidden, 1).ids[:, 0])
         assert torch.equal(ids, (-eager.float()).argmax(-1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dflash_sglang.kernels.head.pack_shard import Candidates, pack_best
 from tests.support import sglang_layers as layers
 from tests.support.fakes import Together
 
@@ -70,41 +73,75 @@ def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(r
     head.tp_group = LastRank(peers)
     head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=vocabulary - start)
     expected = (hidden @ weight.T).argmax(-1)
-    assert TargetHead(head).greedy(hidden).tolist() == expected.tolist()
+    with torch.no_grad():
+        assert (rank := TargetHead(head)).best(rank.logits(hidden)).tolist() == expected.tolist()
     assert expected[0] == vocabulary - 1
 
 
-@settings(max_examples=20, deadline=None)
-@given(ranks=st.integers(1, 4), vocabulary=st.integers(4, 40))
-def test_the_chance_of_a_sharded_heads_token_is_that_among_the_whole_vocabulary(ranks, vocabulary):
-    from dflash_sglang.models.head.target_head import TargetHead
+@settings(max_examples=30, deadline=None)
+@given(
+    ranks=st.integers(1, 4), vocabulary=st.integers(4, 40), count=st.sampled_from([1, 3, 8]), mapped=st.booleans()
+)
+def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocabulary(
+    ranks, vocabulary, count, mapped
+):
+    """In one gather, of as many numbers from each rank, though the last shards may be short or empty."""
+    from dflash_sglang.checkpoint import VocabularySpec
+    from dflash_sglang.models.head import target_head
+    from dflash_sglang.models.head.draft_head import DraftHead
 
-    rows = -(-vocabulary // ranks)  # the last shards may be short or empty
+    rows = -(-vocabulary // ranks)
     weight, hidden, together = torch.randn(vocabulary, 8), torch.randn(3, 8), Together(ranks)
+    weight[1] = weight[-1]  # the lower id comes first, of whichever shard
+    spec = VocabularySpec(None, None, None, 1.0, 0.5, 3.0)
+    target_ids = torch.randperm(1000)[:vocabulary] if mapped else None
+    gathers = []
 
-    def of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_rank(rank: int) -> Candidates:
         start, end = min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)
-        head = nn.Linear(8, rows, bias=False)
-        head.weight.data = torch.cat((weight[start:end], torch.full((rows - end + start, 8), 100.0)))  # padding
-        head.tp_group = together.of(rank)
-        head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=end - start)
-        return TargetHead(head).chances(hidden)
+        lm_head = nn.Linear(8, rows, bias=False)
+        lm_head.weight.data = torch.cat((weight[start:end], torch.full((rows - end + start, 8), 100.0)))  # padding
+        lm_head.tp_group = group = together.of(rank)
+        lm_head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=end - start)
+        gather = group.all_gather_into_tensor
 
-    with ThreadPoolExecutor(ranks) as pool:
+        def noted(out: torch.Tensor, own: torch.Tensor) -> None:
+            gathers.append(own.shape)
+            gather(out, own)
+
+        group.all_gather_into_tensor = noted
+        out = Candidates(torch.full((3, count), -7), torch.zeros(3, count))
+        found = DraftHead(lm_head, spec, target_ids).likeliest(hidden, count, out)
+        assert all(a is b for a, b in zip(found, out, strict=True))
+        return found
+
+    def in_two_parts(logits: torch.Tensor, first_id: int, *settings: Any) -> torch.Tensor:
+        half = logits.shape[1] // 2
+        parts = (logits[:, :half], first_id), (logits[:, half:], first_id + half)
+        return torch.cat([pack_best(*part, *settings) for part in parts])
+
+    with ThreadPoolExecutor(ranks) as pool, mock.patch.object(target_head, "pack_best", in_two_parts):
         found = list(pool.map(of_rank, range(ranks)))
-    expected, ids = (hidden @ weight.T).log_softmax(dim=-1).max(dim=-1)
-    for got, logprobs in found:
-        assert got.tolist() == ids.tolist()
-        torch.testing.assert_close(logprobs, expected)
+    assert gathers == ([(count + 1, 3)] * ranks if ranks > 1 else [])
+    logits = 3 * torch.tanh(hidden @ weight.T * 0.5 / 3)
+    expected, ids = logits.log_softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    ids, expected = (
+        torch.nn.functional.pad(of, (0, max(0, count - vocabulary)))[:, :count] for of in (ids, expected)
+    )
+    expected[:, vocabulary:] = float("-inf")
+    for got in found:
+        assert got.ids.tolist() == (ids if target_ids is None else target_ids[ids]).tolist()
+        torch.testing.assert_close(got.logprobs, expected)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any),
     same_batch=st.sampled_from([1, 2]),
-    likeliest=st.booleans(),
+    count=st.sampled_from([1, 7]),
+    into=st.booleans(),
 )
-def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(rows, same_batch, likeliest):
+def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(rows, same_batch, count, into):
     """Ranks with no rows are IDLE."""
     from dflash_sglang.models.head.target_head import TargetHead
 
@@ -113,7 +150,7 @@ def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(
     hidden = [torch.randn(count, 8) for count in rows]
     together = Together(ranks)
 
-    def rank(i: int) -> object:
+    def rank(i: int) -> Candidates:
         lm_head = nn.Linear(8, 5, bias=False)
         lm_head.weight.data = weight[5 * i : 5 * i + 5]
         lm_head.tp_group = together.of(i)
@@ -122,18 +159,18 @@ def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(
         assert head.all_rows is not None
         head.all_rows.expect(max(rows))
         own = hidden[i // same_batch]
-        return head.likeliest(own, 7) if likeliest else head.greedy(own)
+        shape = (len(own), count)
+        out = Candidates(torch.full(shape, -7), torch.zeros(shape)) if into else None
+        found = head.likeliest(own, count, out)
+        assert out is None or all(a is b for a, b in zip(found, out, strict=True))
+        return found
 
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(rank, range(ranks)))
-    for i, result in enumerate(results):
-        logits = hidden[i // same_batch] @ weight.T
-        if likeliest:
-            values, ids = logits.topk(7, dim=-1)
-            assert result[0].tolist() == ids.tolist()
-            torch.testing.assert_close(result[1], values)
-        else:
-            assert result.tolist() == logits.argmax(-1).tolist()
+    for i, found in enumerate(results):
+        logprobs, ids = (hidden[i // same_batch] @ weight.T).log_softmax(-1).topk(count, dim=-1)
+        assert found.ids.tolist() == ids.tolist()
+        torch.testing.assert_close(found.logprobs, logprobs)
 
 
 def test_a_quantised_head_proposes_through_its_quantisation_method():
@@ -149,7 +186,8 @@ def test_a_quantised_head_proposes_through_its_quantisation_method():
         TargetHead(head)
     head.quant_method = Method()
     hidden = torch.randn(5, 16)
-    assert TargetHead(head).greedy(hidden).tolist() == (hidden @ head.weight.float().T).argmax(-1).tolist()
+    expected = (hidden @ head.weight.float().T).argmax(-1)
+    assert TargetHead(head).likeliest(hidden, 1).ids[:, 0].tolist() == expected.tolist()
 
 
 def test_head_and_embedding_are_found_tied_nested_behind_lora_or_by_their_weight():
