@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.tiny import draft_config, draft_tensors, write_checkpoint
 
@@ -37,11 +38,12 @@ TEXT: dict[str, Any] = dict(
 class Member:
     """A target and the draft that goes with it.
 
-    model_class: of transformers, by name; its name is the architecture. config: gives the target's transformers
-    config. arguments: of any server that serves it. draft: overrides of the draft's config.json. on_gpu_only: why
-    the CPU platform cannot run it, or None. finish: changes the random model. processor: gives the transformers
-    processor that lies beside it. image_prompt: ids of a prompt with an image, of a target that reads images.
-    refused: what start-up says, or None.
+    model_class: of transformers, by name, which is the architecture unless `config` names one. config: gives the
+    target's transformers config. arguments: of any server that serves it. draft: overrides of the draft's
+    config.json. on_gpu_only: why the CPU platform cannot run it, or None. finish: changes the random model.
+    processor: gives the transformers processor that lies beside it. image_prompt: ids of a prompt with an image,
+    of a target that reads images. refused: what start-up says, or None. renamed: parts of tensors' names as
+    transformers writes them, and SGLang's in their place.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Member:
     processor: Callable[[], Any] | None = None
     image_prompt: tuple[int, ...] = ()
     refused: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     prefix_grid: int = 16  # tokens between the ends of prefixes that the cache hands on, pages of 16 or less
 
     @property
@@ -99,6 +102,10 @@ def pair(name: str) -> tuple[Path, Path]:
     directory = Path(_directory().name) / name.replace(" ", "_")
     model = _random_model(member)
     model.save_pretrained(directory / "target")
+    for theirs, sglangs in member.renamed.items():
+        weights = directory / "target" / "model.safetensors"
+        tensors = {name.replace(theirs, sglangs): tensor for name, tensor in load_file(weights).items()}
+        save_file(tensors, weights, {"format": "pt"})
     if member.processor is not None:
         member.processor().save_pretrained(directory / "target")
     text = model.config.get_text_config()

@@ -1,11 +1,11 @@
-"""Targets with recurrent layers beside full attention: gated delta nets, short convolutions, Mamba2."""
+"""Targets with recurrent layers beside full attention: gated delta nets, short convolutions, Mamba2, KDA."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tests.zoo import processors
-from tests.zoo.member import TEXT, Member, register
+from tests.zoo.member import LAYERS, TEXT, Member, register
 from tests.zoo.vision import IMAGE_PROMPT, tower
 
 DELTA_NET: dict[str, Any] = dict(
@@ -67,7 +67,7 @@ def remembering(model: Any) -> None:
 
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            parameter.copy_(torch.linspace(0.002, 0.1, parameter.numel()).log())
+            parameter.copy_(torch.linspace(0.002, 0.1, parameter.numel()).log().view_as(parameter))
 
 
 def qwen35_wide() -> Any:
@@ -164,4 +164,55 @@ def remembering_in_large_steps(model: Any) -> None:
 
 register(
     Member("Nemotron-H", "NemotronHForCausalLM", nemotron_h, finish=remembering_in_large_steps, prefix_grid=64)
+)
+
+
+def kimi_k3() -> Any:
+    """The text model of Kimi-K3 without its experts, attention residuals and full-rank gates. What is left is
+    Kimi-Linear, which transformers has; SGLang's class of that name hands out no features.
+
+    Heads have the sizes on the hub, for which there are kernels. Layer 3 attends fully, through latents.
+    """
+    from transformers import KimiLinearConfig
+
+    shape = dict(
+        **{key: value for key, value in TEXT.items() if key not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=TEXT["num_attention_heads"],
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        rms_norm_eps=1e-5,  # SGLang has it for the gated norms whatever the config says
+        first_k_dense_replace=LAYERS,
+        linear_attn_config=dict(
+            kda_layers=[1, 2, 3, 5],  # counted from 1
+            full_attn_layers=[4],
+            num_heads=2,
+            head_dim=128,
+            short_conv_kernel_size=4,
+        ),
+    )
+
+    class Published(KimiLinearConfig):
+        def to_dict(self) -> dict[str, Any]:
+            """The fields that SGLang knows."""
+            names = dict(model_type="kimi_linear", architectures=["KimiK3LinearForCausalLM"], dtype="float32")
+            return {**shape, **names, "num_experts": None, "mla_use_nope": True}
+
+    return Published(**shape)
+
+
+register(
+    Member(
+        "Kimi-K3",
+        "KimiLinearForCausalLM",
+        kimi_k3,
+        # SGLang leaves overlap on for the text model, although it has no buffer of states for the prefix cache.
+        arguments=dict(disable_overlap_schedule=True, attention_backend="triton"),
+        draft=dict(dflash_config=dict(target_layer_ids=[0, 2, 4])),  # it captures in layer order
+        on_gpu_only="SGLang's kernels of KDA are for GPUs",
+        finish=remembering_in_large_steps,
+        renamed={".block_sparse_moe.": ".mlp."},
+    )
 )
