@@ -399,6 +399,7 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
         "experts",
         "padding",
         "xqa",
+        "recurrent",
         "pair",
         None,
         "memory",
@@ -425,6 +426,8 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
             nnodes=2 if what == "nodes" else 1,
         ),
     )
+    if what == "recurrent":
+        runner.attn_backend.linear_attn_backend = object()
     if what == "pair":  # SGLang's, of which one verifies
         parts = SimpleNamespace(supports_ragged_verify_graph=True)
         runner.attn_backend._select_backend = lambda mode: parts if mode.is_target_verify() else None
