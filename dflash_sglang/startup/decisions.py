@@ -37,9 +37,10 @@ from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
 from dflash_sglang.startup.tensor_checks import weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
-# Kinds of recurrent layers beside gated delta nets, by the target's model type, that the CPU platform serves. They
-# have not run on a GPU: there the built-in worker has them.
+# Targets with recurrent layers beside gated delta nets that are served, by their model type.
 _RECURRENT_ON_CPU = ("lfm2", "lfm2_moe", "nemotron_h")
+_KDA = ("kimi_k3", "kimi_linear")
+_RECURRENT_ON_GPU = (*_RECURRENT_ON_CPU, *_KDA)
 
 
 def check_startup(server_args: Any) -> Foreign | None:
@@ -156,17 +157,18 @@ def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> 
 
 def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | None:
     """A target with recurrent layers of a kind that is not served in this launch. Gated delta nets are served in
-    all; KDA, lightning attention and Mamba beside attention in one layer in none."""
+    all; lightning attention and Mamba beside attention in one layer in none."""
     if mambaish_config(target_config) is None or hybrid_gdn_config(target_config) is not None:
         return None
-    architectures = target_config.hf_config.architectures
-    if getattr(target_config.hf_config, "model_type", None) not in _RECURRENT_ON_CPU:
-        return Foreign(
-            "target config architectures", architectures, "recurrent layers other than gated delta nets"
-        )
-    if device != "cpu":
-        reason = "recurrent layers that are tested on the CPU platform and on no GPU"
-        return Foreign("target config architectures", architectures, reason)
+    kind = getattr(target_config.hf_config, "model_type", None)
+    if kind not in (_RECURRENT_ON_CPU if device == "cpu" else _RECURRENT_ON_GPU):
+        if kind == "glm5_next":
+            reason = "KDA beside sparse attention that pools its index keys, which is not tested"
+        elif kind in _KDA:
+            reason = "KDA, for which SGLang has kernels on a GPU only"
+        else:
+            reason = "recurrent layers of a kind that is not served"
+        return Foreign("target config architectures", target_config.hf_config.architectures, reason)
     if attn_dp_size != 1:
         reason = "data-parallel attention over recurrent layers other than gated delta nets"
         return Foreign("--attn-dp-size", attn_dp_size, reason)

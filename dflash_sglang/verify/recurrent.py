@@ -29,6 +29,8 @@ from dflash_sglang.sglang_names.scheduler import (
     commit_mamba_states_after_verify,
     envs,
     get_exec,
+    get_memory,
+    get_schedule,
     mamba_track_grid,
     mambaish_config,
     track_mamba_states_all_layers,
@@ -74,6 +76,9 @@ class RecurrentStates:
             # Two steps in flight write to one slot: the second must not cross a boundary that follows the first's.
             if grid < 2 * block_size:
                 raise StartupError([_problem_of_grid(mamba.mamba_track_interval, grid, block_size)])
+        elif not (get_memory().disable_radix_cache or get_schedule().disable_overlap_schedule):
+            # SGLang sees to it for the targets that it knows, and not for Kimi-K3's text model.
+            raise StartupError([_problem_of_overlap()])
         return cls(target_worker, block_size)
 
     def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor, width: int) -> None:
@@ -164,6 +169,15 @@ def _problem_of_backend(found: str) -> Problem:
         found,
         "one that keeps a recurrent state for every verified row",
         "Remove the flags that choose the linear-attention backend, or serve without speculation.",
+    )
+
+
+def _problem_of_overlap() -> Problem:
+    return Problem(
+        "--disable-overlap-schedule",
+        False,
+        "set: without a buffer for it, the prefix cache would keep a state that the next step has moved on",
+        "Set --disable-overlap-schedule, or --disable-radix-cache.",
     )
 
 

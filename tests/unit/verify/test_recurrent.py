@@ -229,6 +229,22 @@ def test_states_are_committed_where_boundaries_are_two_blocks_apart(extra_buffer
     assert isinstance(RecurrentStates.from_target(worker(), GRID // 2), RecurrentStates)
 
 
+@pytest.mark.parametrize("off", ["overlap", "cache", None])
+def test_a_prefix_cache_without_a_buffer_of_states_needs_steps_one_after_the_other(monkeypatch, off):
+    monkeypatch.setattr(
+        recurrent, "get_exec", lambda: SimpleNamespace(mamba=SimpleNamespace(enable_mamba_extra_buffer=False))
+    )
+    monkeypatch.setattr(
+        recurrent, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=off == "overlap")
+    )
+    monkeypatch.setattr(recurrent, "get_memory", lambda: SimpleNamespace(disable_radix_cache=off == "cache"))
+    if off is not None:
+        assert isinstance(RecurrentStates.from_target(worker(), BLOCK), RecurrentStates)
+        return
+    with pytest.raises(StartupError, match="--disable-overlap-schedule=False: expected set: without a buffer"):
+        RecurrentStates.from_target(worker(), BLOCK)
+
+
 def test_boundaries_closer_than_two_blocks_end_start_up(extra_buffer):
     with pytest.raises(
         StartupError, match=r"--mamba-track-interval=32: expected .* at least two blocks \(66 "
@@ -262,31 +278,44 @@ def other_kind(pair, monkeypatch) -> Any:
 
 
 @pytest.mark.matrix(
-    target="Falcon-H1, KDA and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
+    target="Falcon-H1 and other recurrent layers", draft="z-lab", kv="any", outcome="built-in worker"
 )
 def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, other_kind):
     other_kind("falcon_h1")
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
         assert hooks.create_worker(built_in, Algorithm(), arguments(pair.plain)) is BuiltInWorker
     assert (
-        "target config architectures=['Qwen3ForCausalLM']: recurrent layers other than gated delta nets"
+        "target config architectures=['Qwen3ForCausalLM']: recurrent layers of a kind that is not served"
         in caplog.text
     )
 
 
-@pytest.mark.matrix(
-    target="LFM2, LFM2-MoE, Nemotron-H on a GPU", draft="z-lab", kv="any", outcome="built-in worker"
-)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "nemotron_h"])
-def test_kinds_that_ran_on_the_cpu_platform_only_are_ours_there_and_the_built_in_workers_on_a_gpu(
-    pair, other_kind, model_type
-):
+def test_short_convolutions_and_mamba2_are_ours_on_every_device(pair, other_kind, model_type, device):
     from dflash_sglang.startup import decisions
 
     other_kind(model_type)
-    assert decisions.check_startup(arguments(pair.plain)) is None
+    assert decisions.check_startup(arguments(pair.plain, device=device)) is None
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k3", "kimi_linear"])
+def test_kda_is_ours_on_a_gpu(pair, other_kind, model_type):
+    from dflash_sglang.startup import decisions
+
+    other_kind(model_type)
+    assert decisions.check_startup(arguments(pair.plain, device="cuda")) is None
+    other = decisions.check_startup(arguments(pair.plain))
+    assert "KDA, for which SGLang has kernels on a GPU only" in str(other)
+
+
+@pytest.mark.matrix(target="GLM-5.3-Flash", draft="DFlash2", kv="any", outcome="built-in worker")
+def test_kda_beside_sparse_attention_gets_the_built_in_worker(pair, other_kind):
+    from dflash_sglang.startup import decisions
+
+    other_kind("glm5_next")
     other = decisions.check_startup(arguments(pair.plain, device="cuda"))
-    assert "recurrent layers that are tested on the CPU platform and on no GPU" in str(other)
+    assert "KDA beside sparse attention that pools its index keys" in str(other)
 
 
 def test_data_parallel_attention_over_other_kinds_gets_the_built_in_worker(pair, other_kind):
