@@ -20,7 +20,7 @@ from tests.support import scheduler_hooks
 from tests.support.engines import greedy, greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.zoo import ZOO, Member, pair, pair_for, reference
-from tests.zoo.member import BLOCK, FEATURES, LAYERS
+from tests.zoo.member import BLOCK, LAYERS
 from tests.zoo.processors import image_url, with_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -213,16 +213,18 @@ def test_a_target_that_cannot_be_served_ends_start_up_with_the_reason(target: st
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("target", ["Gemma 3", "gpt-oss"])
+@pytest.mark.parametrize("target", ["Gemma 3", "gpt-oss", "Kimi-K3"])
 def test_captured_graphs_hand_over_the_features_of_transformers(target: str, tmp_path: Path) -> None:
-    """Bodies whose layers are observed from outside, and whose KV lies in two pools; verify runs in a graph."""
+    """Bodies whose layers are observed from outside, whose KV lies in two pools, and whose layers are recurrent;
+    verify runs in a graph."""
     flags = dict(attention_backend="triton", cuda_graph_max_bs_decode=4, **ON_DEVICE)
     with ours(target, tmp_path, DEVICE_ENVIRONMENT, **flags) as (server, records):
         (output,) = greedy(server, prompts()[2:3], NEW_TOKENS)
         captured = scheduler_hooks.features_at(records)
     expected = residuals(reference(target), torch.tensor([prompts()[2] + output[:-1]]), {})
     features = torch.stack([captured[i] for i in range(LENGTHS[2] + NEW_TOKENS - 1)])
-    for layer, feature in zip(FEATURES, features.chunk(len(FEATURES), dim=-1), strict=True):
+    ids = ZOO[target].feature_layers
+    for layer, feature in zip(ids, features.chunk(len(ids), dim=-1), strict=True):
         error = (feature - expected[layer]).norm(dim=-1) / expected[layer].norm(dim=-1)
         # In bfloat16 transformers itself differs by 0.01 to 0.04, and more where a router sends a token elsewhere;
         # a window that is one token off gives 0.15 and more, a neighbouring layer 0.4.
