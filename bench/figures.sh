@@ -12,8 +12,8 @@
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
 # environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are PAIR-9b
 # and PAIR-27b for the recurrent parts; LOGS; SECONDS_EACH, after which a part ends with what it has; SKIP, a
-# directory: files named as results are left out; BEFORE, the other checkout of `house` and `observe`, a directory
-# that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its result has.
+# directory: files named as results are left out; BEFORE, the other checkout of `house`, a directory that its
+# commit names; ADD=1: the rounds of `recurrent_9b` go to those that its result has.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -110,7 +110,10 @@ for name in "$@"; do
     long_context) part wild_long_context long_context ;;
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
     house) paired house "" ;;
-    observe) paired observe " --enable-metrics" --starts 0 --rounds 5 --concurrency 1 64 --width 8 --kept 0.995 ;;
+    observe)
+      [ -e "$logs/unobserved" ] || "$python" -m bench.unobserved "$logs/unobserved"
+      BEFORE=$logs/unobserved paired observe " --enable-metrics" --starts 0 --rounds 5 --concurrency 1 64 \
+        --width 8 --kept 0.995 ;;
     recurrent_9b) recurrent 9b 9b recurrent "$serving" --rounds 1 ${ADD:+--add} ;;
     recurrent_first_batches) recurrent first_batches 9b first_batches "$serving" ;;
     recurrent_27b_requests) recurrent 27b_requests 27b running_requests "--load-format dummy" ;;
