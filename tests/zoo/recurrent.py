@@ -178,7 +178,7 @@ def kimi_k3() -> Any:
     shape = dict(
         **{key: value for key, value in TEXT.items() if key not in ("head_dim", "num_key_value_heads")},
         num_key_value_heads=TEXT["num_attention_heads"],
-        q_lora_rank=32,
+        q_lora_rank=64,  # so that latents begin where a kernel of norms can read them
         kv_lora_rank=512,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
