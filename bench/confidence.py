@@ -7,7 +7,7 @@ proposal, the entropy of the distribution that it is the likeliest of, and how m
 are gone through as one batch, a step of each at a time. Predictors, each of the chance that a proposal is accepted
 once those before it are:
 
-history      what the width policy knows before the step (`width.acceptance`)
+history      the share of a position's proposals that came true, to the power of how hard the request was so far
 as it is     the probability that the draft gives the proposal
 probability  a logistic regression on the logit of that and on the proposal's position
 entropy      the same on the logarithm of the entropy
@@ -33,8 +33,6 @@ from torch import Tensor, nn
 
 from bench import report
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.width.acceptance import Acceptance
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft, generate
 
@@ -80,17 +78,23 @@ def decode(new_tokens: int) -> Steps:
 
 
 def from_history(accepted: Sequence[np.ndarray], positions: int) -> list[np.ndarray]:
-    """[steps, positions] of every prompt: what the policy expects before each step of the batch."""
-    widths = WidthConfig().states(positions + 1)
-    history = Acceptance(widths, len(accepted))
-    history.admit(np.arange(len(accepted)), 0)
+    """[steps, positions] of every prompt: what is expected before each step of the batch. The chance of a
+    rejection is a hazard of the position times a level of the prompt: its rejections over the expected ones."""
+    place = np.arange(positions)
+    tried, failed = np.full(positions, 8.0), np.full(positions, 1.6)  # as if a fifth of eight were rejected
+    expected_of, rejected_of = np.full(len(accepted), 2.0), np.full(len(accepted), 2.0)
     expected: list[list[np.ndarray]] = [[] for _ in accepted]
     for step in range(max(map(len, accepted))):
-        slots = np.array([slot for slot, steps in enumerate(accepted) if step < len(steps)])
-        for slot in slots:
-            hazard = history.hazard * history.level(slot) * history.factor[-1]
-            expected[slot].append(1.0 - np.minimum(hazard, 1.0))
-        history.observe(step, slots, len(widths) - 1, np.array([accepted[slot][step] for slot in slots]))
+        hazard, level = failed / tried, rejected_of / expected_of
+        for prompt, steps in enumerate(accepted):
+            if step >= len(steps):
+                continue
+            expected[prompt].append(1.0 - np.minimum(hazard * level[prompt], 1.0))
+            reached = place <= steps[step]
+            tried += level[prompt] * reached
+            failed += place == steps[step]
+            expected_of[prompt] += hazard[reached].sum()
+            rejected_of[prompt] += steps[step] < positions
     return [np.array(steps) for steps in expected]
 
 

@@ -72,7 +72,7 @@ OVER_BUILT_IN = {  # by acceptance and concurrency, 0.97 elsewhere
 }
 OVER_BUILT_IN_FP8 = {"1": 1.6, "8": 1.15, "32": 1.4, "64": 1.65, "128": 1.75}  # recorded, with an fp8 target
 CONTROL = 0.97  # of the server with the width fixed
-ONE_WIDTH, ALONE = f"{OURS}_one_width", f"{OURS}_alone"
+ALONE = f"{OURS}_alone"
 SETTLED = 30  # steps
 KEPT = 0.8  # of them, probes left out: estimates of two widths may be close
 LOOK_SECONDS = 0.05
@@ -95,8 +95,6 @@ def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
 
     asked_for = {"highest_min_width": BLOCK}  # by the requests of `forced`
     found = [ours(OURS, width=asked_for)]
-    if arguments.per_request:
-        found = [ours(OURS, width={"ragged": True}), ours(ONE_WIDTH, width=asked_for)]
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
     if BUILT_IN in arguments.kinds and recorded:
@@ -151,7 +149,7 @@ def measure(
     """{name: {figure: [one value per round]}} of one load; by_gpu: the names of each GPU; custom_params: of some
     of them, whose server is `shared`. Of ours there is `by_width`, too: steps, those among them that were probes,
     and their seconds, ramps included."""
-    everyone = {**servers, **dict.fromkeys(custom_params, servers[shared])}
+    everyone = {**servers, **dict.fromkeys(custom_params, servers[OURS])}
     of_widths: dict[str, list[Any]] = {}
 
     def measured(name: str, server: Server, load: Load) -> Outcome:
@@ -308,13 +306,12 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
-    parser.add_argument("--per-request", action="store_true", help="a number of verified tokens per request")
     arguments = parse(parser)
     if not set(arguments.control) <= set(arguments.fixed):
         parser.error(f"--control {arguments.control}: expected widths of --fixed {arguments.fixed}")
     candidates = candidates_of(arguments)
-    shared, asked = ONE_WIDTH if arguments.per_request else OURS, forced(arguments.fixed)
-    by_gpu = names_by_gpu(candidates, shared, list(asked))
+    asked = forced(arguments.fixed)
+    by_gpu = names_by_gpu(candidates, OURS, list(asked))
     most = max([*arguments.concurrency, *(arguments.moving or [])])
     # Of a request in a steady load 0.54 of its output is there on average, and as much is still to come, for which
     # SGLang keeps room.
@@ -327,12 +324,12 @@ def main() -> int:
         return report.finish("bench.widths", arguments.out, claimed, figures=figures, **more)
 
     with signals_as_exit(), together(candidates, arguments, requests=most, tokens=tokens) as servers:
-        require_served(arguments.fixed, servers[shared])
+        require_served(arguments.fixed, servers[OURS])
         load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
         for concurrency in arguments.concurrency:
             of = dataclasses.replace(load, concurrency=concurrency)
             figures[str(concurrency)] = measure(
-                servers, by_gpu, of, arguments.rounds, arguments.seconds, asked, shared
+                servers, by_gpu, of, arguments.rounds, arguments.seconds, asked, OURS
             )
             claimed = claims(arguments.acceptance, figures, fp8="fp8" in arguments.flags)
             status = keep()

@@ -24,7 +24,7 @@ from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import SlotReservation
-from dflash_sglang.drafting.proposer import Proposer
+from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.observe.alarm import Alarm
@@ -54,12 +54,13 @@ from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
+from dflash_sglang.verify.tree import TreeVerify
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.width import startup
 from dflash_sglang.width.controller import WidthController
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.ranks import width_group
-from dflash_sglang.width.runtime_states import RuntimeStates
+from dflash_sglang.width.runtime_states import RuntimeStates, most_requests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -154,6 +155,7 @@ class StepParts(NamedTuple):
     blocks: BlockBuilder
     proposer: Proposer
     verifier: Verifier
+    tail: VerifyTail  # of the target's graphs
 
 
 def build_step(
@@ -186,9 +188,11 @@ def build_step(
             block_size,
             draft.parallel_layout,
             drawn=draft.draws_proposals,
+            tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
             window=DraftWindow.imposed(page_size, table, runner.req_to_token_pool.req_to_token),
         ),
         Verifier(target_worker, block_size, logits, tables, tail),
+        tail,
     )
 
 
@@ -210,22 +214,33 @@ class ServedWidths(NamedTuple):
 
     states: RuntimeStates
     ragged: RaggedVerify
+    trees: TreeVerify
     config: WidthConfig
     group: Group
 
 
-def add_widths(draft: LoadedDraft, target: ModelRunner, parts: StepParts, config: PluginConfig) -> ServedWidths:
+def add_widths(
+    draft: LoadedDraft, target: ModelRunner, parts: StepParts, tables: Tables, config: PluginConfig
+) -> ServedWidths:
     """Make attention backends and graphs for the widths of the settings, as far as memory allows, and compile
     what sampled steps launch at each."""
     block_size, group = draft.block_size, width_group()
     asked = startup.servable(config.width, target, block_size)
     states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
-    ragged = startup.can_be_ragged(asked, target, group, confident=True)
-    served = startup.add_widths(asked, states, block_size, startup.free_memory(target), ragged)
+    ragged = startup.can_be_ragged(asked, target, group)
+    free = startup.free_memory(target)
+    served = startup.add_widths(asked, states, block_size, free, ragged)
+    trees = TreeVerify(target, draft.runner, block_size)
+    reason = why_no_candidates(draft.model)
+    if not tables.acceptor.knows_trees:
+        reason = "acceptance is forced by a profile, which says nothing of a tree's branches"
+    if startup.can_verify_trees(asked, target, draft.runner, group, reason):
+        startup.add_trees(asked, states, trees, parts.tail, free)
+        parts.reservation.serve_trees(states.trees)
     parts.verifier.after_capture(
         [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]
     )
-    return ServedWidths(states, RaggedVerify(target, block_size, states.captured_requests), served, group)
+    return ServedWidths(states, RaggedVerify(target, block_size, states.captured_requests), trees, served, group)
 
 
 def build_controller(
@@ -244,8 +259,8 @@ def build_controller(
         startup.measure(policy, target, rehearsal, widths.group)
     speaks = get_parallel().tp_rank == 0
     counts = Counts(block, ragged=policy.budgets is not None, chooses=config.fixed is None)
-    gains = policy.metrics.gains if config.fixed is None else None
-    observer = Observer(counts, Alarm(block), causes(draft, target), gains, split)
+    told = (policy.metrics.gains, policy.confidence.snapshot) if config.fixed is None else (None, None)
+    observer = Observer(counts, Alarm(block), causes(draft, target), told[0], split, told[1])
     return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
 
 

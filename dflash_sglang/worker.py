@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_sglang import assembly
-from dflash_sglang.drafting.block import BlockBuilder
+from dflash_sglang.drafting.block import Block, BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.drafting.window import is_imposed
@@ -31,6 +32,7 @@ from dflash_sglang.sglang_names.scheduler import (
     get_dp_tp_group,
     get_parallel,
 )
+from dflash_sglang.verify.rows import Shape, VerifyRows
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.step_result import StepResult, idle_result
 from dflash_sglang.verify.tables import Tables, most_rows
@@ -112,8 +114,8 @@ class DFlashWorker(BaseSpecWorker):
         with self._captures:
             with draft.scope():
                 self._draft_worker.init_cuda_graphs()
-            served = assembly.add_widths(draft, target, self._parts, self._config)
-            self._states, self._ragged = served.states, served.ragged
+            served = assembly.add_widths(draft, target, self._parts, self._tables, self._config)
+            self._states, self._ragged, self._trees = served.states, served.ragged, served.trees
             self._rehearsal = Rehearsal(
                 target, self._reservation, decode=self._rehearsed_step, prefill=self._rehearsed_prefill
             )
@@ -123,11 +125,10 @@ class DFlashWorker(BaseSpecWorker):
         self.width = self._widths.choices[-1]
         logger.info(assembly.memory_line(draft, self._tables))
 
-    def _rehearsed_step(self, batch: ScheduleBatch, width: int, budget: int | None) -> None:
+    def _rehearsed_step(self, batch: ScheduleBatch, shape: Shape) -> None:
         self._tables.acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
-        self.width = width
-        self._states.use(width, ragged=budget is not None)
-        self._step(batch, None, None, budget)
+        self._states.use(shape.width, shape.budget is not None, shape.nodes)
+        self._step(batch, shape, None, None)
 
     def _rehearsed_prefill(self, batch: ScheduleBatch) -> None:
         self._states.use_widest()
@@ -136,9 +137,12 @@ class DFlashWorker(BaseSpecWorker):
     def prewarm_sampling(self) -> Any:
         """Last of start-up, on the stream that forwards run on."""
         result = super().prewarm_sampling()
-        first_requests.rehearse(self.target_worker.model_runner, self._rehearsal, self._widths.choices)
+        block = self._widths.choices[-1]
+        shapes = [Shape(width) for width in self._widths.choices]
+        shapes += [Shape(block, nodes=nodes) for nodes in self._states.trees]
+        first_requests.rehearse(self.target_worker.model_runner, self._rehearsal, shapes)
         self._states.use_widest()
-        self.width = self._widths.choices[-1]
+        self.width = block
         self._slots.forget_steps()
         self._tables.sampler.forget_steps()
         return result
@@ -190,29 +194,37 @@ class DFlashWorker(BaseSpecWorker):
         return self._decode(batch, on_publish, grammar_barrier)
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
-        decision = self._widths.next(batch, self._verifier.full_blocks(batch))
-        self.width = decision.width
-        result = self._step(batch, on_publish, grammar_barrier, decision.verify_budget)
+        chains = self._verifier.full_blocks(batch) or ("context_end" if self._reservation.cut(batch) else None)
+        shape = self._widths.next(batch, chains).shape
+        result = self._step(batch, shape, on_publish, grammar_barrier)
         self._widths.returned(result)
         return result
 
-    def _step(
-        self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any, budget: int | None = None
-    ) -> StepResult:
-        """A decode step in blocks of `self.width`; budget: rows that a ragged step verifies of them."""
-        block = self._blocks.build(batch, self.width)
+    def _step(self, batch: ScheduleBatch, shape: Shape, on_publish: Any, grammar_barrier: Any) -> StepResult:
+        """A decode step that verifies this shape."""
+        self.width = shape.width
+        block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
         proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)
         self._split.drafted()
-        ragged = None if budget is None else self._ragged.choose(batch, block, proposals, budget)
-        verified = self._verifier.verify(batch, block, proposals, ragged, grammar_barrier)
+        rows = self._rows(batch, block, proposals, shape)
+        verified = self._verifier.verify(batch, block, proposals, rows, grammar_barrier)
         accepted = verified.accepted
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
         if verified.unwritten is not None:
             self._context_kv.write_planned(*verified.unwritten)
+        if rows.paths is not None:
+            self._trees.move_paths(rows.paths)
         next_input = DFlashDraftInput.create(accepted.bonus_tokens, accepted.new_seq_lens, self._reservation)
-        return StepResult.from_verified(verified, proposals, ragged, next_input)
+        return StepResult.from_verified(verified, proposals, rows, next_input)
+
+    def _rows(self, batch: ScheduleBatch, block: Block, proposals: Proposals, shape: Shape) -> VerifyRows:
+        if shape.budget is not None:
+            return self._ragged.choose(batch, block, proposals, shape.budget)
+        if shape.nodes is not None:
+            return self._trees.choose(batch, block, proposals, shape.nodes)
+        return VerifyRows.of_block(block, proposals)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self._wait_for_fused_hicache_load(batch)

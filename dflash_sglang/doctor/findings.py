@@ -126,7 +126,7 @@ def _sizes(
         "serving": Serving(
             block=block,
             widths=list(config.width.states(block)),
-            ragged=config.width.ragged,
+            ragged=config.width.fixed is None,
             draft_attention=_attention(cfg),
             head=form,
             context_kv=context if config.context_kv == "auto" else config.context_kv,

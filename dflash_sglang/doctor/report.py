@@ -129,7 +129,7 @@ class Report:
                 ("quantization", model.quantization),
             ]
         if (serving := self.serving) is not None and model is not None:
-            widths = f"{serving.widths}{', of each request its own' if serving.ragged else ''}"
+            widths = f"{serving.widths}{', ragged where attention can' if serving.ragged else ''}"
             rows += [
                 ("block", f"{serving.block} (trained {model.block})"),
                 ("widths", f"{widths}; fewer where memory is short"),

@@ -94,7 +94,7 @@ class BlockBuilder:
         """Blocks of `width` for a decode batch whose slots `prepare_for_decode` has reserved."""
         bs = len(batch.reqs)
         if self._tensors.ids.shape != (bs, width):  # views outlive the step: most steps are like the last
-            inputs = GraphInputs.of(self._runner, bs) if self._in_place else None
+            inputs = GraphInputs.of(self._runner, bs, bs * width) if self._in_place else None
             self._tensors, self._rows = self._views(inputs or self._own, bs, width)
         tensors = self._tensors
         sources = BlockSources(*self._slots.relay, batch.req_pool_indices, self._req_to_token)

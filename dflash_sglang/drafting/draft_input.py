@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,18 +31,28 @@ class SlotReservation:
     """Reserves the slots of the next blocks of every request of a batch.
 
     Overlap scheduling launches a step before the accept of the previous one is known on the host, so a
-    request may be one block further than its committed length says: two blocks past it are reserved.
-    A reservation never exceeds `row_limit`, the last whole page of a request's row of `req_to_token`.
+    request may be one block further than its committed length says: two blocks past it are reserved, or a block
+    and the widest tree that its batch can have. A reservation never exceeds `row_limit`, the last whole page of a
+    request's row of `req_to_token`.
     """
 
     def __init__(self, max_requests: int, block_size: int, row_width: int, page_size: int, device: str):
         self.block_size = block_size
         self.page_size = page_size
         self.row_limit = row_width // page_size * page_size
+        self._trees: Mapping[int, int] = {}
         # One buffer: what writes it and what reads it follow each other on the scheduler's stream.
         on_device = torch.empty(2 * _aligned(max_requests), dtype=torch.int32, device=device)
         self._ring = [_Lengths(on_device, is_pin_memory_available(device)) for _ in range(_RING)]
         self._turn = 0
+
+    def serve_trees(self, trees: Mapping[int, int]) -> None:
+        """trees: {nodes: the most requests of a step}."""
+        self._trees = trees
+
+    def cut(self, batch: ScheduleBatch) -> bool:
+        """Whether a request of this batch is so near the end of its row that a tree might not fit."""
+        return bool(self._trees) and int(batch.spec_info.nxt_kv_lens_cpu.max()) >= self.row_limit
 
     def reserve(self, batch: ScheduleBatch) -> Reserved:
         """Allocate slots into `req_to_token`."""
@@ -71,7 +82,8 @@ class SlotReservation:
     def _bound(self, committed: np.ndarray, lengths: LengthViews) -> None:
         """`lengths.reserved`: two blocks past committed [bs] in whole pages, within the row; never fewer than are
         allocated."""
-        ahead = 2 * self.block_size
+        nodes = (nodes for nodes, requests in self._trees.items() if len(committed) <= requests)
+        ahead = self.block_size + max(self.block_size, *nodes, 0)
         if self.page_size == 1:
             wanted = committed + ahead
         else:

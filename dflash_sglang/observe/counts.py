@@ -12,15 +12,15 @@ import numpy as np
 
 from dflash_sglang.settings.width import PLAIN
 
-PLAIN_STEP, RAGGED_STEP, WHOLE_STEP = "plain", "ragged", "whole"
+PLAIN_STEP, RAGGED_STEP, WHOLE_STEP, TREE_STEP = "plain", "ragged", "whole", "tree"
 AT_ONCE = 64  # steps that are added up together
 CHOSEN = "chosen"  # by the width policy
 
 
 class Shape(NamedTuple):
-    """The rows that a step verifies: of one width, in one of three forms, for a reason."""
+    """The rows that a step verifies: of one width, in one of four forms, for a reason."""
 
-    width: int
+    width: int  # of a tree its nodes
     form: str  # PLAIN_STEP: the last token only; RAGGED_STEP: a part of each block; WHOLE_STEP: the width of each
     reason: str
 
@@ -72,6 +72,7 @@ class _Step(NamedTuple):
     most: np.ndarray
     lens: np.ndarray | None
     whole: str | None
+    nodes: int | None
 
 
 class Counts:
@@ -94,14 +95,15 @@ class Counts:
         most: np.ndarray,
         lens: np.ndarray | None = None,
         whole: str | None = None,
+        nodes: int | None = None,
     ) -> None:
         """A step of this width with requests came back.
 
         accepted [n]: proposals. most [n]: tokens that a step may commit of each request, which bound what counts
         as verified. lens [n]: verified rows of each request; None: the width of each. whole: why requests needed
-        whole blocks, None where none did.
+        whole blocks, None where none did. nodes: of each request's tree, whose positions all count as verified.
         """
-        self._pending.append(_Step(width, accepted, most, lens, whole))
+        self._pending.append(_Step(width, accepted, most, lens, whole, nodes))
         if len(self._pending) == AT_ONCE:
             self._add_up()
 
@@ -121,6 +123,8 @@ class Counts:
             )
         accepted = np.fromiter(chain.from_iterable(step.accepted for step in steps), np.int64, len(widths))
         committable = np.minimum(rows, np.concatenate([step.most for step in steps]))
+        if any(step.nodes for step in steps):
+            rows = np.where(nodes := np.repeat([step.nodes or 0 for step in steps], requests), nodes, rows)
         self._steps += len(steps)
         self._requests += len(widths)
         self._drafted += int(widths.sum()) - len(widths)
@@ -134,6 +138,8 @@ class Counts:
         if step.width == PLAIN:
             reason = "set" if not self._chooses else CHOSEN if int(step.most.max()) > PLAIN else "max_width"
             return Shape(step.width, PLAIN_STEP, reason)
+        if step.nodes is not None:
+            return Shape(step.nodes, TREE_STEP, CHOSEN if self._chooses else "set")
         if step.lens is not None:
             return Shape(step.width, RAGGED_STEP, CHOSEN)
         return Shape(step.width, WHOLE_STEP, (step.whole or CHOSEN) if self._ragged else "not_ragged")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,12 @@ class Observer:
         causes: Causes,
         gains: Callable[[], tuple[float, float]] | None,
         split: StepSplit,
+        calibration: Callable[[], Mapping[str, Sequence[float]]] | None = None,
     ) -> None:
         """gains: the width policy's estimates of tokens per second, over plain decoding and over whole blocks;
-        None where the width is fixed."""
+        calibration: of the draft's probabilities (`Confidence.snapshot`). None where the width is fixed."""
         self.split, self.counts = split, counts
-        self._alarm, self._causes, self._gains = alarm, causes, gains
+        self._alarm, self._causes, self._gains, self._calibration = alarm, causes, gains, calibration
         self._series: Series | None = None
         self._told = self.counts.totals()  # of the latest line
         self._told_shapes = self.counts.shapes
@@ -46,10 +47,11 @@ class Observer:
         lens: np.ndarray | None,
         context_tokens: int,
         whole: str | None,
+        nodes: int | None = None,
     ) -> None:
         """A step came back, see `Counts.add`. context_tokens: of its requests together."""
         self._causes.context_tokens += context_tokens
-        self.counts.add(width, accepted, most, lens, whole)
+        self.counts.add(width, accepted, most, lens, whole, nodes)
 
     def report(self, reporter: Any) -> None:
         """Write the log line, judge acceptance and renew the Prometheus series, on the ranks on which SGLang does.
@@ -71,6 +73,8 @@ class Observer:
                 self._series = Series(reporter.metrics_collector)
             gains = None if self._gains is None else self._gains()
             self._series.update(now, steps, shapes, self.split, gains, self._alarm)
+            if self._calibration is not None:
+                self._series.calibrate(self._calibration())
         self._told, self._told_shapes = now, shapes
 
     def snapshot(self) -> dict[str, Any]:

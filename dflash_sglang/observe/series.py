@@ -20,6 +20,9 @@ COUNTERS: dict[str, tuple[str, Sequence[str]]] = {
     "committed_tokens": ("Tokens committed.", ()),
     "verified_proposals": ("Proposals verified, by position.", ("position",)),
     "accepted_proposals": ("Proposals accepted, by position.", ("position",)),
+    "chance_verified": ("Proposals verified, by the chance that the draft gave them.", ("at_least",)),
+    "chance_expected": ("Proposals that come true by that chance.", ("at_least",)),
+    "chance_accepted": ("Proposals that came true.", ("at_least",)),
     "timed_steps": ("Decode steps that were timed.", ()),
     "timed_step_seconds": ("Seconds of timed steps, by part.", ("part",)),
 }
@@ -94,6 +97,12 @@ class Series:
             self._set("gain_over_whole_blocks", gains[1])
         for state in STATES:
             self._set("alarm", float(state == alarm.state), state)
+
+    def calibrate(self, calibration: Mapping[str, Sequence[float]]) -> None:
+        """calibration: see `Confidence.snapshot`, since start-up."""
+        for name in ("verified", "expected", "accepted"):
+            for least, proposals in zip(calibration["from"], calibration[name], strict=True):
+                self._count(f"chance_{name}", proposals, least)
 
     def _count(self, name: str, value: float, *own: Any) -> None:
         """Raise a counter to its value since start-up."""

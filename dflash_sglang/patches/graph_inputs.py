@@ -25,12 +25,13 @@ class GraphInputs(NamedTuple):
     req_pool_indices: torch.Tensor
 
     @classmethod
-    def of(cls, runner: ModelRunner, requests: int) -> GraphInputs | None:
-        """Those of the graphs in use; None without, or where none is large enough."""
+    def of(cls, runner: ModelRunner, requests: int, rows: int) -> GraphInputs | None:
+        """Those of the graphs in use; None without, or where none is large enough. rows: of all requests."""
         graphs = runner.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner) or requests > graphs.max_bs:
             return None
-        return cls(*(getattr(graphs.buffers, name) for name in cls._fields))
+        inputs = cls(*(getattr(graphs.buffers, name) for name in cls._fields))
+        return inputs if rows <= len(inputs.input_ids) else None
 
 
 def leave_in_place(graphs: Any) -> None:

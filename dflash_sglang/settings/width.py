@@ -11,10 +11,14 @@ from dflash_sglang.settings.schema import known_settings
 PLAIN = 1  # the width of plain decoding: nothing is drafted
 DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
 BLOCK: Literal["block"] = "block"  # the width of the block that is served
+TREE = "tree "  # of a fixed tree, before its number of nodes
+MAX_NODES = 64  # of a tree: the ancestors of a node are the bits of one int64
+DEFAULT_TREES: tuple[int, ...] = ()
 
 AUTO = "auto"  # a width chosen for every step
 GONE = {
-    "per_request": "it is called ragged now. Rename it",
+    "ragged": "steps are ragged wherever a launch can have such steps. Remove it",
+    "per_request": "steps are ragged wherever a launch can have such steps. Remove it",
     "margin": "the policy has one margin, 2 %. Remove it",
     "probe_budget": "probes always cost at most 1 % of the time. Remove it",
     "prior_acceptance": "it only counted until the first steps were verified. Remove it",
@@ -36,8 +40,9 @@ class WidthConfig:
     the block itself. Width 1, plain decoding, is always among them: a request may ask for it.
 
     ``fixed``: always this width, "block" for that of the served block; nothing is measured, estimated or probed.
+    "tree N": always trees of N nodes, and chains of the block where a batch cannot have them.
 
-    ``ragged``: a step verifies another number of tokens of each request, up to the width that is drafted.
+    ``trees``: numbers of nodes of the trees that steps of few requests may verify.
 
     ``memory_reserve``: GB (2**30 bytes) of the device that graphs of more widths must leave free.
 
@@ -48,8 +53,8 @@ class WidthConfig:
     """
 
     widths: tuple[int, ...] | None = None
-    fixed: int | Literal["block"] | None = None
-    ragged: bool = False
+    fixed: int | str | None = None
+    trees: tuple[int, ...] = DEFAULT_TREES
     memory_reserve: float = 2.0
     highest_min_width: int = PLAIN
     lowest_max_width: int = PLAIN
@@ -63,13 +68,21 @@ class WidthConfig:
             object.__setattr__(self, "widths", tuple(self.widths))
             if self.fixed is not None:
                 raise WidthConfigError(f"width: fixed={self.fixed} and widths={self.widths}: give one of them.")
-        if self.fixed not in (None, BLOCK):
-            expected = f"a whole number from 1 to the draft's block, or {BLOCK!r} for that"
-            _check("fixed", self.fixed, int, 1, None, expected)
-        if not isinstance(self.ragged, bool):
-            raise _error("ragged", self.ragged, "true or false")
-        if self.ragged and self.fixed is not None:
-            raise WidthConfigError(f"width: fixed={self.fixed!r} and ragged=true: give one of them.")
+        if not isinstance(self.trees, Sequence) or isinstance(self.trees, str):
+            raise _error("trees", self.trees, f"a list of {_NODES}")
+        trees = self.trees
+        if isinstance(self.fixed, str) and self.fixed.startswith(TREE) and self.fixed[len(TREE) :].isdecimal():
+            trees = (int(self.fixed[len(TREE) :]),)
+        elif self.fixed is not None:
+            if self.fixed != BLOCK:
+                expected = f"a whole number from 1 to the draft's block, {BLOCK!r} for that, or '{TREE}N'"
+                _check("fixed", self.fixed, int, 1, None, expected)
+            trees = ()
+        if self.fixed is not None and self.trees not in (DEFAULT_TREES, trees):
+            raise WidthConfigError(f"width: fixed={self.fixed!r} and trees={self.trees}: give one of them.")
+        for nodes in trees:
+            _check("trees" if self.fixed is None else "fixed", nodes, int, 2, MAX_NODES, _NODES)
+        object.__setattr__(self, "trees", tuple(sorted(set(trees))))
         _check("memory_reserve", self.memory_reserve, float, 0.0, 1000.0, "GB from 0 to 1000")
         for key in ("highest_min_width", "lowest_max_width"):
             _check(key, getattr(self, key), int, PLAIN, None, "a whole number from 1 on")
@@ -93,9 +106,12 @@ class WidthConfig:
         Start-up has checked `widest` against the block that is served.
         """
         if self.fixed is not None:
-            return (block if isinstance(self.fixed, str) else self.fixed,)
+            return (block if isinstance(self.fixed, str) else self.fixed,)  # chains, of a fixed tree
         narrower = (width for width in DEFAULT_WIDTHS if width < block)
         return tuple(sorted({PLAIN, *(self.widths or (*narrower, block))}))
+
+
+_NODES = f"whole numbers from 2 to {MAX_NODES}"
 
 
 def _check(key: str, value: Any, kind: type, low: float, high: float | None, expected: str) -> None:

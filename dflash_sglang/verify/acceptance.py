@@ -7,7 +7,7 @@ import torch
 
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.kernels.block.accept import Ragged, Recorded, Verification, accept
+from dflash_sglang.kernels.block.accept import Paths, Ragged, Recorded, Verification, accept
 from dflash_sglang.settings.plugin_config import SimulatedAcceptance
 from dflash_sglang.sglang_names.scheduler import async_h2d
 from dflash_sglang.verify.simulate import forced_acceptance
@@ -28,6 +28,11 @@ class Acceptor:
         self._max_commit = torch.full((rows,), self.block_size, dtype=torch.int32, device=device)
         self._max_commit_on_host = np.full(rows, self.block_size)
 
+    @property
+    def knows_trees(self) -> bool:
+        """Whether it is the target that accepts, or a record of candidates and which of them came true."""
+        return self._forced is None or isinstance(self._forced, Recorded)
+
     def start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """As `StepSlots.start`. A recorded acceptance goes on for these requests where it stopped for those that
         had their rows of req_to_token before."""
@@ -42,8 +47,10 @@ class Acceptor:
         prefix_lens: torch.Tensor,  # [bs]
         requests: torch.Tensor,  # [bs] rows of req_to_token
         ragged: Ragged | None = None,  # where the first two are [rows] of different numbers for each request
+        paths: Paths | None = None,  # where the first two are [bs, N] of trees
     ) -> None:
-        """In one launch, capturable in a CUDA graph. See `kernels.block.accept`.
+        """In one launch, capturable in a CUDA graph. See `kernels.block.accept`. A recorded acceptance tells what
+        comes true of each node of a tree.
 
         A graph may be padded beyond the rows of req_to_token, where ranks that share a batch take shares of one
         size each. Such requests are nobody's, and have no room among the outcomes.
@@ -55,10 +62,13 @@ class Acceptor:
                 tokens, target_ids = tokens[:most], target_ids[:most]
             else:
                 ragged = ragged._replace(lens=ragged.lens[:most])
+        forced = self._forced
+        if paths is not None and isinstance(forced, Recorded):
+            target_ids, forced = forced.answers(requests, prefix_lens, paths.tree.depths), None
         blocks = Verification(
             tokens, target_ids, prefix_lens, requests, self.slots.current, self._max_commit, ragged
         )
-        accept(blocks, self.slots.outcomes, self.slots.relay, self._forced)
+        accept(blocks, self.slots.outcomes, self.slots.relay, forced, paths)
 
     def set_max_commit(self, requests: np.ndarray, max_commit: np.ndarray) -> None:
         """From the next step on, no step commits more than max_commit [n] tokens of the requests [n], rows of
@@ -76,13 +86,18 @@ class Acceptor:
         """Proposals of requests [bs], rows of req_to_token, with logprobs as the accept will have it: no chance
         beyond what a request's step may commit. Where acceptance is forced, its probabilities. prefix_lens [bs]:
         tokens that the requests have committed."""
-        logprobs = proposals.logprobs
+        logprobs, best = proposals.logprobs, proposals.best
         if logprobs is None:
             return proposals
         steps = logprobs.shape[1]
         if self._forced is not None and self._forced_logprobs is not None:
             logprobs = self._forced_logprobs[self._forced.cases(requests, prefix_lens), :steps]
+            if best is not None and isinstance(self._forced, Recorded):
+                best = self._forced.likeliest(requests, prefix_lens)
         if self._max_commit_on_host.min() < self.block_size:
             lane = torch.arange(steps, device=logprobs.device)
-            logprobs = logprobs.masked_fill(lane >= self._max_commit[requests][:, None] - 1, float("-inf"))
-        return proposals._replace(logprobs=logprobs)
+            beyond = lane >= self._max_commit[requests][:, None] - 1
+            logprobs = logprobs.masked_fill(beyond, float("-inf"))
+            if best is not None:
+                best = best._replace(logprobs=best.logprobs.masked_fill(beyond[:, :, None], float("-inf")))
+        return proposals._replace(logprobs=logprobs, best=best)

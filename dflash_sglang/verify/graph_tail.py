@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dflash_sglang.kernels.block.accept import Ragged
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from dflash_sglang.models.context_kv.base import ContextWriter
     from dflash_sglang.verify.acceptance import Acceptor
     from dflash_sglang.verify.target_logits import TargetLogits
+    from dflash_sglang.verify.tree import Trees
 
 
 class VerifyTail:
@@ -36,7 +39,17 @@ class VerifyTail:
         self._logits, self._acceptor, self._context = logits, acceptor, context
         # A graph has the slots as the target's pool names them.
         self.writes_context = names_slots_alike(target, draft)
+        self._trees: Trees | None = None
         target.capture_tail_hooks.append(self._capture)
+
+    @contextmanager
+    def of_trees(self, trees: Trees) -> Iterator[None]:
+        """What is captured meanwhile verifies these trees."""
+        self._trees = trees
+        try:
+            yield
+        finally:
+            self._trees = None
 
     def _capture(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """SGLang's capture hook. Padding rows belong to request 0 and slot 0, which are nobody's."""
@@ -51,7 +64,10 @@ class VerifyTail:
             ids, target_ids = (of.view(forward_batch.batch_size, -1) for of in (ids, target_ids))
         else:  # its tensors are the capture's: SGLang renews them before each replay
             ragged = Ragged(layout.qo_indptr_device, layout.verify_lens, self._acceptor.block_size)
-        self._acceptor.accept(ids, target_ids, forward_batch.seq_lens, forward_batch.req_pool_indices, ragged)
+        slots = forward_batch.out_cache_loc[:num_tokens]
+        paths = None if self._trees is None else self._trees.paths(slots)
+        requests = forward_batch.req_pool_indices
+        self._acceptor.accept(ids, target_ids, forward_batch.seq_lens, requests, ragged, paths)
 
 
 def names_slots_alike(target: ModelRunner, draft: ModelRunner) -> bool:

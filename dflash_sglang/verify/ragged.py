@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,22 +12,13 @@ from dflash_sglang.kernels.block import pack_rows as packing
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
+from dflash_sglang.verify.rows import VerifyRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-class RaggedRows(NamedTuple):
-    """What a ragged step verifies: the first rows of each request, one request after the other."""
-
-    rows: Rows
-    loc_plan: KVLocPlan  # the rows' slots in every pool's own ids
-    layout: RaggedVerifyLayout  # for attention
-    requests: Ragged  # for the accept
 
 
 class RaggedVerify:
@@ -46,15 +37,14 @@ class RaggedVerify:
         )
         self._buffers = Rows(*(torch.empty(rows, dtype=torch.int64, device=table.device) for _ in range(3)))
 
-    def choose(self, batch: ScheduleBatch, block: Block, proposals: Proposals, budget: int) -> RaggedRows:
+    def choose(self, batch: ScheduleBatch, block: Block, proposals: Proposals, budget: int) -> VerifyRows:
         """The `budget` rows of a step: each request's first, and those of the likeliest proposals.
 
         Raises ValueError for proposals without logprobs.
         """
         if proposals.logprobs is None:
             raise ValueError(
-                "a ragged step: expected proposals with logprobs, found none. Set width.ragged to false for "
-                "this draft."
+                "a ragged step: expected proposals with logprobs, found none. Set width to one number."
             )
         bs, captured = block.batch_size, self._captured_requests(budget, block.batch_size)
         padded = bs if captured is None else captured
@@ -84,4 +74,5 @@ class RaggedVerify:
             write_virtual=rows.slots,
             read_extent=block.size,
         )
-        return RaggedRows(rows, loc_plan, layout, Ragged(starts, lens[:bs], self._block_size))
+        most = self._block_size
+        return VerifyRows(rows, loc_plan, most, most, layout, Ragged(starts, lens[:bs], most))

@@ -60,10 +60,12 @@ def _of_record(path: Path, block_size: int, rows: int, device: str, token_id: in
             f"{SETTING}={str(path)!r}: expected at least {proposals} proposals, for a block of {block_size}, "
             f"found {recorded}. Write one with a draft whose blocks are as wide, or lower the block size."
         )
-    likeliest = torch.from_numpy(record.logprobs[:, :proposals, 0].astype("float32"))
+    candidates = torch.from_numpy(record.logprobs[:, :proposals].astype("float32")).to(device)
+    ranks = torch.from_numpy(record.ranks[:, :proposals].astype("int64")).to(device)
     spread = torch.arange(rows) * GOLDEN % (1 << COIN_BITS) * starts >> COIN_BITS
     accepted = torch.from_numpy(record.accepted)
-    return Recorded(accepted.to(device), likeliest.to(device), spread.to(device), token_id)
+    likeliest = candidates[:, :, 0].contiguous()
+    return Recorded(accepted.to(device), likeliest, spread.to(device), token_id, candidates, ranks)
 
 
 def _of_profile(profile: Profile, block_size: int) -> list[float]:

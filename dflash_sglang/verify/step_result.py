@@ -12,7 +12,7 @@ from dflash_sglang.sglang_names.scheduler import GenerationBatchResult, async_d2
 if TYPE_CHECKING:
     from dflash_sglang.drafting.draft_input import DFlashDraftInput
     from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.ragged import RaggedRows
+    from dflash_sglang.verify.rows import VerifyRows
     from dflash_sglang.verify.verifier import Verified
 
 
@@ -27,10 +27,11 @@ class StepResult(GenerationBatchResult):
     packed: torch.Tensor | None = None  # [n] int64, see `Accepted`
     logprobs: torch.Tensor | None = None  # [bs, steps] float32, see `Proposals`
     verified_lens: torch.Tensor | None = None  # [bs] int32 of a ragged step
+    mass: torch.Tensor | None = None  # [bs, N] float32 of a step of trees, see `Tree`
 
     @classmethod
     def from_verified(
-        cls, verified: Verified, proposals: Proposals, ragged: RaggedRows | None, next_input: DFlashDraftInput
+        cls, verified: Verified, proposals: Proposals, of: VerifyRows, next_input: DFlashDraftInput
     ) -> StepResult:
         """Of a step that has launched its verify."""
         accepted, forward = verified.accepted, verified.forward
@@ -47,7 +48,8 @@ class StepResult(GenerationBatchResult):
             packed=accepted.packed,
             # The next step writes to the same buffers while these are copied.
             logprobs=None if proposals.logprobs is None else proposals.logprobs.clone(),
-            verified_lens=None if ragged is None else ragged.requests.lens.clone(),
+            verified_lens=None if of.ragged is None else of.ragged.lens.clone(),
+            mass=None if of.paths is None else of.paths.tree.mass.clone(),
         )
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
@@ -57,6 +59,8 @@ class StepResult(GenerationBatchResult):
             self.logprobs = async_d2h(self.logprobs)
         if self.verified_lens is not None:
             self.verified_lens = async_d2h(self.verified_lens)
+        if self.mass is not None:
+            self.mass = async_d2h(self.mass)
         self.accept_lens = packed.view(torch.int32)[: len(self.accept_lens)]
         self.next_token_ids = packed[len(packed) - len(self.next_token_ids) :]
         super().copy_to_cpu(return_logprob, return_hidden_states)  # what is on the host stays as it is

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from dflash_sglang.drafting.block import Block
     from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.ragged import RaggedRows
     from dflash_sglang.verify.rejection import RejectionSampler
+    from dflash_sglang.verify.rows import VerifyRows
     from dflash_sglang.verify.target_logits import TargetLogits
 
 
@@ -35,22 +35,21 @@ class TargetTokens:
         info: SamplingBatchInfo,
         block: Block,
         proposals: Proposals,
-        ragged: RaggedRows | None = None,
+        of: VerifyRows,
     ) -> Tensor:
-        """logits [rows, vocab] of the block, or of its ragged rows, of any float dtype, adjusted, are kept ->
-        [rows] int64."""
+        """logits [rows, vocab] of these rows, of any float dtype, adjusted, are kept -> [rows] int64."""
         if info.is_all_greedy:
             target_ids = self._logits.best(logits)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
             return target_ids
-        if info.sampling_seed is not None or block.size == 1:  # a token follows from its seed, or no proposal
+        # A token follows from its seed, or there is no proposal, or several: one is drawn at every node.
+        if info.sampling_seed is not None or block.size == 1 or of.paths is not None:
             own = logits.to(torch.float32, copy=True)
-            lens = block.size if ragged is None else ragged.requests.lens
+            lens = of.size if of.ragged is None else of.ragged.lens
             index = torch.arange(block.batch_size, device=logits.device)
             index = index.repeat_interleave(lens, output_size=len(logits))
-            target_ids = seeded_tokens(own, info, (ragged or block).rows.positions, self._sampler, index)
+            target_ids = seeded_tokens(own, info, of.rows.positions, self._sampler, index)
         else:
-            requests = None if ragged is None else ragged.requests
-            target_ids = self._rejection.target_tokens(logits, info, proposals, self._by_kernels, requests)
+            target_ids = self._rejection.target_tokens(logits, info, proposals, self._by_kernels, of.ragged)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target_ids)
         return target_ids

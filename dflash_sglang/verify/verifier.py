@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from dflash_sglang.drafting.block import Block
     from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.ragged import RaggedRows
+    from dflash_sglang.verify.rows import VerifyRows
 
 
 class Unwritten(NamedTuple):
@@ -112,27 +112,24 @@ class Verifier:
         batch: ScheduleBatch,
         block: Block,
         proposals: Proposals,
-        ragged: RaggedRows | None,
+        of: VerifyRows,
         grammar_barrier: Callable[[], None] | None,
     ) -> Verified:
-        """Run the target over the proposals, or over the ragged rows of them, and accept. Changes `batch`, which
-        the scheduler restores.
+        """Run the target over these rows of the block's proposals, and accept. Changes `batch`, which the
+        scheduler restores.
 
-        ragged: only for a batch that needs no full blocks.
+        of: chains of the block's width for a batch that needs full blocks.
         """
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(proposals.tokens) if batch.has_grammar else None
-        ids = proposals.tokens if ragged is None else ragged.rows.ids
-        if ragged is not None and not batch.sampling_info.is_all_greedy:
+        if of.ragged is not None and not batch.sampling_info.is_all_greedy:
             proposals = proposals.copied()  # the forward takes the rows' ids in the place of the block's
-        forward = self._forward(batch, block, ids, ragged)
-        unwritten = self._unwritten(forward, ragged or block)
+        forward = self._forward(batch, block, of)
+        unwritten = self._unwritten(forward, of)
         if batch.sampling_info.is_all_greedy and self.full_blocks(batch) is None:
-            accepted = self._accept_greedy(block, proposals, ragged, forward)
+            accepted = self._accept_greedy(block, of, forward)
         else:
-            accepted = self._accept_as_asked(
-                batch, block, proposals, ragged, forward, grammar_tree, grammar_barrier
-            )
+            accepted = self._accept_as_asked(batch, block, proposals, of, forward, grammar_tree, grammar_barrier)
         if self._recurrent is not None:
             self._recurrent.commit(batch, accepted.commit_lens, block.size)
         return Verified(accepted, unwritten, forward)
@@ -147,7 +144,7 @@ class Verifier:
             or info.has_custom_logit_processor
         )
 
-    def _unwritten(self, forward: Any, of: Block | RaggedRows) -> Unwritten | None:
+    def _unwritten(self, forward: Any, of: VerifyRows) -> Unwritten | None:
         output = forward.logits_output
         # None, or overlap scheduling copies them to the host.
         features, output.hidden_states = output.hidden_states, None
@@ -156,33 +153,26 @@ class Verifier:
         positions = of.rows.positions
         return Unwritten(features[: len(positions)], positions, of.loc_plan)
 
-    def _accept_greedy(
-        self, block: Block, proposals: Proposals, ragged: RaggedRows | None, forward: Any
-    ) -> Accepted:
+    def _accept_greedy(self, block: Block, of: VerifyRows, forward: Any) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
         target_ids = None
         if not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._logits.best(forward.logits_output.next_token_logits)
-        return self._accepted(block, proposals, ragged, target_ids)
+        return self._accepted(block, of, target_ids)
 
-    def _accepted(
-        self, block: Block, proposals: Proposals, ragged: RaggedRows | None, target_ids: torch.Tensor | None
-    ) -> Accepted:
+    def _accepted(self, block: Block, of: VerifyRows, target_ids: torch.Tensor | None) -> Accepted:
         """What the step commits by the target's tokens [rows]; None: what the graph has accepted."""
-        ids, lens, width = proposals.tokens, None, block.size
-        if ragged is not None:
-            ids, lens, width = ragged.rows.ids, ragged.requests, self._block_size
         if target_ids is not None:
-            target_ids = target_ids.view(-1, *ids.shape[1:])
-            self._acceptor.accept(ids, target_ids, block.prefix_lens, block.requests, lens)
-        return self._acceptor.slots.outcome(block.batch_size, width)
+            ids, target_ids = of.by_request(of.rows.ids), of.by_request(target_ids)
+            self._acceptor.accept(ids, target_ids, block.prefix_lens, block.requests, of.ragged, of.paths)
+        return self._acceptor.slots.outcome(block.batch_size, of.committed)
 
     def _accept_as_asked(
         self,
         batch: ScheduleBatch,
         block: Block,
         proposals: Proposals,
-        ragged: RaggedRows | None,
+        of: VerifyRows,
         forward: Any,
         grammar_tree: GrammarTree | None,
         grammar_barrier: Callable[[], None] | None,
@@ -200,8 +190,8 @@ class Verifier:
                 logits, batch, tokens, block.prefix_lens, grammar_tree, grammar_barrier
             )
         if adjusts or not info.is_all_greedy or not forward.can_run_cuda_graph:  # else the graph has accepted
-            target_ids = self._target_tokens.choose(logits, info, block, proposals, ragged)
-        accepted = self._accepted(block, proposals, ragged, target_ids)
+            target_ids = self._target_tokens.choose(logits, info, block, proposals, of)
+        accepted = self._accepted(block, of, target_ids)
         output.sampling_mask_output = sampling_mask_output(
             logits, info, accepted.target_ids, accepted.commit_lens, self._by_kernels
         )
@@ -214,18 +204,15 @@ class Verifier:
         """Take part in the collectives of a verify that other data-parallel ranks run, in blocks of `width`."""
         self._acceptor.slots.pass_over()
         nothing = torch.empty(0, dtype=torch.int64, device=self._runner.device)
-        verify_input = self._verify_input(nothing, None, width)
+        verify_input = _verify_input(nothing, nothing, width)
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=True)
         self._worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
-    def _forward(self, batch: ScheduleBatch, block: Block, tokens: torch.Tensor, ragged: RaggedRows | None) -> Any:
+    def _forward(self, batch: ScheduleBatch, block: Block, of: VerifyRows) -> Any:
         attn_dp = get_parallel().attn_dp_enabled
-        if ragged is None:
-            rows, verify_input = block.rows, self._verify_input(tokens.view(-1), block, block.size)
-        else:  # with attention backends of the widest blocks
-            rows, verify_input = ragged.rows, self._verify_input(tokens, ragged, self._block_size)
-            verify_input.ragged_verify_layout = ragged.layout
-        batch.out_cache_loc = rows.slots
+        verify_input = _verify_input(of.rows.ids, of.rows.positions, of.size, of.loc_plan)
+        verify_input.ragged_verify_layout = of.layout
+        batch.out_cache_loc = of.rows.slots
         batch.req_pool_indices = block.requests
         batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
@@ -238,14 +225,17 @@ class Verifier:
             skip_attn_backend_init=None if attn_dp else True,
         )
 
-    def _verify_input(self, ids: torch.Tensor, of: Block | RaggedRows | None, width: int) -> DFlashVerifyInput:
-        return DFlashVerifyInput(
-            draft_token=ids,
-            positions=ids if of is None else of.rows.positions,
-            draft_token_num=width,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            kv_loc_plan=None if of is None else of.loc_plan,
-        )
+
+def _verify_input(
+    ids: torch.Tensor, positions: torch.Tensor, size: int, loc_plan: KVLocPlan | None = None
+) -> DFlashVerifyInput:
+    return DFlashVerifyInput(
+        draft_token=ids,
+        positions=positions,
+        draft_token_num=size,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        kv_loc_plan=loc_plan,
+    )
 
 
 def _is_reported(batch: ScheduleBatch) -> bool:

@@ -27,6 +27,7 @@ from dflash_sglang.sglang_names.scheduler import (
     require_mlp_tp_gather,
     write_cache_indices,
 )
+from dflash_sglang.verify.rows import Shape
 from dflash_sglang.verify.step_clock import StepClock
 
 if TYPE_CHECKING:
@@ -52,11 +53,10 @@ class Rehearsal:
         self,
         runner: ModelRunner,
         reservation: SlotReservation,
-        decode: Callable[[ScheduleBatch, int, int | None], object],
+        decode: Callable[[ScheduleBatch, Shape], object],
         prefill: Callable[[ScheduleBatch], object],
     ) -> None:
-        """prefill, decode: one step of a batch; the latter in blocks of a width, of which so many tokens are
-        verified together, or all."""
+        """prefill, decode: one step of a batch; the latter verifies a shape."""
         self._runner, self._reservation = runner, reservation
         self._decode, self._prefill = decode, prefill
         self._table = runner.req_to_token_pool.req_to_token
@@ -92,18 +92,22 @@ class Rehearsal:
         with torch.no_grad():
             self._prefill(self._prompt(tokens, sampling, offset))
 
-    def step(self, context: int, sampling: Mapping[str, Any], width: int) -> None:
+    def step(self, context: int, sampling: Mapping[str, Any], shape: Shape) -> None:
         """A decode step of one request with `context` tokens."""
         with torch.no_grad(), self._contexts(1, context):
-            self._decode(self._decoding(1, context, sampling), width, None)
+            self._decode(self._decoding(1, context, sampling), shape)
 
-    def seconds(self, requests: int, context: int, width: int, tokens: int | None = None) -> float:
-        """Of a greedy step of so many requests with `context` tokens each; one before it is not timed."""
+    def seconds(
+        self, requests: int, context: int, width: int, budget: int | None = None, nodes: int | None = None
+    ) -> float:
+        """Of a greedy step of so many requests with `context` tokens each, which verifies this shape; one before
+        it is not timed."""
+        shape = Shape(width, budget, nodes)
         with torch.no_grad(), self._contexts(requests, context):
             batch = self._decoding(requests, context, GREEDY)
-            self._decode(copy(batch), width, tokens)
+            self._decode(copy(batch), shape)
             start = self._clock.mark()
-            self._decode(copy(batch), width, tokens)
+            self._decode(copy(batch), shape)
             return self._clock.seconds(start, self._clock.mark())
 
     @contextmanager

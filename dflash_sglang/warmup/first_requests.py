@@ -19,6 +19,7 @@ from dflash_sglang.warmup.dummy_batches import GREEDY
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.verify.rows import Shape
     from dflash_sglang.warmup.dummy_batches import Rehearsal
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,10 @@ SAMPLINGS: tuple[Mapping[str, Any], ...] = (  # each has launches of its own
 )
 
 
-def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -> None:
+def rehearse(runner: ModelRunner, rehearsal: Rehearsal, shapes: Sequence[Shape]) -> None:
     """On the stream of the forwards, whose memory is its own. Leaves torch's random numbers as they were.
 
-    runner: the target's; widths: of steps that will be.
+    runner: the target's; shapes: of steps that will be.
     """
     start, on_gpu = time.perf_counter(), torch.device(runner.device).type == "cuda"
     most = min(rehearsal.longest, _most_at_once())
@@ -58,9 +59,9 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, widths: Sequence[int]) -
                 rehearsal.prefill(tokens, GREEDY, offset=1)
         for sampling in samplings[1:]:
             rehearsal.prefill(short, sampling)
-        for width in widths:
+        for shape in shapes:
             for sampling in samplings:
-                rehearsal.step(short, sampling, width)
+                rehearsal.step(short, sampling, shape)
         if on_gpu:
             torch.cuda.synchronize()
     if get_parallel().tp_rank == 0:

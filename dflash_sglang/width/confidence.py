@@ -1,12 +1,13 @@
-"""What a step commits by how many rows it verifies: from the probabilities that the draft gives its proposals."""
+"""What steps of any shape accept: from the probabilities that the draft gives its proposals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from dflash_sglang.width.acceptance import PRIOR_ACCEPTANCE
+from dflash_sglang.width.requests import PRIOR_ACCEPTANCE
 
 # Of the chance that a proposal and all before it are accepted, by the draft's own probabilities: one bin between
 # two of these, the likeliest first. Rows are verified in this order, so that finer ones would change little.
@@ -18,6 +19,12 @@ USUAL = 16.0  # requests that what is usual is worth
 KEPT_PROPOSALS = 4096.0  # verified proposals of a bin, or
 KEPT_OF_STEP = 8.0  # as many steps' of it, if those are more
 PRIOR = 16.0  # proposals that a bin's own probability is worth
+# Of trees. On the trained pair (bench/records/pair.npz) the masses of nodes add up to more, against those of the
+# chain, than is accepted: the continuation of a token that is not the likeliest is right less often.
+USUAL_TREES = {16: 1.15, 32: 1.26, 64: 1.36}  # proposals accepted of a tree over those of the block's chain
+USUAL_OF_MASS = 0.95  # of what the masses promise, what is accepted
+TREE_PRIOR, TREE_KEPT = 1024.0, 8192.0  # proposals that it is worth, and that are remembered
+GROWN_PRIOR, GROWN_KEPT = 128.0, 2048.0  # the same of the masses themselves, of which each step tells all
 
 
 class Confidence:
@@ -25,60 +32,111 @@ class Confidence:
 
     The draft is too sure or not sure enough, the same for long: a share of each bin is accepted, which is learnt
     from what was verified. What it says of a position is the batch's, a moving average over its steps.
+
+    Of a tree its masses are compared with those of the chain of the same step. Trees are nested, so a step tells
+    of every tree up to its own.
     """
 
-    def __init__(self, widths: Sequence[int]):
-        """widths: ascending, the first one plain decoding."""
-        self._widths = list(widths)
-        positions = widths[-1] - 1
-        usual = PRIOR_ACCEPTANCE ** np.arange(1.0, positions + 1)
+    def __init__(self, block: int, trees: Iterable[int] = ()):
+        """block: width of the widest chain. trees: nodes of those that are served."""
+        usual = PRIOR_ACCEPTANCE ** np.arange(1.0, block)
         self._counts = np.eye(BINS)[_bins(usual)]  # [positions, BINS], of a request
-        self._requests = np.full(positions, USUAL)  # that drafted a position
+        self._requests = np.full(block - 1, USUAL)  # that drafted a position
         self.observed = 0  # steps
         self._verified = np.zeros(BINS)
         self._accepted = np.zeros(BINS)
+        self.told = np.zeros(
+            (3, BINS)
+        )  # since start-up: proposals verified, accepted as the draft says, and really
+        self._grown = {
+            nodes: GROWN_PRIOR * np.array([USUAL_TREES.get(nodes, 1.0) / USUAL_OF_MASS, 1.0]) for nodes in trees
+        }
+        self._of_trees = TREE_PRIOR * np.array([USUAL_OF_MASS, 1.0])  # accepted, promised by mass
 
     @property
     def truth(self) -> np.ndarray:
         """[BINS] chance that a proposal of a bin is accepted, with all before it."""
         return (self._accepted + PRIOR * MIDDLES) / (self._verified + PRIOR)
 
-    def observe(self, logprobs: np.ndarray, accepted: np.ndarray, lens: np.ndarray | None) -> None:
-        """A verified step: logprobs [n, steps] of its proposals, how many were accepted [n], of how many tokens
-        [n], or all."""
-        n, steps = logprobs.shape
-        if not n or not steps:
-            return
-        self.observed += 1
-        bins = _bins(np.exp(logprobs.cumsum(axis=1)))
-        position = np.arange(steps)
-        counts = np.bincount((position * BINS + bins).ravel(), minlength=steps * BINS).reshape(steps, BINS) / n
-        self._requests[:steps] = np.minimum(self._requests[:steps] + n, KEPT_STEPS * n)
-        self._counts[:steps] += (counts - self._counts[:steps]) * (n / self._requests[:steps, None])
-        tried = np.ones((n, steps), bool) if lens is None else position < lens[:, None] - 1
-        verified = np.bincount(bins[tried], minlength=BINS)
-        came_true = np.bincount(bins[tried & (position < accepted[:, None])], minlength=BINS)
-        most = np.maximum(KEPT_PROPOSALS, KEPT_OF_STEP * verified)
-        self._verified += verified
-        self._accepted += came_true
+    def observe(self, logprobs: np.ndarray, accepted: np.ndarray, lens: np.ndarray | None) -> np.ndarray:
+        """A verified step of chains: logprobs [n, steps] of its proposals, how many were accepted [n], of how many
+        tokens [n], or all. Returns the chance [n, steps] of each, with all before it."""
+        said = np.exp(logprobs.cumsum(axis=1))
+        bins = self._drafted(said)
+        position = np.arange(said.shape[1])
+        tried = said > 0.0  # the others are beyond what their requests allow
+        if lens is not None:
+            tried &= position < lens[:, None] - 1
+        came_true = tried & (position < accepted[:, None])
+        told = np.stack(
+            [
+                np.bincount(bins[tried], minlength=BINS),
+                np.bincount(bins[tried], said[tried], minlength=BINS),
+                np.bincount(bins[came_true], minlength=BINS),
+            ]
+        )
+        self.told += told
+        most = np.maximum(KEPT_PROPOSALS, KEPT_OF_STEP * told[0])
+        self._verified += told[0]
+        self._accepted += told[2]
         over = most / np.maximum(self._verified, most)
         self._verified *= over
         self._accepted *= over
+        return self.truth[bins] * (said > 0.0)
+
+    def observe_trees(self, logprobs: np.ndarray, mass: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """A verified step of trees: logprobs [n, steps] of the likeliest tokens, mass [n, nodes] of each node the
+        log-probability with those above it, the root's first, and how many were accepted [n]. Returns what
+        `observe` does, of the chain."""
+        said = np.exp(logprobs.cumsum(axis=1))
+        chances = self.truth[self._drafted(said)]
+        chain, grown = said.sum(), np.exp(mass[:, 1:]).cumsum(axis=1).sum(axis=0)
+        for nodes, sums in self._grown.items():
+            if nodes <= mass.shape[1]:
+                _remember(sums, np.array([grown[nodes - 2], chain]), GROWN_KEPT)
+        promised = chances.sum() * grown[-1] / max(chain, 1e-9)
+        _remember(self._of_trees, np.array([accepted.sum(), promised]), TREE_KEPT)
+        return chances
+
+    def _drafted(self, said: np.ndarray) -> np.ndarray:
+        """Counts chances [n, steps] by position. Returns the bin of each."""
+        self.observed += 1
+        n, steps = said.shape
+        bins = _bins(said)
+        places = (np.arange(steps) * BINS + bins).ravel()
+        counts = np.bincount(places, minlength=steps * BINS).reshape(steps, BINS) / n
+        self._requests[:steps] = np.minimum(self._requests[:steps] + n, KEPT_STEPS * n)
+        self._counts[:steps] += (counts - self._counts[:steps]) * (n / self._requests[:steps, None])
+        return bins
 
     def share(self, width: int, rows: np.ndarray) -> np.ndarray:
-        """Of the proposals that come true, the share [n] that is among so many rows [n], as in `committed`; the
-        last of them are full blocks."""
-        committed = self.committed(width, rows) - 1.0
-        return committed / committed[-1]
-
-    def committed(self, width: int, rows: np.ndarray) -> np.ndarray:
-        """Tokens of a step of one request whose blocks have `widths[width]`, of which so many rows [...] of a
-        request on average are verified, from 1 to that: the likeliest of the batch."""
-        counts = self._counts[: self._widths[width] - 1].sum(axis=0)
+        """Of the proposals that a chain of `width` accepts, the share [n] that is among the likeliest rows of the
+        batch. rows [n]: of a request on average, the first included."""
+        counts = self._counts[: width - 1].sum(axis=0)
         verified = np.concatenate([[1.0], 1.0 + counts.cumsum()])
-        return np.interp(rows, verified, np.concatenate([[1.0], 1.0 + (counts * self.truth).cumsum()]))
+        accepted = np.concatenate([[0.0], (counts * self.truth).cumsum()])
+        return np.interp(rows, verified, accepted / accepted[-1])
+
+    def of_tree(self, nodes: int) -> float:
+        """Proposals that trees of so many nodes accept, over those of the block's chain."""
+        (grown, chain), (accepted, promised) = self._grown[nodes], self._of_trees
+        return float(grown / chain * accepted / promised)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Since start-up, by bin of the draft's own chance: proposals verified, and how many were accepted by that
+        chance, and really."""
+        least = [*EDGES.tolist(), 0.0]
+        verified, expected, accepted = self.told.tolist()
+        return {"from": least, "verified": verified, "expected": expected, "accepted": accepted}
 
 
-def _bins(survival: np.ndarray) -> np.ndarray:
+def _remember(sums: np.ndarray, more: np.ndarray, kept: float) -> None:
+    """sums [2]: the last one is what is remembered, up to `kept` or eight times what a step adds."""
+    sums += more
+    most = max(kept, KEPT_OF_STEP * float(more[-1]))
+    sums *= min(most / float(sums[-1]), 1.0)
+
+
+def _bins(chances: np.ndarray) -> np.ndarray:
     """The bin of each chance."""
-    return BINS - 1 - np.searchsorted(EDGES[::-1], survival, side="right")
+    return BINS - 1 - np.searchsorted(EDGES[::-1], chances, side="right")

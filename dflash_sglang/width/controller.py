@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.verify.step_result import StepResult
     from dflash_sglang.width.decider import Decision
+    from dflash_sglang.width.kinds import Kind
     from dflash_sglang.width.policy import Step, WidthPolicy
     from dflash_sglang.width.runtime_states import RuntimeStates
 
@@ -37,7 +38,7 @@ class _Launched(NamedTuple):
     context_tokens: int  # of its requests together
     whole: str | None  # why requests need whole blocks
     result: StepResult
-    start: Any  # end of the step before, as a `StepClock.mark`; None if anything else ran in between
+    start: Any  # end of the step before, as a `StepClock.mark`; None if none of its requests is in this one
     end: Any
 
     def has(self, accepted: list[int]) -> bool:
@@ -48,8 +49,8 @@ class _Launched(NamedTuple):
 class WidthController:
     """Asks the policy before each decode step and tells it of the results, which overlap scheduling has later.
 
-    A step takes as long as it is from the end of the step before to its own. Unknown is the time of a step that
-    follows anything else.
+    A step takes as long as it is from the end of the step before to its own. Prefills in between count, if a
+    request of the step before waited for them. The time of any other step is unknown.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class WidthController:
         self._chosen: Step | None = None  # the latest step with requests
         self._of_chosen: tuple[int, str | None] = 0, None  # its context tokens, and why it needs whole blocks
         self._launched: deque[_Launched] = deque()
-        self._last_end: Any = None  # of the latest step, unless anything else was launched after it
+        self._last_end: Any = None  # of the latest step, unless a step of other ranks came after it
+        self._new: set[int] = set()  # slots of requests that were prefilled since
+        self._prefilled = False
         self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
 
     @property
@@ -77,11 +80,12 @@ class WidthController:
 
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
-        self._last_end = None
-        self._policy.prefill()
+        self._prefilled = True
+        self._policy.prefill(sum(batch.extend_lens or ()))
         self._states.use_widest()
-        slots, least, most = new_requests(batch, self._policy.acceptance.block)
+        slots, least, most = new_requests(batch, self._policy.requests.block)
         if len(slots):
+            self._new.update(slots.tolist())
             self._policy.admit(slots, most.tolist(), least.tolist())
             self._limit(slots, most)
 
@@ -94,18 +98,22 @@ class WidthController:
         context_tokens = batch.spec_info.committed_sum if requests else 0
         step = self._policy.choose(slots, context_tokens, full_blocks is not None)
         if requests:
-            if full_blocks is None and self._policy.budgets and self._policy.acceptance.floor(slots) > PLAIN:
+            if self._prefilled and self._new.issuperset(slots.tolist()):
+                self._last_end = None
+            if full_blocks is None and self._policy.budgets and self._policy.requests.floor(slots) > PLAIN:
                 full_blocks = "min_width"
             self._chosen, self._of_chosen = step, (context_tokens, full_blocks)
         else:  # it has no result
             self._policy.verified(step, [])
             self._last_end = None
         decision = step.decision
-        self._states.use(decision.width, ragged=decision.verify_budget is not None)
+        self._states.use(decision.width, decision.verify_budget is not None, decision.tree_nodes)
         if self._speaks and not decision.probe:
-            self._log_change(decision.width, requests)
+            self._log_change(decision.kind, requests)
         if requests:
-            self._observer.split.begin(self._last_end)
+            self._observer.split.begin(None if self._prefilled else self._last_end)
+        self._prefilled = False
+        self._new.clear()
         return decision
 
     def returned(self, result: StepResult) -> None:
@@ -115,7 +123,7 @@ class WidthController:
             self._launched.popleft()
             self._policy.leave_out(f"{MOST_IN_FLIGHT} steps were launched and none came back")
         end, step = self._clock.mark(), self._chosen
-        most = self._policy.acceptance.most(step.slots)
+        most = self._policy.requests.most(step.slots)
         self._launched.append(_Launched(step, most, *self._of_chosen, result, self._last_end, end))
         self._observer.split.end(end)
         self._last_end = end
@@ -129,24 +137,30 @@ class WidthController:
         while not (done := self._launched.popleft()).has(accepted):
             self._policy.leave_out("a step came back before the one that was launched before it")
         seconds = None if done.start is None else self._clock.seconds(done.start, done.end)
-        drafted = done.result.logprobs, done.result.verified_lens
-        logprobs, lens = (None if of is None else of.numpy() for of in drafted)
-        self._policy.verified(done.step, accepted, seconds, logprobs, lens)
+        drafted = done.result.logprobs, done.result.verified_lens, done.result.mass
+        logprobs, lens, mass = (None if of is None else of.numpy() for of in drafted)
+        self._policy.verified(done.step, accepted, seconds, logprobs, lens, mass)
         if len(accepted) == len(done.most):  # else the policy has left it out
             self._observer.verified(
-                done.step.decision.width, accepted, done.most, lens, done.context_tokens, done.whole
+                done.step.decision.width,
+                accepted,
+                done.most,
+                lens,
+                done.context_tokens,
+                done.whole,
+                done.step.decision.tree_nodes,
             )
 
-    def _log_change(self, width: int, requests: int) -> None:
-        """One line if the width has changed, not more often than every `LOG_SECONDS`."""
+    def _log_change(self, kind: Kind, requests: int) -> None:
+        """One line if the shape has changed, not more often than every `LOG_SECONDS`."""
         metrics = self._policy.metrics
         changes = metrics.changes - self._logged_changes
         if not changes or (now := time.perf_counter()) - self._logged_at < LOG_SECONDS:
             return
         logger.info(
-            "dflash_sglang verify width: %d at %d requests (%s; %d changes since the last line); estimated gain "
+            "dflash_sglang verify width: %s at %d requests (%s; %d changes since the last line); estimated gain "
             "%.2f over plain decoding, %.2f over the whole block",
-            width,
+            kind,
             requests,
             metrics.last_change,
             changes,
@@ -162,7 +176,7 @@ class WidthController:
     def snapshot(self) -> dict[str, Any]:
         """What /server_info tells of widths and acceptance."""
         return {
-            "dflash_width": self._policy.metrics.snapshot(),
+            "dflash_width": self._policy.snapshot(),
             "dflash_acceptance": self._observer.snapshot(),
         }
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dflash_sglang.settings.width import PLAIN
-from dflash_sglang.width.acceptance import Acceptance, Work, steps_needed
+from dflash_sglang.verify.rows import Shape
 from dflash_sglang.width.choice import REASONS, Chooser
 from dflash_sglang.width.interruptions import Interruptions
-from dflash_sglang.width.ragged import Offer, RaggedSteps
+from dflash_sglang.width.kinds import Kind
+from dflash_sglang.width.options import Options
 from dflash_sglang.width.step_times import Sample, StepTimes
 
 
 class Decision(NamedTuple):
-    """One step's width, and what is expected of it; the same on all ranks.
+    """One step's kind, and what is expected of it; the same on all ranks.
 
-    `verify_budget`: tokens that are verified of all requests together; None: `width` of each. `reason` as in
-    `choice.Choice`. `seconds`: of the step. `share`: of the proposals that come true, those that are verified.
-    The gains are committed tokens per second in the long run over those of plain decoding and of full blocks of
-    the widest width.
+    `width`: of the draft's blocks. `verify_budget`: tokens that a ragged step verifies of all requests together,
+    else None. `tree_nodes`: of each request's tree, else None. `reason` as in `choice.Choice`. `seconds`: of the
+    step. `share`: proposals that are accepted, over those of a chain of `width`. The gains are committed tokens
+    per second in the long run over those of plain decoding and of chains of the widest width.
     """
 
     width: int
     verify_budget: int | None = None
+    tree_nodes: int | None = None
     reason: str = "hold"
     seconds: float = 0.0
     share: float = 1.0
@@ -33,18 +36,27 @@ class Decision(NamedTuple):
     gain_over_full: float = 1.0
 
     @property
+    def shape(self) -> Shape:
+        return Shape(self.width, self.verify_budget, self.tree_nodes)
+
+    @property
     def probe(self) -> bool:
-        """Whether the width is tried for this step only."""
+        """Whether the kind is tried for this step only."""
         return self.reason == "probe"
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.width, self.verify_budget is not None, self.tree_nodes)
 
     def row(self) -> np.ndarray:
         """As numbers, for the other ranks."""
-        return np.array([self.width, self.verify_budget or 0, REASONS.index(self.reason), *self[3:]], np.float64)
+        width, budget, nodes, reason, *rest = self
+        return np.array([width, budget or 0, nodes or 0, REASONS.index(reason), *rest], np.float64)
 
     @classmethod
     def from_row(cls, row: np.ndarray) -> Decision:
-        width, budget, reason = map(int, row[:3])
-        return cls(width, budget or None, REASONS[reason], *row[3:].tolist())
+        width, budget, nodes, reason = map(int, row[:4])
+        return cls(width, budget or None, nodes or None, REASONS[reason], *row[4:].tolist())
 
 
 class Load(NamedTuple):
@@ -55,13 +67,7 @@ class Load(NamedTuple):
     context_tokens: float  # of the rank with most
     limit: int
     floor: int
-    steps_needed: list[float]  # [widths] of one request, to commit what a step as it is held commits of all
-
-    @classmethod
-    def from_requests(cls, acceptance: Acceptance, slots: np.ndarray, context: int, work: Sequence[Work]) -> Load:
-        """The load of one rank, whose requests in `slots` [n] bring this work."""
-        n, needed = len(slots), steps_needed(work).tolist()
-        return cls(n, n, float(context), acceptance.cap(slots), acceptance.floor(slots), needed)
+    steps_needed: np.ndarray  # [options] of one request, to commit what a step as it is held commits of all
 
     def row(self) -> np.ndarray:
         return np.array([*self[:-1], *self.steps_needed], np.float64)
@@ -69,7 +75,7 @@ class Load(NamedTuple):
     @classmethod
     def from_rows(cls, rows: np.ndarray) -> Load:
         """rows [ranks, n]"""
-        total, (_, batch, context, limit, floor, *_) = rows.sum(axis=0).tolist(), rows.max(axis=0).tolist()
+        total, (_, batch, context, limit, floor, *_) = rows.sum(axis=0), rows.max(axis=0).tolist()
         return cls(int(total[0]), int(batch), context, int(limit), int(floor), total[5:])
 
 
@@ -77,79 +83,103 @@ class Plan(NamedTuple):
     """What the decider keeps of a step until its time is known."""
 
     bucket: int
-    width: int  # an index
+    kind: int  # an index
     context_tokens: float
-    ragged: bool
-    part: float  # of the time of full blocks
+    more: float  # seconds by the table that a ragged step's tokens add
+    prefilled: int | None  # tokens that were prefilled before it; None: nothing was
 
 
 class Decider:
-    """Weighs what every width commits against what it takes. Only rank 0 has one."""
+    """Weighs what every kind commits against what it takes. Only rank 0 has one."""
 
-    def __init__(self, acceptance: Acceptance, buckets: Sequence[int], budgets: Sequence[int] | None):
-        self.widths = acceptance.widths
-        self.step_times = StepTimes(buckets, self.widths)
-        self.ragged = None if budgets is None else RaggedSteps(self.step_times, acceptance, budgets)
+    def __init__(self, kinds: Sequence[Kind], buckets: Sequence[int], trees: Mapping[int, int]):
+        """kinds: `kinds_of`. trees: {nodes: most requests of a batch}."""
+        self.kinds = list(kinds)
+        self._widths = [kind.width for kind in kinds if kind == Kind(kind.width)]
+        self._block = len(self._widths) - 1
+        self._trees = trees
+        self.step_times = StepTimes(buckets, kinds)
         self.interruptions = Interruptions()
-        self._chooser = Chooser(self.widths)
-        self._width = len(self.widths) - 1  # an index, of the latest decision that was no probe
+        self._chooser = Chooser(len(kinds))
+        self._width = self._widths[-1]  # of the latest decision that was no probe
 
-    def fit(self, full: Iterable[Sample], ragged: Iterable[Sample]) -> None:
-        """Start-up's steps of full blocks, of cells of `startup_cells`, and those with as few tokens as can be."""
-        self.step_times.fit(full)
-        if self.ragged is not None:
-            self.ragged.times.fit(ragged)
+    def fit(self, samples: Iterable[Sample]) -> None:
+        """Start-up's steps."""
+        self.step_times.fit(samples)
 
-    def decide(self, load: Load, work: list[Work], needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
-        """work: of this rank's requests; only ragged steps ask for it, which ranks with the same requests have."""
+    def decide(self, load: Load, options: Options, needs_chains: bool) -> tuple[Decision, Plan | None]:
+        """options: of so many requests. needs_chains: the step verifies the width of every request."""
         if not load.requests:
-            return Decision(self.widths[self._width]), None
-        bucket = self.step_times.bucket(load.batch)
-        full_seconds = self.step_times.seconds(bucket, load.context_tokens)
-        offers = full = list(map(Offer, load.steps_needed, full_seconds))
-        if self.ragged is not None and not needs_full_blocks and load.floor == PLAIN:
-            offers = self.ragged.offers(work, load.requests, bucket, full, self._added)
-        committed, seconds = self._long_run(load, offers)
-        choice = self._chooser.choose(bucket, load.limit, load.floor, committed.tolist(), seconds.tolist())
-        width, offer = choice.width, offers[choice.width]
-        if choice.reason != "probe":
-            self._width = width
-            if self.ragged is not None and offer.verify_budget is not None:
-                if self.ragged.times.compares(offer.seconds, full[width].seconds):
-                    offer = full[width]
-        rates = committed / seconds
-        full_committed, full_taken = (committed, seconds) if offers is full else self._long_run(load, full)
-        decision = Decision(
-            self.widths[width],
-            offer.verify_budget,
-            choice.reason,
-            offer.seconds,
-            offers[width].share,
-            float(rates[width] / rates[0]),
-            float(rates[width] * full_taken[-1] / full_committed[-1]),
+            return Decision(self._width), None
+        times, context = self.step_times, load.context_tokens
+        bucket = times.bucket(load.batch)
+        committed = load.requests * load.steps_needed[0] / load.steps_needed  # of [options], in the long run
+        seconds, more = self._seconds(bucket, context, options)
+        added = times.of_kind(0, 0, 0.0)
+        spent = seconds + self.interruptions.once(added) * self.interruptions.share(committed)
+        best = self._best(options, committed / spent)
+        choice = self._chooser.choose(
+            bucket,
+            [kind for kind in self._allowed(load, needs_chains) if kind in best],
+            *({kind: float(of[at]) for kind, at in best.items()} for of in (committed, spent)),
         )
-        self.interruptions.step(float(committed[width]))
-        ragged, part = offer.verify_budget is not None, offer.seconds / full_seconds[width]
-        return decision, Plan(bucket, width, load.context_tokens, ragged, part)
+        kind, at = self.kinds[choice.kind], best[choice.kind]
+        if choice.reason != "probe":
+            self._width = kind.width
+        rates = committed / spent
+        decision = Decision(
+            kind.width,
+            int(options.budget[at]) or None,
+            kind.nodes,
+            choice.reason,
+            float(seconds[at]),
+            float(options.share[at]),
+            float(rates[at] / rates[0]),
+            float(rates[at] / rates[self._block]),
+        )
+        prefilled = self.interruptions.step(float(committed[at]))
+        return decision, Plan(bucket, choice.kind, context, float(more[at]), prefilled)
+
+    def _seconds(self, bucket: int, context: float, options: Options) -> tuple[np.ndarray, np.ndarray]:
+        """[options] seconds of a step, and what a ragged one's tokens add to them by the table."""
+        times = self.step_times
+        more = np.where(options.budget > 0, times.added(bucket, options.budget), 0.0)
+        base, factor = (
+            np.array([of(kind) for kind in range(len(self.kinds))])[options.kind]
+            for of in (
+                lambda kind: times.of_kind(bucket, kind, context),
+                lambda kind: times.factor(bucket, kind),
+            )
+        )
+        return base + more * factor, more
+
+    def _best(self, options: Options, rates: np.ndarray) -> dict[int, int]:
+        """Of every kind that the batch could have, the option with the highest rate."""
+        best: dict[int, int] = {}
+        for at, kind in enumerate(options.kind.tolist()):
+            if kind not in best or rates[at] > rates[best[kind]]:
+                best[kind] = at
+        return best
+
+    def _allowed(self, load: Load, needs_chains: bool) -> list[int]:
+        """The kinds that the requests allow. If no chain lies between floor and limit, the widest one up to the
+        limit is taken."""
+        end = max(bisect.bisect_right(self._widths, load.limit), 1)
+        first = min(bisect.bisect_left(self._widths, load.floor), end - 1)
+        allowed = list(range(first, end))
+        if needs_chains or load.floor > PLAIN:
+            return allowed
+        for index, kind in enumerate(self.kinds[self._block + 1 :], self._block + 1):
+            most = load.batch if kind.nodes is None else self._trees[kind.nodes]
+            if kind.width <= load.limit and load.batch <= most:
+                allowed.append(index)
+        return allowed
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """A step took so long."""
-        error = self.step_times.observe(plan.bucket, plan.width, plan.context_tokens, seconds / plan.part)
-        if self.ragged is not None:
-            self.ragged.times.compare(plan.ragged, error)
-
-    def _long_run(self, load: Load, offers: Sequence[Offer]) -> tuple[np.ndarray, np.ndarray]:
-        """[widths] committed tokens and seconds of a step, the first in the long run, the second with what
-        prefills add. Tokens are those that arrive over the steps that they need; a plain step commits one of a
-        request, so the steps needed of width 1 say how many tokens arrive."""
-        needed = np.array([offer.steps_needed for offer in offers])
-        seconds = np.array([offer.seconds for offer in offers])
-        committed = load.requests * needed[0] / needed
-        return committed, seconds + self._added(committed)
-
-    def _added(self, committed: np.ndarray) -> np.ndarray:
-        """Seconds that prefills add to steps that commit so many tokens [...].
-
-        What a prefill takes besides the time of its tokens is a pass over the target's weights: a plain step of
-        one request without context."""
-        return self.step_times.of_width(0, 0, 0.0) * self.interruptions.share(committed)
+        """A step took so long, with what was prefilled before it."""
+        times, (bucket, kind, context, more, prefilled) = self.step_times, plan
+        if prefilled is None:
+            times.observe(bucket, kind, context, seconds, more)
+        else:
+            added = seconds - times.of_kind(bucket, kind, context, more)
+            self.interruptions.observe(prefilled, added, times.of_kind(0, 0, 0.0))

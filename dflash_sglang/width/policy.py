@@ -1,20 +1,25 @@
-"""WidthPolicy: what the worker asks for the width of the next step, and tells of those that came back."""
+"""WidthPolicy: what the worker asks for the shape of the next step, and tells of those that came back."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.width.acceptance import Acceptance
+from dflash_sglang.settings.width import PLAIN, WidthConfig
+from dflash_sglang.width.confidence import Confidence
 from dflash_sglang.width.decider import Decider, Decision, Load, Plan
 from dflash_sglang.width.group import Group
+from dflash_sglang.width.kinds import kinds_of
 from dflash_sglang.width.metrics import WidthMetrics
+from dflash_sglang.width.options import AllOptions
+from dflash_sglang.width.requests import Requests
 
 logger = logging.getLogger(__name__)
+
+LEARNT_FROM = 256  # requests of a step; of more every second, third, ... in turn
 
 
 class Step(NamedTuple):
@@ -27,14 +32,14 @@ class Step(NamedTuple):
 
 
 class WidthPolicy:
-    """One width for every step of the whole batch.
+    """One shape for every step of the whole batch.
 
     Serving: `prefill` for every prefill of any rank, `admit` when a request is prefilled, `choose` before each
     decode step, `verified` when its result is on the host. Overlap scheduling chooses a step or two ahead of what
     it was told. A result that comes back after its request's slot was given away is dropped.
 
     All ranks of a group make the same calls of `choose` in the same order. Rank 0 decides (`decider`), the others
-    are told. Every rank estimates the acceptance of its own requests. Nothing here reads a clock or draws.
+    are told. Every rank estimates what its own requests accept. Nothing here reads a clock or draws.
 
     Results decide nothing but estimates. One that is lost or fits no step is left out of them (`leave_out`).
     """
@@ -47,65 +52,80 @@ class WidthPolicy:
         slots: int,
         group: Group | None = None,
         budgets: Sequence[int] | None = None,
+        trees: Mapping[int, int] | None = None,
     ):
         """`block`: the widest block that is served. `buckets`, ascending: the batch sizes that steps are padded
         to, the last one for all requests that can run. Requests are named by slots in [0, `slots`).
 
         `budgets`, ascending: how many tokens a ragged step may verify together, the last one enough for full
-        blocks of all requests; without, steps are not ragged."""
+        blocks of all requests; without, steps are not ragged. `trees`: {nodes: most requests of a batch}.
+
+        Ranks with requests of their own have chains only."""
         self.widths = config.states(block)
-        self.buckets, self.budgets = list(buckets), budgets
-        self.acceptance = Acceptance(self.widths, slots)
-        self.metrics = WidthMetrics(self.widths)
+        self.buckets, self.budgets, self.trees = list(buckets), budgets, dict(trees or {})
+        self.kinds = kinds_of(self.widths, budgets is not None, self.trees)
+        self.requests = Requests(block, slots)
+        self.confidence = Confidence(block, self.trees)
+        self.metrics = WidthMetrics(self.kinds)
+        self._options = AllOptions(self.kinds, budgets or [], self.confidence)
         self._group = group or Group()
-        self._fixed = Decision(self.widths[0]) if config.fixed is not None else None
+        self._fixed = None if config.fixed is None else Decision(self.widths[-1])
+        self._most_trees = max(self.trees.values(), default=0)  # requests of a batch, of a fixed tree
         self.decider: Decider | None = None
         if self._fixed is None and self._group.decides:
-            self.decider = Decider(self.acceptance, buckets, budgets)
+            self.decider = Decider(self.kinds, buckets, self.trees)
         # A rank whose requests are rank 0's has nothing to say, so it learns nothing of them.
         self._has_a_say = self.decider is not None or (self._fixed is None and self._group.gather is not None)
-        self._held = 0, 1.0  # index of the width of the latest step that was no probe, and its share
+        self._held = self.widths[0], 1.0  # width of the latest step that was no probe, and its share
         self._steps = 0
 
     def admit(
         self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
     ) -> None:
         """New requests in these slots [n], with the `max_width` and the `min_width` of each."""
-        self.acceptance.admit(slots, self._steps, max_widths, min_widths)
+        self.requests.admit(slots, self._steps, max_widths, min_widths)
 
-    def prefill(self) -> None:
-        """The next decode step comes after a prefill, of this rank's requests or of another's."""
+    def prefill(self, tokens: int = 0) -> None:
+        """The next decode step comes after a prefill of so many tokens, or of another rank's."""
         if self.decider is not None:
-            self.decider.interruptions.prefill()
+            self.decider.interruptions.prefill(tokens)
 
     def choose(self, slots: np.ndarray, context_tokens: int, needs_full_blocks: bool = False) -> Step:
-        """The width of the next step for the requests in `slots` [n], whose contexts have `context_tokens`
+        """The shape of the next step for the requests in `slots` [n], whose contexts have `context_tokens`
         together.
 
         No slots: another rank has requests. `needs_full_blocks`: the step verifies the width of every request."""
         slots = np.array(slots, np.intp)
         if self._fixed is not None:
             decision, plan = self._fixed, None
+            if not needs_full_blocks and 0 < len(slots) <= self._most_trees and self._free(slots):
+                decision = Decision(decision.width, tree_nodes=self.kinds[-1].nodes)
         else:
             decision, plan = self._decide(slots, context_tokens, needs_full_blocks)
         self.metrics.chose(decision, len(slots))
         self._steps += 1
         return Step(self._steps - 1, slots, decision, plan)
 
+    def _free(self, slots: np.ndarray) -> bool:
+        """Whether one of these requests allows a whole block, and none asks for a width."""
+        return self.requests.cap(slots) == self.requests.block and self.requests.floor(slots) == PLAIN
+
     def _decide(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
         """This rank's decision, or what the deciding rank tells; with the plan, on that rank."""
         group, decision, plan = self._group, Decision(self.widths[-1]), None
         if self._has_a_say:
-            work = self.acceptance.work(slots, *self._held)
-            load = Load.from_requests(self.acceptance, slots, context, work)
+            n, known = len(slots), self.requests
+            options = self._options.of(n)
+            needed = known.work(slots, *self._held).steps_needed(options.width, options.share)
+            load = Load(n, n, float(context), known.cap(slots), known.floor(slots), needed)
             if group.gather is not None:
                 load = Load.from_rows(group.gather(load.row()))
             if self.decider is not None:
-                decision, plan = self.decider.decide(load, work, needs_full_blocks)
+                decision, plan = self.decider.decide(load, options, needs_full_blocks)
         if group.broadcast is not None:
             decision = Decision.from_row(group.broadcast(decision.row()))
         if not decision.probe:
-            self._held = self.widths.index(decision.width), decision.share
+            self._held = decision.width, decision.share
         return decision, plan
 
     def verified(
@@ -115,25 +135,40 @@ class WidthPolicy:
         seconds: float | None = None,
         logprobs: np.ndarray | None = None,
         lens: np.ndarray | None = None,
+        mass: np.ndarray | None = None,
     ) -> None:
         """A step came back: `accepted` [n] proposals, and how long it took.
 
-        logprobs [n, steps]: of what was drafted, where the draft gives them. lens [n]: verified tokens of each
-        request; None: full blocks. `seconds`: from the end of the step before to the end of this one, so that the
-        host's share counts; None where something else ran in between (a prefill).
+        logprobs [n, steps]: of the likeliest proposals; None where nothing was drafted. lens [n]: verified tokens
+        of each request of a ragged step. mass [n, nodes]: of each node of a tree the log-probability, with those
+        above it. `seconds`: from the end of the step before to the end of this one, so that the host's share and
+        prefills in between count; None where the server had nothing to do in between.
         """
-        if len(accepted) != len(step.slots):
-            self.leave_out(f"{len(accepted)} results for step {step.number} of {len(step.slots)} requests")
+        n = len(step.slots)
+        if len(accepted) != n:
+            self.leave_out(f"{len(accepted)} results for step {step.number} of {n} requests")
             return
-        self.metrics.came_back(step.decision, seconds)
-        if not self._has_a_say:
-            return
-        accepted, width = np.asarray(accepted, np.int64), self.widths.index(step.decision.width)
-        self.acceptance.observe(step.number, step.slots, width, accepted, lens)
-        if self.decider is not None and self.decider.ragged is not None and logprobs is not None:
-            self.decider.ragged.confidence.observe(logprobs, accepted, lens)
+        prefilled = step.plan is not None and step.plan.prefilled is not None
+        self.metrics.came_back(step.decision, None if prefilled else seconds)
         if self.decider is not None and step.plan is not None and seconds is not None:
             self.decider.observe(step.plan, seconds)
+        if not self._has_a_say or logprobs is None or not n or not logprobs.shape[1]:
+            return
+        known = np.flatnonzero(self.requests.are_in(step.slots, step.number))
+        every = -(-len(known) // LEARNT_FROM) or 1
+        known = known[step.number % every :: every]
+        if not len(known):
+            return
+        logprobs, accepted = logprobs[known].astype(np.float64), np.asarray(accepted, np.int64)[known]
+        if mass is not None:
+            chances = self.confidence.observe_trees(logprobs, mass[known].astype(np.float64), accepted)
+        else:
+            chances = self.confidence.observe(logprobs, accepted, None if lens is None else lens[known])
+        self.requests.observe(step.slots[known], chances)
+
+    def snapshot(self) -> dict[str, Any]:
+        """For logs and gauges."""
+        return {**self.metrics.snapshot(), "calibration": self.confidence.snapshot()}
 
     def leave_out(self, why: str) -> None:
         """A step gets no result, or a result has no step. They are counted, and the first one is logged."""

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dflash_sglang.attention.trees import serve_trees
 from dflash_sglang.patches import runtime_state
 from dflash_sglang.patches.attention_room import room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.models.draft import DFlashDraftModel
+    from dflash_sglang.verify.tree import Trees
 
+TREE_ROWS = 128  # of a step's trees together, at most: with more rows a step takes longer than a tree is worth
 TILE = 64  # rows: with fewer of them, GEMMs take as long
 
 
@@ -44,10 +47,18 @@ class RuntimeState(NamedTuple):
         return cls(runner.attn_backend, runner.decode_cuda_graph_runner, states_of_width(runner, width))
 
     @classmethod
-    def build(cls, runner: ModelRunner, width: int, sizes: Sequence[int], ragged: bool = False) -> RuntimeState:
+    def build(
+        cls,
+        runner: ModelRunner,
+        width: int,
+        sizes: Sequence[int],
+        ragged: bool = False,
+        trees: Trees | None = None,
+    ) -> RuntimeState:
         """Build backends beside the present ones, and capture graphs at these batch sizes if those have any.
 
-        With `ragged`, a graph is for as many tokens as these batches have, at most `width` of each request.
+        With `ragged`, a graph is for as many tokens as these batches have, at most `width` of each request. With
+        `trees`, whose nodes are the width, rows attend to their ancestors.
         The backends share SGLang's workspace: forwards follow each other on one stream.
         """
         recurrent = states_of_width(runner, width)
@@ -57,6 +68,8 @@ class RuntimeState(NamedTuple):
                 attention = runner._get_attention_backend()
             spare_launches(attention)
             plan_windows(attention)
+            if trees is not None:
+                serve_trees(attention, trees.tree)
             if width == PLAIN and replays(runner):
                 move_states_in_forward(attention)
             graphs = runner.decode_cuda_graph_runner
@@ -89,7 +102,12 @@ class RuntimeStates:
             leave_in_place(state.graphs)
         self._used = self._widest = block_size
         self._ragged: RuntimeState | None = None  # the target's, whatever the width of the draft's blocks
-        self._ragged_used = False
+        self._trees: dict[int, tuple[RuntimeState, int]] = {}  # the target's, and the most requests, by nodes
+        self._ragged_used, self._nodes_used = False, 0
+
+    @property
+    def serves_ragged(self) -> bool:
+        return self._ragged is not None
 
     def add(self, width: int, sizes: Sequence[int] | None = None) -> None:
         """Build the states of a width, captured at `sizes`, by default at those of the widest blocks.
@@ -163,6 +181,29 @@ class RuntimeStates:
         self._ragged = RuntimeState.build(self._target, self._widest, sizes, ragged=True)
         load_inputs_once(self._ragged.graphs)
 
+    @property
+    def trees(self) -> dict[int, int]:
+        """{nodes: the most requests of a step} of the trees that are served."""
+        return {nodes: requests for nodes, (_, requests) in self._trees.items()}
+
+    def tree_sizes(self, nodes: int, padded: int) -> list[int]:
+        """The batch sizes at which trees of so many nodes are served, ascending; none where they do not fit.
+
+        padded: the most requests, with the padding of the draft's graph, that have candidates for trees."""
+        most = min(most_requests([nodes]), self._target.req_to_token_pool.size)
+        sizes, drafted = [1 << power for power in range(most.bit_length())], captured_sizes(self._draft)
+        if not drafted:
+            return sizes
+        fitting = self._fitting(sizes, nodes)
+        return [size for size in fitting if next((of for of in drafted if of >= size), padded + 1) <= padded]
+
+    def add_trees(self, trees: Trees, sizes: Sequence[int], captured: AbstractContextManager[None]) -> None:
+        """Build the target's state of these trees. captured: the tail of the graphs accepts trees meanwhile."""
+        with captured:
+            state = RuntimeState.build(self._target, trees.nodes, sizes, trees=trees)
+        load_inputs_once(state.graphs)
+        self._trees[trees.nodes] = state, trees.requests
+
     def captured_requests(self, tokens: int, requests: int) -> int | None:
         """The number of requests that the ragged graph of so many tokens was captured with; None if there is no
         such graph, or it is too small for these requests."""
@@ -187,17 +228,25 @@ class RuntimeStates:
     def use_widest(self) -> None:
         self.use(self._widest)
 
-    def use(self, width: int, ragged: bool = False) -> None:
-        """Install the state of a width for the next forwards. Raises KeyError for a width that is not served."""
-        if (width, ragged) == (self._used, self._ragged_used):
+    def use(self, width: int, ragged: bool = False, nodes: int | None = None) -> None:
+        """Install the state of a width, and of trees of so many nodes, for the next forwards. Raises KeyError for
+        a width or trees that are not served."""
+        if (width, ragged, nodes or 0) == (self._used, self._ragged_used, self._nodes_used):
             return
         target, draft = self._states[width]
+        if nodes:
+            target, _ = self._trees[nodes]
         if ragged:
             assert self._ragged is not None, "add_ragged comes first"
             target = self._ragged
         runtime_state.use(self._target, *target)
         runtime_state.use(self._draft, *draft)
-        self._used, self._ragged_used = width, ragged
+        self._used, self._ragged_used, self._nodes_used = width, ragged, nodes or 0
+
+
+def most_requests(trees: Iterable[int]) -> int:
+    """Of a step of trees of any of these numbers of nodes; 0 without any."""
+    return max((TREE_ROWS // nodes for nodes in trees), default=0)
 
 
 def captured_sizes(runner: ModelRunner) -> list[int]:

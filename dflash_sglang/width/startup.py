@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflash_sglang.attention.trees import why_no_trees
 from dflash_sglang.attention.verifying import verifies_parts, verifying
 from dflash_sglang.settings.width import BLOCK, PLAIN, WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
@@ -22,16 +24,20 @@ from dflash_sglang.sglang_names.scheduler import (
     mambaish_config,
 )
 from dflash_sglang.startup.facts import Problem, StartupError
+from dflash_sglang.verify.graph_tail import names_slots_alike
 from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
 from dflash_sglang.width.group import Group
+from dflash_sglang.width.kinds import Kind
+from dflash_sglang.width.options import least_budget
 from dflash_sglang.width.policy import WidthPolicy
-from dflash_sglang.width.ragged import least_budget
-from dflash_sglang.width.runtime_states import captured_sizes, sparse
+from dflash_sglang.width.runtime_states import captured_sizes, most_requests, sparse
 from dflash_sglang.width.step_times import Sample, StepTimes, startup_cells
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.verify.graph_tail import VerifyTail
+    from dflash_sglang.verify.tree import TreeVerify
     from dflash_sglang.warmup.dummy_batches import Rehearsal
     from dflash_sglang.width.runtime_states import RuntimeStates
 
@@ -99,8 +105,7 @@ def add_widths(
         prices = ", ".join(f"{width}: {price:.3f}" for width, price in took.items())
         logger.info("dflash_sglang verify widths: %s%s; memory that was added, in GB: %s", served, note, prices)
     if ragged:  # as dear as a width: the same forwards, of fewer requests or more
-        ragged = free() - max(took.values(), default=0.0) >= config.memory_reserve
-        if ragged:
+        if free() - max(took.values(), default=0.0) >= config.memory_reserve:
             states.add_ragged()
         elif speaks:
             logger.warning(
@@ -108,7 +113,7 @@ def add_widths(
                 "memory_reserve, or --mem-fraction-static.",
                 config.memory_reserve,
             )
-    return replace(config, widths=served, ragged=ragged)
+    return replace(config, widths=served)
 
 
 def without_misplaced_states(
@@ -171,27 +176,23 @@ def free_memory(runner: ModelRunner) -> Callable[[], float]:
     )
 
 
-def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group, confident: bool) -> bool:
-    """Whether steps can be ragged; where they were asked for and cannot, the log says why.
-
-    confident: whether the draft gives probabilities."""
-    if not config.ragged:
+def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group) -> bool:
+    """Whether steps can be ragged; the log says why not."""
+    if config.fixed is not None:
         return False
-    reason = _why_not_ragged(runner, group, confident)
+    reason = _why_not_ragged(runner, group)
     if reason is not None and get_parallel().tp_rank == 0:
-        logger.warning("dflash_sglang verify width: not ragged: %s", reason)
+        logger.info("dflash_sglang verify width: not ragged: %s", reason)
     return reason is None
 
 
-def _why_not_ragged(runner: ModelRunner, group: Group, confident: bool) -> str | None:
+def _why_not_ragged(runner: ModelRunner, group: Group) -> str | None:
     if not verifies_parts(runner.attn_backend):
         return f"{type(verifying(runner.attn_backend)).__name__} verifies as many rows of each request"
     if group.gather is not None:
         return "ranks hold requests of their own"
     if runner.server_args.nnodes > 1:
         return "ranks are on several nodes, whose devices may round the draft's probabilities otherwise"
-    if not confident:
-        return "the draft's selector gives walks, and no probability of each proposal"
     if runner.server_args.disable_cuda_graph_padding:
         return "SGLang has graphs of such blocks with padding alone"
     if runner.model_config.model_is_mrope:
@@ -199,6 +200,43 @@ def _why_not_ragged(runner: ModelRunner, group: Group, confident: bool) -> str |
     if runner.server_args.enable_return_routed_experts or runner.server_args.enable_return_indexer_topk:
         return "what layers chose is reported for blocks of one width"
     return None
+
+
+def can_verify_trees(
+    config: WidthConfig, target: ModelRunner, draft: ModelRunner, group: Group, no_candidates: str | None
+) -> bool:
+    """Whether steps can verify trees; where they were asked for and cannot, the log says why.
+
+    no_candidates: why the draft does not give the likeliest tokens of each position; None if it does."""
+    if not config.trees:
+        return False
+    reason = no_candidates or _why_not_ragged(target, group) or why_no_trees(target)
+    if reason is None and not names_slots_alike(target, draft):
+        reason = "the KV pools name slots otherwise than req_to_token"
+    if reason is not None and get_parallel().tp_rank == 0:
+        logger.warning("dflash_sglang verify width: no trees: %s", reason)
+    return reason is None
+
+
+def add_trees(
+    config: WidthConfig, states: RuntimeStates, verify: TreeVerify, tail: VerifyTail, free: Callable[[], float]
+) -> None:
+    """Build the runtime states of the trees that these settings ask for, the smallest first, as far as memory
+    allows; the log says what they took."""
+    took: dict[int, float] = {}
+    for nodes in sorted(config.trees):
+        sizes, before = states.tree_sizes(nodes, most_requests(config.trees)), free()
+        if not sizes or before - max(took.values(), default=0.0) < config.memory_reserve:
+            continue
+        trees = verify.add(nodes, sizes[-1])
+        states.add_trees(trees, sizes, tail.of_trees(trees))
+        took[nodes] = before - free()
+    if get_parallel().tp_rank == 0:
+        served = ", ".join(f"{nodes} nodes up to {most} requests" for nodes, most in states.trees.items())
+        left_out = sorted(set(config.trees) - set(states.trees))
+        note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
+        prices = ", ".join(f"{nodes}: {price:.3f}" for nodes, price in took.items())
+        logger.info("dflash_sglang trees: %s%s; memory that was added, in GB: %s", served, note, prices)
 
 
 def policy_of(
@@ -209,69 +247,65 @@ def policy_of(
     sizes = sparse(captured_sizes(runner)) or [1 << power for power in range(pool.size.bit_length())]
     buckets = [size for size in sizes if size < pool.size]
     at_most = next((size for size in sizes if size >= pool.size), pool.size)
-    budgets = states.verify_budgets(pool.size) if config.ragged else None
-    return WidthPolicy(config, block, [*buckets, at_most], pool.req_to_token.shape[0], group, budgets)
+    budgets = states.verify_budgets(pool.size) if states.serves_ragged else None
+    slots = pool.req_to_token.shape[0]
+    return WidthPolicy(config, block, [*buckets, at_most], slots, group, budgets, states.trees)
 
 
 def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, group: Group) -> None:
     """Fill the decider's tables from rehearsed steps, which all ranks run."""
     start, cells = time.perf_counter(), _cells(policy, runner)
-    full = _rehearse([(*cell, None) for cell in cells], rehearsal, group)
-    ragged: list[Sample] = []
-    if policy.budgets is not None:
-        least = [
-            (batch, width, context, least_budget(policy.budgets, batch, width))
-            for batch, width, context in cells
-            if width > PLAIN and not context
-        ]
-        ragged = _rehearse([cell for cell in least if cell[3] is not None], rehearsal, group)
+    samples = _rehearse(cells, policy.budgets or [], rehearsal, group)
     if policy.decider is None:
         return
-    policy.decider.fit(full, ragged)
+    policy.decider.fit(samples)
     logger.info(
-        "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by width: %s",
-        len({sample[:3] for sample in full}),
-        len(cells),
+        "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by shape: %s",
+        len({sample[:2] for sample in samples}),
+        len({cell[:2] for cell in cells}),
         time.perf_counter() - start,
         "; ".join(_row(policy.decider.step_times, bucket) for bucket in (0, len(policy.buckets) - 1)),
     )
 
 
-def _rehearse(cells: list[tuple[int, int, int, int | None]], rehearsal: Rehearsal, group: Group) -> list[Sample]:
+def _rehearse(
+    cells: Sequence[tuple[int, Kind, int]], budgets: Sequence[int], rehearsal: Rehearsal, group: Group
+) -> list[Sample]:
     """Time one step of each cell in each of `PASSES`, for `MOST_SECONDS` and a batch each at most.
 
-    cells: batch, width, context tokens, and how many tokens are verified together (None: all). A cell's steps are
-    a pass apart, so that what else runs on the GPU for a second or two (another server that starts) slows few of
-    both."""
+    cells: batch, kind, context tokens. budgets: of ragged steps. A cell's steps are a pass apart, so that what
+    else runs on the GPU for a second or two (another server that starts) slows few of both."""
     begin, measured, samples = time.perf_counter(), set(), []
     for _ in range(PASSES):
         for cell in cells:
-            requests, width, context, budget = cell
+            requests, kind, context = cell
+            budget = least_budget(budgets, requests, kind.width) if kind.ragged else None
+            if kind.ragged and budget is None:
+                continue
             elapsed = np.array([time.perf_counter() - begin])
             if group.broadcast is not None:
                 elapsed = group.broadcast(elapsed)  # all ranks stop alike
             if elapsed[0] > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
                 continue
             each = min(max(context // requests, 1), rehearsal.longest)
-            seconds = rehearsal.seconds(requests, each, width, budget)
-            samples.append(Sample(requests, width, requests * each, seconds))
+            rows = [budget] if kind.nodes is None else [None, kind.nodes]
+            seconds = rehearsal.seconds(requests, each, kind.width, *rows)
+            samples.append(Sample(requests, kind, requests * each, seconds))
             measured.add(cell)
     return samples
 
 
-def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, int, int]]:
-    """(batch, width, context tokens), small batches first. A batch that runs without a graph where others have one
+def _cells(policy: WidthPolicy, runner: ModelRunner) -> list[tuple[int, Kind, int]]:
+    """(batch, kind, context tokens), small batches first. A batch that runs without a graph where others have one
     is left to what serving measures: its buffers are not."""
     captured, most = captured_sizes(runner), runner.req_to_token_pool.size
     sizes = sorted({min(size, most) for size in policy.buckets if not captured or size in captured})
-    if captured:
-        cells = startup_cells(sizes, policy.widths)
-    else:
-        cells = startup_cells(sizes, policy.widths, long_context=EAGER_CONTEXT, max_tokens=EAGER_TOKENS)
+    eager = {} if captured else dict(long_context=EAGER_CONTEXT, max_tokens=EAGER_TOKENS)
+    cells = startup_cells(sizes, policy.kinds, policy.trees, **eager)
     return sorted(cells, key=lambda cell: (cell[0], cell[2]))
 
 
 def _row(times: StepTimes, bucket: int) -> str:
-    shown = zip(times.widths, times.seconds(bucket, 0), strict=True)
-    by_width = ", ".join(f"{width}: {1000 * seconds:.2f}" for width, seconds in shown)
-    return f"{times.buckets[bucket]} requests {by_width}"
+    shown = zip(times.kinds, times.seconds(bucket, 0), strict=True)
+    by_kind = ", ".join(f"{kind}: {1000 * seconds:.2f}" for kind, seconds in shown if seconds < math.inf)
+    return f"{times.buckets[bucket]} requests {by_kind}"

@@ -1,62 +1,72 @@
-"""How long a step takes: a table over padded batch and width, measured at start-up and corrected while serving."""
+"""How long a step takes: a table over padded batch and kind, measured at start-up and corrected while serving."""
 
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from dflash_sglang.width.kinds import Kind
+
 # Chosen in the simulation (docs/results/width-simulated.md).
 MEASURED, FILLED = 2 / 3, 2.0  # variance of a cell, over that of an observation: measured at start-up, or not
 DRIFT = 1 / 240  # that it grows by with each step, up to that of a cell that nobody measured
-TO_WIDTH, TO_CELL = 0.3, 0.4  # of an error, the parts that go to the factor of its width and of its cell
+TO_KIND, TO_CELL = 0.3, 0.4  # of an error, the parts that go to the factor of its kind and of its cell
 PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
 SPACING = 4  # from one batch size that start-up measures to the next
 LEAST_LIMIT = 0.1  # an error counts at most this much, or as much as the gain: pauses hardly move a table
+LEAST = 0.1  # of the time of a chain, that of a ragged step of the same width
 
 
 class Sample(NamedTuple):
-    """A step that start-up measured."""
+    """A step that start-up measured; of a ragged kind with as few tokens as can be."""
 
     batch: int
-    width: int
+    kind: Kind
     context_tokens: int  # of the whole batch
     seconds: float
 
 
 class StepTimes:
-    """Seconds of a step for every captured batch size and width.
+    """Seconds of a step for every captured batch size and kind.
 
-    A step costs `base[bucket, width] + slope[width] * context_tokens`, with `context_tokens` the sum over the
+    A step costs `base[bucket, kind] + slope[kind] * context_tokens`, with `context_tokens` the sum over the
     batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is piecewise
     linear, which keeps what is monotone monotone; beyond the largest measured one it follows the last slope,
-    because a step is bound by its tokens there. Widths that were not measured follow their neighbours.
+    because a step is bound by its tokens there. Chains that were not measured follow their neighbours. Trees take
+    for ever where they were not measured.
+
+    The base of a ragged kind is a step that verifies one token of each request. What more tokens add depends on
+    how many there are in all: chains say how much.
 
     `observe` corrects the table by three kinds of factors.
 
     - The pace of the machine, one factor of the whole table: the median of the latest steps. A machine that is
-      slower than at start-up, for long or for a few steps, changes no ratio between widths.
-    - A factor per width: a width that is slower than measured is so at batch sizes that were not seen yet.
+      slower than at start-up, for long or for a few steps, changes no ratio between kinds.
+    - A factor per kind: a kind that is slower than measured is so at batch sizes that were not seen yet.
     - A factor per cell, with a Kalman gain. The variance of a cell grows with its age, so a few probes correct
       what start-up or a slow spell left wrong.
     """
 
-    def __init__(self, buckets: Sequence[int], widths: Sequence[int]):
-        """`buckets`: the captured batch sizes; `widths`: those to choose from. Both ascending."""
-        self.buckets, self.widths = list(buckets), list(widths)
+    def __init__(self, buckets: Sequence[int], kinds: Sequence[Kind]):
+        """`buckets`: the captured batch sizes, ascending; `kinds`: those to choose from (`kinds_of`)."""
+        self.buckets, self.kinds = list(buckets), list(kinds)
+        self._widths = [kind.width for kind in kinds if kind == Kind(kind.width)]
         self._pace = 1.0
         self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
-        self._by_width = [1.0] * len(self.widths)
-        self._by_cell = [[1.0] * len(self.widths) for _ in self.buckets]
-        self._variance = [[FILLED] * len(self.widths) for _ in self.buckets]
+        self._by_kind = [1.0] * len(self.kinds)
+        self._by_cell = [[1.0] * len(self.kinds) for _ in self.buckets]
+        self._variance = [[FILLED] * len(self.kinds) for _ in self.buckets]
         self._observed = 0  # steps
-        self._last_observed = [[0] * len(self.widths) for _ in self.buckets]
+        self._last_observed = [[0] * len(self.kinds) for _ in self.buckets]
         self._base: list[list[float]] = []
-        self._slope = [0.0] * len(self.widths)
+        self._slope = [0.0] * len(self.kinds)
+        self._added = np.zeros((len(self.buckets), len(self._widths)))  # what a ragged step takes for these rows
 
     def bucket(self, batch: int) -> int:
         """Index of the captured batch size that a batch is padded to. Raises ValueError beyond the largest."""
@@ -72,80 +82,108 @@ class StepTimes:
 
         Raises ValueError without samples."""
         shortest: dict[tuple[int, int], dict[int, float]] = {}  # by cell and context
-        for batch, width, context, seconds in samples:
-            of_cell = shortest.setdefault((self.bucket(batch), self.widths.index(width)), {})
+        for batch, kind, context, seconds in samples:
+            of_cell = shortest.setdefault((self.bucket(batch), self.kinds.index(kind)), {})
             of_cell[context] = min(seconds, of_cell.get(context, seconds))
         if not shortest:
             raise ValueError("no step time was measured: expected at least one cell of `startup_cells`.")
         measured = {cell: list(of_cell.items()) for cell, of_cell in shortest.items()}
-        lines = [
-            [line for cell, line in measured.items() if cell[1] == width] for width in range(len(self.widths))
-        ]
-        usual = _slope([line for of_width in lines for line in of_width]) or 0.0
-        slopes = [_slope(of_width) for of_width in lines]
-        # Every width reads the same context: what differs between them is half noise.
+        lines = [[line for cell, line in measured.items() if cell[1] == kind] for kind in range(len(self.kinds))]
+        usual = _slope([line for of_kind in lines for line in of_kind]) or 0.0
+        slopes = [_slope(of_kind) for of_kind in lines]
+        # Every kind reads the same context: what differs between them is half noise.
         self._slope = [usual if slope is None else (slope + usual) / 2 for slope in slopes]
-        base = np.full((len(self.buckets), len(self.widths)), np.nan)
-        for (bucket, width), line in measured.items():
-            rest = [max(seconds - self._slope[width] * context, 0.1 * seconds) for context, seconds in line]
-            base[bucket, width] = sum(rest) / len(rest)
-            self._variance[bucket][width] = MEASURED
-        self._base = filled(base, np.array(self.buckets, float), np.array(self.widths, float)).tolist()
+        base = np.full((len(self.buckets), len(self.kinds)), np.nan)
+        for (bucket, index), line in measured.items():
+            rest = [max(seconds - self._slope[index] * context, 0.1 * seconds) for context, seconds in line]
+            base[bucket, index] = sum(rest) / len(rest)
+            self._variance[bucket][index] = MEASURED
+        self._base = self._filled(base).tolist()
+
+    def _filled(self, base: np.ndarray) -> np.ndarray:
+        """base [buckets, kinds], its NaN (what nothing was measured of) filled."""
+        chains, at, widths = len(self._widths), np.array(self.buckets, float), np.array(self._widths, float)
+        base[:, :chains] = filled(base[:, :chains], at, widths)
+        ragged = [index for index, kind in enumerate(self.kinds) if kind.ragged]
+        if ragged:  # the ratio to the chain of the same width
+            of_chain = base[:, [self._widths.index(self.kinds[index].width) for index in ragged]]
+            ratio = base[:, ragged] / of_chain
+            known = np.isfinite(ratio).any()
+            ratio = filled(ratio, at, widths[1:]) if known else np.ones(ratio.shape)
+            base[:, ragged] = of_chain * ratio.clip(LEAST, 1.0)
+            added = base[:, 1:chains] - base[:, ragged]
+            self._added[:, 1:] = np.maximum.accumulate(added, axis=1)
+        return np.nan_to_num(base, nan=np.inf)
 
     # ---- Serving -----------------------------------------------------------------------------------------
 
     def seconds(self, bucket: int, context_tokens: float) -> list[float]:
-        """Expected seconds of a step of every width."""
-        return [self.of_width(bucket, width, context_tokens) for width in range(len(self.widths))]
+        """Expected seconds of a step of every kind, of a ragged one with a token of each request."""
+        return [self.of_kind(bucket, kind, context_tokens) for kind in range(len(self.kinds))]
 
-    def of_width(self, bucket: int, width: int, context_tokens: float) -> float:
-        """Expected seconds of a step of one width, given as an index."""
-        of_table = self._base[bucket][width] + self._slope[width] * context_tokens
-        return of_table * self._by_width[width] * self._by_cell[bucket][width] * self._pace
+    def of_kind(self, bucket: int, kind: int, context_tokens: float, more: float = 0.0) -> float:
+        """Expected seconds of a step of one kind, given as an index. more: what its rows add, of a ragged one."""
+        of_table = self._base[bucket][kind] + self._slope[kind] * context_tokens + more
+        return of_table * self.factor(bucket, kind)
 
-    def observe(self, bucket: int, width: int, context_tokens: float, seconds: float) -> float:
-        """Learn from a step that was served, its width given as an index.
+    def added(self, bucket: int, tokens: np.ndarray) -> np.ndarray:
+        """[n] seconds by the table that a ragged step takes beyond its base, if it verifies so many tokens [n]."""
+        return np.interp(tokens / self.buckets[bucket], self._widths, self._added[bucket])
 
-        Returns its error: what it took beyond what was expected, relative to that, as far as it counts."""
-        if not seconds > 0:
-            return 0.0
-        ratio = seconds / self.of_width(bucket, width, context_tokens)
+    def factor(self, bucket: int, kind: int) -> float:
+        """Expected seconds over those of the table."""
+        return self._by_kind[kind] * self._by_cell[bucket][kind] * self._pace
+
+    def observe(self, bucket: int, kind: int, context_tokens: float, seconds: float, more: float = 0.0) -> None:
+        """Learn from a step that was served, its kind given as an index; nothing of one that nobody measured.
+        more: as in `of_kind`."""
+        expected = self.of_kind(bucket, kind, context_tokens, more)
+        if not seconds > 0 or math.isinf(expected):
+            return
+        ratio = seconds / expected
         self._observed += 1
-        age = self._observed - self._last_observed[bucket][width]
-        variance = min(self._variance[bucket][width] + DRIFT * age, FILLED)
+        age = self._observed - self._last_observed[bucket][kind]
+        variance = min(self._variance[bucket][kind] + DRIFT * age, FILLED)
         gain = variance / (variance + 1.0)  # Kalman's, and the variance afterwards
-        self._variance[bucket][width], self._last_observed[bucket][width] = gain, self._observed
+        self._variance[bucket][kind], self._last_observed[bucket][kind] = gain, self._observed
         limit = max(LEAST_LIMIT, gain)
         error = min(max(ratio - 1.0, -limit), limit)
-        self._by_width[width] *= 1.0 + TO_WIDTH * gain * error
-        self._by_cell[bucket][width] *= 1.0 + TO_CELL * gain * error
+        self._by_kind[kind] *= 1.0 + TO_KIND * gain * error
+        self._by_cell[bucket][kind] *= 1.0 + TO_CELL * gain * error
         self._latest.append(ratio * self._pace)
         if len(self._latest) == PACE_STEPS:
             self._pace = statistics.median(self._latest)
-        return error
 
 
 def startup_cells(
-    buckets: Sequence[int], widths: Sequence[int], *, max_tokens: int = 8192, long_context: int = 4096
-) -> list[tuple[int, int, int]]:
-    """The (batch, width, context tokens of the batch) that are worth measuring at start-up.
+    buckets: Sequence[int],
+    kinds: Sequence[Kind],
+    trees: Mapping[int, int],
+    *,
+    max_tokens: int = 8192,
+    long_context: int = 4096,
+) -> list[tuple[int, Kind, int]]:
+    """The (batch, kind, context tokens of the batch) that are worth measuring at start-up.
 
     Batch sizes a factor of `SPACING` apart and the largest; of those no cell of more than `max_tokens` verified
-    tokens (two batch sizes of each width are kept), beyond which time grows with tokens. One batch size of at
-    most 16 is measured at `long_context` tokens per request as well, for the cost of context.
+    tokens (two batch sizes of each width are kept), beyond which time grows with tokens. Chains of one batch size
+    of at most 16 are measured at `long_context` tokens per request as well, for the cost of context. Trees are
+    measured at every batch size at which they are served. trees: {nodes: most requests}.
     """
     batches = [buckets[0]]
     for bucket in buckets:
         if bucket >= SPACING * batches[-1] or (bucket == buckets[-1] and bucket > batches[-1]):
             batches.append(bucket)
     cells = [
-        (batch, width, 0)
+        (batch, kind, 0)
         for index, batch in enumerate(batches)
-        for width in widths
-        if batch * width <= max_tokens or index < 2
+        for kind in kinds
+        if kind.nodes is None and (batch * kind.width <= max_tokens or index < 2)
     ]
     middle = max(batch for batch in batches if batch <= max(16, buckets[0]))
-    return cells + [(middle, width, middle * long_context) for width in widths]
+    cells += [(middle, kind, middle * long_context) for kind in kinds if kind == Kind(kind.width)]
+    of_trees = [kind for kind in kinds if kind.nodes is not None]
+    return cells + [(batch, kind, 0) for kind in of_trees for batch in buckets if batch <= trees[kind.nodes or 0]]
 
 
 def _slope(lines: list[list[tuple[int, float]]]) -> float | None:

@@ -19,7 +19,7 @@ from dflash_sglang.verify.record import AcceptanceRecord
 
 
 def asked(**more: Any) -> Namespace:
-    usual = dict(acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None, per_request=False)
+    usual = dict(acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None)
     return Namespace(**{**usual, **more})
 
 
@@ -40,13 +40,6 @@ def test_fixed_widths_are_loads_and_those_of_the_control_servers_too():
     ]
     by_gpu = widths.names_by_gpu(found, OURS, list(forced))
     assert by_gpu == [["ours", "ours_16", "ours_4", "built_in"], ["plain", "ours_alone_4"]]
-
-
-def test_ours_verifies_a_number_of_tokens_per_request_where_asked_to_beside_one_width():
-    found = widths.candidates_of(asked(acceptance="mixed", per_request=True, control=[4]))
-    assert [one.name for one in found] == ["ours", "ours_one_width", "ours_alone_4"]
-    settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]).get("width") for one in found]
-    assert settings == [{"ragged": True}, {"highest_min_width": 16}, 4]
 
 
 def test_a_record_forces_both_workers():

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from tests.engine.test_width_serving import assert_shares_are_drawn
+from tests.engine.test_width_serving import assert_all_shapes_are_drawn
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import serve
 from tests.support.rows import in_full_but
@@ -29,19 +29,19 @@ pytestmark = pytest.mark.slow
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 64, 127, 300, 700)
 NEW_TOKENS = 60
 BLOCK = 16
-PER_REQUEST = '{"width": {"ragged": true}}'
+TREES = '{"width": {"trees": [8, 16, 32, 64]}}'
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "lengths_on_the_host": dict(hooks="host_lengths"),
     "recorded_graphs_of_random_widths": dict(graphs=True, hooks="widths", env={CONFIG_ENV: '{"width": {}}'}),
-    "synchronous_pages_of_16_of_random_shares": dict(
+    "synchronous_pages_of_16_of_random_shapes": dict(
         page_size=16,
         disable_overlap_schedule=True,
         max_total_tokens=6400,
-        hooks="widths,shares,sentinels",
-        env={CONFIG_ENV: PER_REQUEST},
+        hooks="widths,shares,trees,sentinels",
+        env={CONFIG_ENV: TREES},
     ),
-    "recorded_graphs_of_random_shares": dict(graphs=True, hooks="widths,shares", env={CONFIG_ENV: PER_REQUEST}),
+    "recorded_graphs_of_random_shapes": dict(graphs=True, hooks="widths,shares,trees", env={CONFIG_ENV: TREES}),
     "recorded_graphs": dict(graphs=True, max_total_tokens=6400, hooks="sentinels"),
     "synchronous_pages_of_16_chunked": dict(
         page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, hooks="poison"
@@ -58,7 +58,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 CORE = (
     "overlap",
     "recorded_graphs_of_random_widths",
-    "recorded_graphs_of_random_shares",
+    "recorded_graphs_of_random_shapes",
     "synchronous_pages_of_16_chunked",
 )
 
@@ -155,7 +155,7 @@ def ours(request, plain, tmp_path_factory) -> Any:
         if request.param == "retracting":
             assert "Testing retraction" in server.log_text()
         if captured:
-            assert_replayed(recorded_graphs.replays(hooks), in_parts=request.param.endswith("random_shares"))
+            assert_replayed(recorded_graphs.replays(hooks), in_parts=request.param.endswith("random_shapes"))
             assert "skipped its input_ids / positions re-copy" in server.log_text()
 
 
@@ -175,7 +175,7 @@ def assert_replayed(replays: list[recorded_graphs.Replay], in_parts: bool) -> No
 
 @pytest.fixture
 def fixed_width(request) -> bool:
-    return not request.node.callspec.params["ours"].endswith(("random_widths", "random_shares"))
+    return not request.node.callspec.params["ours"].endswith(("random_widths", "random_shapes"))
 
 
 @pytest.fixture
@@ -285,11 +285,11 @@ def test_a_grammar_in_mixed_batches_knows_the_tokens_of_the_step_in_flight(ours,
     assert meta["completion_tokens"] - 1 > by_verifies, "no token came from a mixed batch"
 
 
-def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(request, ours):
+def test_steps_have_every_shape_where_it_is_drawn(request, ours):
     server, _ = ours
-    if not request.node.callspec.params["ours"].endswith("random_shares"):
-        pytest.skip("whole blocks")
-    assert_shares_are_drawn(server, prompts())
+    if not request.node.callspec.params["ours"].endswith("random_shapes"):
+        pytest.skip("chains")
+    assert_all_shapes_are_drawn(server, prompts())
 
 
 def test_an_aborted_neighbour_leaves_the_others_unharmed(ours, plain):

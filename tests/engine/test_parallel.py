@@ -260,7 +260,7 @@ def test_two_tensor_parallel_ranks_output_what_they_output_without_speculation(p
 
 def test_two_ranks_verify_as_many_tokens_of_each_request_as_the_other(plain, tmp_path):
     """The tokens that they share out follow from times that each of them measures."""
-    config = {CONFIG_ENV: '{"width": {"ragged": true}}', scheduler_hooks.HOOKS_ENV: "widths,oracle"}
+    config = {CONFIG_ENV: '{"width": "auto"}', scheduler_hooks.HOOKS_ENV: "widths,oracle"}
     with serve(
         TARGET, DRAFT, environment=watched(tmp_path, **config), tp_size=2, skip_tokenizer_init=None, **RANKS
     ) as server:

@@ -185,8 +185,8 @@ def ours(request, environment) -> Server:
     arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
     if request.param != "blocks of one width":
         environment |= {
-            CONFIG_ENV: '{"width": {"ragged": true}}',
-            scheduler_hooks.HOOKS_ENV: "poison,seeds,widths,shares",
+            CONFIG_ENV: '{"width": {"trees": [16, 32]}}',
+            scheduler_hooks.HOOKS_ENV: "poison,seeds,widths,shares,trees",
         }
         arguments |= dict(enable_mixed_chunk=True, chunked_prefill_size=64)
     with serve(*pair(), environment=environment, **arguments) as server:

@@ -110,7 +110,7 @@ def test_ragged_steps_sample_from_the_plain_servers_distribution(tmp_path):
         expected = distribution(server, prompt)
     environment = {
         **recorded_graphs.recording(tmp_path),
-        CONFIG_ENV: json.dumps({"proposals": "drawn", "width": {"ragged": True}}),
+        CONFIG_ENV: json.dumps({"proposals": "drawn", "width": "auto"}),
         scheduler_hooks.HOOKS_ENV: "widths,shares",
     }
     with serve(target, draft, environment=environment, max_running_requests=16) as server:

@@ -23,7 +23,7 @@ from tests.engine.test_width_serving import (
     MANY,
     TARGET,
     ask,
-    assert_shares_are_drawn,
+    assert_all_shapes_are_drawn,
     prompts,
     request,
     told,
@@ -42,8 +42,7 @@ WIDTHS: dict[str, tuple[str, str, str]] = {  # settings, hooks, attention
     "random": ('{"width": {}}', "widths", "fa3"),
     "random with triton": ('{"width": {}}', "widths", "triton"),
     "random with flashinfer": ('{"width": {}}', "widths", "flashinfer"),
-    "chosen ragged": ('{"width": {"ragged": true}}', "probes", "fa3"),
-    "random ragged": ('{"width": {"ragged": true}}', "widths,shares", "fa3"),
+    "random shapes": ('{"width": {"trees": [16, 32, 64]}}', "widths,shares,trees", "fa3"),
 }
 
 
@@ -91,7 +90,9 @@ def assert_plain_decodings(plain: Server, asked: list[dict[str, Any]], answers: 
 
 def test_output_is_plain_decodings(ours, plain):
     asked = [request(prompt, NEW_TOKENS) for prompt in prompts()]
-    assert_plain_decodings(plain, [*asked, asked[0]], [*ask(ours, asked), ours.generate(**asked[0])])
+    few = asked[:3]  # as many as can have trees of 32 nodes
+    answers = [*ask(ours, asked), *ask(ours, few), ours.generate(**asked[0])]
+    assert_plain_decodings(plain, [*asked, *few, asked[0]], answers)
 
 
 @pytest.mark.parametrize("attention", ["fa3", "triton", "flashinfer"])
@@ -123,9 +124,9 @@ def test_several_widths_were_captured_measured_and_served(ours):
     assert decodes and not [line for line in decodes if "cuda graph: True" not in line]
 
 
-def test_what_is_drafted_is_verified_in_part_where_shares_are_drawn(ours, request: pytest.FixtureRequest):
-    if request.node.callspec.params["ours"] == "random ragged":
-        assert_shares_are_drawn(ours, prompts())
+def test_steps_have_every_shape_where_it_is_drawn(ours, request: pytest.FixtureRequest):
+    if request.node.callspec.params["ours"] == "random shapes":
+        assert_all_shapes_are_drawn(ours, prompts())
 
 
 def test_a_request_that_allows_one_token_is_drafted_for_no_further(ours):

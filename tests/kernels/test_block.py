@@ -185,7 +185,9 @@ def test_requests_of_a_step_draw_lengths_of_their_own_which_average_to_the_profi
 def recorded(device, accepted, offsets):
     """offsets: of the rows of req_to_token, the others' are 0."""
     rows = [*offsets, *[0] * (ROWS - len(offsets))]
-    return accept_kernels.Recorded(*on(device, accepted, [[0.0]] * len(accepted), rows), token_id=None)
+    none = [[[0.0]]] * len(accepted), [[1]] * len(accepted)  # of trees
+    recorded, candidates = on(device, accepted, [[0.0]] * len(accepted), rows), on(device, *none)
+    return accept_kernels.Recorded(*recorded, None, *candidates)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

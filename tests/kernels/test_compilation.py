@@ -27,6 +27,7 @@ from dflash_sglang.kernels.block import (
     grouped_conv,
     grow_tree,
     pack_rows,
+    place_nodes,
     prepare_block,
     share_rows,
     window_rows,
@@ -130,7 +131,8 @@ def accepts() -> None:
     for part, rows in ((None, ids(BS, BLOCK)), (ragged, ids(BS * BLOCK))):
         verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(2), counts(ROWS), part)
         profile = accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)
-        record = accept.Recorded(ids(99), torch.zeros(99, BLOCK - 1), ids(ROWS), token_id=None)
+        none = torch.zeros(99, BLOCK - 1)
+        record = accept.Recorded(ids(99), none, ids(ROWS), None, none[..., None], none.long())
         for forced in (None, profile, record):
             accept.accept_triton(verified, outcomes, relay, forced)
 
@@ -142,6 +144,8 @@ def trees() -> None:
     for nodes in (8, 64):
         tree = grow_tree.Tree(counts(BS, nodes), counts(BS, nodes), ids(BS, nodes), torch.zeros(BS, nodes))
         grow_tree.grow_tree_triton(ids(BS), candidates, ids(BS, nodes), tree)
+        places = place_nodes.Places(ids(BS, nodes), ids(BS, nodes))
+        place_nodes.place_nodes_triton(tree.depths, ids(BS), ids(BS), counts(ROWS, 4096), places)
         paths = accept.Paths(tree, ids(BS, nodes), ids(BS, BLOCK), ids(BS * BLOCK), ids(BS * BLOCK))
         ragged = accept.Ragged(counts(BS + 1), counts(BS), nodes)
         for part, rows in ((None, ids(BS, nodes)), (ragged, ids(BS * nodes))):

@@ -168,6 +168,8 @@ def _install() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
     from sglang.srt.platforms.interface import PlatformCapabilities
 
+    from dflash_sglang.sglang_names.scheduler import get_exec
+
     class Runner(module.DecodeCudaGraphRunner):
         def __init__(self, model_runner: Any, *, attn_backend: Any = None, **kwargs: Any) -> None:
             attention = attn_backend or model_runner.attn_backend
@@ -183,6 +185,10 @@ def _install() -> None:
         def _record_in_graph_metadata_prep_done(self) -> None:
             """Records a CUDA event."""
 
+    # What is set while a runner is made: this package captures widths and trees at sizes of their own.
+    decode = get_exec().graph.cuda_graph_config.decode
+    decode.bs = list(SIZES)
+
     @contextlib.contextmanager
     def no_stream(stream: Any) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(stream=stream)
@@ -197,7 +203,7 @@ def _install() -> None:
         get_or_create_global_graph_capture_stream=lambda: None,
         resolve_decode_backend=Backend,
         maybe_flashinfer_autotune_speculative_draft=lambda *args, **kwargs: None,
-        get_batch_sizes_to_capture=lambda runner, *args, **kwargs: (list(SIZES), []),
+        get_batch_sizes_to_capture=lambda runner, *args, **kwargs: (list(decode.bs), []),
     )
     for name, value in replaced.items():
         assert hasattr(module, name), name

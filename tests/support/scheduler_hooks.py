@@ -15,6 +15,8 @@ candidates the widest blocks of up to `TREE_REQUESTS` requests, as graphs pad th
 widths     every decode step's blocks have a width of its own, where the policy is on
 probes     widths that look worse are tried for a tenth of the time
 shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
+trees      with widths: trees are as likely as all chains; "always trees": steps verify trees wherever they can
+grown      of every request's tree, its tokens, parents and accepted nodes go to grown.jsonl in DFLASH_TEST_RECORDS
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
@@ -32,6 +34,7 @@ seeds      requests sample with their seeds, as under --enable-deterministic-inf
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import itertools
@@ -39,7 +42,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -127,7 +130,8 @@ def _oracle(worker: type) -> None:
 
     def with_oracle(self: Any, batch: Any, block: Any) -> Proposals:
         proposals = propose(self, batch, block)
-        tokens, replaced = proposals.tokens, False
+        tokens, best, replaced = proposals.tokens, proposals.best, False
+        best = best and best._replace(ids=best.ids.clone(), logprobs=best.logprobs.clone())
         for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
             prompt = list(req.origin_input_ids)
             paths = [path for key in (prompt, req.rid) if (path := _record_path(directory, key)).exists()]
@@ -137,8 +141,16 @@ def _oracle(worker: type) -> None:
             known = torch.tensor(json.loads(paths[0].read_text())[start : start + block.size - 1])
             wrong = torch.rand(known.shape, generator=generator) < 0.15
             tokens[row, 1 : 1 + len(known)] = torch.where(wrong, (known + 1) % 250, known)
+            if best is not None:  # where the likeliest is wrong, the next one is right
+                ids, logprobs = (of[row, : len(known)] for of in best)
+                order = torch.arange(ids.shape[1]).repeat(len(known), 1)
+                order[wrong, :2] = torch.tensor([1, 0])
+                ids[:] = (known[:, None] + order) % 250
+                logprobs[:] = -(2 * torch.rand(ids.shape, generator=generator)).sort(dim=1).values
             replaced = True
-        return Proposals.certain(tokens, logprobs=proposals.logprobs) if replaced else proposals
+        if not replaced:
+            return proposals
+        return Proposals.certain(tokens, logprobs=proposals.logprobs)._replace(best=best)
 
     Proposer.propose = with_oracle
 
@@ -176,7 +188,7 @@ def _poison(worker: Any) -> None:
         for request, old, new in zip(
             requests.tolist(), seq_lens.tolist(), result.new_seq_lens.tolist(), strict=True
         ):
-            rejected = table[request, new : old + self.block_size].long()
+            rejected = table[request, new : old + _reach(self, len(requests))].long()
             for pool in _pools(self):
                 for buffer in _buffers(pool):
                     buffer[rejected] = float("nan")
@@ -284,11 +296,10 @@ def _widths(worker: Any) -> None:
     startup.PASSES, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
     draws = random.Random(0)
 
-    def at_some_width(self: Any, bucket: int, limit: int, *_: Any) -> Choice:
-        allowed = [index for index, width in enumerate(self.widths) if width <= limit]
+    def some(self: Any, bucket: int, allowed: Sequence[int], *_: Any) -> Choice:
         return Choice(draws.choice(allowed), "gain")
 
-    Chooser.choose = at_some_width
+    Chooser.choose = some
 
 
 def _probes(worker: Any) -> None:
@@ -300,16 +311,15 @@ def _probes(worker: Any) -> None:
 def _shares(worker: Any) -> None:
     from dflash_sglang.drafting.head import HeadProposals
     from dflash_sglang.drafting.selector import SelectorProposals
-    from dflash_sglang.width.ragged import Offer, RaggedSteps
+    from dflash_sglang.width.decider import Decider
 
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
 
-    def some(self: Any, work: Any, requests: int, bucket: int, full: list[Offer], added: Any) -> list[Offer]:
-        offers = []
-        for width, offer in zip(self._widths, full, strict=True):
-            fewer = [budget for budget in self._budgets if requests <= budget < requests * width]
-            offers.append(offer._replace(verify_budget=draws.choice([*fewer, None]) if fewer else None))
-        return offers
+    def some(self: Any, options: Any, rates: Any) -> dict[int, int]:
+        of_kind: dict[int, list[int]] = {}
+        for at, kind in enumerate(options.kind.tolist()):
+            of_kind.setdefault(kind, []).append(at)
+        return {kind: draws.choice(of) for kind, of in of_kind.items()}
 
     def of_no_draft(read: Any) -> Any:
         def drawn(self: Any, bs: int, steps: int, padded: int) -> Any:
@@ -318,9 +328,50 @@ def _shares(worker: Any) -> None:
 
         return drawn
 
-    RaggedSteps.offers = some
+    allowed = Decider._allowed
+
+    def ragged_more_often(self: Any, *load: Any) -> list[int]:
+        kinds = allowed(self, *load)
+        return kinds + 2 * [kind for kind in kinds if self.kinds[kind].ragged]
+
+    Decider._best, Decider._allowed = some, ragged_more_often
     for reader in (HeadProposals, SelectorProposals):
         reader.read = of_no_draft(reader.read)
+
+
+def _trees(worker: Any, always: bool = False) -> None:
+    from dflash_sglang.width.decider import Decider
+
+    allowed = Decider._allowed
+
+    def trees_more_often(self: Any, *load: Any) -> list[int]:
+        kinds = allowed(self, *load)
+        trees = [kind for kind in kinds if self.kinds[kind].nodes]
+        return trees if trees and always else kinds + 4 * trees
+
+    Decider._allowed = trees_more_often
+
+
+def _grown(worker: Any) -> None:
+    from dflash_sglang.verify.tree import TreeVerify
+
+    directory = Path(os.environ[RECORDS_ENV])
+    choose, move = TreeVerify.choose, TreeVerify.move_paths
+    chosen: list[Any] = []
+
+    def noting(self: Any, batch: Any, *arguments: Any) -> Any:
+        rows = choose(self, batch, *arguments)
+        chosen[:] = [req.rid for req in batch.reqs], rows.by_request(rows.rows.ids).clone()
+        return rows
+
+    def then_note(self: Any, paths: Any) -> None:
+        move(self, paths)
+        columns = chosen[1], paths.tree.parents, paths.nodes
+        with (directory / "grown.jsonl").open("a") as file:
+            for rid, tokens, parents, nodes in zip(chosen[0], *(of.tolist() for of in columns), strict=True):
+                file.write(json.dumps([rid, tokens, parents, nodes]) + "\n")
+
+    TreeVerify.choose, TreeVerify.move_paths = noting, then_note
 
 
 def _states(worker: Any) -> None:
@@ -384,7 +435,8 @@ def _sentinels(worker: Any) -> None:
         else:
             seq_lens = self._slots.relay.new_seq_lens[batch.req_pool_indices]
             start = seq_lens.clamp(max=longest_prefix(self.target_worker.model_runner))
-            columns = start[:, None] + torch.arange(self.block_size)
+            columns = start[:, None] + torch.arange(_reach(self, len(start)))
+            columns.clamp_(max=table.shape[1] - 1)
             own = table[batch.req_pool_indices.long()[:, None], columns]
         slots = own.flatten().long()
         own = set(slots.tolist())
@@ -578,6 +630,12 @@ def _recurrent_states(worker: Any) -> list[torch.Tensor]:
     return [] if pool is None else [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
 
 
+def _reach(worker: Any, requests: int) -> int:
+    """Slots past its prefix that a step of so many requests may write of each: a block's, or a tree's."""
+    trees = (nodes for nodes, most in worker._states.trees.items() if requests <= most)
+    return max(worker.block_size, *trees, 0)
+
+
 def _state_slots(batch: Any) -> set[int]:
     """Slots of recurrent states that a step of this batch may write: its requests', those that the prefix cache
     takes of them, and that of padding."""
@@ -606,6 +664,9 @@ _HOOKS = {
     "sentinels": _sentinels,
     "widths": _widths,
     "shares": _shares,
+    "trees": _trees,
+    "always trees": functools.partial(_trees, always=True),
+    "grown": _grown,
     "probes": _probes,
     "rehearsals": _rehearsals,
     "firsts": _firsts,

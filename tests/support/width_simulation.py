@@ -1,23 +1,27 @@
 """A discrete-event simulation of serving, for the policy that chooses the verify width.
 
 A closed loop of requests of several kinds, a machine that is a table of step times with noise, a draft that is a
-conditional acceptance per position (per kind and width), and results that reach the policy some steps late. Time
-is the sum of the steps' times. `python -m tests.support.width_tables` prints the tables of
-docs/results/width-simulated.md.
+conditional acceptance per position (per kind and width) or a record of a trained pair, and results that reach the
+policy some steps late. Time is the sum of the steps' times. `python -m tests.support.width_tables` prints the
+tables of docs/results/width-simulated.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree_torch
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.settings.width import WidthConfig
+from dflash_sglang.verify.record import AcceptanceRecord
 from dflash_sglang.width.group import Group
+from dflash_sglang.width.kinds import Kind
 from dflash_sglang.width.policy import WidthPolicy
 from dflash_sglang.width.step_times import Sample, startup_cells
 
@@ -28,11 +32,21 @@ PASSES = 2  # of start-up
 CONTEXT = 512  # tokens per request at which the table was measured
 SECONDS_PER_CONTEXT_TOKEN = 3.7e-8  # 36 layers x 8 KV heads x 128 x K and V in bfloat16 at 4 TB/s
 
-# One H200, SGLang 0.5.23, Qwen3-8B shapes with a 5-layer draft: output tokens/s -> milliseconds of a step.
+# One H200, SGLang 0.5.23, Qwen3-8B kinds with a 5-layer draft: output tokens/s -> milliseconds of a step.
 DRAFTED_MS = {4: 6.78, 8: 6.95, 16: 6.96, 64: 10.7, 128: 12.5, 256: 15.8, 512: 24.4, 1024: 41.8, 2048: 74.8}
 PER_REQUEST_MS = 0.012  # what equal tokens cost more in narrow steps of more requests
 PLAIN_MS = {1: 5.24, 8: 7.54, 32: 8.81, 64: 10.2}
 PLAIN_SHARE = 0.85  # of a drafted step of as many tokens, beyond what was measured: neither draft nor its head
+# FlashAttention 3: {requests: {rows of each: ms of a step}}, rows of chains. A tree takes TREE_MS more for its
+# mask, its growth and its moves.
+ROWS_MS = {
+    1: {16: 6.78, 32: 7.15, 64: 7.26},
+    4: {16: 7.13, 32: 8.07, 64: 10.05},
+    8: {16: 7.88, 32: 10.1, 64: 15.6},
+}
+TREE_MS = 0.25
+TREES = {16: 8, 32: 4, 64: 2}
+RECORD = Path("bench/records/pair.npz")
 
 
 class Policy(Protocol):
@@ -41,7 +55,7 @@ class Policy(Protocol):
     def admit(
         self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
     ) -> None: ...
-    def prefill(self) -> None: ...
+    def prefill(self, tokens: int = 0) -> None: ...
     def choose(self, slots: np.ndarray, context_tokens: int) -> Any: ...
     def verified(
         self, step: Any, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None
@@ -96,6 +110,23 @@ class Machine:
         saved = PLAIN_SHARE * (_drafted(full) - _drafted(min(tokens, full))) / 1e3
         whole = float(self.seconds(batch, context_tokens)[width])
         return (whole - saved) * (self.parts if tokens > batch else 1.0)
+
+    def tree_seconds(self, batch: int, context_tokens: float, nodes: int) -> float:
+        """Of a step that verifies a tree of each request: by what so many rows take more than the block's."""
+        over = [(by_rows[nodes] + TREE_MS) / by_rows[16] for by_rows in ROWS_MS.values()]
+        whole = float(self.seconds(batch, context_tokens)[-1])
+        return whole * float(
+            np.interp(self.buckets[int(np.searchsorted(self.buckets, batch))], list(ROWS_MS), over)
+        )
+
+    def kind_seconds(self, batch: int, context_tokens: float, kind: Kind, budget: int | None) -> float:
+        """Of a step of any kind; budget: tokens that a ragged one verifies together."""
+        width = list(self.widths).index(kind.width)
+        if kind.nodes is not None:
+            return self.tree_seconds(batch, context_tokens, kind.nodes)
+        if budget is not None:
+            return self.ragged_seconds(batch, context_tokens, width, budget)
+        return float(self.seconds(batch, context_tokens)[width])
 
     def read(self, seconds: float, random: np.random.Generator) -> float:
         if self.jitter:
@@ -171,6 +202,33 @@ class Draft:
         return out
 
 
+class Recorded:
+    """The steps of a trained pair: `RECORD`, whose texts lie in a circle. A request goes on from where it is."""
+
+    kinds, spread = 1, None
+
+    def __init__(self) -> None:
+        record = AcceptanceRecord.load(RECORD)
+        logprobs = np.minimum(record.logprobs.astype(np.float32), 0.0)
+        starts, nodes = len(logprobs), max(TREES)
+        candidates = torch.arange(logprobs.shape[2]).expand(*logprobs.shape).contiguous()
+        tokens = torch.zeros((starts, nodes), dtype=torch.int64)
+        of = (torch.zeros_like(tokens, dtype=torch.int32) for _ in range(2))
+        tree = Tree(*of, torch.zeros_like(tokens), torch.zeros(tokens.shape))
+        grow_tree_torch(tokens[:, 0], Candidates(candidates, torch.from_numpy(logprobs)), tokens, tree)
+        parents, depths, ranks = tree.parents.numpy(), tree.depths.numpy(), tokens.numpy()
+        true = np.zeros(tokens.shape, bool)
+        true[:, 0] = True
+        row = np.arange(starts)
+        for node in range(1, nodes):
+            right = record.ranks[row, depths[:, node] - 1] == ranks[:, node]
+            true[:, node] = true[row, parents[:, node]] & right & (parents[:, node] >= 0)
+        self.logprobs = logprobs[:, :, 0].astype(np.float64)  # [starts, proposals]
+        self.accepted_of = record.accepted
+        self.mass, self.accepted_of_tree = tree.mass.numpy(), true.cumsum(axis=1) - 1  # [starts, nodes]
+        self.expected = np.array([[np.minimum(self.accepted_of, w - 1).mean() for w in WIDTHS]])
+
+
 def profile(first: float, last: float, block: int = BLOCK) -> list[float]:
     """Conditional acceptance: `first` for the first half of the block, `last` for the rest."""
     return [first] * (block // 2 - 1) + [last] * (block - block // 2)
@@ -229,7 +287,7 @@ class Fixed:
         self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
     ) -> None: ...
 
-    def prefill(self) -> None: ...
+    def prefill(self, tokens: int = 0) -> None: ...
 
     def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
         return self
@@ -237,6 +295,20 @@ class Fixed:
     def verified(
         self, step: Any, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None
     ) -> None: ...
+
+
+class FixedKind(Fixed):
+    """Always one kind; `rows`: those of a request on average that a ragged one verifies."""
+
+    def __init__(self, kind: Kind, rows: float | None = None):
+        super().__init__(kind.width)
+        self.kind, self.rows, self.tree_nodes = kind, rows, kind.nodes
+        self.verify_budget: int | None = None
+
+    def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
+        if self.rows is not None:
+            self.verify_budget = round(self.rows * len(slots))
+        return self
 
 
 class Oracle(Fixed):
@@ -254,33 +326,28 @@ def adaptive(
     group: Group | None = None,
     seed: int = 0,
     ragged: bool = False,
+    trees: dict[int, int] | None = None,
 ) -> WidthPolicy:
     """Our policy, started on `startup_cells` of this machine, read `PASSES` times each.
 
-    `wrong[bucket, width]` multiplies what start-up measures; `ragged`: tokens are shared out among the requests.
+    `wrong[bucket, width]` multiplies what start-up measures of chains; `ragged`: tokens are shared out among the
+    requests; `trees`: {nodes: most requests}.
     """
     buckets = [bucket for bucket in machine.buckets if bucket < requests]
     buckets.append(machine.buckets[len(buckets)])
     config = config or WidthConfig(widths=tuple(machine.widths))
     budgets = tiers(buckets[-1] * BLOCK) if ragged else None
-    policy = WidthPolicy(config, BLOCK, buckets, requests + 1, group, budgets)
+    policy = WidthPolicy(config, BLOCK, buckets, requests + 1, group, budgets, trees)
     if policy.decider is None:
         return policy
-    random = np.random.default_rng(seed)
-    full, least = [], []
-    for batch, width, context in startup_cells(buckets, policy.widths):
-        index = list(machine.widths).index(width)
-        seconds = machine.seconds(batch, context)[index]
-        if wrong is not None:
-            seconds *= wrong[list(machine.buckets).index(batch), index]
+    random, samples = np.random.default_rng(seed), []
+    for batch, kind, context in startup_cells(buckets, policy.kinds, policy.trees):
+        seconds = machine.kind_seconds(batch, context, kind, batch if kind.ragged else None)
+        if wrong is not None and kind == Kind(kind.width):
+            seconds *= wrong[list(machine.buckets).index(batch), list(machine.widths).index(kind.width)]
         for _ in range(PASSES):
-            full.append(Sample(batch, width, context, machine.read(seconds, random)))
-    if policy.decider.ragged is not None:
-        for batch, width, context in startup_cells(buckets, policy.widths):
-            seconds = machine.ragged_seconds(batch, context, list(machine.widths).index(width), batch)
-            for _ in range(PASSES if width > 1 and not context else 0):
-                least.append(Sample(batch, width, context, machine.read(seconds, random)))
-    policy.decider.fit(full, least)
+            samples.append(Sample(batch, kind, context, machine.read(seconds, random)))
+    policy.decider.fit(samples)
     return policy
 
 
@@ -290,7 +357,7 @@ class Rank:
     def __init__(
         self,
         policy: Policy,
-        draft: Draft,
+        draft: Draft | Recorded,
         *,
         hard: float = 0.0,
         tokens: int = 512,
@@ -319,9 +386,10 @@ class Rank:
         self._free = list(range(slots - 1, -1, -1))
         self._kind, self._left, self._context = (np.zeros(slots, np.int64) for _ in range(3))
         self._cap = np.full(slots, BLOCK, np.int64)
+        self._at = np.zeros(slots, np.int64)  # in the record
         self._running = np.zeros(0, np.int64)
         self._step: Any = None  # the policy's
-        self._late: list[tuple[Any, np.ndarray, float | None, np.ndarray | None, np.ndarray | None]] = []
+        self._late: list[tuple[Any, ...]] = []
         self._fresh = True
 
     @property
@@ -345,6 +413,8 @@ class Rank:
         self._kind[new] = drawn[:, 0] < self.hard
         self._left[new] = self.tokens * (0.5 + drawn[:, 1])
         self._context[new] = self.prompt
+        if isinstance(self.draft, Recorded):
+            self._at[new] = drawn[:, 0] * len(self.draft.logprobs)
         prompts = 0 if self._fresh else missing * self.uncached
         if self._fresh:  # the first ones are found somewhere in the middle, and the long ones more often
             self._left[new] = self.tokens * np.sqrt(0.25 + 2.0 * drawn[:, 1])
@@ -373,42 +443,57 @@ class Rank:
         self._step = self.policy.choose(self._running, self.context_tokens)
         return self._step.decision
 
-    def draft_chances(self, width: int) -> np.ndarray | None:
-        """[n, proposals] that the draft says, where anybody asks: none beyond what requests allow."""
-        if self.draft.spread is None and getattr(getattr(self.policy, "decider", None), "ragged", None) is None:
-            return None
-        chances = self.draft.chances(self._kind[self._running], width, self.random)
-        return np.where(np.arange(chances.shape[1]) < self._cap[self._running][:, None] - 1, chances, 0.0)
-
-    def finish(
-        self,
-        width: int,
-        seconds: float | None,
-        chances: np.ndarray | None = None,
-        lens: np.ndarray | None = None,
-    ) -> None:
-        """The step is over: its results reach the policy `delay` steps after it was chosen. seconds: what its time
-        would be read as, if it can be; chances [n, proposals], if the draft says any; lens [n]: verified."""
-        slots = self._running
+    def draft_step(self, width: int) -> Proposed:
+        """Of blocks of `widths[width]`."""
+        slots, steps = self._running, WIDTHS[width] - 1
+        if isinstance(self.draft, Recorded):
+            at = self._at[slots]
+            accepted, of_trees = self.draft.accepted_of[at], (self.draft.mass[at], self.draft.accepted_of_tree[at])
+            said = self.draft.logprobs[at, :steps]
+            return Proposed(said, np.minimum(accepted, steps), *of_trees)
+        chances = self.draft.chances(self._kind[slots], width, self.random)
         if self.draft.spread is None:
             accepted = self.draft.accepted(self._kind[slots], width, self.random)
         else:
-            assert chances is not None
             accepted = (self.random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
-        accepted = np.minimum(accepted, self._cap[slots] - 1)
-        if lens is not None:
-            accepted = np.minimum(accepted, lens - 1)
-        said = None if chances is None else np.log(chances.clip(1e-9))
-        timed = self.clock.random() < self.timed
-        self._late.append((self._step, accepted, seconds if timed else None, said, lens))
+        said = np.log(chances.clip(1e-9))
+        most = self._cap[slots] - 1
+        said = np.where(np.arange(said.shape[1]) < most[:, None], said, -np.inf)
+        return Proposed(said, np.minimum(accepted, most))
+
+    def finish(
+        self,
+        seconds: float | None,
+        accepted: np.ndarray,
+        said: np.ndarray,
+        lens: np.ndarray | None = None,
+        mass: np.ndarray | None = None,
+        interrupted: bool = False,
+    ) -> None:
+        """The step is over: its results reach the policy `delay` steps after it was chosen. seconds: what its time
+        would be read as, if it can be; said [n, proposals]: logprobs; lens [n]: verified; mass [n, nodes]."""
+        slots = self._running
+        timed = interrupted or self.clock.random() < self.timed
+        self._late.append((self._step, accepted, seconds if timed else None, said, lens, mass))
         if len(self._late) >= self.delay:
             self.policy.verified(*self._late.pop(0))
         self._left[slots] -= accepted + 1
         self._context[slots] += accepted + 1
+        if isinstance(self.draft, Recorded):
+            self._at[slots] = (self._at[slots] + accepted + 1) % len(self.draft.logprobs)
         done = self._left[slots] <= 0
         if done.any():
             self._free.extend(slots[done].tolist())
             self._running = slots[~done]
+
+
+class Proposed(NamedTuple):
+    """What a draft says of the requests of a step, and what comes true of it."""
+
+    said: np.ndarray  # [n, proposals] logprobs
+    accepted: np.ndarray  # [n] of whole blocks
+    mass: np.ndarray | None = None  # [n, nodes]
+    accepted_of_tree: np.ndarray | None = None  # [n, nodes] of the first 1, 2, ... nodes
 
 
 class Server:
@@ -426,11 +511,11 @@ class Server:
         each = [concurrency] * len(self.ranks) if isinstance(concurrency, int) else concurrency
         while (steps is None or len(run.widths) < steps) and (seconds is None or run.seconds < seconds):
             prompts = max(rank.arrive(requests) for rank, requests in zip(self.ranks, each, strict=True))
-            interrupted = self.machine.prefills and prompts > 0
-            if interrupted:
-                run.seconds += self.machine.prefill_seconds(prompts)
+            prefilled = self.machine.prefill_seconds(prompts) if self.machine.prefills and prompts else 0.0
+            if prefilled:
+                run.seconds += prefilled
                 for rank in self.ranks:
-                    rank.policy.prefill()
+                    rank.policy.prefill(prompts)
             committed = np.sum([rank.committed() for rank in self.ranks], axis=0)
             times = self.machine.seconds(
                 max(rank.batch for rank in self.ranks), max(rank.context_tokens for rank in self.ranks)
@@ -445,18 +530,26 @@ class Server:
             assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
             decision = decisions[0]
             width = widths.index(decision.width)
-            tokens, taken, gained = getattr(decision, "verify_budget", None), times[width], committed[width]
-            chances = [rank.draft_chances(width) for rank in self.ranks]
-            lens = None
-            if tokens is not None:
-                (rank,), (of_rank,) = self.ranks, chances
-                taken = self.machine.ragged_seconds(rank.batch, rank.context_tokens, width, tokens)
-                lens = shared(of_rank, tokens)
-                reach = of_rank.cumprod(axis=1)
-                gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
-            for rank, of_rank in zip(self.ranks, chances, strict=True):
-                read = self.machine.read(taken, rank.clock)
-                rank.finish(width, None if interrupted else read, of_rank, lens)
+            budget, nodes = getattr(decision, "verify_budget", None), getattr(decision, "tree_nodes", None)
+            drafted = [rank.draft_step(width) for rank in self.ranks]
+            taken, gained, lens, mass = times[width], committed[width], None, None
+            accepted = [of.accepted for of in drafted]
+            if budget is not None or nodes is not None or isinstance(self.ranks[0].draft, Recorded):
+                (rank,), (of_rank,) = self.ranks, drafted
+                kind = Kind(decision.width, budget is not None, nodes)
+                taken = self.machine.kind_seconds(rank.batch, rank.context_tokens, kind, budget)
+                if budget is not None:
+                    lens = shared(of_rank.said, budget)
+                    accepted = [np.minimum(of_rank.accepted, lens - 1)]
+                if nodes is not None:
+                    mass, accepted = of_rank.mass[:, :nodes], [of_rank.accepted_of_tree[:, nodes - 1]]
+                gained = (accepted[0] + 1).sum()
+                if budget is not None and not isinstance(rank.draft, Recorded):
+                    reach = np.exp(of_rank.said.cumsum(axis=1))
+                    gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
+            for rank, of_rank, of in zip(self.ranks, drafted, accepted, strict=True):
+                read = self.machine.read(taken, rank.clock) + prefilled
+                rank.finish(read, of, of_rank.said, lens, mass, prefilled > 0)
             if not decision.probe:
                 self._held = width
             run.lost += max(times[width] - long_run[width] / rates[self._held], 0.0)
@@ -468,14 +561,14 @@ class Server:
         return run
 
 
-def shared(chances: np.ndarray, tokens: int) -> np.ndarray:
-    """[n] tokens of each request, the likeliest of the batch (`share_rows`). chances: [n, proposals]"""
-    lens, starts = torch.zeros(len(chances), dtype=torch.int32), torch.zeros(len(chances) + 1, dtype=torch.int32)
-    share_rows(torch.from_numpy(np.log(chances.clip(1e-9))), tokens, lens, starts)
+def shared(said: np.ndarray, tokens: int) -> np.ndarray:
+    """[n] tokens of each request, the likeliest of the batch (`share_rows`). said: [n, proposals] logprobs"""
+    lens, starts = torch.zeros(len(said), dtype=torch.int32), torch.zeros(len(said) + 1, dtype=torch.int32)
+    share_rows(torch.from_numpy(np.maximum(said, -1e3)), tokens, lens, starts)
     return lens.numpy().astype(np.int64)
 
 
-def serve(policy: Policy, machine: Machine, draft: Draft, **load: Any) -> Server:
+def serve(policy: Policy, machine: Machine, draft: Draft | Recorded, **load: Any) -> Server:
     """A server of one rank."""
     return Server(machine, Rank(policy, draft, **load))
 
@@ -502,7 +595,7 @@ def between_prefills(policy: Policy, concurrency: int, answer: int, seed: int = 
 
 def heedless(policy: WidthPolicy) -> WidthPolicy:
     """The same, without being told of prefills."""
-    policy.prefill = lambda: None  # type: ignore[method-assign]
+    policy.prefill = lambda tokens=0: None  # type: ignore[method-assign]
     return policy
 
 

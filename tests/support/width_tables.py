@@ -11,17 +11,21 @@ from typing import Any
 import numpy as np
 
 from dflash_sglang.width import choice
+from dflash_sglang.width.kinds import Kind
 from tests.support.width_simulation import (
     EASY,
     GOOD,
     HARD,
     POOR,
     QUIET,
+    TREES,
     WIDTHS,
     Draft,
     Fixed,
+    FixedKind,
     Machine,
     Oracle,
+    Recorded,
     Run,
     adaptive,
     between_prefills,
@@ -136,6 +140,52 @@ def told_apart() -> None:
         )
 
 
+def recorded(machine: Machine) -> None:
+    """Of the trained pair: the best fixed shape among chains, trees and ragged steps of so many rows a request."""
+    head("concurrency", "best chain", "best shape", "chains", "ragged too", "trees too", "tree 16", "32", "64")
+    draft = Recorded()
+
+    def rate(policy: Any, concurrency: int, seed: int, steps: int) -> float:
+        server = serve(policy, machine, draft, seed=seed, clock=seed)
+        server.run(concurrency, steps=300)
+        return server.run(concurrency, steps=steps).rate
+
+    for concurrency in (1, 2, 4, 8, 32, 64, 128):
+        shapes = [(str(width), Fixed(width)) for width in WIDTHS]
+        trees = [nodes for nodes, most in TREES.items() if concurrency <= most]
+        shapes += [(f"tree {nodes}", FixedKind(Kind(16, nodes=nodes))) for nodes in trees]
+        for width in (8, 16) if concurrency > 1 else ():
+            shapes += [
+                (f"ragged {width}, {rows} rows", FixedKind(Kind(width, ragged=True), rows))
+                for rows in (2, 3, 4, 5, 6, 8)
+                if rows < width
+            ]
+        steps = max(300, 12_000 // concurrency)
+        fixed = {
+            name: np.mean([rate(shape, concurrency, seed, steps) for seed in range(2)]) for name, shape in shapes
+        }
+        best = max(fixed, key=fixed.__getitem__)
+        chain = max(map(str, WIDTHS), key=fixed.__getitem__)
+
+        def share(concurrency: int = concurrency, best: float = fixed[best], **served: Any) -> str:
+            ours = [
+                rate(adaptive(machine, concurrency, seed=seed, **served), concurrency, seed, 1500)
+                for seed in SEEDS
+            ]
+            return f"{np.mean(ours) / best:.3f}"
+
+        of_trees = [f"{fixed[f'tree {n}'] / fixed[chain]:.3f}" if n in trees else "" for n in TREES]
+        row(
+            concurrency,
+            f"{chain}: {fixed[chain]:.0f}",
+            f"{best}: {fixed[best]:.0f}",
+            share(),
+            share(ragged=True),
+            share(ragged=True, trees=TREES),
+            *of_trees,
+        )
+
+
 def unmixed(machine: Machine) -> None:
     head("accept length", "concurrency", "one width", "ragged", "ragged / one width")
     for name, draft in (("6.4", Draft(GOOD)), ("1.5", Draft(POOR))):
@@ -152,7 +202,7 @@ def unmixed(machine: Machine) -> None:
 def prefills(machine: Machine) -> None:
     head(
         "answer", "concurrency", "no speculation", "best fixed", "ours", "ours / best",
-        "without counting prefills / best", "ragged / best",
+        "prefills taken for steps / best", "ragged / best",
     )  # fmt: skip
     for answer in ANSWERS:
         for concurrency in (1, 32, 128, 256):
@@ -227,6 +277,7 @@ if __name__ == "__main__":
     changing(QUIET)
     mixes()
     told_apart()
+    recorded(QUIET)
     unmixed(QUIET)
     prefills(QUIET)
     margins()

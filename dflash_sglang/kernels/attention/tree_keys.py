@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_sglang.kernels.block.grow_tree import MAX_NODES
+from dflash_sglang.settings.width import MAX_NODES
 
 HEAD_DIMS = (64, 128, 256)
 _TILE_NODES = 16  # nodes of one program

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_sglang.kernels.block.grow_tree import Tree
+from dflash_sglang.kernels.head.pack_shard import Candidates
 
 COIN_BITS = 31
 GOLDEN = 1_327_217_885  # 2**31 over the golden ratio: multiples of it spread evenly over the coin's range
@@ -67,10 +68,26 @@ class Recorded(NamedTuple):
     logprobs: Tensor  # [starts, block - 1] float32: of the proposals there, as the draft has them
     offsets: Tensor  # [rows] int64, 0 to starts - 1: of each row of req_to_token, the place less committed tokens
     token_id: int | None  # as `Forced` has it
+    candidates: Tensor  # [starts, block - 1, K] float32: logprobs of the likeliest tokens of each position
+    ranks: Tensor  # [starts, block - 1] int64: which of them comes true, K where none does
 
     def cases(self, requests: Tensor, prefix_lens: Tensor) -> Tensor:
         """[bs] rows of `accepted` and `logprobs` for the next step of requests [bs]."""
         return (self.offsets[requests.long()] + prefix_lens.long()) % len(self.accepted)
+
+    def likeliest(self, requests: Tensor, prefix_lens: Tensor) -> Candidates:
+        """For the next trees of requests [bs]. The tokens stand for their positions and ranks."""
+        logprobs = self.candidates[self.cases(requests, prefix_lens)]
+        ids = torch.arange(logprobs[0].numel(), device=logprobs.device)
+        return Candidates(ids.expand(len(logprobs), -1).reshape(logprobs.shape), logprobs)
+
+    def answers(self, requests: Tensor, prefix_lens: Tensor, depths: Tensor) -> Tensor:
+        """[bs, N] after nodes at these depths [bs, N]: the tokens of `likeliest` that come true, or one that is
+        nobody's child."""
+        steps, count = self.candidates.shape[1:]
+        ranks = self.ranks[self.cases(requests, prefix_lens)]
+        place = depths.long().clamp(max=steps - 1)
+        return place * count + ranks.gather(1, place)
 
     def restart(self, requests: Tensor, before: Tensor, seq_lens: Tensor) -> None:
         """Rows of req_to_token get new requests of seq_lens [bs] tokens. They read on where the requests before

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_sglang.kernels.head.pack_shard import LOW_BITS, Candidates, sortable
+from dflash_sglang.settings.width import MAX_NODES
 
-MAX_NODES = 64  # the ancestors of a node are the bits of one int64
 # Of a candidate's rank, place in the order of pops: depth, rank and parent in the low 32 bits of its key.
 _PARENT_BITS, _RANK_BITS = 6, 14
 _MAX_CANDIDATES = (1 << _RANK_BITS) - 1

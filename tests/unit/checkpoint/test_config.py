@@ -322,7 +322,7 @@ def test_a_field_that_cannot_be_served_is_named_with_its_value_and_what_to_chang
     assert raised.value.expected in str(raised.value) and raised.value.fix in str(raised.value)
 
 
-WIDTHS = ("4", '"block"', '"auto"', '{"ragged": true}')
+WIDTHS = ("4", '"block"', '"auto"', '{"trees": [16]}')
 
 
 def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
@@ -340,7 +340,7 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         WidthConfig(fixed=4),
         WidthConfig(fixed="block"),
         WidthConfig(),
-        WidthConfig(ragged=True),
+        WidthConfig(trees=(16,)),
     ]
     assert PluginConfig().width == WidthConfig()
     heads = [PluginConfig.from_mapping(settings).draft_head for settings in ({}, {"draft_head": "as_is"})]
@@ -369,13 +369,13 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ),
         ('{"simulated_acceptance": {"path": "pyproject.toml"}}', r"simulated_acceptance=\{'path': .*: expected"),
         ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
-        ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*or 'block'"),
+        ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*'block' for that, or 'tree N'"),
         (
             '{"width": {"per_request": true}}',
-            "width: per_request=True: expected no such key: it is called ragged now",
+            "width: per_request=True: expected no such key: steps are ragged wherever",
         ),
-        ('{"width": {"ragged": 1}}', r"width: ragged=1 \(int\): expected true or false"),
-        ('{"width": {"ragged": true, "fixed": 4}}', "width: fixed=4 and ragged=true: give one of them"),
+        ('{"width": {"ragged": true}}', "width: ragged=True: expected no such key"),
+        ('{"width": {"trees": [1]}}', r"width: trees=1 \(int\): expected whole numbers from 2 to 64"),
         ('{"width": {"reserve": 1}}', "width: unknown key 'reserve'. Known keys: widths, fixed"),
         ("{", "is not JSON"),
         ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),

@@ -60,7 +60,7 @@ def test_the_packaged_pair_is_fine_and_the_page_has_what_would_run(page: Any) ->
     assert done.stdout.splitlines()[0].endswith(" doctor: fine")
     assert rows["layers"] == "0-1 sliding(128) causal, 2 full not causal"
     assert rows["block"] == "16 (trained 16)" and rows["target layers"] == "[0, 2, 4]"
-    assert rows["widths"].startswith("[1, 2, 4, 6, 8, 12, 16]; ")
+    assert rows["widths"].startswith("[1, 2, 4, 6, 8, 12, 16], ragged where attention can; ")
     assert rows["mask token"] == "259 '<|mask|>'" and rows["patches"].endswith(", all fit")
     assert "0.029 GB for 20000 tokens, 1536 bytes a token" in rows["memory of a rank"]
 

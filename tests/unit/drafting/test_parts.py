@@ -65,7 +65,7 @@ def test_without_a_graph_a_step_has_the_rows_that_are_verified_and_no_other() ->
     assert chosen.rows.ids.tolist() == [1000 + row for row in ROWS]
     assert chosen.rows.positions.tolist() == [200 + row for row in ROWS]
     assert chosen.rows.slots.tolist() == [300 + row for row in ROWS]
-    layout, ragged = chosen.layout, chosen.requests
+    layout, ragged = chosen.layout, chosen.ragged
     assert layout.verify_lens.tolist() == list(LENS) == layout.verify_lens_cpu
     assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7] and layout.extend_start_loc.tolist() == [0, 2, 3]
     assert layout.graph_num_tokens == layout.total_verify_tokens == 7
@@ -83,7 +83,7 @@ def test_requests_that_a_graph_has_more_have_no_rows() -> None:
     assert layout.verify_lens.tolist() == [*LENS, 0, 0] and layout.bs == 5
     assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7, 7, 7]
     assert layout.graph_num_tokens == 7 and layout.cap == BLOCK
-    assert chosen.requests.lens.tolist() == list(LENS)
+    assert chosen.ragged.lens.tolist() == list(LENS)
 
 
 @pytest.mark.parametrize(

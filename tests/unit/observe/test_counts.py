@@ -67,6 +67,15 @@ def test_the_accept_rate_is_of_what_was_verified_whatever_the_width() -> None:
     assert counts.totals().accept_rate == 6 / 18
 
 
+def test_a_tree_verifies_its_nodes_and_drafts_a_block() -> None:
+    counts = Counts(16, ragged=True, chooses=True)
+    counts.add(16, [7, 0], np.array([16, 16]), nodes=32)
+    counts.add(16, [3], np.array([16]), np.array([5]))
+    totals = counts.totals()
+    assert (totals.rows, totals.drafted, totals.committed) == (64 + 5, 45, 13)
+    assert counts.shapes == {Shape(32, "tree", "chosen"): 1, Shape(16, "ragged", "chosen"): 1}
+
+
 def test_a_step_has_a_form_and_a_reason() -> None:
     whole, part = dict(width=4, lens=None, most=[8], accepted=[0]), dict(width=4, lens=[3], most=[8], accepted=[0])
     counts = Counts(BLOCK, ragged=True, chooses=True)

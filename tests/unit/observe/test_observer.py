@@ -61,13 +61,23 @@ def test_a_server_with_a_fixed_width_has_no_series_of_gains(gains):
     )
     causes: Any = SimpleNamespace(context_tokens=0)
     counts = Counts(BLOCK, ragged=False, chooses=gains is not None)
-    observer = Observer(counts, Alarm(BLOCK), causes, None if gains is None else lambda: gains, StepSplit(Clock()))
+    bins = {"from": [0.9, 0.0], "verified": [5.0, 3.0], "expected": [4.8, 0.5], "accepted": [4.0, 1.0]}
+    told = [None, None] if gains is None else [lambda: gains, lambda: bins]
+    observer = Observer(counts, Alarm(BLOCK), causes, told[0], StepSplit(Clock()), told[1])
     observer.verified(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK), None, 100, None)
     observer.report(reporter)
     found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
     assert found["dflash_accept_length"] == 2 and "dflash_accept_length_after_warm_up" not in found
     names = ("dflash_gain_over_plain", "dflash_gain_over_whole_blocks")
     assert tuple(found.get(name) for name in names) == (gains or (None, None))
+    chances = {
+        (sample.name.split("_")[2], sample.labels["at_least"]): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name.startswith("dflash_chance") and sample.name.endswith("_total")
+    }
+    expected = {(name, str(least)): bins[name][at] for name in bins for at, least in enumerate(bins["from"])}
+    assert chances == ({} if gains is None else {key: of for key, of in expected.items() if key[0] != "from"})
 
 
 def test_a_pause_between_two_steps_is_no_part_of_a_step():

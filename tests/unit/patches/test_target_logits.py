@@ -391,7 +391,7 @@ def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, san
         sampling_info=SimpleNamespace(**{**FIELDS, **info}),
         **{**dict(has_grammar=False, return_logprob=False), **batch},
     )
-    under_test.verify(asked, mock.MagicMock(), mock.MagicMock(), None, None)
+    under_test.verify(asked, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(ragged=None), None)
     expected = {"as they are": given, "whole as given": whole_as_given, "whole": whole}[taken]
     assert output.next_token_logits is expected
     assert verifier.sampling_mask_output.called is (taken != "as they are")
@@ -422,6 +422,6 @@ def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(m
     under_test._logits = mock.MagicMock(whole=mock.MagicMock(return_value=logits))
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
         block, proposals, forward = (mock.MagicMock() for _ in range(3))
-        under_test._accept_as_asked(batch, block, proposals, None, forward, None, None)
+        under_test._accept_as_asked(batch, block, proposals, mock.MagicMock(), forward, None, None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
     assert under_test.full_blocks(batch) == "adjusted"

@@ -15,12 +15,16 @@ from bench.widths import PAIR_RECORD
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.accept import Ragged
+from dflash_sglang.kernels.block.grow_tree import grow_tree
 from dflash_sglang.kernels.block.share_rows import share_rows
+from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.pair import RECORD as RECORD_OF_PAIR
 from dflash_sglang.startup.facts import LoadError
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.record import AcceptanceRecord
 from dflash_sglang.verify.simulate import forced_acceptance
+from dflash_sglang.verify.tree import Trees
+from training.shapes import grow
 
 REQUESTS, PROMPT = 64, 100
 FACTS = json.loads(PAIR_RECORD.with_suffix(".json").read_text())
@@ -85,6 +89,10 @@ class Served:
         self.acceptor.start(self.requests, self.requests, self.lens)
         self.blocks = torch.zeros((REQUESTS, width), dtype=torch.int64)
 
+    def starts(self) -> list[int]:
+        """[bs] the places of the record that the next step is at."""
+        return self.acceptor._forced.cases(self.requests, self.lens).tolist()
+
     def logprobs(self) -> torch.Tensor:
         blind = Proposals.certain(self.blocks, logprobs=torch.zeros(REQUESTS, self.width - 1))
         logprobs = self.acceptor.clip_to_limits(blind, self.requests, self.lens).logprobs
@@ -148,6 +156,44 @@ def test_ragged_steps_commit_more_than_chains_of_as_many_rows() -> None:
     ragged = served.mean(200, step)
     assert ragged / FACTS["in_a_circle"]["8"] == pytest.approx(1.1, abs=0.03)
     assert ragged < served.mean(200, served.step)
+
+
+def test_trees_commit_the_true_tokens_that_are_among_their_nodes() -> None:
+    record, served, trees = AcceptanceRecord.load(PAIR_RECORD), Served(16), Trees(16, REQUESTS, 16, "cpu")
+    none = torch.zeros((REQUESTS, 15, 8))
+    tokens, tree = torch.empty((REQUESTS, 16), dtype=torch.int64), trees.of(REQUESTS)
+
+    def step() -> torch.Tensor:
+        blind = Proposals.certain(served.blocks, logprobs=none[..., 0])._replace(
+            best=Candidates(none.long(), none)
+        )
+        best = served.acceptor.clip_to_limits(blind, served.requests, served.lens).best
+        assert best is not None
+        grow_tree(served.blocks[:, 0], best, tokens, tree)
+        served.slots.current.copy_(torch.tensor(served.slots.next()))
+        paths = trees.paths(torch.arange(REQUESTS * 16))
+        served.acceptor.accept(tokens, tokens, served.lens, served.requests, paths=paths)
+        committed = served.slots.outcome(REQUESTS, 16).commit_lens.clone()
+        for logprobs, start in zip(best.logprobs, served.starts(), strict=True):
+            assert np.array_equal(logprobs.numpy(), record.logprobs[start].astype(np.float32))
+        expected = [
+            longest_path(np.float32(record.logprobs[start]), record.ranks[start]) for start in served.starts()
+        ]
+        assert committed.tolist() == expected
+        served.lens += committed
+        return committed
+
+    assert served.mean(100, step) / FACTS["in_a_circle"]["16"] == pytest.approx(1.125, abs=0.02)
+
+
+def longest_path(logprobs: np.ndarray, ranks: np.ndarray) -> int:
+    """Nodes, the root included, of the path along the true tokens in the reference's tree of 16 nodes."""
+    tree = grow(logprobs, 16)
+    node, length = 0, 1
+    for following in range(1, 16):
+        if tree.parents[following] == node and tree.ranks[following] == ranks[tree.depths[node]]:
+            node, length = following, length + 1
+    return length
 
 
 def test_the_statistics_are_those_of_the_record_and_equal_the_reference_loops() -> None:

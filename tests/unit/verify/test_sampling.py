@@ -426,7 +426,9 @@ def test_bias_reaches_every_row_of_its_request_only():
 @pytest.mark.parametrize(("width", "lens"), [(BLOCK, [BLOCK, BLOCK]), (1, [1, 1]), (BLOCK, [1, 3])])
 def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, width, lens):
     """Seeded requests, and blocks without proposals: the logits stay as they are for what reports them."""
+    from dflash_sglang.drafting.block import Rows
     from dflash_sglang.verify import target_tokens
+    from dflash_sglang.verify.rows import VerifyRows
 
     monkeypatch.setattr(target_tokens, "get_dp_tp_group", mock.Mock())
     monkeypatch.setattr(target_tokens, "SpecTpSync", mock.Mock())
@@ -444,12 +446,12 @@ def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, wi
     logits = torch.randn(sum(lens), VOCAB).bfloat16()
     before = logits.clone()
     info = sampling_info(2, sampling_seed=torch.tensor([7, 9]) if width > 1 else None)
-    block: Any = SimpleNamespace(size=width, batch_size=2, rows=SimpleNamespace(positions=torch.arange(2 * width)))
-    ragged: Any = None
-    if sum(lens) < 2 * width:
-        requests = Ragged(torch.tensor([0, 1, 4]), torch.tensor(lens, dtype=torch.int32), BLOCK)
-        ragged = SimpleNamespace(rows=SimpleNamespace(positions=torch.arange(4)), requests=requests)
-    chosen = chooser.choose(logits, info, block, mock.Mock(), ragged)
+    block: Any = SimpleNamespace(size=width, batch_size=2)
+    positions = torch.arange(sum(lens))
+    ragged = Ragged(torch.tensor([0, 1, 4]), torch.tensor(lens, dtype=torch.int32), BLOCK)
+    rows: Any = Rows(positions, positions, positions)
+    of = VerifyRows(rows, mock.Mock(), width, width, ragged=ragged if sum(lens) < 2 * width else None)
+    chosen = chooser.choose(logits, info, block, mock.Mock(), of)
     assert torch.equal(chosen, before.float().argmax(dim=-1))
     assert width == 1 or seeds == [7] * lens[0] + [9] * lens[1]
     assert torch.equal(logits, before) and torch.equal(given[0], before.float())

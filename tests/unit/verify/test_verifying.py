@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -95,7 +95,11 @@ def test_ragged_steps_are_verified_as_wide_as_the_backend_that_verifies_them(
     monkeypatch: pytest.MonkeyPatch, ragged: bool
 ) -> None:
     """Theirs is of the widest blocks, however wide a step's are: TensorRT-LLM's MLA counts keys by it."""
+    from dflash_sglang.drafting.block import Rows
+    from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.kernels.block.accept import Ragged
     from dflash_sglang.verify import verifier
+    from dflash_sglang.verify.rows import VerifyRows
 
     asked: list[Any] = []
 
@@ -106,14 +110,16 @@ def test_ragged_steps_are_verified_as_wide_as_the_backend_that_verifies_them(
     monkeypatch.setattr(verifier.DFlashVerifyInput, "prepare_for_verify", prepare_for_verify)
     monkeypatch.setattr(verifier, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
     under_test = object.__new__(verifier.Verifier)
-    under_test._block_size = 16
     under_test._worker = SimpleNamespace(forward_batch_generation=lambda **_: None)  # type: ignore[assignment]
     of_a_block = ("prefix_lens", "requests", "kv_len_bounds", "prefix_bounds_sum", "loc_plan")
-    rows = SimpleNamespace(positions=None, slots=None)
+    ids = torch.zeros((1, 8), dtype=torch.int64)
+    rows = Rows(ids.view(-1), ids.view(-1), ids.view(-1))
     block: Any = SimpleNamespace(size=8, rows=rows, **dict.fromkeys(of_a_block))
-    chosen: Any = SimpleNamespace(layout="layout", rows=rows, loc_plan=None) if ragged else None
-    ids = torch.zeros(8, dtype=torch.int64)
-    under_test._forward(SimpleNamespace(), block, ids, chosen)  # type: ignore[arg-type]
+    of = VerifyRows.of_block(block, Proposals.certain(ids))
+    if ragged:
+        layout, starts = cast(Any, "layout"), torch.zeros(2, dtype=torch.int32)
+        of = VerifyRows(rows, block.loc_plan, 16, 16, layout, Ragged(starts, starts[:1], 16))
+    under_test._forward(SimpleNamespace(), block, of)  # type: ignore[arg-type]
     (verify_input,) = asked
     assert (verify_input.draft_token_num, verify_input.ragged_verify_layout) == (
         (16, "layout") if ragged else (8, None)

@@ -21,8 +21,10 @@ from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
 from dflash_sglang.requests.width_bounds import width_bounds
 from dflash_sglang.settings.width import WidthConfig, WidthConfigError
-from dflash_sglang.width.acceptance import Acceptance
+from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.group import Group
+from dflash_sglang.width.kinds import Kind
+from dflash_sglang.width.requests import Requests
 
 BLOCK = 16
 ALONE = Group()
@@ -33,12 +35,12 @@ class Policy:
 
     def __init__(self, widths: list[int]) -> None:
         self.widths, self.told, self.needs_full_blocks = widths, [], []
-        self.prefills, self.of_draft = 0, []
-        self.acceptance, self.budgets = Acceptance([1, BLOCK], 16), [16, 48]
+        self.prefills, self.of_draft = [], []
+        self.requests, self.budgets = Requests(BLOCK, 16), [16, 48]
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
-    def prefill(self) -> None:
-        self.prefills += 1
+    def prefill(self, tokens: int) -> None:
+        self.prefills.append(tokens)
 
     def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
         self.told.append(("admit", slots.tolist(), most, least))
@@ -47,7 +49,8 @@ class Policy:
         self.told.append(("choose", slots.tolist(), context))
         self.needs_full_blocks.append(needs_full_blocks)
         number, budget = len(self.needs_full_blocks), None if needs_full_blocks else 48
-        decision = SimpleNamespace(width=self.widths.pop(0), probe=False, verify_budget=budget)
+        width = self.widths.pop(0)
+        decision = Decision(width, budget) if isinstance(width, int) else Decision(BLOCK, None, width.nodes)
         return SimpleNamespace(number=number, slots=slots, decision=decision)
 
     def verified(self, step: Any, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
@@ -64,7 +67,10 @@ class Widths(list):
     def __init__(self) -> None:
         self.ragged: list[bool] = []
 
-    def use(self, width: int, ragged: bool) -> None:
+    def use(self, width: int, ragged: bool, nodes: int | None) -> None:
+        if nodes is not None:
+            self.append(f"tree {nodes}")
+            return
         self.append(width)
         self.ragged.append(ragged)
 
@@ -84,7 +90,7 @@ class Clock:
         return end - start
 
 
-def adaptive(widths: list[int], limits: list[Any] | None = None) -> tuple[Any, Policy, Clock]:
+def adaptive(widths: list[Any], limits: list[Any] | None = None) -> tuple[Any, Policy, Clock]:
     from dflash_sglang.width.controller import WidthController
 
     policy, clock, used = Policy(widths), Clock(), Widths()
@@ -118,12 +124,21 @@ def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
         for params in (*asked.values(), *[None] * len(decoded))
     ]
     rows = torch.tensor([*asked, *decoded], dtype=torch.int64)
-    return SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, decoding_reqs=reqs[len(asked) :] or None)
+    return SimpleNamespace(
+        reqs=reqs,
+        req_pool_indices_cpu=rows,
+        decoding_reqs=reqs[len(asked) :] or None,
+        extend_lens=[10] * len(asked) + [1] * len(decoded),
+    )
 
 
-def launch(widths: Any, batch: Any, logprobs: Any = None, lens: Any = None) -> Any:
+def launched(logprobs: Any = None, lens: Any = None, mass: Any = None) -> Any:
+    return SimpleNamespace(logprobs=logprobs, verified_lens=lens, mass=mass, num_correct_drafts_per_req_cpu=None)
+
+
+def launch(widths: Any, batch: Any, *of_draft: Any) -> Any:
     widths.next(batch)
-    result = SimpleNamespace(logprobs=logprobs, verified_lens=lens, num_correct_drafts_per_req_cpu=None)
+    result = launched(*of_draft)
     widths.returned(result)
     return result
 
@@ -133,8 +148,8 @@ def come_back(widths: Any, result: Any, accepted: list[int]) -> None:
     widths.verified(accepted)
 
 
-def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_unless_something_ran_between() -> None:
-    widths, policy, clock = adaptive([16, 8, 8, 4, 4])
+def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_that_waited() -> None:
+    widths, policy, clock = adaptive([16, 8, 8, 4, 4, 4, 2])
     results = []
     for ends in (101.0, 103.0, 104.5):
         clock.ends = ends
@@ -146,10 +161,17 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_unless_something
         results.append(launch(widths, decoding(1, 2)))
         come_back(widths, results.pop(0), [1, 1])
         clock.ends += 2.0
+    widths.prefill(prefilled({2: None, 3: None}))
+    clock.ends = 120.0
+    results.append(launch(widths, decoding(1, 2, 3)))  # 1 has waited
+    widths.prefill(prefilled({5: None}))
+    clock.ends = 300.0  # the others have ended, the server had nothing to do
+    results.append(launch(widths, decoding(5)))
     for result in results:
-        come_back(widths, result, [0, 0])
-    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, None, 2.0]
-    assert widths.used == [16, 8, 8, "widest", 4, 4]
+        come_back(widths, result, [0] * (2 if result in results[:2] else 3 if result is results[2] else 1))
+    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, 5.5, 2.0, 8.0, None]
+    assert widths.used == [16, 8, 8, "widest", 4, 4, "widest", 4, "widest", 2]
+    assert policy.prefills == [0, 20, 10]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -173,6 +195,16 @@ def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets
     assert widths.used.ragged == [True, False, True]
 
 
+def test_a_tree_is_put_to_use_and_what_its_nodes_weigh_comes_with_its_result() -> None:
+    widths, policy, _ = adaptive([Kind(BLOCK, nodes=32), 8])
+    mass = torch.tensor([[0.0, -0.5, -1.0]])
+    results = [launch(widths, decoding(1), torch.tensor([[-0.5]]), None, mass), launch(widths, decoding(1))]
+    assert widths.used == ["tree 32", 8]
+    for result in results:
+        come_back(widths, result, [1])
+    assert policy.of_draft == [[[[-0.5]], None, [[0.0, -0.5, -1.0]]], [None] * 3]
+
+
 def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_step() -> None:
     widths, policy, _ = adaptive([8, 8, 4, 4])
     of_draft = [([[-0.5, -1.0]], [2]), ([[-0.25, 0.0]], None), (None, None)]
@@ -180,18 +212,18 @@ def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_
     results = [launch(widths, decoding(1), *both) for both in tensors]
     for result in results:
         come_back(widths, result, [1])
-    assert policy.of_draft == [list(of) for of in of_draft]
+    assert policy.of_draft == [[*of, None] for of in of_draft]
 
 
 def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit() -> None:
     """Requests' slots are given away before the result comes back."""
     widths, policy, _ = adaptive([8, 4, 1])
-    policy.acceptance.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
+    policy.requests.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
     results = [launch(widths, decoding(1, 2, context=70))]
     widths.next(decoding(1, 2, context=80), "adjusted")
-    widths.returned(SimpleNamespace(logprobs=None, verified_lens=None, num_correct_drafts_per_req_cpu=None))
+    widths.returned(launched())
     results += [widths._launched[-1].result, launch(widths, decoding(2, context=9))]
-    policy.acceptance.admit(np.array([1, 2]), 3)
+    policy.requests.admit(np.array([1, 2]), 3)
     for result, accepted in zip(results, ([6, 2], [0, 1], [0]), strict=True):
         come_back(widths, result, accepted)
     told = widths.observer.snapshot()
@@ -261,7 +293,7 @@ def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_
     batch = prefilled({4: None, 9: {"dflash": one}, 2: {"dflash": wide}, 7: {"other": 1}}, decoded=(1, 6))
     widths.prefill(batch)
     assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK], [1, 2, BLOCK, 1])]
-    assert policy.prefills == 1
+    assert policy.prefills == [42]
     assert limits == [([4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
     batch.reqs[1].to_finish, batch.reqs[1].sampling_params.custom_params = "refused", {"dflash": 3}
     widths.prefill(batch)
@@ -271,9 +303,9 @@ def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_
 def test_a_rank_without_requests_counts_the_prefills_of_others() -> None:
     widths, policy, _ = adaptive([16])
     widths.prefill(prefilled({}))
-    assert policy.prefills == 1 and policy.told == []
+    assert policy.prefills == [0] and policy.told == []
     widths.next(decoding())
-    assert policy.prefills == 1
+    assert policy.prefills == [0]
 
 
 def test_changes_are_logged_once_in_ten_seconds(
@@ -289,8 +321,8 @@ def test_changes_are_logged_once_in_ten_seconds(
         widths.next(decoding(1))
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(";")[0] for line in lines] == [
-        "dflash_sglang verify width: 8 at 1 requests (load",
-        "dflash_sglang verify width: 2 at 1 requests (load",
+        "dflash_sglang verify width: ragged 8 at 1 requests (load",
+        "dflash_sglang verify width: ragged 2 at 1 requests (load",
     ]
     assert "2 changes since the last line" in lines[1] and "1.50 over plain decoding, 2.00 over" in lines[1]
 
@@ -394,7 +426,6 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
         "attention",
         "loads",
         "nodes",
-        "selector",
         "positions",
         "experts",
         "padding",
@@ -403,14 +434,13 @@ def test_a_request_that_sglang_would_answer_wrongly_is_refused_by_field() -> Non
         "pair",
         None,
         "memory",
-        "not asked",
+        "fixed",
     ],
 )
 def test_one_width_for_all_requests_where_another_each_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str | None
 ) -> None:
     from dflash_sglang.width import startup
-    from dflash_sglang.width.group import Group
 
     caplog.set_level("INFO")
     monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
@@ -432,15 +462,17 @@ def test_one_width_for_all_requests_where_another_each_cannot_be_had(
         parts = SimpleNamespace(supports_ragged_verify_graph=True)
         runner.attn_backend._select_backend = lambda mode: parts if mode.is_target_verify() else None
     group = Group(gather=(lambda row: row) if what == "loads" else None)
-    config, added = WidthConfig(ragged=what != "not asked"), []
-    parts = startup.can_be_ragged(config, runner, group, confident=what != "selector")
+    config, added = WidthConfig(fixed=8 if what == "fixed" else None), []
+    parts = startup.can_be_ragged(config, runner, group)
     assert parts == (what in (None, "memory", "pair"))
-    widths = SimpleNamespace(add_while_free=lambda *_: {1: 1.5}, add_ragged=lambda: added.append("parts"))
+    widths = SimpleNamespace(
+        add_while_free=lambda *_: {1: 1.5}, add_ragged=lambda: added.append("parts"), add=added.append
+    )
     free = 3.4 if what == "memory" else 3.6
-    served = startup.add_widths(config, widths, BLOCK, lambda: free, parts)
-    assert served.ragged == (what in (None, "pair")) and added == ["parts"] * (what in (None, "pair"))
+    startup.add_widths(config, widths, BLOCK, lambda: free, parts)
+    assert added == {None: ["parts"], "pair": ["parts"], "fixed": [8]}.get(what, [])
     said = "not ragged: " in caplog.text
-    assert said == (what not in (None, "pair", "not asked"))
+    assert said == (what not in (None, "pair", "fixed"))
 
 
 def test_what_is_left_out_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.width import choice
-from dflash_sglang.width.acceptance import steps_needed
 from dflash_sglang.width.interruptions import Interruptions
 from tests.support.width_simulation import QUIET, Fixed, Machine, Run, adaptive, between_prefills, heedless
 
@@ -19,8 +18,8 @@ def test_how_many_steps_come_after_a_prefill_follows_from_what_they_commit() -> 
     assert counted.share(1e6) == 0.0
     for _ in range(2000):
         if random.random() < 0.6:
-            counted.prefill()
-            counted.prefill()  # another chunk: one interruption
+            counted.prefill(1)
+            counted.prefill(1)  # another chunk: one interruption
         counted.step(200.0)
     arrivals = -np.log(1 - counted.share(200.0))  # per step
     assert counted.share(200.0) == pytest.approx(0.6, abs=0.1)
@@ -32,7 +31,7 @@ def test_how_many_steps_come_after_a_prefill_follows_from_what_they_commit() -> 
 def test_where_every_step_comes_after_a_prefill_fewer_tokens_still_mean_fewer() -> None:
     counted = Interruptions()
     for _ in range(2000):
-        counted.prefill()
+        counted.prefill(1)
         counted.step(100.0)
     assert counted.share(100.0) == pytest.approx(127 / 128)
     assert 0.5 < counted.share(20.0) < 0.65 and counted.share(1e9) == 1.0
@@ -43,7 +42,7 @@ def test_where_every_step_comes_after_a_prefill_fewer_tokens_still_mean_fewer() 
 
 def test_the_first_prefill_of_a_server_counts_like_any_other() -> None:
     counted = Interruptions()
-    counted.prefill()
+    counted.prefill(1)
     counted.step(5.0)
     assert counted.share(5.0) == pytest.approx(1 / 128)
 
@@ -79,26 +78,42 @@ def test_at_a_low_load_prefills_change_nothing() -> None:
     assert told.rate == pytest.approx(untold.rate, rel=0.01)
 
 
-def test_prefills_are_in_no_step_time_and_in_the_gains_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("once", [0.0, 0.01, 0.04])
+def test_what_prefills_add_whatever_they_prefill_is_measured(once: float) -> None:
+    counted, random, weights = Interruptions(), np.random.default_rng(0), 0.005
+    assert counted.once(weights) == weights, "before any was measured, a pass over the weights"
+    for _ in range(600):
+        tokens = int(random.integers(1, 20)) * 32
+        seconds = once + 25e-6 * tokens + 0.002 * random.standard_normal()
+        pause = 10.0 if random.random() < 0.01 else 1.0
+        counted.observe(tokens, seconds * pause, weights)
+    assert counted.once(weights) == pytest.approx(once, abs=0.003)
+
+
+def test_a_step_after_a_prefill_tells_what_the_prefill_added_and_nothing_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(choice, "PROBE_BUDGET", 0.0)
     policy, slots = adaptive(Machine(), 256, WidthConfig(widths=(1, 4))), np.arange(256)
-    times = policy.decider.step_times
+    times, interruptions = policy.decider.step_times, policy.decider.interruptions
     policy.admit(slots)
     table = times.seconds(8, 0.0)
-    plain, four = times.seconds(times.bucket(256), 512 * 256)
     for _ in range(500):
-        policy.prefill()
+        policy.prefill(100)
         step = policy.choose(slots, 512 * 256)
-        width = step.decision.width
-        policy.verified(step, np.minimum(np.tile([1, 2, 3, 3], 64), width - 1))
-    assert times.seconds(8, 0.0) == table and width == 4
-    plain_steps, steps = policy.metrics.steps
-    assert sum(policy.metrics.seconds) == pytest.approx(plain_steps * plain + steps * four)
-    tokens, once = steps_needed(policy.acceptance.work(slots, 1))[0], times.seconds(0, 0.0)[0]
-    share = policy.decider.interruptions.share
-    spent = plain + once * share(256.0), four + once * share(tokens)
-    assert policy.metrics.gain_over_plain == pytest.approx(tokens / 256 * spent[0] / spent[1], rel=0.01)
-    assert tokens / 256 * plain / four < 1 < 1.1 < policy.metrics.gain_over_plain
+        said = np.log(np.full((256, step.decision.width - 1), 0.7))
+        policy.verified(step, np.minimum(np.tile([1, 2, 3, 3], 64), step.decision.width - 1),
+                        step.decision.seconds + 0.02, said)  # fmt: skip
+    assert times.seconds(8, 0.0) == table and step.decision.width == 4
+    once = interruptions.once(times.seconds(0, 0.0)[0])
+    assert once == pytest.approx(0.02, rel=0.1)
+    plain, four = times.seconds(times.bucket(256), 512 * 256)
+    assert sum(policy.metrics.seconds) == pytest.approx(
+        policy.metrics.steps[0] * plain + policy.metrics.steps[1] * four
+    )
+    tokens = 256 / policy.requests.work(slots, 1, 1.0).steps_needed(np.array([4]), np.ones(1))[0]
+    spent = plain + once * interruptions.share(256.0), four + once * interruptions.share(256 * tokens)
+    assert policy.metrics.gain_over_plain == pytest.approx(tokens * spent[0] / spent[1], rel=0.01)
     assert policy.metrics.gain_over_full == pytest.approx(1.0)
 
 

@@ -1,8 +1,9 @@
-"""The parts of the width policy: step times, acceptance, choice, settings."""
+"""The parts of the width policy: step times, requests, choice, settings."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,27 +13,37 @@ from hypothesis import strategies as st
 
 from dflash_sglang.settings.width import WidthConfig, WidthConfigError
 from dflash_sglang.width import choice
-from dflash_sglang.width.acceptance import Acceptance, steps_needed
 from dflash_sglang.width.choice import Chooser
 from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.group import Group, OneStepLate
+from dflash_sglang.width.kinds import Kind, kinds_of
+from dflash_sglang.width.requests import Requests
 from dflash_sglang.width.step_times import Sample, StepTimes, startup_cells
-from tests.support.width_simulation import BUCKETS, EASY, GOOD, HARD, WIDTHS, Draft, Machine, adaptive, serve
+from tests.support.width_simulation import BUCKETS, GOOD, TREES, WIDTHS, Draft, Machine, adaptive, serve
 
 # ---- Step times --------------------------------------------------------------------------------------------
 
 
 def fitted(cells: dict[tuple[int, int], float], buckets: Any = (1, 8, 64), widths: Any = (1, 4, 16)) -> StepTimes:
-    times = StepTimes(buckets, widths)
-    times.fit(Sample(batch, width, 0, seconds) for (batch, width), seconds in cells.items())
+    times = StepTimes(buckets, list(map(Kind, widths)))
+    times.fit(Sample(batch, Kind(width), 0, seconds) for (batch, width), seconds in cells.items())
     return times
 
 
 def test_start_up_measures_few_cells() -> None:
-    assert len(startup_cells([b for b in BUCKETS if b <= 256], WIDTHS)) == 42
-    cells = startup_cells(BUCKETS, WIDTHS)
-    assert len(cells) == 49 and max(batch * width for batch, width, _ in cells) <= 8192
+    chains = kinds_of(WIDTHS, False, [])
+    assert len(startup_cells([b for b in BUCKETS if b <= 256], chains, {})) == 42
+    cells = startup_cells(BUCKETS, chains, {})
+    assert len(cells) == 49 and max(batch * kind.width for batch, kind, _ in cells) <= 8192
     assert {(batch, context) for batch, _, context in cells if context} == {(16, 16 * 4096)}
+    every = startup_cells(BUCKETS, kinds_of(WIDTHS, True, TREES), TREES)
+    assert [cell for cell in every if cell[1] in chains] == cells
+    assert [cell for cell in every if cell[1].ragged] == [
+        (batch, kind._replace(ragged=True), 0) for batch, kind, context in cells if kind.width > 1 and not context
+    ]
+    assert [(batch, kind.nodes) for batch, kind, _ in every if kind.nodes] == [
+        *((batch, 16) for batch in (1, 2, 4, 8)), *((batch, 32) for batch in (1, 2, 4)), (1, 64), (2, 64)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("most", [32, 256, 4096])
@@ -67,9 +78,9 @@ def test_a_width_that_was_not_measured_lies_between_its_neighbours() -> None:
 
 
 def test_the_cost_of_context_is_measured_and_one_pause_does_not_spoil_it() -> None:
-    times = StepTimes((1, 8), (1, 8))
-    cells = itertools.product((1, 8), (1, 8), [0], (0.01, 0.01, 0.5))
-    long = [(8, 8, 10_000, seconds) for seconds in (0.01 + 1e-3, 0.01 + 1e-3, 0.3)]
+    times = StepTimes((1, 8), [Kind(1), Kind(8)])
+    cells = itertools.product((1, 8), (Kind(1), Kind(8)), [0], (0.01, 0.01, 0.5))
+    long = [(8, Kind(8), 10_000, seconds) for seconds in (0.01 + 1e-3, 0.01 + 1e-3, 0.3)]
     times.fit(Sample(*cell) for cell in [*cells, *long])
     assert times.seconds(1, 20_000) == pytest.approx([0.012, 0.012])
 
@@ -119,159 +130,118 @@ def test_what_is_known_of_a_width_grows_old_so_that_a_few_probes_correct_it() ->
 
 
 def test_step_times_refuse_what_has_no_place_in_the_table() -> None:
-    times = StepTimes((1, 8), (1, 4))
+    times = StepTimes((1, 8), [Kind(1), Kind(4)])
     with pytest.raises(ValueError, match="batch=9: expected at most 8, the largest of the step times"):
-        times.fit([Sample(9, 4, 0, 0.01)])
+        times.fit([Sample(9, Kind(4), 0, 0.01)])
     with pytest.raises(ValueError, match="no step time was measured"):
         times.fit([])
 
 
-# ---- Acceptance --------------------------------------------------------------------------------------------
+def test_a_tree_takes_what_was_measured_and_is_no_step_of_other_batches() -> None:
+    kinds = kinds_of((1, 16), False, [16, 32])
+    times = StepTimes((1, 2, 4), kinds)
+    chains = [Sample(batch, Kind(width), 0, 0.01) for batch in (1, 4) for width in (1, 16)]
+    trees = [(1, 16, 0.011), (2, 16, 0.013), (4, 16, 0.02), (1, 32, 0.012), (2, 32, 0.012), (2, 32, 0.5)]
+    times.fit([*chains, *(Sample(batch, Kind(16, nodes=nodes), 0, seconds) for batch, nodes, seconds in trees)])
+    rows = [times.seconds(bucket, 0)[2:] for bucket in range(3)]
+    assert rows == [[0.011, 0.012], [0.013, 0.012], [0.02, float("inf")]]
+    for _ in range(9):  # of a tree that nobody measured: the pace of the machine is as before
+        times.observe(2, 3, 0, 0.02)
+    assert [times.seconds(bucket, 0)[2:] for bucket in range(3)] == rows
 
 
-def acceptance(slots: int = 64, widths: Any = WIDTHS) -> Acceptance:
-    return Acceptance(widths, slots)
+# ---- Requests ----------------------------------------------------------------------------------------------
 
 
-def committed(estimate: Acceptance, slots: Any) -> np.ndarray:
+def requests(slots: int = 64) -> Requests:
+    return Requests(16, slots)
+
+
+def committed(known: Requests, slots: Any) -> np.ndarray:
     """[widths] tokens of one of these requests in a step; the harmonic mean, if they are not alike."""
-    return len(slots) / needed(estimate, slots, WIDTHS.index(1))
+    return len(slots) / needed(known, slots, 1)
 
 
-def needed(estimate: Acceptance, slots: Any, held: int) -> np.ndarray:
-    """[widths] steps of one request that commit what a step of these does at the held width."""
-    return steps_needed(estimate.work(np.array(slots), held))
+def needed(known: Requests, slots: Any, held: int, share: float = 1.0) -> np.ndarray:
+    """[widths] steps of one request that commit what a step of these does as it is held."""
+    return known.work(np.array(slots), held, share).steps_needed(np.array(WIDTHS), np.ones(len(WIDTHS)))
 
 
-def teach(estimate: Acceptance, draft: Draft, kinds: np.ndarray, width: int, steps: range, seed: int = 0) -> None:
-    random, slots = np.random.default_rng(seed), np.arange(len(kinds))
-    for step in steps:
-        estimate.observe(step, slots, width, draft.accepted(kinds, width, random))
+def chain(*conditional: float) -> np.ndarray:
+    """Chances of proposals, each with all before it."""
+    return np.cumprod(conditional)
 
 
-def test_an_accepted_narrow_block_says_nothing_about_later_positions() -> None:
-    estimate, four = acceptance(), WIDTHS.index(4)
-    for step in range(50):
-        estimate.observe(step, np.arange(64), four, np.full(64, 3))
-    assert estimate._trials[:3] == pytest.approx([estimate._trials[0]] * 3) and estimate._trials[0] > 200
-    assert estimate._trials[3:].tolist() == [0.0] * 12  # position 4 and later were never tried
-    assert (estimate.hazard[:3] < 0.02).all()
+def test_what_a_request_commits_is_the_mean_of_what_was_said_of_it() -> None:
+    known = requests(2)
+    for step in range(200):  # every other step is easy
+        known.observe(np.array([0, 1]), np.tile(chain(*[(0.9, 0.5)[step % 2]] * 15), (2, 1)))
+    mean = (chain(*[0.9] * 15) + chain(*[0.5] * 15)) / 2
+    expected = [1 + mean[: width - 1].sum() for width in WIDTHS]
+    assert committed(known, [0]) == pytest.approx(expected, rel=0.03)
 
 
-def test_a_rejection_counts_at_its_position_and_nothing_after_it() -> None:
-    estimate = acceptance(1)
-    estimate.observe(1, np.array([0]), WIDTHS.index(16), np.array([2]))
-    assert [trials > 0 for trials in estimate._trials] == [True] * 3 + [False] * 12
-    assert estimate._rejections.tolist() == [0, 0, 1] + [0] * 12
+def test_a_narrow_block_says_of_later_positions_what_it_says_of_those_before_them() -> None:
+    known, slot = requests(1), np.array([0])
+    for _ in range(300):
+        known.observe(slot, chain(*[0.8] * 15)[None])
+    for _ in range(300):
+        known.observe(slot, chain(0.5, 0.5)[None])
+    assert committed(known, [0]) == pytest.approx(
+        1 + np.cumsum([0, *chain(0.5, 0.5, *[0.8] * 13)])[np.array(WIDTHS) - 1], rel=0.01
+    )
 
 
-@pytest.mark.parametrize("served", [(16,), (4, 16), (2, 4, 6, 8, 12, 16)])
-def test_acceptance_per_position_is_recovered_from_any_mixture_of_widths(served: tuple[int, ...]) -> None:
-    estimate, draft = acceptance(), Draft(GOOD)
-    for turn in range(120):
-        teach(
-            estimate,
-            draft,
-            np.zeros(64, int),
-            WIDTHS.index(served[turn % len(served)]),
-            range(turn, turn + 1),
-            turn,
-        )
-    assert 1 - estimate.hazard == pytest.approx(np.array(GOOD), abs=0.08)
-    assert committed(estimate, range(64)) == pytest.approx(1 + draft.expected[0], rel=0.04)
-
-
-def test_easy_and_hard_requests_are_told_apart_at_a_narrow_width() -> None:
-    estimate, draft, kinds = acceptance(), Draft(EASY, HARD), np.arange(64) % 2
-    teach(estimate, draft, kinds, WIDTHS.index(16), range(60))
-    estimate.admit(np.arange(64), 60)
-    teach(estimate, draft, kinds, WIDTHS.index(4), range(60, 100))
-    for kind in (0, 1):
-        slots = np.flatnonzero(kinds == kind)
-        # At 16, where these requests were never served, too.
-        assert committed(estimate, slots) == pytest.approx(1 + draft.expected[kind], rel=0.3)
-    assert estimate.level(0) < 0.6 < 1.4 < estimate.level(1)
-
-
-def test_a_width_that_accepts_by_a_profile_of_its_own_is_learnt_as_such() -> None:
-    own = {width: [0.92] * 15 if width == 8 else [0.8] * 15 for width in WIDTHS}
-    estimate, draft = acceptance(), Draft(own)
-    for turn in range(600):
-        teach(estimate, draft, np.zeros(64, int), WIDTHS.index((16, 8)[turn % 2]), range(turn, turn + 1), turn)
-    tokens = committed(estimate, range(64))
-    for width in (8, 16):
-        assert tokens[WIDTHS.index(width)] == pytest.approx(1 + draft.expected[0, WIDTHS.index(width)], rel=0.12)
-
-
-def test_a_new_request_starts_as_the_average_one_and_forgets_its_slots_last() -> None:
-    estimate, hard = acceptance(4), WIDTHS.index(16)
-    for step in range(40):
-        estimate.observe(step, np.arange(4), hard, np.array([0, 8, 8, 8]))
-    assert estimate.level(0) > 2
-    estimate.admit(np.array([0]), step=40)
-    assert estimate.level(0) == 1
-    # The results of two steps that the last owner was in arrive now.
-    for step in (38, 39):
-        estimate.observe(step, np.arange(4), hard, np.array([0, 8, 8, 8]))
-    assert estimate.level(0) == 1
-    estimate.observe(40, np.arange(4), hard, np.array([0, 8, 8, 8]))
-    assert estimate.level(0) > 1
+def test_a_new_request_starts_as_the_average_one_and_results_of_its_slots_last_one_are_known_as_such() -> None:
+    known, slots = requests(4), np.arange(4)
+    for _ in range(100):
+        known.observe(slots, np.array([chain(*[chance] * 15) for chance in (0.1, 0.7, 0.7, 0.7)]))
+    assert committed(known, [0])[-1] < 1.2
+    known.admit(np.array([0]), step=100)
+    average = 1 + (chain(*[0.1] * 15) + 3 * chain(*[0.7] * 15)).sum() / 4
+    assert committed(known, [0])[-1] == pytest.approx(average, rel=0.02)
+    assert known.are_in(slots, 99).tolist() == [False, True, True, True]
+    assert known.are_in(slots, 100).all()
 
 
 def test_a_request_is_counted_up_to_its_own_limit() -> None:
-    estimate = acceptance(2)
-    estimate.admit(np.array([0, 1]), 0, [1, 5])
-    free = committed(acceptance(1), [0])
-    one, five = committed(estimate, [0]), committed(estimate, [1])
+    known, free = requests(2), requests(1)
+    known.admit(np.array([0, 1]), 0, [1, 5])
+    for _ in range(50):
+        known.observe(np.array([0, 1]), chain(*[0.8] * 15) * (np.arange(15) < np.array([[0], [4]])))
+    one, five = committed(known, [0]), committed(known, [1])
     assert one.tolist() == [1.0] * 7
-    assert five[:3] == pytest.approx(free[:3], rel=0.01)
-    assert five[3:] == pytest.approx([five[3]] * 4) and free[2] < five[3] < free[3]
-    assert estimate.cap(np.array([0])) == 1 and estimate.cap(np.array([0, 1])) == 5
-    estimate.observe(1, np.array([1]), WIDTHS.index(16), np.array([4]))  # all that its limit lets it accept
-    assert estimate._rejections.tolist() == [0.0] * 15
-    estimate.admit(np.array([0, 1]), 1)
-    assert estimate.cap(np.array([0, 1])) == 16
+    assert five[:3] == pytest.approx(committed(free, [0])[:3], rel=0.01)
+    assert five[3:] == pytest.approx([five[3]] * 4) and five[3] == pytest.approx(1 + chain(*[0.8] * 4).sum())
+    assert known.cap(np.array([0])) == 1 and known.cap(np.array([0, 1])) == 5
+    known.admit(np.array([0, 1]), 1)
+    assert known.cap(np.array([0, 1])) == 16
+    assert committed(known, [0]) == pytest.approx(committed(free, [0])), "limits of others are no average"
 
 
 def test_the_floor_of_a_batch_is_the_highest_of_its_requests() -> None:
-    estimate, none = acceptance(3), np.zeros(0, int)
-    estimate.admit(np.array([0, 1, 2]), 0, min_widths=[1, 5, 40])
-    assert [estimate.floor(np.array(slots)) for slots in ([0], [1], [0, 1], [2, 1])] == [1, 5, 5, 16]
-    assert estimate.floor(none) == 1
-    estimate.admit(np.array([1, 2]), 1)
-    assert estimate.floor(np.array([0, 1, 2])) == 1
+    known, none = requests(3), np.zeros(0, int)
+    known.admit(np.array([0, 1, 2]), 0, min_widths=[1, 5, 40])
+    assert [known.floor(np.array(slots)) for slots in ([0], [1], [0, 1], [2, 1])] == [1, 5, 5, 16]
+    assert known.floor(none) == 1 and known.cap(none) == 1
+    known.admit(np.array([1, 2]), 1)
+    assert known.floor(np.array([0, 1, 2])) == 1
 
 
-@settings(max_examples=40, derandomize=True)
-@given(seed=st.integers(0, 1000), hazard=st.floats(0.02, 0.9), spread=st.floats(0.0, 1.0))
-def test_estimates_are_monotone_in_the_width_and_within_their_bounds(
-    seed: int, hazard: float, spread: float
+@pytest.mark.parametrize(("held", "share"), [(1, 1.0), (4, 1.0), (16, 1.0), (16, 0.6), (16, 1.2)])
+def test_a_batch_needs_the_steps_in_which_the_tokens_of_each_request_are_committed(
+    held: int, share: float
 ) -> None:
-    random, estimate = np.random.default_rng(seed), acceptance(16)
-    chance = np.clip(hazard * (1 + spread * random.standard_normal(16)), 0.01, 0.99)
-    for step in range(30):
-        width = int(random.integers(len(WIDTHS)))
-        accepted = np.minimum(random.geometric(chance) - 1, WIDTHS[width] - 1)
-        estimate.observe(step, np.arange(16), width, accepted)
-    estimate.observe(30, np.arange(16), WIDTHS.index(16), np.full(16, 3))
-    tokens = committed(estimate, range(16))
-    assert tokens[0] == pytest.approx(1)
-    assert (tokens >= 1 - 1e-9).all() and (tokens <= np.array(WIDTHS) + 1e-9).all()
-    parts = [needed(estimate, [slot], 3) for slot in range(16)]
-    assert np.sum(parts, axis=0) == pytest.approx(needed(estimate, range(16), 3))
-    estimate.factor[:] = 1.0  # a width's own factor may say that the draft proposes worse at it
-    estimate._tabulate()
-    assert (np.diff(committed(estimate, range(16))) >= -1e-9).all()
-
-
-def test_a_batch_needs_the_steps_in_which_the_tokens_of_each_request_are_committed() -> None:
-    estimate, draft, kinds = acceptance(), Draft(EASY, HARD), np.arange(64) % 4 // 3
-    teach(estimate, draft, kinds, WIDTHS.index(16), range(200))
-    each = 1 + draft.expected[kinds]  # [request, width]
-    for held in (0, WIDTHS.index(4), WIDTHS.index(16)):
-        steps = needed(estimate, range(64), held)
-        assert steps[held] == pytest.approx(64)
-        assert steps == pytest.approx((each[:, held, None] / each).sum(axis=0), rel=0.15)
+    known = requests(1024)
+    hard = np.random.default_rng(0).random(1024) < 0.25
+    chances = np.array([chain(*[0.55 if of else 0.95] * 15) for of in hard])
+    for _ in range(400):
+        known.observe(np.arange(1024), chances)
+    accepted = np.concatenate([np.zeros((1024, 1)), chances.cumsum(axis=1)], axis=1)[:, np.array(WIDTHS) - 1]
+    tokens = 1 + accepted[:, [WIDTHS.index(held)]] * share
+    for n, off in ((64, 0.01), (1024, 0.1)):  # of many, some are looked at
+        steps = needed(known, range(n), held, share)
+        assert steps == pytest.approx((tokens / (1 + accepted))[:n].sum(axis=0), rel=off)
 
 
 # ---- Choice ------------------------------------------------------------------------------------------------
@@ -279,30 +249,28 @@ def test_a_batch_needs_the_steps_in_which_the_tokens_of_each_request_are_committ
 
 @settings(max_examples=100, derandomize=True)
 @given(st.data())
-def test_the_chooser_keeps_to_floor_and_limit_and_spends_no_more_than_its_budget(data: Any) -> None:
+def test_the_chooser_keeps_to_what_is_allowed_and_spends_no_more_than_its_budget(data: Any) -> None:
     number = st.floats(0.1, 10)
-    chooser = Chooser(WIDTHS)
+    chooser = Chooser(7)
     spent, time, held = 0.0, 0.0, None
     dearest = [0.0] * 7
     for _ in range(data.draw(st.integers(1, 4))):
         committed = np.cumsum(data.draw(st.lists(number, min_size=7, max_size=7)))
         seconds = np.cumsum(data.draw(st.lists(number, min_size=7, max_size=7)))
-        limit, bucket = data.draw(st.integers(1, 16)), data.draw(st.integers(0, 3))
-        floor = data.draw(st.just(1) | st.integers(1, 20))
-        allowed = [width for width, w in enumerate(WIDTHS) if floor <= w <= limit]
-        allowed = allowed or [max(width for width, w in enumerate(WIDTHS) if w <= limit)]
+        bucket = data.draw(st.integers(0, 3))
+        allowed = sorted(data.draw(st.sets(st.integers(0, 6), min_size=1)))
         for _ in range(60):
-            chosen = chooser.choose(bucket, limit, floor, committed.tolist(), seconds.tolist())
+            chosen = chooser.choose(bucket, allowed, dict(enumerate(committed)), dict(enumerate(seconds)))
             probe = chosen.reason == "probe"
-            held = held if probe else chosen.width  # a change is made at once
-            assert chosen.width in allowed and held in allowed
-            assert not probe or chosen.width != held
+            held = held if probe else chosen.kind  # a change is made at once
+            assert chosen.kind in allowed and held in allowed
+            assert not probe or chosen.kind != held
             rates = committed / seconds
             assert rates[held] * 1.02 >= rates[allowed].max() * (1 - 1e-9)
             time += seconds[held]
             if probe:
-                cost = seconds[chosen.width] - committed[chosen.width] / rates[held]
-                dearest[chosen.width] = max(dearest[chosen.width], seconds[held])
+                cost = seconds[chosen.kind] - committed[chosen.kind] / rates[held]
+                dearest[chosen.kind] = max(dearest[chosen.kind], seconds[held])
                 spent += max(cost, 0.0)
     assert spent <= choice.PROBE_BUDGET * time + sum(dearest)
 
@@ -311,24 +279,25 @@ def test_a_small_promise_does_not_move_it_and_another_batch_size_does_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "PROBE_BUDGET", 0.0)
-    chooser = Chooser((1, 4, 8))
-    first = chooser.choose(0, 16, 1, [1, 2.0, 2.1], [1, 1, 1])
-    assert (first.width, first.reason) == (2, "start")
-    assert chooser.choose(0, 16, 1, [1, 2.13, 2.1], [1, 1, 1]).reason == "hold"
-    assert chooser.choose(1, 16, 1, [1, 2.13, 2.1], [1, 1, 1]).reason == "load"
-    better = chooser.choose(1, 16, 1, [1, 2.13, 2.3], [1, 1, 1])
-    assert (better.width, better.reason) == (2, "gain")
-    limited = chooser.choose(1, 5, 1, [1, 2.13, 2.3], [1, 1, 1])
-    assert (limited.width, limited.reason) == (1, "limit")
-    raised = chooser.choose(1, 16, 5, [1, 2.5, 2.3], [1, 1, 1])
-    assert (raised.width, raised.reason) == (2, "limit")
-    freed = chooser.choose(1, 16, 1, [1, 2.31, 2.3], [1, 1, 1])  # by less than the margin
-    assert (freed.width, freed.reason) == (1, "limit")
+    chooser = Chooser(3)
+
+    def choose(bucket: int, allowed: list[int], *committed: float) -> tuple[int, str]:
+        return chooser.choose(bucket, allowed, dict(enumerate(committed)), dict.fromkeys(range(3), 1.0))
+
+    every = [0, 1, 2]
+    assert choose(0, every, 1, 2.0, 2.1) == (2, "start")
+    assert choose(0, every, 1, 2.13, 2.1) == (2, "hold")
+    assert choose(1, every, 1, 2.13, 2.1) == (1, "load")
+    assert choose(1, every, 1, 2.13, 2.3) == (2, "gain")
+    assert choose(1, [0, 1], 1, 2.13, 2.3) == (1, "limit")
+    assert choose(1, [2], 1, 2.5, 2.3) == (2, "limit")
+    assert choose(1, every, 1, 2.31, 2.3) == (1, "limit"), "by less than the margin"
 
 
-def test_a_width_is_probed_the_more_often_the_less_it_costs() -> None:
-    chooser = Chooser((1, 4, 8))
-    tried = [chooser.choose(0, 16, 1, [1, 4, 4], [1, 1, 1.1]).width for _ in range(2000)]
+def test_a_shape_is_probed_the_more_often_the_less_it_costs() -> None:
+    chooser = Chooser(3)
+    committed, seconds = {0: 1, 1: 4, 2: 4}, {0: 1, 1: 1, 2: 1.1}
+    tried = [chooser.choose(0, [0, 1, 2], committed, seconds).kind for _ in range(2000)]
     assert tried.count(2) > 4 * tried.count(0) > 0
     assert tried.count(1) > 1800
 
@@ -375,8 +344,9 @@ def test_a_group_of_one_chooses_as_no_group_does() -> None:
 
 def test_a_decision_is_the_same_for_the_ranks_that_are_told_of_it() -> None:
     told = (
-        Decision(4, None, "probe", 0.5, 1.0, 1.5, 2.0),
-        Decision(6, 48, "limit", 0.25, 0.75, 3.0, 4.0),
+        Decision(4, None, None, "probe", 0.5, 1.0, 1.5, 2.0),
+        Decision(6, 48, None, "limit", 0.25, 0.75, 3.0, 4.0),
+        Decision(16, None, 32, "gain", 0.25, 1.25, 3.0, 4.0),
     )
     for decision in told:
         assert Decision.from_row(decision.row()) == decision
@@ -388,20 +358,33 @@ def test_widths_follow_the_block() -> None:
     assert WidthConfig(widths=(4, 8)).states(8) == (1, 4, 8)
     assert WidthConfig(fixed=8).states(16) == (8,) and WidthConfig(fixed="block").states(16) == (16,)
     assert WidthConfig(fixed=1).states(16) == (1,)
+    fixed = WidthConfig(fixed="tree 32")
+    assert (fixed.states(16), fixed.trees, WidthConfig().trees) == ((16,), (32,), ())
+    assert WidthConfig.from_mapping({"trees": [64, 16, 16]}).trees == (16, 64)
+    assert replace(fixed, memory_reserve=1.0).trees == (32,)
 
 
 @pytest.mark.parametrize(
     "values, message",
     [
         ([], "width: expected a JSON object, found list"),
-        ({"width": 4}, "unknown key 'width'. Known keys: widths, fixed, ragged"),
+        ({"width": 4}, "unknown key 'width'. Known keys: widths, fixed, trees"),
         ({"widths": []}, r"widths=\[\] \(list\): expected a list of whole numbers"),
         ({"widths": [4, "8"]}, r"widths='8' \(str\): expected whole numbers from 1"),
-        ({"fixed": 0}, r"fixed=0 \(int\): expected a whole number from 1 to the draft's block, or 'block'"),
+        (
+            {"fixed": 0},
+            r"fixed=0 \(int\): expected a whole number from 1 to the draft's block, 'block' for that, or",
+        ),
+        ({"fixed": "tree"}, r"fixed='tree' \(str\): expected .* or 'tree N'"),
+        ({"fixed": "tree 65"}, r"fixed=65 \(int\): expected whole numbers from 2 to 64"),
+        ({"fixed": 4, "trees": [16]}, r"fixed=4 and trees=\[16\]: give one of them"),
+        ({"trees": 16}, r"trees=16 \(int\): expected a list of whole numbers from 2 to 64"),
+        ({"trees": [16, 1]}, r"trees=1 \(int\): expected whole numbers from 2 to 64"),
         ({"fixed": True}, r"fixed=True \(bool\)"),
         ({"fixed": 4, "widths": [4, 8]}, "give one of them"),
         ({"margin": 0.05}, r"margin=0.05: expected no such key: the policy has one margin, 2 %. Remove it"),
-        ({"per_request": True}, "per_request=True: expected no such key: it is called ragged now. Rename it"),
+        ({"per_request": True}, "per_request=True: expected no such key: steps are ragged wherever .* Remove it"),
+        ({"ragged": False}, "ragged=False: expected no such key: steps are ragged wherever .* Remove it"),
         *(
             ({key: 1}, rf"width: {key}=1: expected no such key: .*Remove it")
             for key in ("probe_budget", "prior_acceptance", "prior_strength", "memory", "exchange_every")

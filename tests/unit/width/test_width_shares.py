@@ -1,4 +1,4 @@
-"""Ragged steps: estimates, step times, verify budgets, and the policy with them."""
+"""Ragged steps and trees: step times, verify budgets, and the policy with them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash_sglang.width import choice
-from dflash_sglang.width.acceptance import Acceptance
-from dflash_sglang.width.ragged import RaggedTimes, least_budget
+from dflash_sglang.width.kinds import Kind, kinds_of
+from dflash_sglang.width.options import least_budget
 from dflash_sglang.width.step_times import Sample, StepTimes
 from tests.support.width_simulation import (
     EASY,
@@ -24,40 +24,35 @@ from tests.support.width_simulation import (
     steady_mix,
 )
 
-# ---- Estimates ---------------------------------------------------------------------------------------------
+# ---- Step times --------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_was_verified_in_part_says_nothing_of_what_was_not() -> None:
-    def learnt(lens: list[int] | None, accepted: list[int]) -> Acceptance:
-        acceptance = Acceptance((1, 4), 4)
-        acceptance.admit(np.array([1, 2]), 0)
-        for step in range(40):
-            acceptance.observe(
-                step, np.array([1, 2]), 1, np.array(accepted), None if lens is None else np.array(lens)
-            )
-        return acceptance
-
-    parts = learnt([2, 4], [1, 3])
-    assert parts.level(1) < 1 and parts.level(2) < parts.level(1), "both accepted all, the second one more"
-    assert learnt([2, 1], [0, 0]).level(1) > 2
-    assert learnt([2, 1], [0, 0]).level(2) == 1.0, "nothing was drafted for it"
-
-
-def test_a_step_is_its_draft_at_a_width_and_its_verified_tokens() -> None:
-    times = StepTimes((1, 8), (1, 4, 8))
+def test_a_ragged_step_is_its_draft_at_a_width_and_its_verified_tokens() -> None:
+    kinds = kinds_of((1, 4, 8), True, [])
+    times = StepTimes((1, 8), kinds)
     truth = lambda batch, width, tokens: 5 + (0.2 * batch * width if width > 1 else 0) + 0.5 * tokens  # noqa: E731
     times.fit(
-        Sample(batch, width, 0, truth(batch, width, batch * width))
-        for batch, width in itertools.product((1, 8), (1, 4, 8))
+        Sample(batch, kind, 0, truth(batch, kind.width, batch if kind.ragged else batch * kind.width))
+        for batch, kind in itertools.product((1, 8), kinds)
     )
-    ragged = RaggedTimes(times)
-    ragged.fit(
-        Sample(batch, width, 0, truth(batch, width, batch)) for batch, width in itertools.product((1, 8), (4, 8))
-    )
-    tokens = [8, 20, 50, 64]
-    got = ragged.seconds(1, times.seconds(1, 0), tokens)
-    assert got[1].tolist() == pytest.approx([truth(8, 4, t) for t in tokens])
-    assert got[2].tolist() == pytest.approx([truth(8, 8, t) for t in tokens])
+    tokens = np.array([8, 20, 50, 64])
+    for width in (4, 8):
+        index = kinds.index(Kind(width, ragged=True))
+        got = [times.of_kind(1, index, 0, more) for more in times.added(1, tokens)]
+        assert got == pytest.approx([truth(8, width, t) for t in tokens])
+
+
+def test_what_ragged_steps_take_beyond_the_table_is_their_own() -> None:
+    kinds = kinds_of((1, 8), True, [])
+    times = StepTimes((8,), kinds)
+    times.fit(Sample(8, kind, 0, seconds) for kind, seconds in zip(kinds, (0.01, 0.02, 0.012), strict=True))
+    more = float(times.added(0, np.array([32]))[0])
+    for step in range(400):  # a quarter more
+        times.observe(0, 2, 0, 1.25 * (0.012 + more), more)
+        if step % 20 == 0:
+            times.observe(0, 1, 0, 0.02)
+    assert times.of_kind(0, 2, 0, more) == pytest.approx(1.25 * (0.012 + more), rel=0.02)
+    assert times.of_kind(0, 1, 0) == pytest.approx(0.02, rel=0.03)
 
 
 # ---- The policy --------------------------------------------------------------------------------------------
@@ -96,7 +91,7 @@ def test_what_is_verified_together_is_a_budget_between_a_token_and_a_block_of_ea
             assert step % 10 and 6 <= decision.verify_budget < 6 * decision.width
             assert decision.verify_budget in policy.budgets
             seen.add(decision.verify_budget)
-            lens = shared(chances, decision.verify_budget)
+            lens = shared(np.log(chances), decision.verify_budget)
         accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
         if lens is not None:
             accepted = np.minimum(accepted, lens - 1)
@@ -117,7 +112,7 @@ def test_a_batch_with_a_floor_verifies_full_blocks_from_it_on(monkeypatch: pytes
             chances, lens = chances_of(random, len(batch), chosen[-1].width), None
             accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
             if chosen[-1].verify_budget is not None:
-                lens = shared(chances, chosen[-1].verify_budget)
+                lens = shared(np.log(chances), chosen[-1].verify_budget)
                 accepted = np.minimum(accepted, lens - 1)
             accepted = np.minimum(accepted, np.where(batch < 32, 15, 11))
             policy.verified(step, accepted, 0.007, np.log(chances), lens)
@@ -132,7 +127,8 @@ def test_ragged_steps_take_what_they_had_to(monkeypatch: pytest.MonkeyPatch) -> 
     policy = adaptive(Machine(), 64, ragged=True)
     slots, random = np.arange(64), np.random.default_rng(0)
     policy.admit(slots)
-    before = policy.decider.step_times.seconds(policy.decider.step_times.bucket(64), 64 * 512)
+    times = policy.decider.step_times
+    before = times.seconds(times.bucket(64), 64 * 512)
     parts = 0
     for _ in range(40):
         step = policy.choose(slots, 64 * 512)
@@ -140,11 +136,11 @@ def test_ragged_steps_take_what_they_had_to(monkeypatch: pytest.MonkeyPatch) -> 
         chances, lens = chances_of(random, 64, decision.width), None
         accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
         if decision.verify_budget is not None:
-            parts, lens = parts + 1, shared(chances, decision.verify_budget)
+            parts, lens = parts + 1, shared(np.log(chances), decision.verify_budget)
             accepted = np.minimum(accepted, lens - 1)
         policy.verified(step, accepted, decision.seconds, np.log(chances), lens)
     assert parts > 5
-    after = policy.decider.step_times.seconds(policy.decider.step_times.bucket(64), 64 * 512)
+    after = times.seconds(times.bucket(64), 64 * 512)
     assert after == pytest.approx(before, rel=1e-6)
 
 
@@ -156,31 +152,6 @@ def test_ragged_steps_that_take_longer_than_start_up_says_are_given_up(hard: flo
         server.run(64, steps=400)
         rates.append(server.run(64, steps=1000).rate)
     assert rates[0] > 0.97 * rates[1]
-
-
-def test_a_factor_of_ragged_steps_comes_from_steps_of_the_other_kind_beside_them() -> None:
-    times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
-    whole = np.array([0.01, 0.02, 0.04])
-    before = times.seconds(0, whole, [20])
-    for in_part, error, factor in [
-        (False, 0.3, 1.0),
-        (True, 0.04, 1.02),
-        (True, 0.3, 1.02),  # no comparison: it goes to the width
-        (False, -0.04, 1.02 * 1.02),
-        (True, 5.0, 1.02 * 1.02 * 1.05),  # a pause
-    ]:
-        times.compare(in_part, error)
-        assert times.seconds(0, whole, [20]) == pytest.approx(factor * before)
-    for _ in range(5000):
-        times.compare(False, 0.0)
-    assert times.seconds(0, whole, [20]) == pytest.approx(before, rel=1e-3)
-
-
-@pytest.mark.parametrize(("whole", "steps"), [(0.03, 200), (0.021, 64), (0.02, 64)])
-def test_whole_blocks_are_verified_for_comparison_at_a_bounded_cost(whole: float, steps: int) -> None:
-    times = RaggedTimes(StepTimes((8,), (1, 2, 16)))
-    compared = [index for index in range(1, 1001) if times.compares(0.02, whole)]
-    assert compared == pytest.approx(range(steps, 1001, steps), abs=5)
 
 
 def test_as_few_tokens_as_can_be_are_rehearsed_where_they_are_no_whole_blocks() -> None:

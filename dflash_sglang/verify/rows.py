@@ -1,0 +1,46 @@
+"""What a step verifies: the rows of its shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from dflash_sglang.drafting.block import Block, Rows
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.block.accept import Paths, Ragged
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+
+class Shape(NamedTuple):
+    """Chains of `width` rows for all requests; with a budget, the first rows of each chain, so many together; with
+    nodes, trees of so many nodes, grown from blocks of `width`."""
+
+    width: int
+    budget: int | None = None
+    nodes: int | None = None
+
+
+class VerifyRows(NamedTuple):
+    """The rows of one step, one request after the other."""
+
+    rows: Rows
+    loc_plan: KVLocPlan  # the rows' slots in every pool's own ids
+    size: int  # rows of each request; of ragged chains the most
+    committed: int  # tokens that a request can commit
+    layout: RaggedVerifyLayout | None = None  # of ragged chains, for attention
+    ragged: Ragged | None = None  # of ragged chains, for the accept
+    paths: Paths | None = None  # of trees
+
+    @classmethod
+    def of_block(cls, block: Block, proposals: Proposals) -> VerifyRows:
+        """Chains of the block's width."""
+        rows = block.rows._replace(ids=proposals.tokens.view(-1))
+        return cls(rows, block.loc_plan, block.size, block.size)
+
+    def by_request(self, rows: Tensor) -> Tensor:
+        """rows [rows] -> [bs, size], or as they are for ragged chains."""
+        return rows if self.ragged is not None else rows.view(-1, self.size)

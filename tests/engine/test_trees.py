@@ -1,0 +1,113 @@
+"""Steps that verify trees: trees and accepted paths of the reference loop, seeds, samples, and what keeps chains.
+
+Losslessness with shapes that change at random is shown in `test_lossless`, `test_sampled_serving` and
+`test_request_fields`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from tests.engine.test_sampled_serving import assert_sampled_from, distribution
+from tests.engine.test_width_serving import ask, prompts, request
+from tests.support import recorded_graphs, scheduler_hooks
+from tests.support.engines import serve
+from training.evaluate import load_pair
+from training.shapes import PairRequest, Shape, decode, greedy
+
+pytestmark = pytest.mark.slow
+
+TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
+NEW_TOKENS = 100
+
+
+@contextmanager
+def trees(directory: Path, nodes: list[int], hooks: str, graphs: bool = False, **flags: Any) -> Iterator[Server]:
+    """Our server with trees of so many nodes in every step that can have one."""
+    environment = {
+        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
+        REQUIRE_ENV: "1",
+        CONFIG_ENV: json.dumps({"width": {"widths": [1, 16], "trees": nodes}}),
+        scheduler_hooks.HOOKS_ENV: f"always trees,{hooks}",
+        scheduler_hooks.RECORDS_ENV: str(directory),
+    }
+    with serve(TARGET, DRAFT, environment=environment, **flags) as server:
+        yield server
+
+
+def grown(directory: Path) -> dict[str, list[tuple[list[int], list[int], list[int]]]]:
+    """{rid: tokens, parents and accepted path of each step}; those of start-up have no rid."""
+    found = defaultdict(list)
+    for line in (directory / "grown.jsonl").read_text().splitlines():
+        rid, tokens, parents, nodes = json.loads(line)
+        path = [0, *(node for node in nodes[1:] if node)]
+        if rid:
+            found[rid].append((tokens, parents, path))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "graphs"), [(16, True), pytest.param(32, False, marks=pytest.mark.full), (64, True)]
+)
+def test_trees_and_accepted_paths_are_the_reference_loops(tmp_path, nodes, graphs):
+    texts = prompts()[:4]
+    with trees(tmp_path, [nodes], "grown", graphs, page_size=16 if nodes == 32 else 1) as server:
+        asked = [dict(request(text, NEW_TOKENS), rid=str(number)) for number, text in enumerate(texts)]
+        answers = [server.generate(**one) for one in asked]
+    steps = grown(tmp_path)
+    target, draft, *_ = load_pair()
+    for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+        [expected] = decode([PairRequest(target, draft, text)], Shape(nodes, candidates=8), NEW_TOKENS, [greedy])
+        assert answer["output_ids"] == expected.ids[:NEW_TOKENS]
+        got = steps[str(number)][: len(expected.steps)]  # overlap scheduling runs one more
+        assert [path for *_, path in got] == [step.path for step in expected.steps]
+        assert [(tokens, parents) for tokens, parents, _ in got] == [
+            (step.tokens, step.tree.parents) for step in expected.steps
+        ]
+        assert any(path != list(range(len(path))) for *_, path in got), "no path left the first nodes"
+
+
+def test_samples_follow_the_plain_servers_distribution_and_greedy_requests_beside_them_plain_decoding(tmp_path):
+    prompt = list(held_out_prompts()[0].encode()[:60])
+    with serve(TARGET) as server:
+        expected = distribution(server, prompt)
+        [plain] = ask(server, [request(prompt, NEW_TOKENS)])
+    with trees(tmp_path, [8, 16], "grown", graphs=True, max_running_requests=16) as server:
+        assert_sampled_from(server, prompt, expected)
+        mixed = dict(temperature=1.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        answers = ask(server, [request(prompt, NEW_TOKENS), dict(input_ids=prompt, sampling_params=mixed)])
+        assert answers[0]["output_ids"] == plain["output_ids"]
+    assert sum(map(len, grown(tmp_path).values())) > 1000
+
+
+def test_a_batch_that_needs_the_rows_of_blocks_keeps_chains(tmp_path):
+    text = prompts()[0]
+    with trees(tmp_path, [16], "grown") as server:
+        adjusted = dict(request(text, 20), rid="bias")
+        adjusted["sampling_params"]["logit_bias"] = {"7": -100}
+        reported = dict(request(text, 20), rid="logprobs", return_logprob=True)
+        for asked in (adjusted, reported, dict(request(text, 20), rid="tree")):
+            server.generate(**asked)
+    assert set(grown(tmp_path)) == {"tree"}
+
+
+def test_near_the_end_of_the_context_trees_give_way_to_chains(tmp_path):
+    text = prompts()[0]
+    with serve(TARGET, context_length=200, disable_radix_cache=True) as server:
+        plain = server.generate(**request(text, 170))
+    with trees(tmp_path, [64], "grown,sentinels", context_length=200) as server:
+        answer = server.generate(**request(text, 170))
+        (state,) = server.get("/server_info")["internal_states"]
+    assert answer["output_ids"] == plain["output_ids"]
+    assert len(grown(tmp_path)) == 1
+    assert state["dflash_acceptance"]["shapes"]["whole"]["context_end"] > 0
