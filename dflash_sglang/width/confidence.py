@@ -45,9 +45,8 @@ class Confidence:
         self.observed = 0  # steps
         self._verified = np.zeros(BINS)
         self._accepted = np.zeros(BINS)
-        self.told = np.zeros(
-            (3, BINS)
-        )  # since start-up: proposals verified, accepted as the draft says, and really
+        # Since start-up: proposals verified, accepted as the draft says, and really.
+        self.told = np.zeros((3, BINS))
         self._grown = {
             nodes: GROWN_PRIOR * np.array([USUAL_TREES.get(nodes, 1.0) / USUAL_OF_MASS, 1.0]) for nodes in trees
         }

@@ -13,9 +13,8 @@ from dflash_sglang.settings.width import PLAIN
 PRIOR_ACCEPTANCE = 0.8  # of a proposal, before anything was drafted
 USUAL = 16.0  # requests that this is worth
 NEW = 2.0  # steps by which a new request counts as an average one
-KEPT = (
-    32.0  # steps of a request after which what was drafted of it weighs 1/e; of the whole batch, for the average
-)
+# Steps of a request after which what was drafted of it weighs 1/e; of the whole batch, for the average.
+KEPT = 32.0
 WEIGHED = 256  # requests of a batch that are weighed one by one; of more, every second, third, ...
 
 
