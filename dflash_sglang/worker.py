@@ -137,12 +137,10 @@ class DFlashWorker(BaseSpecWorker):
     def prewarm_sampling(self) -> Any:
         """Last of start-up, on the stream that forwards run on."""
         result = super().prewarm_sampling()
-        block = self._widths.choices[-1]
-        shapes = [Shape(width) for width in self._widths.choices]
-        shapes += [Shape(block, nodes=nodes) for nodes in self._states.trees]
+        shapes = self._states.shapes(self._widths.choices)
         first_requests.rehearse(self.target_worker.model_runner, self._rehearsal, shapes)
         self._states.use_widest()
-        self.width = block
+        self.width = self._widths.choices[-1]
         self._slots.forget_steps()
         self._tables.sampler.forget_steps()
         return result

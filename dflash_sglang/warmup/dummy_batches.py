@@ -93,9 +93,10 @@ class Rehearsal:
             self._prefill(self._prompt(tokens, sampling, offset))
 
     def step(self, context: int, sampling: Mapping[str, Any], shape: Shape) -> None:
-        """A decode step of one request with `context` tokens."""
-        with torch.no_grad(), self._contexts(1, context):
-            self._decode(self._decoding(1, context, sampling), shape)
+        """A decode step of one request with `context` tokens, of two for ragged chains."""
+        requests = 1 if shape.budget is None else 2
+        with torch.no_grad(), self._contexts(requests, context):
+            self._decode(self._decoding(requests, context, sampling), shape)
 
     def seconds(
         self, requests: int, context: int, width: int, budget: int | None = None, nodes: int | None = None

@@ -21,6 +21,7 @@ from dflash_sglang.patches.replayed_states import move_states_in_forward
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, get_spec
 from dflash_sglang.verify.recurrent import replays, states_of_width
+from dflash_sglang.verify.rows import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -224,6 +225,15 @@ class RuntimeStates:
         beyond = [tokens for tokens in more if captured[-1] < tokens < 2 * most]
         budgets = [tokens for tokens in (*captured, *beyond) if tokens]
         return budgets[: bisect.bisect_left(budgets, most) + 1]
+
+    def shapes(self, widths: Iterable[int]) -> list[Shape]:
+        """One of each form that steps of these widths can have; the ragged one for two requests."""
+        ragged = self.verify_budgets(2) if self.serves_ragged and self._target.req_to_token_pool.size > 1 else []
+        return [
+            *map(Shape, widths),
+            *[Shape(self._widest, budget) for budget in ragged if 2 <= budget < 2 * self._widest][:1],
+            *(Shape(self._widest, nodes=nodes) for nodes in self._trees),
+        ]
 
     def use_widest(self) -> None:
         self.use(self._widest)

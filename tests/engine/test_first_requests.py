@@ -188,9 +188,9 @@ def test_steps_of_every_served_width_are_rehearsed(tmp_path):
     environment = watching(tmp_path / "hooks", records, width={"widths": [1, 4, 16]})
     with serve(TARGET, DRAFT, environment=environment, skip_server_warmup=True) as server:
         ran = rehearsed(records)
-        assert len(ran["step"]) == 3 * len(SAMPLINGS) and len(ran["seconds"]) >= 3
+        assert len(ran["step"]) == 4 * len(SAMPLINGS) and len(ran["seconds"]) >= 3  # a ragged one too
         generate(server, REQUESTS[0])
-        assert all(modules == [] == buffers for _, modules, buffers in firsts(records))
+        assert not [first for first in firsts(records) if first[1] or first[2]]
 
 
 @pytest.mark.slow
@@ -210,4 +210,4 @@ def test_recurrent_targets_rehearse_steps_of_every_width_and_leave_no_states(tmp
         ran = rehearsed(records)
         assert len(ran["prefill"]) == len(SAMPLINGS) and len(ran["step"]) == 3 * len(SAMPLINGS)
         generate(server, REQUESTS[0])
-        assert all(modules == [] == buffers for _, modules, buffers in firsts(records))
+        assert not [first for first in firsts(records) if first[1] or first[2]]
