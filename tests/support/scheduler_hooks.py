@@ -220,10 +220,10 @@ def _features(worker: Any) -> None:
         note(features, positions)
         write(self, features, positions, loc_plan)
 
-    def then_note(self: Any, batch: Any, block: Any, tokens: torch.Tensor, ragged: Any = None) -> Any:
-        result = forward(self, batch, block, tokens, ragged)
+    def then_note(self: Any, batch: Any, block: Any, of: Any) -> Any:
+        result = forward(self, batch, block, of)
         if result.can_run_cuda_graph and self._tail.writes_context:
-            note(result.logits_output.hidden_states[: tokens.numel()], (ragged or block).rows.positions)
+            note(result.logits_output.hidden_states[: len(of.rows.positions)], of.rows.positions)
         return result
 
     ContextKV.write_planned, Verifier._forward = noting, then_note
@@ -340,16 +340,23 @@ def _shares(worker: Any) -> None:
 
 
 def _trees(worker: Any, always: bool = False) -> None:
-    from dflash_sglang.width.decider import Decider
+    import numpy as np
 
-    allowed = Decider._allowed
+    from dflash_sglang.width.decider import Decider
+    from dflash_sglang.width.step_times import StepTimes
+
+    allowed, filled = Decider._allowed, StepTimes._filled
+
+    def in_a_second(self: Any, base: Any) -> Any:
+        """What nobody measured, which the policy would not choose."""
+        return np.nan_to_num(filled(self, base), posinf=1.0)
 
     def trees_more_often(self: Any, *load: Any) -> list[int]:
         kinds = allowed(self, *load)
         trees = [kind for kind in kinds if self.kinds[kind].nodes]
         return trees if trees and always else kinds + 4 * trees
 
-    Decider._allowed = trees_more_often
+    Decider._allowed, StepTimes._filled = trees_more_often, in_a_second
 
 
 def _grown(worker: Any) -> None:
@@ -524,7 +531,7 @@ def _rehearsals(worker: Any) -> None:
         assert told == policy_now()
         assert self.width == width and not self._widths._launched
         ran["prefill"] = [[tokens, dict(sampling)] for tokens, sampling in ran["prefill"]]
-        ran["step"] = [[context, dict(sampling), width] for context, sampling, width in ran["step"]]
+        ran["step"] = [[context, dict(sampling), shape.width] for context, sampling, shape in ran["step"]]
         (Path(os.environ[RECORDS_ENV]) / "rehearsed").write_text(json.dumps([ran, json.loads(told)[1]]))
         return result
 
@@ -583,6 +590,8 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _own_tensors(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(where, tensor) of the tensors that this package's objects hold, at any depth."""
+    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+
     seen, found = set(), [("worker", owner)]
     while found:
         where, thing = found.pop()
@@ -591,6 +600,8 @@ def _own_tensors(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             yield where, thing
+        elif isinstance(thing, TorchCpuAttention):  # whose metadata are of a forward
+            continue
         elif isinstance(thing, list | tuple):
             found += [(f"{where}[{i}]", item) for i, item in enumerate(thing)]
         elif type(thing).__module__.startswith("dflash_sglang") and hasattr(thing, "__dict__"):
