@@ -74,6 +74,7 @@ class DFlashWorker(BaseSpecWorker):
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._split = StepSplit(StepClock(self.device))
         self._captures = ExitStack()
+        self._learns = False  # from the results of steps
         if get_parallel().tp_rank == 0:
             logger.info(assembly.startup_line(self._draft, model_config.context_len))
 
@@ -122,7 +123,7 @@ class DFlashWorker(BaseSpecWorker):
             self._widths: WidthController = assembly.build_controller(
                 draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit, self._split
             )
-        self.width = self._widths.choices[-1]
+        self.width, self._learns = self._widths.choices[-1], self._widths.learns
         logger.info(assembly.memory_line(draft, self._tables))
 
     def _rehearsed_step(self, batch: ScheduleBatch, shape: Shape) -> None:
@@ -215,7 +216,7 @@ class DFlashWorker(BaseSpecWorker):
         if rows.paths is not None:
             self._trees.move_paths(rows.paths)
         next_input = DFlashDraftInput.create(accepted.bonus_tokens, accepted.new_seq_lens, self._reservation)
-        return StepResult.from_verified(verified, proposals, rows, next_input)
+        return StepResult.from_verified(verified, proposals, rows, next_input, self._learns)
 
     def _rows(self, batch: ScheduleBatch, block: Block, proposals: Proposals, shape: Shape) -> VerifyRows:
         if shape.budget is not None:

@@ -31,9 +31,14 @@ class StepResult(GenerationBatchResult):
 
     @classmethod
     def from_verified(
-        cls, verified: Verified, proposals: Proposals, of: VerifyRows, next_input: DFlashDraftInput
+        cls,
+        verified: Verified,
+        proposals: Proposals,
+        of: VerifyRows,
+        next_input: DFlashDraftInput,
+        chances: bool,
     ) -> StepResult:
-        """Of a step that has launched its verify."""
+        """Of a step that has launched its verify. chances: the host asks for those of what was drafted."""
         accepted, forward = verified.accepted, verified.forward
         return cls(
             logits_output=forward.logits_output,
@@ -47,9 +52,9 @@ class StepResult(GenerationBatchResult):
             indexer_topk_output=forward.indexer_topk_output,
             packed=accepted.packed,
             # The next step writes to the same buffers while these are copied.
-            logprobs=None if proposals.logprobs is None else proposals.logprobs.clone(),
+            logprobs=proposals.logprobs.clone() if chances and proposals.logprobs is not None else None,
             verified_lens=None if of.ragged is None else of.ragged.lens.clone(),
-            mass=None if of.paths is None else of.paths.tree.mass.clone(),
+            mass=of.paths.tree.mass.clone() if chances and of.paths is not None else None,
         )
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:

@@ -74,6 +74,11 @@ class WidthController:
         self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
 
     @property
+    def learns(self) -> bool:
+        """Whether results tell anything that decides."""
+        return self._policy.learns
+
+    @property
     def choices(self) -> Sequence[int]:
         """Widths that steps may have, ascending."""
         return self._policy.widths

@@ -75,7 +75,7 @@ class WidthPolicy:
         if self._fixed is None and self._group.decides:
             self.decider = Decider(self.kinds, buckets, self.trees)
         # A rank whose requests are rank 0's has nothing to say, so it learns nothing of them.
-        self._has_a_say = self.decider is not None or (self._fixed is None and self._group.gather is not None)
+        self.learns = self.decider is not None or (self._fixed is None and self._group.gather is not None)
         self._held = self.widths[0], 1.0  # width of the latest step that was no probe, and its share
         self._steps = 0
 
@@ -113,7 +113,7 @@ class WidthPolicy:
     def _decide(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
         """This rank's decision, or what the deciding rank tells; with the plan, on that rank."""
         group, decision, plan = self._group, Decision(self.widths[-1]), None
-        if self._has_a_say:
+        if self.learns:
             n, known = len(slots), self.requests
             options = self._options.of(n)
             needed = known.work(slots, *self._held).steps_needed(options.width, options.share)
@@ -152,7 +152,7 @@ class WidthPolicy:
         self.metrics.came_back(step.decision, None if prefilled else seconds)
         if self.decider is not None and step.plan is not None and seconds is not None:
             self.decider.observe(step.plan, seconds)
-        if not self._has_a_say or logprobs is None or not n or not logprobs.shape[1]:
+        if not self.learns or logprobs is None or not n or not logprobs.shape[1]:
             return
         known = np.flatnonzero(self.requests.are_in(step.slots, step.number))
         every = -(-len(known) // LEARNT_FROM) or 1
