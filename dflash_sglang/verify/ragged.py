@@ -12,7 +12,7 @@ from dflash_sglang.kernels.block import pack_rows as packing
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
-from dflash_sglang.verify.rows import VerifyRows
+from dflash_sglang.verify.rows import VerifyRows, plan_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,12 +67,6 @@ class RaggedVerify:
             total_verify_tokens=budget,
             cap=None if captured is None else self._block_size,
         )
-        loc_plan = self._runner.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=block.prefix_lens,
-            seq_lens_cpu=block.loc_plan.seq_lens_cpu,
-            write_virtual=rows.slots,
-            read_extent=block.size,
-        )
+        loc_plan = plan_rows(self._runner, batch, block, rows.slots, block.size)
         most = self._block_size
         return VerifyRows(rows, loc_plan, most, most, layout, Ragged(starts, lens[:bs], most))

@@ -11,7 +11,9 @@ from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths, Ragged
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 
@@ -44,3 +46,14 @@ class VerifyRows(NamedTuple):
     def by_request(self, rows: Tensor) -> Tensor:
         """rows [rows] -> [bs, size], or as they are for ragged chains."""
         return rows if self.ragged is not None else rows.view(-1, self.size)
+
+
+def plan_rows(target: ModelRunner, batch: ScheduleBatch, block: Block, slots: Tensor, extent: int) -> KVLocPlan:
+    """The plan of rows [rows] with these slots, `extent` of a request at most, after the prefixes of a block."""
+    return target.kv_index_translator.plan(
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=block.prefix_lens,
+        seq_lens_cpu=block.loc_plan.seq_lens_cpu,
+        write_virtual=slots,
+        read_extent=extent,
+    )

@@ -11,7 +11,7 @@ from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths
 from dflash_sglang.kernels.block.grow_tree import Tree, grow_tree
 from dflash_sglang.kernels.block.place_nodes import Places, place_nodes
-from dflash_sglang.verify.rows import VerifyRows
+from dflash_sglang.verify.rows import VerifyRows, plan_rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -82,13 +82,7 @@ class TreeVerify:
         tree = trees.of(bs)
         grow_tree(proposals.tokens[:, 0], proposals.best, ids, tree)
         place_nodes(tree.depths, block.prefix_lens, block.requests, self._table, Places(positions, slots))
-        loc_plan = self._runner.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=block.prefix_lens,
-            seq_lens_cpu=block.loc_plan.seq_lens_cpu,
-            write_virtual=rows.slots,
-            read_extent=nodes,
-        )
+        loc_plan = plan_rows(self._runner, batch, block, rows.slots, nodes)
         return VerifyRows(rows, loc_plan, nodes, self._block_size, paths=trees.paths(rows.slots))
 
     def move_paths(self, paths: Paths) -> None:
