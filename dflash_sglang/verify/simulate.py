@@ -64,8 +64,7 @@ def _of_record(path: Path, block_size: int, rows: int, device: str, token_id: in
     ranks = torch.from_numpy(record.ranks[:, :proposals].astype("int64")).to(device)
     spread = torch.arange(rows) * GOLDEN % (1 << COIN_BITS) * starts >> COIN_BITS
     accepted = torch.from_numpy(record.accepted)
-    likeliest = candidates[:, :, 0].contiguous()
-    return Recorded(accepted.to(device), likeliest, spread.to(device), token_id, candidates, ranks)
+    return Recorded(accepted.to(device), spread.to(device), token_id, candidates, ranks)
 
 
 def _of_profile(profile: Profile, block_size: int) -> list[float]:

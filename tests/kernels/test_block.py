@@ -186,7 +186,7 @@ def recorded(device, accepted, offsets):
     """offsets: of the rows of req_to_token, the others' are 0."""
     rows = [*offsets, *[0] * (ROWS - len(offsets))]
     none = [[[0.0]]] * len(accepted), [[1]] * len(accepted)  # of trees
-    recorded, candidates = on(device, accepted, [[0.0]] * len(accepted), rows), on(device, *none)
+    recorded, candidates = on(device, accepted, rows), on(device, *none)
     return accept_kernels.Recorded(*recorded, None, *candidates)
 
 

@@ -132,7 +132,7 @@ def accepts() -> None:
         verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(2), counts(ROWS), part)
         profile = accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)
         none = torch.zeros(99, BLOCK - 1)
-        record = accept.Recorded(ids(99), none, ids(ROWS), None, none[..., None], none.long())
+        record = accept.Recorded(ids(99), ids(ROWS), None, none[..., None], none.long())
         for forced in (None, profile, record):
             accept.accept_triton(verified, outcomes, relay, forced)
 

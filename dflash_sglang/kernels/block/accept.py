@@ -65,11 +65,15 @@ class Recorded(NamedTuple):
     """
 
     accepted: Tensor  # [starts] int64: proposals that come true of a whole block at each token
-    logprobs: Tensor  # [starts, block - 1] float32: of the proposals there, as the draft has them
     offsets: Tensor  # [rows] int64, 0 to starts - 1: of each row of req_to_token, the place less committed tokens
     token_id: int | None  # as `Forced` has it
     candidates: Tensor  # [starts, block - 1, K] float32: logprobs of the likeliest tokens of each position
     ranks: Tensor  # [starts, block - 1] int64: which of them comes true, K where none does
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[starts, block - 1] float32: of the proposals there, as the draft has them."""
+        return self.candidates[:, :, 0].contiguous()
 
     def cases(self, requests: Tensor, prefix_lens: Tensor) -> Tensor:
         """[bs] rows of `accepted` and `logprobs` for the next step of requests [bs]."""
