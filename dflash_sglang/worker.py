@@ -128,7 +128,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def _rehearsed_step(self, batch: ScheduleBatch, shape: Shape) -> None:
         self._tables.acceptor.start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
-        self._states.use(shape.width, shape.budget is not None, shape.nodes)
+        self._states.use(shape)
         self._step(batch, shape, None, None)
 
     def _rehearsed_prefill(self, batch: ScheduleBatch) -> None:

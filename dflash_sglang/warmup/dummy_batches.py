@@ -27,12 +27,12 @@ from dflash_sglang.sglang_names.scheduler import (
     require_mlp_tp_gather,
     write_cache_indices,
 )
-from dflash_sglang.verify.rows import Shape
 from dflash_sglang.verify.step_clock import StepClock
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.verify.rows import Shape
 
 _SPREAD = 7919  # a prime: tokens that differ from request to request, so that experts share the work
 
@@ -98,12 +98,9 @@ class Rehearsal:
         with torch.no_grad(), self._contexts(requests, context):
             self._decode(self._decoding(requests, context, sampling), shape)
 
-    def seconds(
-        self, requests: int, context: int, width: int, budget: int | None = None, nodes: int | None = None
-    ) -> float:
+    def seconds(self, requests: int, context: int, shape: Shape) -> float:
         """Of a greedy step of so many requests with `context` tokens each, which verifies this shape; one before
         it is not timed."""
-        shape = Shape(width, budget, nodes)
         with torch.no_grad(), self._contexts(requests, context):
             batch = self._decoding(requests, context, GREEDY)
             self._decode(copy(batch), shape)

@@ -112,7 +112,7 @@ class WidthController:
             self._policy.verified(step, [])
             self._last_end = None
         decision = step.decision
-        self._states.use(decision.width, decision.verify_budget is not None, decision.tree_nodes)
+        self._states.use(decision.shape)
         if self._speaks and not decision.probe:
             self._log_change(decision.kind, requests)
         if requests:
@@ -146,15 +146,8 @@ class WidthController:
         logprobs, lens, mass = (None if of is None else of.numpy() for of in drafted)
         self._policy.verified(done.step, accepted, seconds, logprobs, lens, mass)
         if len(accepted) == len(done.most):  # else the policy has left it out
-            self._observer.verified(
-                done.step.decision.width,
-                accepted,
-                done.most,
-                lens,
-                done.context_tokens,
-                done.whole,
-                done.step.decision.tree_nodes,
-            )
+            width, _, nodes = done.step.decision.shape
+            self._observer.verified(width, accepted, done.most, lens, done.context_tokens, done.whole, nodes)
 
     def _log_change(self, kind: Kind, requests: int) -> None:
         """One line if the shape has changed, not more often than every `LOG_SECONDS`."""

@@ -22,6 +22,7 @@ from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, get_spec
 from dflash_sglang.verify.recurrent import replays, states_of_width
 from dflash_sglang.verify.rows import Shape
+from dflash_sglang.width.options import least_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -101,10 +102,10 @@ class RuntimeStates:
         self._states = {block_size: own}
         for state in own:
             leave_in_place(state.graphs)
-        self._used = self._widest = block_size
+        self._widest = block_size
+        self._used = Shape(block_size)
         self._ragged: RuntimeState | None = None  # the target's, whatever the width of the draft's blocks
         self._trees: dict[int, tuple[RuntimeState, int]] = {}  # the target's, and the most requests, by nodes
-        self._ragged_used, self._nodes_used = False, 0
 
     @property
     def serves_ragged(self) -> bool:
@@ -124,7 +125,7 @@ class RuntimeStates:
             self._model.serve_blocks_of(width)
             with self._draft_scope():
                 draft = RuntimeState.build(self._draft, width, sizes)
-            self._model.serve_blocks_of(self._used)
+            self._model.serve_blocks_of(self._used.width)
         self._states[width] = target, draft
         gc.collect()
 
@@ -228,30 +229,31 @@ class RuntimeStates:
 
     def shapes(self, widths: Iterable[int]) -> list[Shape]:
         """One of each form that steps of these widths can have; the ragged one for two requests."""
-        ragged = self.verify_budgets(2) if self.serves_ragged and self._target.req_to_token_pool.size > 1 else []
-        return [
-            *map(Shape, widths),
-            *[Shape(self._widest, budget) for budget in ragged if 2 <= budget < 2 * self._widest][:1],
-            *(Shape(self._widest, nodes=nodes) for nodes in self._trees),
-        ]
+        shapes = [*map(Shape, widths), *(Shape(self._widest, nodes=nodes) for nodes in self._trees)]
+        if self.serves_ragged and self._target.req_to_token_pool.size > 1:
+            budget = least_budget(self.verify_budgets(2), 2, self._widest)
+            if budget is not None:
+                shapes.append(Shape(self._widest, budget))
+        return shapes
 
     def use_widest(self) -> None:
-        self.use(self._widest)
+        self.use(Shape(self._widest))
 
-    def use(self, width: int, ragged: bool = False, nodes: int | None = None) -> None:
-        """Install the state of a width, and of trees of so many nodes, for the next forwards. Raises KeyError for
-        a width or trees that are not served."""
-        if (width, ragged, nodes or 0) == (self._used, self._ragged_used, self._nodes_used):
+    def use(self, shape: Shape) -> None:
+        """Install what steps of this shape run with, for the next forwards. Raises KeyError for a width or trees
+        that are not served."""
+        used = shape if shape.budget is None else shape._replace(budget=0)  # all budgets have one state
+        if used == self._used:
             return
-        target, draft = self._states[width]
-        if nodes:
-            target, _ = self._trees[nodes]
-        if ragged:
+        target, draft = self._states[shape.width]
+        if shape.nodes is not None:
+            target, _ = self._trees[shape.nodes]
+        if shape.budget is not None:
             assert self._ragged is not None, "add_ragged comes first"
             target = self._ragged
         runtime_state.use(self._target, *target)
         runtime_state.use(self._draft, *draft)
-        self._used, self._ragged_used, self._nodes_used = width, ragged, nodes or 0
+        self._used = used
 
 
 def most_requests(trees: Iterable[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from dflash_sglang.sglang_names.scheduler import (
 from dflash_sglang.startup.facts import Problem, StartupError
 from dflash_sglang.verify.graph_tail import names_slots_alike
 from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
+from dflash_sglang.verify.rows import Shape
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.kinds import Kind
 from dflash_sglang.width.options import least_budget
@@ -101,9 +102,7 @@ def add_widths(
     speaks = get_parallel().tp_rank == 0
     if speaks:
         left_out = sorted(set(wanted) - set(served))
-        note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
-        prices = ", ".join(f"{width}: {price:.3f}" for width, price in took.items())
-        logger.info("dflash_sglang verify widths: %s%s; memory that was added, in GB: %s", served, note, prices)
+        logger.info("dflash_sglang verify widths: %s%s", served, _prices(took, left_out, config.memory_reserve))
     if ragged:  # as dear as a width: the same forwards, of fewer requests or more
         if free() - max(took.values(), default=0.0) >= config.memory_reserve:
             states.add_ragged()
@@ -134,7 +133,7 @@ def without_misplaced_states(
     requests = min(2, runner.req_to_token_pool.size)
 
     def apart(width: int) -> bool:
-        step = partial(rehearsal.seconds, requests, 1, width)
+        step = partial(rehearsal.seconds, requests, 1, Shape(width))
         return keeps_apart(states.recurrent(width), requests, step)
 
     found = np.array([not apart(width) for width in widths], dtype=np.float64)
@@ -234,9 +233,14 @@ def add_trees(
     if get_parallel().tp_rank == 0:
         served = ", ".join(f"{nodes} nodes up to {most} requests" for nodes, most in states.trees.items())
         left_out = sorted(set(config.trees) - set(states.trees))
-        note = f"; left out, to keep {config.memory_reserve:g} GB free: {left_out}" if left_out else ""
-        prices = ", ".join(f"{nodes}: {price:.3f}" for nodes, price in took.items())
-        logger.info("dflash_sglang trees: %s%s; memory that was added, in GB: %s", served, note, prices)
+        logger.info("dflash_sglang trees: %s%s", served, _prices(took, left_out, config.memory_reserve))
+
+
+def _prices(took: Mapping[int, float], left_out: Sequence[int], reserve: float) -> str:
+    """took: {width or nodes: GB}."""
+    note = f"; left out, to keep {reserve:g} GB free: {left_out}" if left_out else ""
+    prices = ", ".join(f"{one}: {price:.3f}" for one, price in took.items())
+    return f"{note}; memory that was added, in GB: {prices}"
 
 
 def policy_of(
@@ -288,8 +292,7 @@ def _rehearse(
             if elapsed[0] > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
                 continue
             each = min(max(context // requests, 1), rehearsal.longest)
-            rows = [budget] if kind.nodes is None else [None, kind.nodes]
-            seconds = rehearsal.seconds(requests, each, kind.width, *rows)
+            seconds = rehearsal.seconds(requests, each, Shape(kind.width, budget, kind.nodes))
             samples.append(Sample(requests, kind, requests * each, seconds))
             measured.add(cell)
     return samples

@@ -21,6 +21,7 @@ from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
 from dflash_sglang.requests.width_bounds import width_bounds
 from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.verify.rows import Shape
 from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.kinds import Kind
@@ -67,12 +68,12 @@ class Widths(list):
     def __init__(self) -> None:
         self.ragged: list[bool] = []
 
-    def use(self, width: int, ragged: bool, nodes: int | None) -> None:
-        if nodes is not None:
-            self.append(f"tree {nodes}")
+    def use(self, shape: Shape) -> None:
+        if shape.nodes is not None:
+            self.append(f"tree {shape.nodes}")
             return
-        self.append(width)
-        self.ragged.append(ragged)
+        self.append(shape.width)
+        self.ragged.append(shape.budget is not None)
 
     def use_widest(self) -> None:
         self.append("widest")
@@ -513,7 +514,7 @@ def left_of(
         attn_backend=SimpleNamespace(linear_attn_backend=linear),
     )
     rehearsal = create_autospec(Rehearsal, instance=True)
-    rehearsal.seconds.side_effect = lambda *arguments: rehearsed.append(arguments)
+    rehearsal.seconds.side_effect = lambda n, context, shape: rehearsed.append((n, context, shape.width))
     served = startup.without_misplaced_states(config, states, runner, rehearsal, group, BLOCK)
     return served, rehearsed, dropped
 
