@@ -60,12 +60,8 @@ ACCEPTANCE: Mapping[str, Sequence[Sequence[float]]] = {
     "mixed": [[0.95] * 7 + [0.93] * 8, [0.55] * 15],  # 10.8 and 2.2 at 16
 }
 RECORDED, PAIR_RECORD = "recorded", Path(__file__).parent / "records" / "pair.npz"
-BEST = {
-    "good": 0.97,
-    "poor": 0.97,
-    "mixed": 1.0,
-    RECORDED: 0.98,
-}  # of the best other server but the built-in worker
+# Of the best other server but the built-in worker.
+BEST = {"good": 0.97, "poor": 0.97, "mixed": 1.0, RECORDED: 0.98}
 OVER_BUILT_IN = {  # by acceptance and concurrency, 0.97 elsewhere
     "good": {"64": 1.5, "128": 1.6},
     RECORDED: {"1": 1.25, "8": 1.15, "32": 1.4, "64": 1.6, "128": 1.75},

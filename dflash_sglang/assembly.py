@@ -255,12 +255,18 @@ def build_controller(
     block, states = draft.block_size, widths.states
     config = startup.without_misplaced_states(widths.config, states, target, rehearsal, widths.group, block)
     policy = startup.policy_of(config, target, block, widths.group, states)
-    if config.fixed is None:
+    chooses = config.fixed is None
+    if chooses:
         startup.measure(policy, target, rehearsal, widths.group)
     speaks = get_parallel().tp_rank == 0
-    counts = Counts(block, ragged=policy.budgets is not None, chooses=config.fixed is None)
-    told = (policy.metrics.gains, policy.confidence.snapshot) if config.fixed is None else (None, None)
-    observer = Observer(counts, Alarm(block), causes(draft, target), told[0], split, told[1])
+    observer = Observer(
+        Counts(block, ragged=policy.budgets is not None, chooses=chooses),
+        Alarm(block),
+        causes(draft, target),
+        policy.metrics.gains if chooses else None,
+        split,
+        policy.confidence.snapshot if chooses else None,
+    )
     return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
 
 

@@ -144,13 +144,8 @@ class Decider:
         """[options] seconds of a step, and what a ragged one's tokens add to them by the table."""
         times = self.step_times
         more = np.where(options.budget > 0, times.added(bucket, options.budget), 0.0)
-        base, factor = (
-            np.array([of(kind) for kind in range(len(self.kinds))])[options.kind]
-            for of in (
-                lambda kind: times.of_kind(bucket, kind, context),
-                lambda kind: times.factor(bucket, kind),
-            )
-        )
+        factors = [times.factor(bucket, kind) for kind in range(len(self.kinds))]
+        base, factor = (np.array(of)[options.kind] for of in (times.seconds(bucket, context), factors))
         return base + more * factor, more
 
     def _best(self, options: Options, rates: np.ndarray) -> dict[int, int]:
