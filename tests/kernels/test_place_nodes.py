@@ -8,7 +8,6 @@ import torch
 from dflash_sglang.kernels.block import place_nodes as kernels
 
 
-@pytest.mark.parametrize("twin", ["torch", "triton"])
 @pytest.mark.parametrize("nodes", [2, 16, 33, 64])
 def test_a_node_has_the_position_of_its_depth_and_the_slot_of_its_number(device, twin, nodes):
     table = (10_000 + torch.arange(6 * 200, dtype=torch.int32)).view(6, 200).to(device)

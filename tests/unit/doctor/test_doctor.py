@@ -25,7 +25,9 @@ from tests.support.tiny import draft_config
 
 PAIR = pair_directories()
 ROOT = Path(__file__).parents[3]
-SECONDS = 10  # of processor time, with the end of the process
+# Processor time of the page over that of importing what it reads SGLang's configs with. On two cores where that
+# import takes 5 s, 1.5 of it is less than 8 s.
+IMPORTS = 1.5
 
 
 def doctor(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,13 +45,18 @@ def pair(**changed: str) -> list[str]:
     return [f"--{role}={path}" for role, path in {**PAIR, **changed}.items()]
 
 
+def timed(start: Any) -> tuple[subprocess.CompletedProcess[str], float]:
+    """(a finished process, the seconds of processor time that it took: other tests run beside it)"""
+    before = os.times()
+    done = start()
+    after = os.times()
+    return done, after.children_user + after.children_system - before.children_user - before.children_system
+
+
 @pytest.fixture(scope="module")
 def page() -> tuple[subprocess.CompletedProcess[str], float]:
     """(the command on the packaged pair, the processor time that it took)"""
-    before = os.times()
-    done = doctor(*pair(), "--max-total-tokens", "20000")
-    after = os.times()
-    return done, after.children_user + after.children_system - before.children_user - before.children_system
+    return timed(lambda: doctor(*pair(), "--max-total-tokens", "20000"))
 
 
 @pytest.mark.slow
@@ -66,9 +73,11 @@ def test_the_packaged_pair_is_fine_and_the_page_has_what_would_run(page: Any) ->
 
 
 @pytest.mark.slow
-def test_it_takes_less_than_ten_seconds(page: Any) -> None:
-    """Processor time: other tests run beside this one."""
-    assert page[1] < SECONDS
+def test_it_takes_little_longer_than_importing_sglang(page: Any) -> None:
+    imports = [sys.executable, "-c", "import sglang.srt.configs.model_config"]
+    done, seconds = timed(lambda: subprocess.run(imports, capture_output=True, timeout=300))
+    assert done.returncode == 0
+    assert page[1] < IMPORTS * seconds
 
 
 def test_every_problem_is_listed_at_once_and_the_exit_code_is_1(examined: Any) -> None:
