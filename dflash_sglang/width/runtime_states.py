@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang.attention.trees import serve_trees
+from dflash_sglang.attention.verifying import serve_ragged
 from dflash_sglang.patches import runtime_state
 from dflash_sglang.patches.attention_room import room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
@@ -70,6 +71,8 @@ class RuntimeState(NamedTuple):
                 attention = runner._get_attention_backend()
             spare_launches(attention)
             plan_windows(attention)
+            if ragged:
+                serve_ragged(attention)
             if trees is not None:
                 serve_trees(attention, trees.tree)
             if width == PLAIN and replays(runner):

@@ -187,7 +187,8 @@ def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group) -> boo
 
 def _why_not_ragged(runner: ModelRunner, group: Group) -> str | None:
     if not verifies_parts(runner.attn_backend):
-        return f"{type(verifying(runner.attn_backend)).__name__} verifies as many rows of each request"
+        backend = type(verifying(runner.attn_backend)).__name__
+        return f"{backend} verifies as many rows of each request; fa3 and triton do not have to"
     if group.gather is not None:
         return "ranks hold requests of their own"
     if runner.server_args.nnodes > 1:

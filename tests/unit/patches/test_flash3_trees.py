@@ -22,14 +22,10 @@ from dflash_sglang.attention.trees import serve_trees, why_no_trees
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
 from dflash_sglang.patches import flash3
 from tests.support import sglang_layers
+from tests.support.attention_target import DIM, DTYPE, HEADS, KV_HEADS, LAYERS, ON_GPU, SCALE, TOLERANCE, Target
 from tests.support.recorded_graphs import Recording
 
-ON_GPU = sglang_layers.DEVICE == "cuda"
-HEADS, KV_HEADS, DIM = (32, 8, 128) if ON_GPU else (4, 2, 64)
-DTYPE, TOLERANCE = (torch.bfloat16, 0.03) if ON_GPU else (torch.float32, 1e-5)
-LAYERS, CONTEXT = 2, 320
 PREFIXES = ([0, 1, 37, 300], [16, 0, 15, 160], [299, 40, 31])
-SCALE = DIM**-0.5
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
@@ -75,65 +71,15 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules[flash3.BACKENDS]
 
 
-class Target:
-    """A model runner with a pool, and what SGLang's backend asks of it."""
+def backend_of(target: Target, module: Any, nodes: int, tree: Tree) -> Any:
+    """As a runtime state of trees gets one."""
+    from dflash_sglang.sglang_names.scheduler import get_spec
 
-    def __init__(self, page_size: int, requests: int) -> None:
-        from sglang.srt.configs.model_config import AttentionArch
-        from sglang.srt.layers.radix_attention import RadixAttention
-
-        from dflash_sglang.sglang_names.scheduler import IdSpaceKind, MHATokenToKVPool
-
-        self.layers: list[Any] = [RadixAttention(HEADS, DIM, SCALE, KV_HEADS, layer_id=i) for i in range(LAYERS)]
-        pages = -(-(CONTEXT + 64) // page_size)  # of a request; row 0 and page 0 are of padding
-        order = 1 + torch.randperm(requests * pages).view(requests, pages)
-        slots = order[..., None] * page_size + torch.arange(page_size)
-        table = torch.cat([torch.zeros(1, pages * page_size), slots.flatten(1)]).int()
-        size = requests * pages * page_size
-        self.pool = MHATokenToKVPool(
-            size=size, page_size=page_size, dtype=DTYPE, head_num=KV_HEADS, head_dim=DIM, layer_num=LAYERS,
-            device=sglang_layers.DEVICE, enable_memory_saver=False,
-        )  # fmt: skip
-        for layer in range(LAYERS):
-            for buffer in self.pool.get_kv_buffer(layer):
-                buffer.copy_(torch.randn(buffer.shape))
-        self.table = table.to(sglang_layers.DEVICE)
-        self.runner: Any = SimpleNamespace(
-            device=sglang_layers.DEVICE,
-            dtype=DTYPE,
-            is_draft_worker=False,
-            kv_cache_dtype=DTYPE,
-            kv_cache_dtype_str="auto",
-            kv_index_translator=SimpleNamespace(
-                is_translating=False,
-                reads_are_translated=False,
-                space={IdSpaceKind.FULL: SimpleNamespace(write=None)}.get,
-            ),
-            model=torch.nn.ModuleList(self.layers),
-            model_config=SimpleNamespace(
-                attention_arch=AttentionArch.MHA,
-                context_len=CONTEXT + 64,
-                get_num_kv_heads=lambda _: KV_HEADS,
-                head_dim=DIM,
-                hf_text_config=SimpleNamespace(num_attention_heads=HEADS),
-                is_encoder_decoder=False,
-                is_local_attention_model=False,
-            ),
-            page_size=page_size,
-            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
-            sliding_window_size=None,
-            token_to_kv_pool=self.pool,
-        )
-
-    def backend(self, module: Any, nodes: int, tree: Tree) -> Any:
-        """As a runtime state of trees gets one."""
-        from dflash_sglang.sglang_names.scheduler import get_spec
-
-        with get_spec().override(speculative_num_draft_tokens=nodes):
-            backend = module.FlashAttentionBackend(self.runner)
-        assert flash3.spare_launches(backend)
-        serve_trees(backend, tree)
-        return backend
+    with get_spec().override(speculative_num_draft_tokens=nodes):
+        backend = module.FlashAttentionBackend(target.runner)
+    assert flash3.spare_launches(backend)
+    serve_trees(backend, tree)
+    return backend
 
 
 class Step:
@@ -239,7 +185,7 @@ def test_replays_follow_the_prefixes_and_the_trees(module, nodes, page_size):
     requests, kept = 5, 6
     with torch.device(sglang_layers.DEVICE):
         target, tree = Target(page_size, requests), chains(kept, nodes)
-        backend, step = target.backend(module, nodes, tree), Step(target, requests, nodes)
+        backend, step = backend_of(target, module, nodes, tree), Step(target, requests, nodes)
         backend.init_cuda_graph_state(requests, requests * nodes)
         backend.init_forward_metadata_out_graph(step.batch, in_capture=True)
 
@@ -262,7 +208,7 @@ def test_replays_follow_the_prefixes_and_the_trees(module, nodes, page_size):
 def test_forwards_without_a_graph_attend_as_trees(module, nodes, page_size):
     with torch.device(sglang_layers.DEVICE):
         target, tree = Target(page_size, 4), chains(4, nodes)
-        backend = target.backend(module, nodes, tree)
+        backend = backend_of(target, module, nodes, tree)
         for prefixes in PREFIXES:
             step = Step(target, len(prefixes), nodes)
             step.fill(prefixes)
@@ -333,7 +279,7 @@ OBSTACLES: dict[str, tuple[Callable[[Target], object], str]] = {
 def target(module, monkeypatch) -> Target:
     monkeypatch.setattr(trees, "mambaish_config", lambda config: None)
     target = Target(1, 1)
-    target.runner.attn_backend = target.backend(module, 16, chains(1, 16))
+    target.runner.attn_backend = backend_of(target, module, 16, chains(1, 16))
     return target
 
 
@@ -357,7 +303,7 @@ def test_recurrent_layers_verify_chains_and_the_cpu_platform_trees(target, monke
 def test_sinks_that_only_a_forward_shows_end_it(module):
     with torch.device(sglang_layers.DEVICE):
         target = Target(1, 1)
-        backend, step = target.backend(module, 16, chains(1, 16)), Step(target, 1, 16)
+        backend, step = backend_of(target, module, 16, chains(1, 16)), Step(target, 1, 16)
         step.fill([5])
         backend.init_forward_metadata(step.batch)
         q, k, v = step.parts(0)

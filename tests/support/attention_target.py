@@ -1,0 +1,78 @@
+"""A target of attention layers alone, as SGLang's attention backends ask for one: a model runner with a pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from tests.support import sglang_layers
+
+ON_GPU = sglang_layers.DEVICE == "cuda"
+HEADS, KV_HEADS, DIM = (32, 8, 128) if ON_GPU else (4, 2, 64)
+DTYPE, TOLERANCE = (torch.bfloat16, 0.03) if ON_GPU else (torch.float32, 1e-5)
+LAYERS, CONTEXT = 2, 320
+SCALE = DIM**-0.5
+
+
+class Target:
+    """Requests with slots in random order. `runner` is the model runner."""
+
+    def __init__(self, page_size: int, requests: int) -> None:
+        from sglang.srt.configs.model_config import AttentionArch
+        from sglang.srt.layers.radix_attention import RadixAttention
+        from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
+        from dflash_sglang.sglang_names.scheduler import MHATokenToKVPool
+
+        self.layers: list[Any] = [RadixAttention(HEADS, DIM, SCALE, KV_HEADS, layer_id=i) for i in range(LAYERS)]
+        pages = -(-(CONTEXT + 64) // page_size)  # of a request; row 0 and page 0 are of padding
+        order = 1 + torch.randperm(requests * pages).view(requests, pages)
+        slots = order[..., None] * page_size + torch.arange(page_size)
+        table = torch.cat([torch.zeros(1, pages * page_size), slots.flatten(1)]).int()
+        size = requests * pages * page_size
+        self.pool = MHATokenToKVPool(
+            size=size, page_size=page_size, dtype=DTYPE, head_num=KV_HEADS, head_dim=DIM, layer_num=LAYERS,
+            device=sglang_layers.DEVICE, enable_memory_saver=False,
+        )  # fmt: skip
+        for layer in range(LAYERS):
+            for buffer in self.pool.get_kv_buffer(layer):
+                buffer.copy_(torch.randn(buffer.shape))
+        self.table = table.to(sglang_layers.DEVICE)
+        self.runner: Any = SimpleNamespace(
+            device=sglang_layers.DEVICE,
+            dtype=DTYPE,
+            gpu_id=0,
+            is_draft_worker=False,
+            kv_cache_dtype=DTYPE,
+            kv_cache_dtype_str="auto",
+            kv_index_translator=KVIndexTranslator(
+                req_to_token=self.table,
+                token_to_kv_pool_allocator=None,
+                token_to_kv_pool=self.pool,
+                page_size=page_size,
+                device=sglang_layers.DEVICE,
+            ),
+            model=torch.nn.ModuleList(self.layers),
+            model_config=SimpleNamespace(
+                attention_arch=AttentionArch.MHA,
+                context_len=CONTEXT + 64,
+                get_max_num_attention_heads=lambda: HEADS,
+                get_num_kv_heads=lambda *ranks: KV_HEADS,
+                head_dim=DIM,
+                hf_config=PretrainedConfig(),
+                hf_text_config=SimpleNamespace(num_attention_heads=HEADS),
+                is_draft_model=False,
+                is_encoder_decoder=False,
+                is_local_attention_model=False,
+                linear_attn_registry_result=None,
+                swa_v_head_dim=DIM,
+                v_head_dim=DIM,
+            ),
+            page_size=page_size,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+            sliding_window_size=None,
+            token_to_kv_pool=self.pool,
+        )
