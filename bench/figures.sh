@@ -5,6 +5,7 @@
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 width_good_shares like_for_like like_for_like_poor memory
 #                    width_mixed width_mixed_busy
+#                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
 #                    pair proposals quantised long_context long_128k house observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests
 #   on two, "0,1"    tp2 tp2_again dpa2
@@ -53,6 +54,10 @@ step() { # NAME MODULE ARGUMENTS...
 serving="--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024"
 width() { # ACCEPTANCE ARGUMENTS...
   with_pair "width_$1" widths "--flags=$serving" --input 128 --mem-fraction 0.9 --acceptance "${1%%_*}" "${@:2}"
+}
+
+rows() { # NAME MORE_FLAGS ARGUMENTS...
+  with_pair "rows_$1" widths "--flags=$serving$2" --mem-fraction 0.97 --acceptance recorded --seconds 3.5 "${@:3}"
 }
 
 alike() { # NAME ARGUMENTS...
@@ -104,6 +109,11 @@ for name in "$@"; do
     memory) with_pair memory memory "--flags=--load-format dummy" ;;
     width_mixed) width mixed --per-request --kinds ours --concurrency 32 64 --fixed 16 8 6 4 ;;
     width_mixed_busy) width mixed_busy --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
+    rows_bf16) rows bf16 "" --concurrency 128 64 32 8 1 --fixed 16 8 4 ;;
+    rows_fp8) rows fp8 " --quantization fp8" --concurrency 128 64 32 8 1 --fixed 16 8 4 --alike ;;
+    rows_alike) rows alike "" --kinds ours built_in --alike --concurrency 128 64 32 8 1 --fixed ;;
+    rows_mixed) rows mixed "" --kinds ours --acceptance recorded_mixed --concurrency 64 --fixed 16 12 8 6 4 ;;
+    rows_trees) rows trees "" --kinds ours built_in --concurrency 8 4 1 --fixed 16 --trees 16 32 64 ;;
     pair) part serve_pair pair ;;
     proposals) part proposals proposals ;;
     quantised) part wild_quantised quantised ;;

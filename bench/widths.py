@@ -1,13 +1,14 @@
 """Tokens per second of the width policy, paired: beside no speculation, the built-in worker, every other width.
 
-python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | poor | mixed | recorded]
-                       [--gpus 0 1]
+python -m bench.widths --target DIR --draft DIR --out FILE [--gpus 0 1]
+                       [--acceptance good | poor | mixed | recorded | recorded_mixed]
                        [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--control 8] [--rounds 3]
-                       [--moving 1 128] [--per-request] [--seconds 5]
+                       [--moving 1 128] [--seconds 5] [--trees 16 32] [--alike]
 
 Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
 positions, gets the accept length that this is at its own width. `recorded` forces what the trained pair's draft
-said and had accepted (`bench.record`), on the built-in worker too (`bench.coins`).
+said and had accepted (`bench.record`), on the built-in worker too (`bench.coins`). In `recorded_mixed` half of the
+requests have the easiest texts of this record, the others the hardest.
 
 Servers are spread over the GPUs, one of each GPU has a load at a time, and all take turns. A load is a steady one
 (`bench.steady`): requests of different lengths come and go, and their prefills are part of what is measured, on
@@ -23,25 +24,30 @@ is its own: before each of its measured loads it has one that is not measured. O
 worker, those that are far from the best in the first round have no other round.
 
 `--moving`: the load goes from so many requests to so many and back, and claims say after how many steps our worker
-keeps to a width. `--per-request`: ours verifies a number of tokens of each request; with one width per step
-(`ours_one_width`) it is one of the others, and its server has the loads of `--fixed`.
+keeps to a width. `--trees`: numbers of nodes that ours may choose; each has a server of its own, too, that always
+verifies such trees (`ours_tree_16`). `--alike`: a server of ours whose draft and head have the number formats of
+the built-in worker's (`ours_alike`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import operator
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench import report
 from bench.load import Load, Outcome
@@ -51,6 +57,7 @@ from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from dflash_sglang.verify.record import AcceptanceRecord
 
 BLOCK = 16
 # P(proposal 1, 2, ... is accepted once those before it are), of requests of each kind in turn.
@@ -59,16 +66,16 @@ ACCEPTANCE: Mapping[str, Sequence[Sequence[float]]] = {
     "poor": [[1 / 3] * 15],  # 1.5
     "mixed": [[0.95] * 7 + [0.93] * 8, [0.55] * 15],  # 10.8 and 2.2 at 16
 }
-RECORDED, PAIR_RECORD = "recorded", Path(__file__).parent / "records" / "pair.npz"
+RECORDED, MIXED, PAIR_RECORD = "recorded", "recorded_mixed", Path(__file__).parent / "records" / "pair.npz"
 # Of the best other server but the built-in worker.
-BEST = {"good": 0.97, "poor": 0.97, "mixed": 1.0, RECORDED: 0.98}
+BEST = {"good": 0.97, "poor": 0.97, "mixed": 1.0, RECORDED: 0.98, MIXED: 1.15}
 OVER_BUILT_IN = {  # by acceptance and concurrency, 0.97 elsewhere
     "good": {"64": 1.5, "128": 1.6},
     RECORDED: {"1": 1.25, "8": 1.15, "32": 1.4, "64": 1.6, "128": 1.75},
 }
 OVER_BUILT_IN_FP8 = {"1": 1.6, "8": 1.15, "32": 1.4, "64": 1.65, "128": 1.75}  # recorded, with an fp8 target
 CONTROL = 0.97  # of the server with the width fixed
-ALONE = f"{OURS}_alone"
+ALONE, ALIKE = f"{OURS}_alone", f"{OURS}_alike"
 SETTLED = 30  # steps
 KEPT = 0.8  # of them, probes left out: estimates of two widths may be close
 LOOK_SECONDS = 0.05
@@ -80,24 +87,49 @@ def mean_length(acceptance: Sequence[Sequence[float]], width: int) -> float:
     return 1 + sum(map(sum, survive)) / len(acceptance)
 
 
-def candidates_of(arguments: argparse.Namespace) -> list[Candidate]:
-    """Ours, those of the other kinds, one for each width of `--control`; on the GPUs in turn."""
-    recorded = arguments.acceptance == RECORDED
-    acceptance: Any = {"record": str(PAIR_RECORD)} if recorded else ACCEPTANCE[arguments.acceptance]
+def easy_and_hard(record: AcceptanceRecord) -> AcceptanceRecord:
+    """A quarter of the texts, those with the longest accept length, then the quarter with the shortest. Requests
+    start all over a record and read on: half of them have easy texts for as long as an answer lasts."""
+    texts = range(int(record.prompts.max()) + 1)
+    order = sorted(texts, key=lambda text: -record.accepted[record.prompts == text].mean())
+    chosen = [*order[: len(order) // 4], *order[-(len(order) // 4) :]]
+    starts = np.concatenate([np.flatnonzero(record.prompts == text) for text in chosen])
+    return AcceptanceRecord(*(array[starts] for array in record))
 
-    def ours(name: str, **settings: Any) -> Candidate:
+
+def record_of(acceptance: str, directory: Path) -> Path | None:
+    """The file of `recorded` or `recorded_mixed`, the latter written to `directory`; None for any other."""
+    if acceptance != MIXED:
+        return PAIR_RECORD if acceptance == RECORDED else None
+    path = directory / "easy_and_hard.npz"
+    np.savez_compressed(path, **easy_and_hard(AcceptanceRecord.load(PAIR_RECORD))._asdict())
+    return path
+
+
+def candidates_of(arguments: argparse.Namespace, record: Path | None = None) -> list[Candidate]:
+    """Ours, those of the other kinds, one for each width of `--control`, each tree, and for `--alike`; on the GPUs
+    in turn. record: that forces acceptance, instead of `ACCEPTANCE`."""
+    acceptance: Any = ACCEPTANCE[arguments.acceptance] if record is None else {"record": str(record)}
+
+    def ours(name: str, flags: tuple[str, ...] = (), **settings: Any) -> Candidate:
         environment = {CONFIG_ENV: json.dumps({"simulated_acceptance": acceptance, **settings})}
-        return Candidate(name, OURS, environment=environment, accept_length=0)
+        return Candidate(name, OURS, flags, environment, accept_length=0)
 
-    asked_for = {"highest_min_width": BLOCK}  # by the requests of `forced`
+    asked_for: dict[str, Any] = {"highest_min_width": BLOCK}  # by the requests of `forced`
+    if arguments.trees:
+        asked_for["trees"] = arguments.trees
     found = [ours(OURS, width=asked_for)]
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
-    if BUILT_IN in arguments.kinds and recorded:
+    if BUILT_IN in arguments.kinds and record is not None:
         found.append(with_coins(BUILT_IN, (), acceptance))
     elif BUILT_IN in arguments.kinds:
         found.append(Candidate(BUILT_IN, BUILT_IN, accept_length=round(mean_length(acceptance, BLOCK), 3)))
     found += [ours(f"{ALONE}_{width}", width=width) for width in arguments.control]
+    found += [ours(f"{OURS}_tree_{nodes}", width=f"tree {nodes}") for nodes in arguments.trees]
+    if arguments.alike:  # an fp8 target's draft is fp8 on both sides
+        dense = () if "fp8" in arguments.flags else ("--speculative-draft-model-quantization", "unquant")
+        found.append(ours(ALIKE, dense, width={}, draft_head="as_is"))
     gpus = itertools.cycle(arguments.gpus or [None])
     return [dataclasses.replace(candidate, gpus=next(gpus)) for candidate in found]
 
@@ -161,7 +193,7 @@ def measure(
         of_gpu = {name: everyone[name] for name in names}
         loads = {name: dataclasses.replace(load, custom_params=custom_params.get(name)) for name in names}
         settled = [shared] if custom_params else []
-        return take_turns(of_gpu, loads, rounds, measured, settled, kept=[OURS, BUILT_IN])
+        return take_turns(of_gpu, loads, rounds, measured, settled, kept=[OURS, BUILT_IN, ALIKE])
 
     found: dict[str, dict[str, list[Any]]] = {}
     with ThreadPoolExecutor(len(by_gpu)) as pool:
@@ -197,6 +229,7 @@ def claims(acceptance: str, figures: Mapping[str, Any], fp8: bool = False) -> li
         ours, built_in = rate.pop(OURS), rate.pop(BUILT_IN, None)
         load = f"{acceptance} acceptance, concurrency {concurrency}: tokens/s"
         where = f"{load} over"
+        alike = rate.pop(ALIKE, None)
         for name, alone in rate.items():
             if name.startswith(ALONE):
                 asked = f"{OURS}{name.removeprefix(ALONE)}"
@@ -212,6 +245,9 @@ def claims(acceptance: str, figures: Mapping[str, Any], fp8: bool = False) -> li
         if built_in is not None:
             what = f"{where} the built-in worker's, medians of rounds"
             out.append(report.at_least(what, round(ours / built_in, 4), bounds.get(concurrency, 0.97)))
+        if built_in is not None and alike is not None:
+            what = f"{load} in the same number formats over the built-in worker's, medians of rounds"
+            out.append(report.at_least(what, round(alike / built_in, 4), 1.0))
     return out
 
 
@@ -294,10 +330,12 @@ def settling(looks: Sequence[Look]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=1.0)
-    parser.add_argument("--acceptance", choices=[*ACCEPTANCE, RECORDED], default="good")
+    parser.add_argument("--acceptance", choices=[*ACCEPTANCE, RECORDED, MIXED], default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--fixed", type=int, nargs="*", default=[16, 12, 8, 6, 4, 2], help="widths")
     parser.add_argument("--control", type=int, nargs="+", default=[], help="of --fixed, on servers of their own")
+    parser.add_argument("--trees", type=int, nargs="+", default=[], help="nodes of trees that ours may choose")
+    parser.add_argument("--alike", action="store_true", help="a server of ours in the built-in worker's formats")
     parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
@@ -305,9 +343,7 @@ def main() -> int:
     arguments = parse(parser)
     if not set(arguments.control) <= set(arguments.fixed):
         parser.error(f"--control {arguments.control}: expected widths of --fixed {arguments.fixed}")
-    candidates = candidates_of(arguments)
     asked = forced(arguments.fixed)
-    by_gpu = names_by_gpu(candidates, OURS, list(asked))
     most = max([*arguments.concurrency, *(arguments.moving or [])])
     # Of a request in a steady load 0.54 of its output is there on average, and as much is still to come, for which
     # SGLang keeps room.
@@ -319,7 +355,12 @@ def main() -> int:
     def keep(**more: Any) -> int:  # what is there, should the rest not come
         return report.finish("bench.widths", arguments.out, claimed, figures=figures, **more)
 
-    with signals_as_exit(), together(candidates, arguments, requests=most, tokens=tokens) as servers:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_as_exit())
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        candidates = candidates_of(arguments, record_of(arguments.acceptance, scratch))
+        by_gpu = names_by_gpu(candidates, OURS, list(asked))
+        servers = stack.enter_context(together(candidates, arguments, requests=most, tokens=tokens))
         require_served(arguments.fixed, servers[OURS])
         load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
         for concurrency in arguments.concurrency:

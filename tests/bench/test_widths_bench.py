@@ -7,8 +7,10 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench import steady, width_plot, widths
@@ -19,8 +21,10 @@ from dflash_sglang.verify.record import AcceptanceRecord
 
 
 def asked(**more: Any) -> Namespace:
-    usual = dict(acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None)
-    return Namespace(**{**usual, **more})
+    usual = dict(
+        acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None, trees=[], alike=False, flags=[]
+    )
+    return Namespace(**{**usual, **dict(trees=[], alike=False, flags=[]), **more})
 
 
 def test_fixed_widths_are_loads_and_those_of_the_control_servers_too():
@@ -43,7 +47,8 @@ def test_fixed_widths_are_loads_and_those_of_the_control_servers_too():
 
 
 def test_a_record_forces_both_workers():
-    ours, built_in = widths.candidates_of(asked(acceptance="recorded", kinds=[OURS, BUILT_IN]))
+    record = widths.record_of("recorded", Path())
+    ours, built_in = widths.candidates_of(asked(kinds=[OURS, BUILT_IN]), record)
     settings, coins = (
         json.loads(ours.environment["DFLASH_SGLANG_CONFIG"]),
         json.loads(built_in.environment["COINS"]),
@@ -51,6 +56,41 @@ def test_a_record_forces_both_workers():
     assert settings["simulated_acceptance"] == coins == {"record": str(widths.PAIR_RECORD)}
     assert AcceptanceRecord.load(widths.PAIR_RECORD).accepted.max() == 15
     assert built_in.program == ("-m", "bench.coins") and ours.accept_length == built_in.accept_length == 0
+
+
+def test_half_of_the_requests_of_a_mixed_record_have_easy_texts(tmp_path):
+    usual = AcceptanceRecord.load(widths.PAIR_RECORD)
+    mixed = AcceptanceRecord.load(widths.record_of("recorded_mixed", tmp_path))
+    easy, hard = np.split(mixed.accepted, 2)
+    assert [1 + easy.mean(), 1 + hard.mean()] == pytest.approx([10.4, 4.9], abs=0.1)
+    first = usual.prompts == mixed.prompts[0]  # of the easiest text, as it was
+    assert all((a[: first.sum()] == b[first]).all() for a, b in zip(mixed, usual, strict=True))
+
+
+@pytest.mark.parametrize(("flags", "formats"), [
+    ([], ("--speculative-draft-model-quantization", "unquant")), (["--quantization", "fp8"], ()),
+])  # fmt: skip
+def test_trees_and_the_built_in_workers_formats_have_servers_of_their_own(flags, formats):
+    found = {one.name: one for one in widths.candidates_of(asked(trees=[16, 32], alike=True, flags=flags))}
+    settings = {name: json.loads(one.environment["DFLASH_SGLANG_CONFIG"]) for name, one in found.items()}
+    assert {name: of["width"] for name, of in settings.items()} == {
+        "ours": {"highest_min_width": 16, "trees": [16, 32]},
+        "ours_tree_16": "tree 16",
+        "ours_tree_32": "tree 32",
+        "ours_alike": {},
+    }
+    assert found["ours_alike"].flags == formats and settings["ours_alike"]["draft_head"] == "as_is"
+
+
+def test_alike_is_compared_with_the_built_in_worker_alone():
+    rates = dict(ours=130, ours_alike=120, built_in=100, plain=20, ours_16=110)
+    figures = {"64": {name: {"tokens_per_second": [rate]} for name, rate in rates.items()}}
+    found = {claim["what"].split("tokens/s ")[1]: claim["value"] for claim in widths.claims("recorded", figures)}
+    assert found == {
+        "over those of the best other server, ours_16, medians of rounds": pytest.approx(1.1818),
+        "over the built-in worker's, medians of rounds": 1.3,
+        "in the same number formats over the built-in worker's, medians of rounds": 1.2,
+    }
 
 
 class Stub:
