@@ -48,6 +48,11 @@ def register_hooks() -> None:
             keep_dtype_of_input_embeds,
             HookType.AROUND,
         ),
+        (
+            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
+            send_page_indices_at_once,
+            HookType.BEFORE,
+        ),
     ):
         HookRegistry.register(target, hook, kind, source=SOURCE)
     dp.register(SOURCE)
@@ -85,6 +90,13 @@ def keep_dtype_of_input_embeds(
     if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
         kwargs["input_embeds"] = forward_batch.input_embeds
     return kwargs
+
+
+def send_page_indices_at_once(*_: Any, **__: Any) -> None:
+    """Stands in for page indices that a prefill server copies to pinned memory, with a CUDA event behind them."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    MooncakeKVSender.supports_host_tensor_indices = False
 
 
 def ignore_record_stream_on_cpu() -> None:

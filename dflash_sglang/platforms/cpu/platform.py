@@ -40,6 +40,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
         # SGLang rounds the inputs that convolutions remember to bfloat16, whatever --dtype says.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+        # A prefill server orders such a send after its forward by a CUDA event.
+        os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
         register_rank_hooks()
 
     def get_device(self, device_id: int = 0) -> str:
@@ -47,14 +49,18 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Names attention backend and size of the KV pools where the user did not, and how the host's are copied.
+        """Names attention backend and size of the KV pools where the user did not, how the host's are copied, and
+        how a decode server keeps retracted requests.
 
-        SGLang's own backend for x86 needs AMX kernels, its default copies are GPU kernels (`host_cache.py`).
+        SGLang's own backend for x86 needs AMX kernels, and its default copies are GPU kernels (`host_cache.py`).
+        Its default for retracted requests pins memory with the CUDA driver.
         """
         if server_args.attention_backend is None:
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = TOKENS
+        if server_args.disaggregation_decode_retraction_backup is None:
+            server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "page_first_direct"
 
