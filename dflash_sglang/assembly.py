@@ -1,7 +1,8 @@
 """Builds the worker's parts from a launch, in the order in which SGLang has what they need.
 
 load_draft           the target is loaded; KV pools are not sized yet
-build_step           request table and KV pools exist
+bind_pools           request table and KV pools exist
+build_step           the same
 check_attention      attention backends exist
 add_widths           graphs of whole blocks exist
 build_controller     graphs of every width exist
@@ -43,6 +44,7 @@ from dflash_sglang.sglang_names.scheduler import (
     draft_pp_context,
     draft_tp_context,
     envs,
+    get_disagg,
     get_parallel,
     get_spec,
     model_draft_parallel_spec,
@@ -88,6 +90,7 @@ class LoadedDraft:
     feature_layer_ids: Sequence[int]
     borrowed: Borrowed
     context_kv: ContextKV
+    drafts: bool  # a prefill server's does not
     draws_proposals: bool  # to sampled requests
     proposed_tokens: int | None  # of --speculative-token-map, None without
 
@@ -101,9 +104,16 @@ class LoadedDraft:
 
 
 def load_draft(
-    server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, config: PluginConfig
+    server_args: ServerArgs,
+    gpu_id: int,
+    nccl_port: int,
+    target_worker: TpModelWorker,
+    config: PluginConfig,
+    drafts: bool = True,
 ) -> LoadedDraft:
     """Load the draft and lend it the target's embedding and head; let the target capture the draft's features.
+
+    Without `drafts` the draft only makes context KV: its head is not copied, and nothing is verified.
 
     Raises ValueError or DraftConfigError for a draft that does not fit the target or the settings.
     """
@@ -126,10 +136,12 @@ def load_draft(
     layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
     feature_layer_ids = model.spec.feature_layer_ids(layers)
     ensure_capture(target.model, feature_layer_ids)
-    replayed_states.install(target)
-    path = get_spec().speculative_token_map
+    path = get_spec().speculative_token_map if drafts else None
     token_map = None if path is None else read_token_map(path)
-    borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, config.draft_head)
+    if drafts:
+        replayed_states.install(target)
+    head_form = config.draft_head if drafts else "as_is"
+    borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, head_form)
     context_kv = ContextKV(model, config.context_kv, partial(draft_tp_context, layout))
     head_copy = borrowed.head_copy
     weight_updates.install(target, runner, context_kv.refresh, None if head_copy is None else head_copy.refresh)
@@ -143,9 +155,20 @@ def load_draft(
         feature_layer_ids=feature_layer_ids,
         borrowed=borrowed,
         context_kv=context_kv,
+        drafts=drafts,
         draws_proposals=config.draws(joint=model.candidate_selector is not None),
         proposed_tokens=None if token_map is None else len(token_map),
     )
+
+
+def bind_pools(draft: LoadedDraft, target: ModelRunner, page_size: int) -> SlotReservation:
+    """Let context KV be written to the draft's pool. page_size: of the KV pools. Returns what reserves slots of
+    decode steps."""
+    draft.context_kv.bind(draft.runner.token_to_kv_pool, draft.runner.kv_index_translator)
+    if get_parallel().tp_rank == 0:
+        logger.info("dflash_sglang context KV: %s", draft.context_kv.reason)
+    rows, row_width = target.req_to_token_pool.req_to_token.shape
+    return SlotReservation(rows, draft.block_size, row_width, page_size, target.device)
 
 
 class StepParts(NamedTuple):
@@ -159,22 +182,22 @@ class StepParts(NamedTuple):
 
 
 def build_step(
-    draft: LoadedDraft, target_worker: TpModelWorker, tables: Tables, page_size: int, config: PluginConfig
+    draft: LoadedDraft,
+    target_worker: TpModelWorker,
+    tables: Tables,
+    reservation: SlotReservation,
+    config: PluginConfig,
 ) -> StepParts:
-    """Build the parts of a decode step, with the tail of the target's graphs. page_size: of the KV pools."""
+    """Build the parts of a decode step, with the tail of the target's graphs."""
     target, runner, block_size = target_worker.model_runner, draft.runner, draft.block_size
     table = target.req_to_token_pool.req_to_token
-    rows, row_width = table.shape
     slots = tables.acceptor.slots
-    slots.fit(rows)
-    draft.context_kv.bind(runner.token_to_kv_pool, runner.kv_index_translator)
-    if get_parallel().tp_rank == 0:
-        logger.info("dflash_sglang context KV: %s", draft.context_kv.reason)
+    slots.fit(len(table))
     assert draft.model.spec.mask_token_id is not None  # start-up validation refuses a draft without
     logits = TargetLogits(target)
     tail = VerifyTail(target, runner, logits, tables.acceptor, draft.context_kv)
     return StepParts(
-        SlotReservation(rows, block_size, row_width, page_size, target.device),
+        reservation,
         BlockBuilder(
             target,
             block_size,
@@ -189,7 +212,7 @@ def build_step(
             draft.parallel_layout,
             drawn=draft.draws_proposals,
             tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
-            window=DraftWindow.imposed(page_size, table, runner.req_to_token_pool.req_to_token),
+            window=DraftWindow.imposed(reservation.page_size, table, runner.req_to_token_pool.req_to_token),
         ),
         Verifier(target_worker, block_size, logits, tables, tail),
         tail,
@@ -289,6 +312,7 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
     context_len: the target's.
     """
     spec = draft.model.spec
+    role = get_disagg().disaggregation_mode
     decisions = {
         "draft": f"{spec.architecture} ({spec.num_layers} layers)",
         "layers": layers_read(spec),
@@ -302,12 +326,14 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         "context_kv": draft.context_kv.reason,
         "head": draft.borrowed.head_form,
     }
+    if role != "null":
+        decisions["role"] = role
     if draft.proposed_tokens is not None:
         tokens = f"{draft.proposed_tokens} tokens ({get_spec().speculative_token_map})"
         decisions["head"] = f"{tokens}, {draft.borrowed.head_form}"
     if context_len > spec.max_position_embeddings:
         decisions["positions"] = f"{context_len} (max_position_embeddings {spec.max_position_embeddings})"
-    if get_spec().speculative_draft_window_size is not None:
+    if get_spec().speculative_draft_window_size is not None and draft.drafts:
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     if spec.dflash2 is not None:
@@ -315,15 +341,19 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
+    if not draft.drafts:
+        for of_drafting in ("draft_attention", "head", "selector", "proposals"):
+            decisions.pop(of_drafting, None)
     lines = (f"\n  {key}: {value}" for key, value in decisions.items())
     return f"dflash_sglang {__version__} worker active:{''.join(lines)}"
 
 
-def memory_line(draft: LoadedDraft, tables: Tables) -> str:
+def memory_line(draft: LoadedDraft, tables: Tables | None = None) -> str:
     """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
 
     Weights are those it does not borrow, KV its own pool, tables what verification keeps of requests, graphs what
     SGLang saw those of whole blocks take. What other widths took, target and draft, is in a line of their own.
+    tables: None on a server that only prefills, which has no graphs of the draft either.
     """
     runner, model, head_copy = draft.runner, draft.model, draft.borrowed.head_copy
     # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
@@ -331,9 +361,13 @@ def memory_line(draft: LoadedDraft, tables: Tables) -> str:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     pool = runner.token_to_kv_pool
     kv = sum(pool.get_kv_size_bytes())
-    return (
+    line = (
         f"dflash_sglang memory of this rank's draft: weights {sum(storages.values()) / GB:.3f} GB, "
-        f"KV {kv / GB:.3f} GB for {pool.size} tokens, "
-        f"tables {tables.nbytes / GB:.3f} GB for {tables.requests} requests, "
+        f"KV {kv / GB:.3f} GB for {pool.size} tokens"
+    )
+    if tables is None:
+        return line
+    return (
+        f"{line}, tables {tables.nbytes / GB:.3f} GB for {tables.requests} requests, "
         f"graphs of whole blocks {sum(runner.graph_memory_usage.values()):.3f} GB"
     )

@@ -70,7 +70,8 @@ def check_launch(server_args: Any) -> Foreign | None:
 def create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
     """AROUND SpeculativeAlgorithm.create_worker: runs in the scheduler, once the target is loaded.
 
-    Returns this package's worker class for a draft that it serves, and what SGLang would return otherwise.
+    Returns this package's worker class, by the server's role, for a draft that it serves, and what SGLang would
+    return otherwise.
     An exception here ends the scheduler: nothing falls back by accident.
     """
     if not algorithm.is_dflash():
@@ -83,11 +84,12 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
     # Imported here: the registry imports every model of SGLang, and only the scheduler needs them.
     from sglang.srt.models.registry import ModelRegistry
 
+    from dflash_sglang.prefill_worker import PrefillWorker
     from dflash_sglang.worker import DFlashWorker
 
     ModelRegistry.register("dflash_sglang.models", overwrite=True, strict=True)
     _patch_scheduler()
-    return DFlashWorker
+    return PrefillWorker if server_args.disaggregation_mode == "prefill" else DFlashWorker
 
 
 def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

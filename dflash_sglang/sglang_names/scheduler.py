@@ -51,6 +51,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import (
+    get_disagg,
     get_exec,
     get_memory,
     get_model,
@@ -159,6 +160,7 @@ __all__ = [
     "gdn_replayssm_spec_fold",
     "get_available_gpu_memory",
     "get_cuda_graph_batch_size_alignment",
+    "get_disagg",
     "get_dp_tp_group",
     "get_exec",
     "get_memory",

@@ -27,12 +27,15 @@ class Adjustments:
     """Adjusts logits, and keeps what that takes of a request's output so far."""
 
     def __init__(self, max_requests: int, block_size: int, vocab_size: int, device: str) -> None:
+        """max_requests: rows of req_to_token, or more. All memory is taken here."""
+        self.max_requests, self.vocab_size = max_requests, vocab_size
         self.penalties = Penalties(max_requests, vocab_size, device)
         self._processors = CustomProcessors(max_requests, block_size, device)
 
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties, and outputs to processors."""
         self.penalties.begin(batch)
+        self.penalties.before_prefill(batch)
         self._processors.before_prefill(batch)
 
     def after_prefill(self, batch: ScheduleBatch, next_token_ids: Tensor) -> None:
@@ -118,8 +121,8 @@ class Penalties:
         self._ends = torch.zeros(shape, dtype=torch.bool, device=device)  # for min_new_tokens
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Before a prefill: count what its requests have put out so far (retracted ones have), and let
-        SGLang's sampler apply it."""
+        """Count what the batch's new requests have put out so far: retracted ones, and those that another server
+        has prefilled."""
         if not batch.reqs:
             return
         decoding = set(map(id, batch.decoding_reqs or ())) if batch.forward_mode.is_mixed() else set()
@@ -134,6 +137,9 @@ class Penalties:
                 end_ids = [token for token in _end_ids(req) if 0 <= token < self._vocab_size]
                 ids = async_h2d(end_ids, dtype=torch.int64, device=counts.device)
                 self._ends[slot].zero_().index_fill_(0, ids, True)
+
+    def before_prefill(self, batch: ScheduleBatch) -> None:
+        """Let SGLang's sampler apply the penalties of requests that have begun."""
         requests = self.penalised(batch)
         if requests is not None:
             info = batch.sampling_info

@@ -12,7 +12,7 @@ import torch
 
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.settings.plugin_config import SimulatedAcceptance
-from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule
+from dflash_sglang.sglang_names.scheduler import get_disagg, get_parallel, get_schedule
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.adjustments import Adjustments
 from dflash_sglang.verify.rejection import RejectionSampler
@@ -29,15 +29,15 @@ class Tables(NamedTuple):
     def taken(
         cls,
         slots: StepSlots,
-        vocab_size: int,
+        adjustments: Adjustments,
         simulated_acceptance: SimulatedAcceptance | None = None,
     ) -> Tables:
-        """For as many requests, and blocks as wide, as the slots are for; vocab_size: of the target."""
+        """For as many requests, and blocks as wide, as the slots are for; the adjustments are for the same."""
         rows, block_size, device = slots.max_requests, slots.block_size, slots.device
         return cls(
             Acceptor(slots, simulated_acceptance),
-            Adjustments(rows, block_size, vocab_size, device),
-            RejectionSampler(rows, block_size, vocab_size, device),
+            adjustments,
+            RejectionSampler(rows, block_size, adjustments.vocab_size, device),
         )
 
     @property
@@ -63,6 +63,8 @@ def _storages(thing: object) -> Iterator[torch.UntypedStorage]:
 
 
 def most_rows() -> int:
-    """Rows that this rank's req_to_token will have at most: one for padding, and its part of
-    --max-running-requests. SGLang makes fewer where the KV pool has room for fewer requests."""
-    return max(1, get_schedule().max_running_requests // get_parallel().attn_dp_size) + 1
+    """Rows that this rank's req_to_token will have at most: one for padding, its part of --max-running-requests,
+    and those of requests that a decode server receives. SGLang makes fewer where the KV pool has room for fewer
+    requests."""
+    receiving = get_disagg().disaggregation_decode_extra_slots or 0
+    return max(1, get_schedule().max_running_requests // get_parallel().attn_dp_size) + receiving + 1

@@ -53,10 +53,11 @@ class Rehearsal:
         self,
         runner: ModelRunner,
         reservation: SlotReservation,
-        decode: Callable[[ScheduleBatch, Shape], object],
         prefill: Callable[[ScheduleBatch], object],
+        decode: Callable[[ScheduleBatch, Shape], object] | None = None,
     ) -> None:
-        """prefill, decode: one step of a batch; the latter verifies a shape."""
+        """prefill, decode: one step of a batch. The latter verifies a shape; it is None on a server that only
+        prefills."""
         self._runner, self._reservation = runner, reservation
         self._decode, self._prefill = decode, prefill
         self._table = runner.req_to_token_pool.req_to_token
@@ -94,6 +95,7 @@ class Rehearsal:
 
     def step(self, context: int, sampling: Mapping[str, Any], shape: Shape) -> None:
         """A decode step of one request with `context` tokens, of two for ragged chains."""
+        assert self._decode is not None
         requests = 1 if shape.budget is None else 2
         with torch.no_grad(), self._contexts(requests, context):
             self._decode(self._decoding(requests, context, sampling), shape)
@@ -101,6 +103,7 @@ class Rehearsal:
     def seconds(self, requests: int, context: int, shape: Shape) -> float:
         """Of a greedy step of so many requests with `context` tokens each, which verifies this shape; one before
         it is not timed."""
+        assert self._decode is not None
         with torch.no_grad(), self._contexts(requests, context):
             batch = self._decoding(requests, context, GREEDY)
             self._decode(copy(batch), shape)

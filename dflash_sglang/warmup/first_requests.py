@@ -37,10 +37,10 @@ SAMPLINGS: tuple[Mapping[str, Any], ...] = (  # each has launches of its own
 )
 
 
-def rehearse(runner: ModelRunner, rehearsal: Rehearsal, shapes: Sequence[Shape]) -> None:
+def rehearse(runner: ModelRunner, rehearsal: Rehearsal, prefills: bool, shapes: Sequence[Shape]) -> None:
     """On the stream of the forwards, whose memory is its own. Leaves torch's random numbers as they were.
 
-    runner: the target's; shapes: of steps that will be.
+    runner: the target's; prefills: there will be some; shapes: of steps that will be.
     """
     start, on_gpu = time.perf_counter(), torch.device(runner.device).type == "cuda"
     most = min(rehearsal.longest, _most_at_once())
@@ -53,11 +53,11 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, shapes: Sequence[Shape])
         if on_gpu:
             torch.cuda.synchronize()  # what start-up launched before was on another stream
         rehearsal.reserve()
-        for tokens in prompts(PROMPTS_ON_GPU if on_gpu else (SHORT,), most):
+        for tokens in prompts(PROMPTS_ON_GPU if on_gpu else (SHORT,), most) if prefills else ():
             rehearsal.prefill(tokens, GREEDY)
             if on_gpu and tokens in FORMS:
                 rehearsal.prefill(tokens, GREEDY, offset=1)
-        for sampling in samplings[1:]:
+        for sampling in samplings[1:] if prefills else ():
             rehearsal.prefill(short, sampling)
         for shape in shapes:
             for sampling in samplings:

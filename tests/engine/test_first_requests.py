@@ -75,7 +75,7 @@ def test_rehearsed_contexts_are_read_from_slots_that_have_memory(
     )
     nothing: Any = None
     reservation: Any = SimpleNamespace(page_size=4)
-    rehearsal = dummy_batches.Rehearsal(runner, reservation, nothing, nothing)
+    rehearsal = dummy_batches.Rehearsal(runner, reservation, nothing)
     with rehearsal._contexts(2, 16):
         slots = table[1:3, :16].flatten().tolist()
         assert slots == (list(range(4, 36)) if backed else [0] * 32)

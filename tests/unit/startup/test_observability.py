@@ -58,10 +58,11 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     from dflash_sglang.models.head.draft_head import HeadCopy
     from dflash_sglang.models.head.fp8_head import Fp8Head
     from dflash_sglang.models.head.hot_rows import HotRows
+    from dflash_sglang.verify.adjustments import Adjustments
     from dflash_sglang.verify.tables import Tables
 
     layers.start_rank()
-    tables = Tables.taken(StepSlots(rows := 101, 16, "cpu"), 32000)
+    tables = Tables.taken(StepSlots(rows := 101, 16, "cpu"), Adjustments(rows, 16, 32000, "cpu"))
     counted = rows * (5 * 32000 + 17 * 8 + 5 * (16 + 2) * 8 + 5 * 4 + 2 * 8 + 4)
     model = layers.make_draft(tmp_path, hidden_size=512, intermediate_size=4096)
     ContextKV(model)  # stacks K and V rows: the layers' weights become slices

@@ -83,6 +83,7 @@ def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed
 
     batch = batch_of(reqs, slots)
     penalties.begin(batch)
+    penalties.before_prefill(batch)
     info = batch.sampling_info
     if info.acc_scaling_penalties is not None:
         logits = torch.randn(3, VOCAB, generator=generator)
@@ -193,6 +194,7 @@ def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
     penalties.count(penalties.penalised(batch), torch.tensor([[6, 6, 2]]), torch.tensor([2]))
     mixed = batch_of([request(PENALISED, 5, [3]), decoding], [8, 1], mixed_with=[decoding])
     penalties.begin(mixed)
+    penalties.before_prefill(mixed)
     assert counted(penalties, mixed)[1] == [0, 0, 0, 0, 0, 0, 2, 0, 0]
     assert mixed.sampling_info.acc_additive_penalties[1, 6] == pytest.approx(-2.0)
     assert mixed.sampling_info.acc_additive_penalties[0, 3] == pytest.approx(-1.0)

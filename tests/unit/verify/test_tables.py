@@ -12,18 +12,20 @@ BLOCK, VOCAB = 4, 30
 
 
 @pytest.mark.parametrize(
-    ("requests", "ranks", "rows"),
-    [(48, 1, 49), (48, 5, 10), (2, 4, 2)],
-    ids=["alone", "divided", "fewer than ranks"],
+    ("requests", "ranks", "receiving", "rows"),
+    [(48, 1, None, 49), (48, 5, None, 10), (2, 4, None, 2), (16, 1, 32, 49)],
+    ids=["alone", "divided", "fewer than ranks", "decode server"],
 )
 def test_a_rank_has_a_row_for_its_part_of_the_requests_and_one_for_padding(
-    monkeypatch: pytest.MonkeyPatch, requests: int, ranks: int, rows: int
+    monkeypatch: pytest.MonkeyPatch, requests: int, ranks: int, receiving: int | None, rows: int
 ) -> None:
     """As SGLang makes req_to_token."""
     from dflash_sglang.verify import tables
 
     monkeypatch.setattr(tables, "get_schedule", lambda: SimpleNamespace(max_running_requests=requests))
     monkeypatch.setattr(tables, "get_parallel", lambda: SimpleNamespace(attn_dp_size=ranks))
+    extra = SimpleNamespace(disaggregation_decode_extra_slots=receiving)
+    monkeypatch.setattr(tables, "get_disagg", lambda: extra)
     assert tables.most_rows() == rows
 
 
@@ -33,11 +35,12 @@ def test_the_relay_has_the_rows_of_req_to_token_in_the_memory_that_was_taken(
 ) -> None:
     """SGLang takes a relay of that size alone."""
     from dflash_sglang.drafting import step_slots
+    from dflash_sglang.verify.adjustments import Adjustments
     from dflash_sglang.verify.tables import Tables
 
     offered: list[Any] = []
     monkeypatch.setattr(step_slots, "offer_future_relay_buffers", offered.append)
-    acceptor = Tables.taken(step_slots.StepSlots(7, BLOCK, "cpu"), VOCAB).acceptor
+    acceptor = Tables.taken(step_slots.StepSlots(7, BLOCK, "cpu"), Adjustments(7, BLOCK, VOCAB, "cpu")).acceptor
     memory = [tensor.data_ptr() for tensor in acceptor.slots.relay]
     acceptor.slots.fit(rows)
     relay = offered[-1]
