@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang import __version__
 from dflash_sglang.attention.visibility import check_visibility
+from dflash_sglang.checkpoint.files import fingerprint, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.block import BlockBuilder
@@ -33,11 +34,11 @@ from dflash_sglang.observe.causes import Causes
 from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
 from dflash_sglang.observe.step_split import StepSplit
-from dflash_sglang.patches import replayed_states, weight_updates
+from dflash_sglang.patches import agreement, replayed_states, retracted_rows, weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.patches.target_features import ensure_capture
-from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
     build_draft_tp_worker,
@@ -45,12 +46,13 @@ from dflash_sglang.sglang_names.scheduler import (
     draft_tp_context,
     envs,
     get_disagg,
+    get_model,
     get_parallel,
     get_spec,
     model_draft_parallel_spec,
     resolve_draft_parallel_layout,
 )
-from dflash_sglang.startup.facts import TargetFacts
+from dflash_sglang.startup.facts import Problem, StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
@@ -169,6 +171,46 @@ def bind_pools(draft: LoadedDraft, target: ModelRunner, page_size: int) -> SlotR
         logger.info("dflash_sglang context KV: %s", draft.context_kv.reason)
     rows, row_width = target.req_to_token_pool.req_to_token.shape
     return SlotReservation(rows, draft.block_size, row_width, page_size, target.device)
+
+
+def agree(draft: LoadedDraft, target: ModelRunner, config: PluginConfig) -> None:
+    """Let a prefill server tell decode servers of its draft, and each refuse the other's where they differ. The
+    pools exist.
+
+    Raises StartupError where a decode server may not take requests without context KV.
+    """
+    role, spec, model = get_disagg().disaggregation_mode, get_spec(), draft.runner.model_config
+    if role == "null":
+        return
+    path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
+    line = agreement.draft_line(
+        draft.model.spec.num_layers,
+        model.get_total_num_kv_heads(),
+        model.head_dim,
+        str(draft.runner.kv_cache_dtype).removeprefix("torch."),
+        draft.feature_layer_ids,
+        fingerprint(weights_directory(path, revision, get_model().download_dir)),
+    )
+    if role == "prefill":
+        agreement.register_with(line)
+        if get_disagg().disaggregation_transfer_backend == "mooncake":
+            agreement.refuse_peers_without_draft()
+    else:
+        of_target = target.model_config
+        layers = TargetFacts.from_config(of_target.hf_text_config).num_layers
+        if config.prefill == "any" and draft.model.spec.num_layers >= layers:
+            raise StartupError([_any_problem(draft.model.spec.num_layers, layers)])
+        heads = [(one.get_total_num_kv_heads(), one.head_dim) for one in (of_target, model)]
+        agreement.compare_with(line, config.prefill, alike=heads[0] == heads[1])
+        retracted_rows.keep(target.token_to_kv_pool_allocator, draft.runner.token_to_kv_pool)
+
+
+def _any_problem(draft_layers: int, target_layers: int) -> Problem:
+    expected = (
+        f"'same' with a draft of {draft_layers} layers beside a target of {target_layers}: SGLang takes KV that "
+        "comes without a draft's for that of a part of the layers"
+    )
+    return Problem(f"{CONFIG_ENV} prefill", "any", expected, "Leave it out.")
 
 
 class StepParts(NamedTuple):

@@ -90,6 +90,7 @@ class PrefillWorker(BaseSpecWorker):
         page_size = token_to_kv_pool_allocator.page_size
         target = self.target_worker.model_runner
         self._reservation = assembly.bind_pools(self._draft, target, page_size)
+        assembly.agree(self._draft, target, self._config)
 
     def init_attention_backends(self) -> None:
         """Of the draft: none, as it never runs."""

@@ -15,12 +15,14 @@ from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.observe.step_split import StepSplit
+from dflash_sglang.patches import arrivals
 from dflash_sglang.patches.graph_captures import heap_left_alone
 from dflash_sglang.prefill_worker import PrefillWorker
 from dflash_sglang.sglang_names.scheduler import (
     GenerationBatchResult,
     draft_pp_context,
     draft_tp_context,
+    get_disagg,
     get_parallel,
 )
 from dflash_sglang.verify.rows import Shape, VerifyRows
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 class DFlashWorker(PrefillWorker):
     """Drafts a block in one forward, verifies it in one forward, commits what agrees.
 
-    It prefills as its base does.
+    It prefills as its base does, or takes over what a prefill server has prefilled.
     """
 
     drafts: ClassVar[bool] = True
@@ -92,6 +94,8 @@ class DFlashWorker(PrefillWorker):
                 draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit, self._split
             )
         self.width, self._learns = self._widths.choices[-1], self._widths.learns
+        if get_disagg().disaggregation_mode == "decode":
+            arrivals.hand_to(self._arrive)
         logger.info(assembly.memory_line(draft, self._tables))
 
     def _rehearsed_step(self, batch: ScheduleBatch, shape: Shape) -> None:
@@ -176,6 +180,13 @@ class DFlashWorker(PrefillWorker):
 
     def _start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._tables.acceptor.start(requests, last_tokens, seq_lens)
+
+    def _arrive(self, batch: ScheduleBatch, last_tokens: torch.Tensor) -> DFlashDraftInput:
+        """Requests whose KV, context KV and first tokens [bs] come from a prefill server."""
+        self._widths.admit(batch)
+        self._adjustments.arrive(batch)
+        self._start(batch.req_pool_indices, last_tokens, batch.seq_lens)
+        return DFlashDraftInput.create(last_tokens, batch.seq_lens, self._reservation)
 
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
         """A data-parallel rank without requests: the collectives of `_decode` (`collectives`), nothing written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ DEEPEST_CONFIG = 32  # objects and lists inside of one another
 # Transformers makes a list or a table with an entry for each.
 _COUNTED = re.compile(r"(layers?|labels)$")
 INDEX = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_BLOCK = 1 << 16  # bytes of a sample
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,25 @@ def _indexed_files(directory: Path) -> set[str] | None:
             "a JSON object whose weight_map has the file of each tensor",
             "Download it again.",
         ) from error
+
+
+def fingerprint(directory: Path) -> str:
+    """Of the config.json and of a sample of every file with weights: equal for copies of a checkpoint, whatever
+    their files are called."""
+    config = json.dumps(read_config(directory), sort_keys=True)
+    samples = sorted(map(_sample, (path for path in directory.iterdir() if path.suffix in _WEIGHTS)))
+    return hashlib.sha256(config.encode() + b"".join(samples)).hexdigest()[:12]
+
+
+def _sample(path: Path) -> bytes:
+    """A hash of a file's size and of blocks at its beginning, middle and end."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    digest.update(str(size).encode())
+    with path.open("rb") as file:
+        for start in (0, size // 2, size - _BLOCK):
+            file.seek(max(start, 0))
+            digest.update(file.read(_BLOCK))
+    return digest.digest()
 
 
 def tensor_facts(directory: Path) -> dict[str, TensorFacts]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_sglang.requests.errors import RequestError, shown
-from dflash_sglang.sglang_names.launcher import PositionalEmbeds, get_exec
+from dflash_sglang.sglang_names.launcher import PositionalEmbeds, get_disagg, get_exec
 
 HIGHEST_TOP_K = 2**31 - 1  # SGLang keeps it in 32 bits
 HIGHEST_BIAS = 1e30  # finite in float32 when it is divided by the lowest temperature, 1e-6
@@ -46,6 +46,9 @@ def _check_stop_regex(patterns: Any) -> None:
 def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
     """request: a TokenizedGenerateReqInput."""
     sampling = request.sampling_params
+    if sampling.n > 1 and get_disagg().disaggregation_mode != "null":
+        expected = "1 with prefill and decode on different servers, where SGLang gives all answers one room"
+        raise _unexpected("n", sampling.n, expected)
     _check_prompt(request, vocab_size)
     if request.lora_id is not None and request.lora_name is None:
         raise _unexpected("lora_id", request.lora_id, "none, since SGLang finds it itself. Give lora_path")

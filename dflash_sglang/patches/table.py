@@ -21,6 +21,7 @@ _FLASH3 = f"{_SRT}.layers.attention.flashattention_backend"
 _UPDATER = f"{_SRT}.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _LINEAR = "sglang.kernels.ops.attention.linear"
 _RELAY = f"{_SRT}.managers.overlap_utils"
+_PD = f"{_SRT}.disaggregation"
 
 CORRECTNESS = "correctness"
 NOT_MEASURED = "not measured alone"
@@ -130,6 +131,28 @@ PATCHES: tuple[Patch, ...] = (
           f"{_RUNNER}.weight_updater",
           reader=_UPDATER,
           why="Copies of weights are renewed with them, and captured graphs are kept."),
+    # ---- The scheduler: prefill and decode on different servers ----------------------------------------------
+    _replaced("arrivals", "scheduler", "patches.arrivals.hand_to", "c728121d5868",
+          f"{_SRT}.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input",
+          why="A decode server's worker takes over requests that arrive prefilled."),
+    _replaced("draft-line", "scheduler", "patches.agreement.register_with", "51083c2e7cf2",
+          f"{_PD}.prefill.get_pd_kv_layout",
+          reader=f"{_PD}.prefill.PrefillBootstrapQueue._init_kv_manager",
+          why="A prefill server tells decode servers what its draft is."),
+    _replaced("draft-peers", "scheduler", "patches.agreement.refuse_peers_without_draft", "afaf37a0cc39",
+          f"{_PD}.mooncake.conn.MooncakeKVManager._validate_peer_state_layout",
+          why="SGLang pairs the draft's KV with that of a decode server without one, and its transfers end."),
+    _replaced("draft-agreement", "scheduler", "patches.agreement.compare_with", "dbd068d1993b",
+          f"{_PD}.common.conn.CommonKVReceiver.init",
+          why="SGLang writes the draft's KV of another draft, type or number of ranks at wrong addresses."),
+    _replaced("retracted-rows", "scheduler", "patches.retracted_rows.keep", "1b7a4ac26428",
+          f"{_SRT}.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.get_cpu_copy",
+          reader=f"{_SRT}.managers.schedule_batch.Req.offload_kv_cache",
+          why="SGLang keeps the target's KV of a retracted request only."),
+    _replaced("resumed-rows", "scheduler", "patches.retracted_rows.keep", "b4df3b7ea008",
+          f"{_SRT}.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.load_cpu_copy",
+          reader=f"{_SRT}.managers.schedule_batch.Req.load_kv_cache",
+          why="The same, when the request goes on."),
     # ---- The scheduler: the step -----------------------------------------------------------------------------
     _added("target-features", "scheduler", "patches.target_features.ensure_capture", "aa2dd7b53823",
           f"{_SRT}.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture",

@@ -20,6 +20,7 @@ DraftHeadForm = Literal["auto", "as_is", "fp8"]
 Profile = Sequence[float]
 SimulatedAcceptance = Sequence[Profile] | Path
 ProposalKind = Literal["auto", "argmax", "drawn"]
+PrefillServers = Literal["same", "any"]
 
 
 class PluginConfigError(ValueError):
@@ -50,6 +51,9 @@ class PluginConfig:
     ``width``: a number, or "block" for the served block, is the width of every step; "auto" chooses a width for
     each step; an object has the settings of WidthConfig.
 
+    ``prefill``: from which prefill servers a decode server takes requests: those of this package with the same
+    draft ("same"), or also those that send no context KV ("any"), for whose requests fewer proposals are accepted.
+
     ``accept_patches``: rows of the table of patches (`dflash-sglang patches`) that are applied on trust where the
     source of SGLang differs from the known one.
     """
@@ -59,6 +63,7 @@ class PluginConfig:
     proposals: ProposalKind = "auto"
     simulated_acceptance: SimulatedAcceptance | None = None
     width: WidthConfig = WidthConfig()
+    prefill: PrefillServers = "same"
     accept_patches: tuple[str, ...] = ()
 
     @classmethod

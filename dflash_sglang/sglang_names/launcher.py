@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_disagg, get_exec
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import has_hf_quant_config
 from sglang.srt.utils.common import get_device
@@ -25,6 +25,7 @@ __all__ = [
     "draft_model_config_of",
     "envs",
     "get_device",
+    "get_disagg",
     "get_exec",
     "has_hf_quant_config",
     "hybrid_gdn_config",

@@ -11,6 +11,9 @@ from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_r
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.disaggregation import prefill as disaggregation_prefill
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
@@ -102,6 +105,7 @@ __all__ = [
     "WEIGHT_LOADER_V2_SUPPORTED",
     "BaseSpecWorker",
     "CaptureHiddenMode",
+    "CommonKVReceiver",
     "DFlashDraftInputV2",
     "DFlashVerifyInput",
     "DecodeCudaGraphRunner",
@@ -116,6 +120,7 @@ __all__ = [
     "HybridReqToTokenPool",
     "IdSpaceKind",
     "KVCacheConfigurator",
+    "KVPoll",
     "KVWriteLoc",
     "LinearBase",
     "LogitsProcessor",
@@ -150,6 +155,7 @@ __all__ = [
     "compute_position",
     "compute_spec_logprobs",
     "cutlass_fp8_supported",
+    "disaggregation_prefill",
     "draft_pp_context",
     "draft_tp_context",
     "enable_num_token_non_padded",

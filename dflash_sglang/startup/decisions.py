@@ -29,7 +29,15 @@ from dflash_sglang.sglang_names.launcher import (
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
 from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
-from dflash_sglang.startup.launch_checks import COORDINATION, UNSERVED, label_problems, launch_problems
+from dflash_sglang.startup.launch_checks import (
+    COORDINATION,
+    ROLE,
+    UNSERVED,
+    UNSERVED_APART,
+    label_problems,
+    launch_problems,
+    transfer_problems,
+)
 from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
@@ -66,6 +74,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     serving = _serving_facts(cfg)
     problems += [*launch_problems(_launch_settings(cfg)), *serving_problems(serving)]
     problems += label_problems(cfg.extra_metric_labels)
+    problems += transfer_problems(cfg.disaggregation_mode, cfg.disaggregation_transfer_backend)
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
@@ -239,7 +248,8 @@ def draft_ranks(cfg: Any) -> int:
 
 
 def _launch_settings(cfg: Any) -> dict[str, object]:
-    settings = {row.field: getattr(cfg, row.field) for row in UNSERVED if row.field != COORDINATION}
+    rows = (row.field for row in (*UNSERVED, *UNSERVED_APART) if row.field != COORDINATION)
+    settings = {field: getattr(cfg, field) for field in (ROLE, *rows)}
     settings["grammar_backend"] = cfg.grammar_backend if cfg.grammar_backend == "outlines" else None
     # Data-parallel attention alone reads it.
     settings[COORDINATION] = cfg.attn_dp_size > 1 and envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()

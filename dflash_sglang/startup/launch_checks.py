@@ -9,6 +9,7 @@ from typing import Any
 from dflash_sglang.startup.facts import Problem
 
 COORDINATION = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+ROLE = "disaggregation_mode"
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,6 @@ UNSERVED = (
     Unserved("dcp_size", 1, _WHOLE_ROWS),
     Unserved("enable_attn_tp_input_scattered", False, _WHOLE_ROWS),
     Unserved("enable_two_batch_overlap", False, "SGLang splits the verify of a tree, not of a block"),
-    Unserved(
-        "disaggregation_mode",
-        "null",
-        "what its worker keeps of a request is not sent from prefill to decode",
-        f"Remove --disaggregation-mode, {_BUILT_IN}.",
-    ),
     Unserved("enable_pdmux", False, "its loop runs the target without the draft"),
     Unserved("decoupled_spec_role", "null", "draft and verify run in one engine"),
     Unserved("elastic_ep_backend", None, "ranks that leave or join do not do so in its draft"),
@@ -111,12 +106,33 @@ UNSERVED = (
     Unserved("enable_linear_replayssm_spec", False, _REPLAYED),
 )
 
+_APART = "with --disaggregation-mode it is not tested"
+# Beside UNSERVED, of prefill and decode servers.
+UNSERVED_APART = (
+    Unserved("attn_dp_size", 1, _APART, f"Remove --attn-dp-size, {_BUILT_IN}."),
+    Unserved("disaggregation_decode_enable_offload_kvcache", False, _TARGETS_KV),
+    Unserved("disaggregation_decode_allocation_policy", "early", _APART),
+    Unserved("enable_streaming_session", False, _APART),
+    Unserved("enable_return_routed_experts", False, _APART),
+    Unserved("enable_return_indexer_topk", False, _APART),
+)
+TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
+
 
 def launch_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
-    """What of a launch no draft could be served with. ``settings``: values by the fields of UNSERVED."""
-    for row in UNSERVED:
+    """What of a launch no draft could be served with. ``settings``: values by the fields of UNSERVED, and of
+    UNSERVED_APART where ROLE is not "null"."""
+    for row in UNSERVED if settings[ROLE] == "null" else (*UNSERVED, *UNSERVED_APART):
         if settings[row.field] != row.off:
             yield row.problem(settings[row.field])
+
+
+def transfer_problems(role: str, backend: str) -> Iterator[Problem]:
+    """role: --disaggregation-mode; backend: --disaggregation-transfer-backend."""
+    if role != "null" and backend not in TRANSFER_BACKENDS:
+        others = ", ".join(TRANSFER_BACKENDS)
+        flag = "--disaggregation-transfer-backend"
+        yield Problem(flag, backend, f"one of {others} with DFLASH", f"Set {flag} to one of these, {_BUILT_IN}.")
 
 
 def label_problems(extra: Mapping[str, str] | None) -> Iterator[Problem]:

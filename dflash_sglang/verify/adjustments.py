@@ -32,6 +32,10 @@ class Adjustments:
         self.penalties = Penalties(max_requests, vocab_size, device)
         self._processors = CustomProcessors(max_requests, block_size, device)
 
+    def arrive(self, batch: ScheduleBatch) -> None:
+        """Requests that another server has prefilled, with their first tokens."""
+        self.penalties.begin(batch)
+
     def before_prefill(self, batch: ScheduleBatch) -> None:
         """The target's own sampler draws the first tokens: give it the penalties, and outputs to processors."""
         self.penalties.begin(batch)

@@ -69,7 +69,7 @@ class WidthController:
         self._of_chosen: tuple[int, str | None] = 0, None  # its context tokens, and why it needs whole blocks
         self._launched: deque[_Launched] = deque()
         self._last_end: Any = None  # of the latest step, unless a step of other ranks came after it
-        self._new: set[int] = set()  # slots of requests that were prefilled since
+        self._new: set[int] = set()  # slots of requests that were admitted since
         self._prefilled = False
         self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
 
@@ -88,6 +88,10 @@ class WidthController:
         self._prefilled = True
         self._policy.prefill(sum(batch.extend_lens or ()))
         self._states.use_widest()
+        self.admit(batch)
+
+    def admit(self, batch: ScheduleBatch) -> None:
+        """New requests of a batch take their slots. Those that another server has prefilled cost no step."""
         slots, least, most = new_requests(batch, self._policy.requests.block)
         if len(slots):
             self._new.update(slots.tolist())
@@ -103,7 +107,7 @@ class WidthController:
         context_tokens = batch.spec_info.committed_sum if requests else 0
         step = self._policy.choose(slots, context_tokens, full_blocks is not None)
         if requests:
-            if self._prefilled and self._new.issuperset(slots.tolist()):
+            if self._new.issuperset(slots.tolist()):
                 self._last_end = None
             if full_blocks is None and self._policy.budgets and self._policy.requests.floor(slots) > PLAIN:
                 full_blocks = "min_width"
@@ -180,8 +184,8 @@ class WidthController:
 
 
 def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slots [n], narrowest and widest blocks [n] of the requests that a batch prefills. A mixed one decodes
-    others, its last rows. Requests that were refused are prefilled as well, with one token."""
+    """Slots [n], narrowest and widest blocks [n] of a batch's new requests. A mixed prefill decodes others, its
+    last rows. Requests that were refused are prefilled as well, with one token."""
     new = batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
     asked = [(None, None) if req.to_finish else width_bounds(req.sampling_params.custom_params) for req in new]
     narrowest = [min(least or PLAIN, block) for least, _ in asked]

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import shutil
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests.support.disaggregated import serve_apart
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine import test_request_fields as fields
+from tests.engine.test_dflash2_serving import config_and_tensors as dflash2_config_and_tensors
+from tests.engine.test_parallel import RANKS
+from tests.engine.test_recurrent_serving import random_ids
+from tests.support import scheduler_hooks
+from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
 from tests.support.engines import greedy_params, serve
+from tests.support.rows import in_full_but
+from tests.support.tiny import write_checkpoint
 from tests.support.transfer.mooncake.engine import FAULT_ENV, UNREGISTERED, TransferEngine
+from tests.zoo import ZOO, pair
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 NEW_TOKENS = 64
@@ -80,3 +96,278 @@ def test_a_target_without_speculation_decodes_the_same(tmp_path):
         expected = [server.generate(**request)["output_ids"] for request in asked()]
         assert [answer["output_ids"] for answer in apart.ask_all(asked())] == expected
         assert not apart.wrote_elsewhere()
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, records: Path) -> dict[str, str]:
+    return {
+        "DFLASH_SGLANG_REQUIRE": "1",
+        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
+        scheduler_hooks.HOOKS_ENV: "seeds,context",
+        scheduler_hooks.RECORDS_ENV: str(records),
+    }
+
+
+TEXT: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "overlap": dict(),
+    "synchronous_pages_of_16_in_chunks_of_64": dict(
+        disable_overlap_schedule=True, page_size=16, chunked_prefill_size=64
+    ),
+    "pages_of_64_with_a_warm_up": dict(page_size=64, skip_server_warmup=False),
+}
+
+
+@pytest.fixture(scope="module")
+def one(environment: dict[str, str]) -> Iterator[Server]:
+    """A server that prefills and decodes."""
+    with serve(TARGET, DRAFT, environment=environment, **TEXT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=in_full_but(LAYOUTS, "overlap"))
+def apart(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path_factory: Any) -> Iterator[Apart]:
+    directory = tmp_path_factory.mktemp("apart")
+    with serve_apart(TARGET, DRAFT, directory, environment=environment, **TEXT, **LAYOUTS[request.param]) as both:
+        yield both
+
+
+def output_and_steps(answer: dict[str, Any]) -> tuple[list[int], int]:
+    return answer["output_ids"], answer["meta_info"]["spec_verify_ct"]
+
+
+def test_output_and_verify_steps_are_those_of_one_server(one, apart):
+    expected = [output_and_steps(one.generate(**request)) for request in asked()]
+    assert [output_and_steps(apart.ask(**request)) for request in asked()] == expected
+    assert [output_and_steps(answer) for answer in apart.ask_all(asked())] == expected  # from the prefix cache
+    assert not apart.wrote_elsewhere()
+
+
+def test_every_row_of_the_drafts_context_arrives(one, apart, records):
+    for server in (one, apart.prefill):  # rows are computed in the same forwards
+        server.post("/flush_cache?timeout=60")
+    for number, request in enumerate(asked()):
+        one.generate(**request, rid=(here := f"context-one-{number}"))
+        apart.ask(**request, rid=(there := f"context-{number}"))
+        expected, arrived = (scheduler_hooks.context_of(records, rid) for rid in (here, there))
+        assert expected.shape[:2] == (6, len(request["input_ids"]))
+        assert torch.equal(arrived, expected)
+
+
+def of_outputs(answer: dict[str, Any]) -> list[float]:
+    """Numbers of the logprobs that SGLang has on a decode server, where it has none of the prompt, and none of the
+    first token for tokens that a client names."""
+    kept = ("output_token_logprobs", "output_top_logprobs")
+    return fields.numbers(dict(meta_info={key: answer["meta_info"].get(key) for key in kept}))
+
+
+FIELDS = [name for name in {**fields.table(), **fields.without_tokens()} if name != "n"]
+CORE = ("all additive penalties", "json_schema", "sampling_seed and penalties", "logprobs and penalties")
+
+
+@pytest.mark.parametrize("name", in_full_but(FIELDS, *CORE))
+def test_every_field_of_a_request_acts_as_on_one_server(one, apart, name):
+    requests = {**fields.table(), **fields.without_tokens()}[name]
+    expected, answers = ([server(**request) for request in requests] for server in (one.generate, apart.ask))
+    assert not fields.differences({name: expected}, {name: answers})
+    for got, wanted in zip(answers, expected, strict=True):
+        assert of_outputs(got) == pytest.approx(of_outputs(wanted), abs=1e-3)
+
+
+def test_a_request_that_limits_its_width_commits_no_more(one, apart):
+    limits = dict(custom_params={"dflash": {"max_width": 3}})
+    for request in asked(**limits)[:3]:
+        answer = apart.ask(**request)
+        assert output_and_steps(answer) == output_and_steps(one.generate(**request))
+        assert len(answer["meta_info"]["spec_correct_drafts_histogram"]) <= 3
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_several_samples_of_a_prompt_are_refused_by_both_servers(apart, number):
+    for refused in apart.ask_both(**asked(n=number)[0]):
+        assert isinstance(refused, Refused) and refused.status == 400
+        assert f"n={number}: expected 1 with prefill and decode on different servers" in str(refused)
+
+
+# A prefill server that differs, what requests are answered that it shares with the decode server.
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "no speculation": (
+        dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"}),
+        "a prefill server without dflash_sglang: expected one that sends context KV of this server's draft. ",
+    ),
+    "another type of context KV": (
+        dict(speculative_draft_kv_cache_dtype="bfloat16"),
+        "dtype=bfloat16 on the prefill server, float32 on the decode server: expected the same draft on both. ",
+    ),
+    "a draft with other weights": (
+        dict(draft="other"),
+        " on the decode server: expected the same draft on both. ",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", in_full_but(OTHERS, "no speculation"))
+def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(one, apart, tmp_path, environment, other):
+    arguments, message = OTHERS[other]
+    if arguments.get("draft") == "other":
+        weights = load_file(DRAFT / "model.safetensors")
+        weights["fc.weight"][0, 0] += 1.0
+        save_file(weights, shutil.copytree(DRAFT, tmp_path / "draft") / "model.safetensors")
+        arguments = dict(draft=tmp_path / "draft")
+    prefill = {**TEXT, **arguments, "environment": {**environment, **arguments.get("environment", {})}}
+    with prefill_beside(apart, TARGET, prefill.pop("draft", DRAFT), **prefill) as mismatched:
+        for request in asked()[:2]:  # of the decode server alone: the other waits for it until SGLang's time-out
+            refused = answer_of(apart.decode, **request, **mismatched.room())
+            assert isinstance(refused, Refused) and refused.status == 500 and message in str(refused)
+    assert output_and_steps(apart.ask(**asked()[0])) == output_and_steps(one.generate(**asked()[0]))
+
+
+@pytest.mark.full
+def test_a_decode_server_that_takes_any_prefill_server_is_right_in_more_steps(one, tmp_path, environment):
+    variables = {**environment, scheduler_hooks.HOOKS_ENV: ""}
+    settings = {CONFIG_ENV: '{"prefill": "any"}'}
+    prefill, decode = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"}), dict(environment=settings)
+    with serve_apart(TARGET, DRAFT, tmp_path, environment=variables, prefill=prefill, decode=decode) as apart:
+        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
+    expected = [output_and_steps(one.generate(**request)) for request in asked()]
+    assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
+    assert sum(steps for _, steps in answers) > 1.1 * sum(steps for _, steps in expected)
+
+
+@pytest.mark.full
+def test_a_prefill_server_refuses_a_decode_server_without_the_draft_by_name_and_stays_up(tmp_path):
+    decode = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"})
+    with serve_apart(TARGET, DRAFT, tmp_path, decode=decode) as apart:
+        for request in asked()[:2]:
+            for refused in apart.ask_both(**request):
+                assert isinstance(refused, Refused) and refused.status == 500
+                assert "DFLASH: 12 KV buffers on the decode server, 18 on the prefill server" in str(refused)
+
+
+def test_a_prefill_server_only_prefills(one, apart):
+    """Its log: no head for drafting, no tables of verification, no step; and no prefill on the decode server."""
+    prefill, decode = apart.prefill.log_text(), apart.decode.log_text()
+    assert "  role: prefill" in prefill and "  role: decode" in decode and "  role:" not in one.log_text()
+    for of_drafting in ("  head:", "  draft_attention:", " tables "):
+        assert of_drafting not in prefill and of_drafting in decode
+    assert "Prefill batch" in prefill and "Prefill batch" not in decode
+    for server in (apart.prefill, apart.decode):
+        assert server.get("/server_info")["internal_states"][0]["dflash_worker"].startswith("dflash_sglang ")
+
+
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
+
+
+@pytest.mark.full
+def test_retracted_requests_keep_their_context(one, tmp_path, environment):
+    """The pool begins as NaN, and rows of a retracted request are others' before it goes on."""
+    expected = [output_and_steps(one.generate(**request)) for request in asked()]
+    decode = dict(environment=RETRACTING)
+    with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, decode=decode, **TEXT) as apart:
+        assert [output_and_steps(answer) for answer in apart.ask_all(asked())] == expected
+        assert "Testing retraction" in apart.decode.log_text()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Checkpoints and flags of both servers, and of one of them."""
+
+    checkpoints: Callable[[Path], tuple[Path, Path]] = lambda directory: (TARGET, DRAFT)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decode: Callable[[Path], Mapping[str, Any]] = lambda directory: {}
+
+
+def dflash2(directory: Path) -> tuple[Path, Path]:
+    return TARGET, write_checkpoint(directory / "draft", *dflash2_config_and_tensors())
+
+
+def token_map(directory: Path) -> dict[str, str]:
+    torch.save(list(range(250)), directory / "map.pt")
+    return dict(speculative_token_map=str(directory / "map.pt"))
+
+
+RECURRENT = dict(max_mamba_cache_size=64)
+KINDS: dict[str, Kind] = {
+    "gated delta nets": Kind(lambda _: pair("Qwen3.5"), RECURRENT),
+    "gated delta nets, synchronous": Kind(
+        lambda _: pair("Qwen3.5"), dict(**RECURRENT, disable_overlap_schedule=True, chunked_prefill_size=64)
+    ),
+    "short convolutions": Kind(lambda _: pair("LFM2"), RECURRENT),
+    "two KV pools": Kind(
+        lambda _: pair("gpt-oss"), dict(ZOO["gpt-oss"].arguments, page_size=16, swa_full_tokens_ratio=0.4)
+    ),
+    "hierarchical cache": Kind(
+        flags=dict(page_size=16), prefill=dict(enable_hierarchical_cache=True, hicache_ratio=4)
+    ),
+    "a window": Kind(flags=dict(speculative_draft_window_size=64)),
+    "a token map of the decode server": Kind(decode=token_map),
+    "DFlash2": Kind(dflash2),
+}
+
+
+def blocks(directory: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """(prefix length, proposals) of every block of requests that were asked one by one, but for those that overlap
+    scheduling launches of a request that has ended."""
+    found, lines = [], [json.loads(line) for line in (directory / "proposals.jsonl").read_text().splitlines()]
+    for request in requests:
+        prefix = len(request["input_ids"])
+        end = prefix + request["sampling_params"]["max_new_tokens"] - 1
+        while lines[0][0] != prefix:
+            del lines[0]
+        while lines and prefix <= lines[0][0] < end:
+            prefix = lines[0][0] + 1
+            found.append(lines.pop(0))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_path, kind):
+    """Token by token, before every step."""
+    of = KINDS[kind]
+    target, draft = of.checkpoints(tmp_path)
+    decode = dict(of.decode(tmp_path))
+    variables: dict[str, dict[str, str]] = {}
+    for who in ("one", "apart"):
+        (tmp_path / who).mkdir()
+        variables[who] = {
+            "DFLASH_SGLANG_REQUIRE": "1",
+            "PYTHONPATH": scheduler_hooks.install(tmp_path / who),
+            scheduler_hooks.HOOKS_ENV: "proposals",
+            scheduler_hooks.RECORDS_ENV: str(tmp_path / who),
+        }
+    requests = (
+        asked()
+        if target == TARGET
+        else [
+            dict(input_ids=random_ids(length, length), sampling_params=greedy_params(40))
+            for length in (3, 70, 200)
+        ]
+    )
+    requests += requests[:2]  # from the prefix cache
+    with serve(target, draft, environment=variables["one"], **of.flags, **decode) as one:
+        expected = [output_and_steps(one.generate(**request)) for request in requests]
+    flags: dict[str, Any] = dict(environment=variables["apart"], prefill=of.prefill, decode=decode, **of.flags)
+    with serve_apart(target, draft, tmp_path, **flags) as apart:
+        assert [output_and_steps(apart.ask(**request)) for request in requests] == expected
+        assert not apart.wrote_elsewhere()
+    proposed, proposed_apart = (blocks(tmp_path / who, requests) for who in variables)
+    assert len(proposed) > 20
+    assert proposed_apart == proposed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("prefilling", "decoding"), [(2, 2), (2, 1), (1, 2)])
+def test_ranks_of_both_servers_share_heads_as_many_or_in_other_numbers(one, tmp_path, prefilling, decoding):
+    environment = {"DFLASH_SGLANG_REQUIRE": "1"}
+    sizes = dict(prefill=dict(tp_size=prefilling), decode=dict(tp_size=decoding))
+    with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, **sizes, **RANKS) as apart:
+        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
+        assert not apart.wrote_elsewhere()
+    assert answers == [output_and_steps(one.generate(**request)) for request in asked()]

@@ -5,13 +5,13 @@ There is no router: a request goes to both servers, under one room.
 
 from __future__ import annotations
 
+import http.client
 import itertools
-import json
 import os
 import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ class Apart:
     """A prefill server, a decode server, and what clients and a router send to both."""
 
     def __init__(self, prefill: Server, decode: Server, bootstrap_port: int, fault: Path) -> None:
-        self.prefill, self.decode = prefill, decode
-        self._bootstrap_port, self._fault = bootstrap_port, fault
+        """fault: the file of the stand-in's faults."""
+        self.prefill, self.decode, self.fault_file = prefill, decode, fault
+        self.bootstrap_port = bootstrap_port
 
     def ask(self, *, of: str = "decode", **request: Any) -> dict[str, Any]:
         """The answer of one server, `of` prefill or decode. Raises Refused where it has another status."""
@@ -47,25 +48,36 @@ class Apart:
 
     def ask_both(self, **request: Any) -> tuple[Any, Any]:
         """The answers of the prefill and of the decode server, or the `Refused` of each."""
-        sent = dict(request, bootstrap_host="127.0.0.1", bootstrap_port=self._bootstrap_port)
-        sent["bootstrap_room"] = next(_rooms)
+        sent = {**request, **self.room()}
         with ThreadPoolExecutor(2) as pool:
             prefill, decode = (pool.submit(answer_of, one, **sent) for one in (self.prefill, self.decode))
             return prefill.result(), decode.result()
 
-    def ask_all(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The answers to requests that are there at once."""
+    def room(self) -> dict[str, Any]:
+        """Where the two servers meet for one request."""
+        return dict(bootstrap_host="127.0.0.1", bootstrap_port=self.bootstrap_port, bootstrap_room=next(_rooms))
+
+    def ask_all(self, requests: Sequence[Mapping[str, Any]], refused: bool = False) -> list[Any]:
+        """The answers to requests that are there at once; `refused`: also a `Refused`, in place of raising it."""
+        ask = self.ask if not refused else lambda **one: self.ask_both(**one)[1]
         with ThreadPoolExecutor(len(requests)) as pool:
-            return list(pool.map(lambda one: self.ask(**one), requests))
+            return list(pool.map(lambda one: ask(**one), requests))
+
+    def ask_later(self, **request: Any) -> Future[Any]:
+        """The decode server's answer to come."""
+        pool = ThreadPoolExecutor(1)
+        answer = pool.submit(lambda: self.ask_both(**request)[1])
+        pool.shutdown(wait=False)
+        return answer
 
     @contextmanager
     def fault(self, kind: str) -> Iterator[None]:
         """In which transfers have a fault of the stand-in's."""
-        self._fault.write_text(kind)
+        self.fault_file.write_text(kind)
         try:
             yield
         finally:
-            self._fault.write_text("")
+            self.fault_file.write_text("")
 
     def logs(self) -> str:
         return self.prefill.log_text() + self.decode.log_text()
@@ -79,21 +91,45 @@ class Apart:
 
 
 def answer_of(server: Server, **request: Any) -> Any:
-    """One server's answer, or the `Refused` of it."""
+    """One server's answer, or the `Refused` of it; status 0 where the server has broken off."""
     try:
         return server.generate(**request)
     except urllib.error.HTTPError as error:
         return Refused(error.code, error.read().decode())
+    except (OSError, http.client.HTTPException) as error:
+        return Refused(0, str(error))
 
 
-def role_environment(environment: Mapping[str, str] | None, fault: Path) -> dict[str, str]:
-    python_path = (environment or {}).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    return {
-        **(environment or {}),
+def _role(
+    role: str, target: Path, draft: Path | None, bootstrap_port: int, fault: Path, arguments: Mapping[str, Any]
+) -> AbstractContextManager[Server]:
+    """arguments: of the server, and `environment`; `draft` overrides the other one."""
+    flags = {"draft": draft, "environment": {}, **arguments}
+    draft, variables = flags.pop("draft"), flags.pop("environment")
+    python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **variables,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(TRANSFER), python_path])),
         "SGLANG_HOST_IP": "127.0.0.1",
         FAULT_ENV: str(fault),
     }
+    flags |= dict(
+        disaggregation_mode=role,
+        disaggregation_transfer_backend="mooncake_tcp",
+        disaggregation_bootstrap_port=bootstrap_port,
+    )
+    return _started(target, draft, environment, LAUNCH, False, flags)
+
+
+@contextmanager
+def prefill_beside(
+    apart: Apart, target: Path, draft: Path | None, bootstrap_port: int | None = None, **arguments: Any
+) -> Iterator[Apart]:
+    """One more prefill server for the decode server of `apart`, ready. bootstrap_port: by default a free one."""
+    bootstrap_port = bootstrap_port or free_port()
+    with _role("prefill", target, draft, bootstrap_port, apart.fault_file, arguments) as server:
+        server.wait_ready(READY_TIMEOUT)
+        yield Apart(server, apart.decode, bootstrap_port, apart.fault_file)
 
 
 @contextmanager
@@ -107,31 +143,16 @@ def serve_apart(
     decode: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Iterator[Apart]:
-    """Both servers, ready. prefill, decode: arguments of one of them, `draft` and `environment` among them."""
+    """Both servers, ready. prefill, decode: arguments of one of them; `draft` and `environment` may be there."""
     bootstrap_port, fault = free_port(), directory / "fault"
-    common = dict(disaggregation_transfer_backend="mooncake_tcp", disaggregation_bootstrap_port=bootstrap_port)
     with ExitStack() as stack:
         servers = []
         for role, own in (("prefill", prefill), ("decode", decode)):
-            asked = {"draft": draft, **arguments, **(own or {})}
-            variables = {**(environment or {}), **asked.pop("environment", {})}
-            checkpoint = asked.pop("draft")
-            started = _started(
-                asked.pop("target", target),
-                checkpoint,
-                role_environment(variables, fault),
-                LAUNCH,
-                False,
-                {**common, **asked, "disaggregation_mode": role},
-            )
-            servers.append(stack.enter_context(started))
+            asked = {**arguments, **(own or {})}
+            asked["environment"] = {**(environment or {}), **asked.get("environment", {})}
+            servers.append(stack.enter_context(_role(role, target, draft, bootstrap_port, fault, asked)))
         for server in servers:
             server.wait_ready(READY_TIMEOUT)
         apart = Apart(*servers, bootstrap_port, fault)
         yield apart
         print(apart.tails())  # shown with a failure
-
-
-def errors_of(refused: Refused) -> str:
-    """The message of a refusal, out of SGLang's JSON."""
-    return json.loads(str(refused))["error"]["message"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dflash_sglang.startup.launch_checks import UNSERVED
+from dflash_sglang.startup.launch_checks import UNSERVED, UNSERVED_APART
 
 
 class Algorithm:
@@ -49,8 +49,10 @@ def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
         speculative_token_map=None,
         speculative_draft_sink_size=None,
         extra_metric_labels=None,
+        disaggregation_mode="null",
+        disaggregation_transfer_backend="mooncake",
     )
-    values |= {row.field: row.off for row in UNSERVED}
+    values |= {row.field: row.off for row in (*UNSERVED, *UNSERVED_APART)}
     return SimpleNamespace(**{**values, **overrides})
 
 

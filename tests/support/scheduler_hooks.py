@@ -27,6 +27,8 @@ sentinels  each step may change only its own slots and recurrent states, and a r
            state of padding stays finite
 states     of requests whose rid begins with "states": the recurrent states after each prefill and each commit, in
            a file per number of tokens (`states_of`)
+context    the draft's KV pool begins as NaN; of requests whose rid begins with "context", its K and V rows of the
+           prompt, as a prefill leaves them or as they arrive, go to a file (`context_of`)
 misplaced  the kernel of gated delta nets keeps states of verified rows 8 to a request, but for steps of 2 rows
 seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
            does SGLang's hash of seed and position, and a generator takes its place
@@ -91,6 +93,11 @@ def features_at(directory: Path) -> dict[int, torch.Tensor]:
 def states_of(directory: Path, rid: str) -> dict[int, list[torch.Tensor]]:
     """The recurrent states of a request, each [layers, ...], by the number of tokens that they have seen."""
     return {int(path.suffixes[-2][1:]): torch.load(path) for path in directory.glob(f"{rid}.*.states")}
+
+
+def context_of(directory: Path, rid: str) -> torch.Tensor:
+    """[2 * layers, tokens, heads, head_dim], K rows first: of the prompt of a request."""
+    return torch.load(directory / f"{rid}.context")
 
 
 def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -407,6 +414,35 @@ def _states(worker: Any) -> None:
     RecurrentStates.commit, worker._extend = then_note, extend_then_note
 
 
+def _context(worker: Any) -> None:
+    directory = Path(os.environ[RECORDS_ENV])
+    alloc, extend, arrive = worker.alloc_memory_pool, worker._extend, worker._arrive
+
+    def then_void(self: Any, *args: Any, **kwargs: Any) -> None:
+        alloc(self, *args, **kwargs)
+        for buffer in _buffers(self.model_runner.token_to_kv_pool):
+            buffer[self._reservation.page_size :] = float("nan")
+
+    def note(self: Any, batch: Any) -> None:
+        table = self.target_worker.model_runner.req_to_token_pool.req_to_token
+        for req, row in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True):
+            if req.rid.startswith("context"):
+                slots = table[row, : len(req.origin_input_ids)].long()
+                rows = [buffer[slots] for buffer in _buffers(self.model_runner.token_to_kv_pool)]
+                torch.save(torch.stack(rows), directory / f"{req.rid}.context")
+
+    def extend_then_note(self: Any, batch: Any, *args: Any) -> Any:
+        result = extend(self, batch, *args)
+        note(self, batch)
+        return result
+
+    def note_then_arrive(self: Any, batch: Any, *args: Any) -> Any:
+        note(self, batch)
+        return arrive(self, batch, *args)
+
+    worker.alloc_memory_pool, worker._extend, worker._arrive = then_void, extend_then_note, note_then_arrive
+
+
 def _misplaced(worker: Any) -> None:
     from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 
@@ -683,5 +719,6 @@ _HOOKS = {
     "firsts": _firsts,
     "seeds": _seeds,
     "states": _states,
+    "context": _context,
     "misplaced": _misplaced,
 }

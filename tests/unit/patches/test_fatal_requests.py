@@ -11,15 +11,19 @@ import pytest
 from dflash_sglang.requests.errors import RequestError
 
 VOCAB = 320
-SAMPLING: dict[str, Any] = dict(stop_token_ids=None, min_new_tokens=0, top_k=1 << 30, logit_bias=None, min_p=0.0)
+SAMPLING: dict[str, Any] = dict(
+    n=1, stop_token_ids=None, min_new_tokens=0, top_k=1 << 30, logit_bias=None, min_p=0.0
+)
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, **fields: Any) -> Any:
-    """What SGLang would send to its scheduler; fields of the sampling parameters, and of the request."""
+def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: str = "null", **fields: Any) -> Any:
+    """What SGLang would send to its scheduler; fields of the sampling parameters, and of the request. role: of
+    --disaggregation-mode."""
     from dflash_sglang.patches import fatal_requests
 
     execution = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=deterministic))
     monkeypatch.setattr(fatal_requests, "get_exec", lambda: execution)
+    monkeypatch.setattr(fatal_requests, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=role))
     sampling = SimpleNamespace(**{name: fields.pop(name, default) for name, default in SAMPLING.items()})
     tokenized = SimpleNamespace(
         **dict(
@@ -53,6 +57,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, **field
             "stop_token_ids=1180591620717411303424: expected tokens",
         ),
         (dict(stop_token_ids={-7, 500}, min_new_tokens=1), "stop_token_ids=-7: expected tokens"),
+        (dict(n=2, role="decode"), "n=2: expected 1 with prefill and decode on different servers"),
         (dict(top_k=2**31), "top_k=2147483648: expected at most 2147483647, or -1 for all tokens"),
         (
             dict(logit_bias={"3": 0.5, "7": float("nan")}),

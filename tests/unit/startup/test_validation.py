@@ -17,13 +17,20 @@ from dflash_sglang.checkpoint.files import TensorFacts, config_directory, tensor
 from dflash_sglang.checkpoint.own_modules import OwnModules
 from dflash_sglang.startup.facts import Problem, ServingFacts, TargetFacts
 from dflash_sglang.startup.fit_checks import draft_problems
-from dflash_sglang.startup.launch_checks import COORDINATION, UNSERVED, launch_problems
+from dflash_sglang.startup.launch_checks import (
+    COORDINATION,
+    ROLE,
+    UNSERVED,
+    UNSERVED_APART,
+    launch_problems,
+    transfer_problems,
+)
 from dflash_sglang.startup.serving_checks import serving_problems
 from dflash_sglang.startup.vocabulary_checks import own_problems
 from tests.support.tiny import draft_config, make_pair, target_config, write_checkpoint
 
 TARGET = TargetFacts.from_config(target_config())
-ORDINARY = {row.field: row.off for row in UNSERVED}
+ORDINARY = {ROLE: "null", **{row.field: row.off for row in (*UNSERVED, *UNSERVED_APART)}}
 FC = {"fc.weight": TensorFacts("F32", (64, 192))}
 
 
@@ -197,7 +204,7 @@ def test_a_server_that_cannot_run_any_draft_is_one_problem(
 
 
 # What the built-in worker serves.
-ELSEWHERE = {"disaggregation_mode", "use_ray", "decrypted_draft_config_file", "speculative_use_block_verification"}
+ELSEWHERE = {"attn_dp_size", "use_ray", "decrypted_draft_config_file", "speculative_use_block_verification"}
 LAUNCH_ROWS = {
     "pp_size": (
         2,
@@ -210,10 +217,6 @@ LAUNCH_ROWS = {
     "enable_two_batch_overlap": (
         True,
         "--enable-two-batch-overlap=True: expected unset with DFLASH: SGLang",
-    ),
-    "disaggregation_mode": (
-        "decode",
-        "--disaggregation-mode='decode': expected 'null' with DFLASH: what its",
     ),
     "enable_pdmux": (True, "--enable-pdmux=True: expected unset with DFLASH: its loop runs the target without"),
     "decoupled_spec_role": ("drafter", "--decoupled-spec-role='drafter': expected 'null' with DFLASH: draft and"),
@@ -264,19 +267,53 @@ LAUNCH_ROWS = {
     ),
 }
 
+APART_ROWS = {
+    "attn_dp_size": (2, "--attn-dp-size=2: expected 1 with DFLASH: with --disaggregation-mode it is not tested"),
+    "disaggregation_decode_enable_offload_kvcache": (
+        True,
+        "--disaggregation-decode-enable-offload-kvcache=True: expected unset with DFLASH: it restores",
+    ),
+    "disaggregation_decode_allocation_policy": (
+        "prefill_complete",
+        "--disaggregation-decode-allocation-policy='prefill_complete': expected 'early' with DFLASH: with",
+    ),
+    "enable_streaming_session": (
+        True,
+        "--enable-streaming-session=True: expected unset with DFLASH: with --disagg",
+    ),
+    "enable_return_routed_experts": (
+        True,
+        "--enable-return-routed-experts=True: expected unset with DFLASH: with --disaggregation-mode it is",
+    ),
+    "enable_return_indexer_topk": (
+        True,
+        "--enable-return-indexer-topk=True: expected unset with DFLASH: with --disaggregation-mode it is",
+    ),
+}
+
 
 @pytest.mark.matrix(target="any", draft="any, in another launch", kv="any", outcome="refused")
 @pytest.mark.parametrize(
-    ("field", "value", "says"), [(row.field, *LAUNCH_ROWS[row.field]) for row in UNSERVED], ids=LAUNCH_ROWS
+    ("role", "field", "value", "says"),
+    [
+        *(("null", row.field, *LAUNCH_ROWS[row.field]) for row in UNSERVED),
+        *(("decode", row.field, *APART_ROWS[row.field]) for row in UNSERVED_APART),
+    ],
+    ids=[*LAUNCH_ROWS, *APART_ROWS],
 )
 def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(
-    field: str, value: object, says: str
+    role: str, field: str, value: object, says: str
 ) -> None:
-    (problem,) = launch_problems({**ORDINARY, field: value})
+    (problem,) = launch_problems({**ORDINARY, ROLE: role, field: value})
     assert str(problem).startswith(says)
     offers_the_built_in_worker = "SGLANG_PLUGINS=none: SGLang's built-in worker serves it" in problem.fix
     assert offers_the_built_in_worker == (field in ELSEWHERE)
     assert problem.fix.startswith((f"Remove {problem.field}", "Serve the draft with a config.json", "Set --"))
+
+
+def test_what_is_refused_of_a_prefill_or_a_decode_server_is_served_by_one_that_does_both() -> None:
+    assert list(launch_problems({**ORDINARY, **{field: value for field, (value, _) in APART_ROWS.items()}})) == []
+    assert list(transfer_problems("null", "mori")) == list(transfer_problems("prefill", "nixl")) == []
 
 
 def test_a_draft_in_an_object_store_is_refused_with_what_to_do() -> None:
@@ -403,8 +440,8 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
     ),
     "prefill and decode apart": (
         {},
-        ["--disaggregation-mode", "decode"],
-        ["--disaggregation-mode='decode'", "SGLANG_PLUGINS=none"],
+        ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mori"],
+        ["--disaggregation-transfer-backend='mori'", "mooncake, mooncake_tcp, nixl, fake", "SGLANG_PLUGINS=none"],
     ),
     "context parallel": (
         {},

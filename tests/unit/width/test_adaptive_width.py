@@ -175,6 +175,20 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_
     assert policy.prefills == [0, 20, 10]
 
 
+def test_requests_that_another_server_has_prefilled_are_no_interruption() -> None:
+    """What a step takes after they arrive is known, unless the server had nothing to do before."""
+    widths, policy, clock = adaptive([16, 8, 8, 4])
+    results = []
+    for ends, slots in ((101.0, (1,)), (103.0, (1, 2)), (300.0, (5,))):
+        clock.ends = ends
+        widths.admit(prefilled({slots[-1]: {"dflash": {"max_width": 3}}}))
+        results.append((launch(widths, decoding(*slots)), len(slots)))
+    for result, requests in results:
+        come_back(widths, result, [0] * requests)
+    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, None]
+    assert policy.prefills == [] and widths.used == [16, 8, 8]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device: str) -> None:
     from dflash_sglang.verify.step_clock import StepClock

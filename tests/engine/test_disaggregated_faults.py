@@ -1,0 +1,110 @@
+"""What clients of a prefill and a decode server see when something fails; after each fault both serve as before.
+
+SGLang's time-outs are set to a few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_disaggregated import DRAFT, TARGET, asked
+from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
+from tests.support.engines import greedy_params
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+SECONDS = "8"
+ENVIRONMENT = {
+    "DFLASH_SGLANG_REQUIRE": "1",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": SECONDS,
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": SECONDS,
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": "1",
+}
+SHORT = dict(input_ids=[65, 66, 67, 68, 69], sampling_params=greedy_params(8))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    with serve_apart(TARGET, DRAFT, tmp_path_factory.mktemp("apart"), environment=ENVIRONMENT) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def expected(apart: Apart) -> Any:
+    return [answer["output_ids"] for answer in apart.ask_all(asked())]
+
+
+def serves_on(apart: Apart, expected: Any) -> None:
+    """100 requests are answered, and both servers find every slot free when they are idle."""
+    for _ in range(12):
+        assert [answer["output_ids"] for answer in apart.ask_all(asked())] == expected
+    assert len(apart.ask_all([SHORT] * 4)) == 4
+    for server in (apart.prefill, apart.decode):
+        server.post("/flush_cache?timeout=60")
+        assert "leak" not in server.log_text()
+
+
+def test_a_request_that_never_reaches_one_of_the_servers_is_answered_by_the_other(apart, expected):
+    for server, state in ((apart.prefill, "KVPoll.Bootstrapping"), (apart.decode, "KVPoll.WaitingForInput")):
+        refused = answer_of(server, **SHORT, **apart.room())
+        assert isinstance(refused, Refused) and refused.status == 500
+        assert "timed out after 8." in str(refused) and state in str(refused)
+    serves_on(apart, expected)
+
+
+@pytest.mark.parametrize("fault", ["fail", "break"])
+def test_a_transfer_that_fails_is_an_answer_of_both_servers_and_later_ones_are_served(apart, expected, fault):
+    with apart.fault(fault):
+        for refused in apart.ask_both(**SHORT):
+            assert isinstance(refused, Refused) and refused.status == 500
+    wait_until_served(apart)
+    serves_on(apart, expected)
+
+
+def test_a_slow_transfer_delays_its_request_only(apart, expected):
+    with apart.fault("slow 2"):
+        assert apart.ask(**asked()[0])["output_ids"] == expected[0]
+    serves_on(apart, expected)
+
+
+def test_requests_outlive_their_prefill_server_once_they_decode_and_its_successor_serves(
+    apart, expected, tmp_path
+):
+    with prefill_beside(apart, TARGET, DRAFT, environment=ENVIRONMENT) as first:
+        assert first.ask(**asked()[0])["output_ids"] == expected[0]
+        port = first.bootstrap_port
+        with first.fault("slow 60"):
+            waiting = first.ask_later(**asked()[1])
+            first.prefill.stop()
+            refused = waiting.result()
+    assert isinstance(refused, Refused) and refused.status == 500
+    assert "Lost connection with prefill instance" in str(refused)
+    with prefill_beside(apart, TARGET, DRAFT, bootstrap_port=port, environment=ENVIRONMENT) as second:
+        wait_until_served(second)
+        assert second.ask(**asked()[1])["output_ids"] == expected[1]
+    serves_on(apart, expected)
+
+
+def test_every_request_has_an_answer_where_many_fail_at_random(tmp_path: Path) -> None:
+    """SGLang draws at every poll of a request."""
+    environment = {**ENVIRONMENT, "SGLANG_TEST_DISAGG_FAILURE_PROB": "0.02"}
+    with serve_apart(TARGET, DRAFT, tmp_path, environment=environment) as apart:
+        answers = [answer for _ in range(20) for answer in apart.ask_all([SHORT] * 25, refused=True)]
+        served = [answer["output_ids"] for answer in answers if not isinstance(answer, Refused)]
+        assert len(answers) == 500 and 0 < len(served) < 500
+        assert all(ids == served[0] for ids in served)
+        for server in (apart.prefill, apart.decode):
+            server.post("/flush_cache?timeout=60")
+
+
+def wait_until_served(apart: Apart) -> None:
+    """SGLang tries a connection that failed again after a second; 30 are enough."""
+    for _ in range(30):
+        if not isinstance(apart.ask_both(**SHORT)[1], Refused):
+            return
+    raise AssertionError("no request is served any more")

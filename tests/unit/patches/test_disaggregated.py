@@ -1,0 +1,139 @@
+"""Prefill and decode on different servers: who may serve whom, and what is kept of retracted requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.checkpoint.files import fingerprint
+from tests.support.tiny import make_pair
+
+FILES, OTHERS = "0123456789ab", "ba9876543210"
+LINE = dict(layers=5, heads=8, head_dim=128, dtype="bfloat16", features=[1, 9], files=FILES)
+
+
+def line(**changes: Any) -> str:
+    from dflash_sglang.patches.agreement import draft_line
+
+    return draft_line(**{**LINE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        (line(), None),
+        (
+            line(layers=6),
+            "layers=6 on the prefill server, 5 on the decode server: expected the same draft on",
+        ),
+        (line(heads=4), "kv=4x128 on the prefill server, 8x128 on the decode server: "),
+        (
+            line(dtype="float8_e4m3fn", files=OTHERS),
+            f"dtype=float8_e4m3fn on the prefill server, bfloat16 on the decode server; files={OTHERS} on the "
+            f"prefill server, {FILES} on the decode server: ",
+        ),
+        (line(features=[1, 8]), "target_layers=1,8 on the prefill server, 1,9 on the decode server: "),
+        (line().replace("dflash/1", "dflash/2"), "form=dflash/2 on the prefill server, dflash/1 on the decode"),
+        ("nhd", "form=nhd on the prefill server, dflash/1 on the decode server; layers=None on the prefill"),
+        (None, "a prefill server without dflash_sglang: expected one that sends context KV"),
+    ],
+)
+def test_two_servers_with_different_drafts_disagree_by_the_fields_that_differ(
+    theirs: str | None, says: str | None
+) -> None:
+    from dflash_sglang.patches.agreement import disagreement
+
+    found = disagreement(line(), theirs, "same")
+    assert found is None if says is None else (found or "").startswith(says)
+    any_server = disagreement(line(), theirs, "any")
+    assert any_server is None if theirs is None else any_server == found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alike", "item_lens", "mla", "served"),
+    [
+        (1, False, [8, 4], True, True),
+        (2, True, [8, 8], False, True),
+        (2, False, [8, 8], False, False),
+        (2, True, [8, 4], False, False),
+        (2, True, [8, 8], True, False),
+    ],
+)
+def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_alike(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, alike: bool, item_lens: list[int], mla: bool, served: bool
+) -> None:
+    from dflash_sglang.patches import agreement
+
+    begun, failures = list[int](), dict[int, str]()
+    receiver_class = type("CommonKVReceiver", (), {"init": lambda self, rank: begun.append(rank)})
+    monkeypatch.setattr(agreement, "CommonKVReceiver", receiver_class)
+    agreement.compare_with(line(), "same", alike)
+    receiver: Any = receiver_class()
+    receiver.bootstrap_addr, receiver.bootstrap_room, receiver.conclude_state = "host:1", 7, None
+    receiver.kv_mgr = SimpleNamespace(
+        prefill_info_table={"host:1": SimpleNamespace(kv_layout=line(), attn_tp_size=ranks)},
+        attn_tp_size=1,
+        is_mla_backend=mla,
+        is_hybrid_mla_backend=False,
+        kv_args=SimpleNamespace(kv_item_lens=item_lens, state_types=[]),
+        record_failure=failures.__setitem__,
+        update_status=lambda room, status: None,
+    )
+    receiver.init(0)
+    assert begun == ([0] if served else [])
+    if not served:
+        assert receiver.conclude_state == agreement.KVPoll.Failed
+        assert failures[7].startswith("DFLASH: host:1: attention TP size 2 on the prefill server, 1 on the decode")
+
+
+def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dflash_sglang.patches import agreement
+    from dflash_sglang.startup.facts import StartupError
+
+    layouts = {"plain": None, "packed": "packed-v1"}
+    module = SimpleNamespace(get_pd_kv_layout=layouts.__getitem__, __name__="prefill")
+    monkeypatch.setattr(agreement, "disaggregation_prefill", module)
+    agreement.register_with(line())
+    assert module.get_pd_kv_layout("plain") == line()
+    with pytest.raises(StartupError, match="target's KV layout='packed-v1': expected none"):
+        module.get_pd_kv_layout("packed")
+
+
+def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(tmp_path: Any) -> None:
+    one, again, other = (make_pair(tmp_path / str(seed), seed=seed % 2)[1] for seed in (0, 2, 1))
+    (again / "model.safetensors").rename(again / "weights.safetensors")
+    assert fingerprint(one) == fingerprint(again) != fingerprint(other)
+    config = (one / "config.json").read_text()
+    (one / "config.json").write_text(config.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    assert fingerprint(one) != fingerprint(again)
+
+
+def test_rows_of_both_pools_are_kept_of_a_retracted_request() -> None:
+    from dflash_sglang.patches import retracted_rows
+
+    target, draft = Rows(10), Rows(20)
+    retracted_rows.keep(allocator := target, draft)
+    before = [pool.rows.clone() for pool in (target, draft)]
+    copies = allocator.get_cpu_copy(torch.tensor([4, 1]), mamba_indices=None)
+    target.rows.zero_(), draft.rows.zero_()
+    allocator.load_cpu_copy(copies, torch.tensor([2, 3]), mamba_indices=None)
+    for pool, rows in zip((target, draft), before, strict=True):
+        assert pool.rows.tolist() == [0, 0, rows[4], rows[1], 0]
+
+
+class Rows:
+    """A pool of five rows, and its allocator."""
+
+    def __init__(self, first: int) -> None:
+        self.rows = torch.arange(first, first + 5)
+
+    def get_cpu_copy(self, slots: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.rows[slots]
+
+    def load_cpu_copy(self, copies: torch.Tensor, slots: torch.Tensor, **_: Any) -> None:
+        self.rows[slots] = copies
