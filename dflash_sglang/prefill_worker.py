@@ -189,7 +189,7 @@ class PrefillWorker(BaseSpecWorker):
         return result
 
     def _start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Where the first decode step of requests [bs], rows of req_to_token, starts: here, on another server."""
+        """Requests [bs], rows of req_to_token, are prefilled. Their decode steps are another server's."""
 
     def _idle(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
         """A data-parallel rank without requests."""
