@@ -249,9 +249,9 @@ def test_a_prefill_server_refuses_a_decode_server_without_the_draft_by_name_and_
     decode = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"})
     with serve_apart(TARGET, DRAFT, tmp_path, decode=decode) as apart:
         for request in asked()[:2]:
-            for refused in apart.ask_both(**request):
-                assert isinstance(refused, Refused) and refused.status == 500
-                assert "DFLASH: 10 KV buffers on the decode server, 16 on the prefill server" in str(refused)
+            refused, of_decode = apart.ask_both(**request)
+            assert isinstance(refused, Refused) and refused.status == of_decode.status == 500
+            assert "DFLASH: 10 KV buffers on the decode server, 16 on the prefill server" in str(refused)
 
 
 def test_a_prefill_server_only_prefills(one, apart):
