@@ -32,7 +32,7 @@ from dflash_sglang.kernels.block import (
     share_rows,
     window_rows,
 )
-from dflash_sglang.kernels.context import context_write
+from dflash_sglang.kernels.context import context_write, rings
 from dflash_sglang.kernels.head import pack_shard, selector_walk
 from dflash_sglang.kernels.recurrent import replay
 from dflash_sglang.kernels.sampled import tokens
@@ -228,10 +228,20 @@ def context(dtype: torch.dtype) -> None:
     context_write.write_fp8_rows_triton(kv, norms, torch.zeros(4096, 128), ids(BS), ids(BS), 1e-6, rows)
 
 
+def draft_rings() -> None:
+    shape = rings.RingShape.fitting(2048, 64, BLOCK)
+    tables = rings.RingTables(ids(ROWS), ids(ROWS), ids(99, shape.size), ids(4096))
+    rings.assign_slots_triton(ids(BS), ids(BS), ids(BS, BLOCK), 7, shape, tables, ids(BS, BLOCK))
+    rows = window_rows.WindowRows(counts(ROWS, 4096), ids(BS))
+    rings.ring_rows_triton(ids(BS), ids(BS), BLOCK, shape, tables, rows)
+    moves = rings.Moves(ids(shape.context), ids(shape.context))
+    rings.take_over_triton(3, 900, counts(ROWS, 4096), shape, tables, ids(99), moves)
+
+
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
     for launches in (
-        blocks, accepts, trees, rows_of_layers, heads, walks, samples, states, tree_attention,
+        blocks, accepts, trees, rows_of_layers, heads, walks, samples, states, tree_attention, draft_rings,
     ):  # fmt: skip
         launches()
     context(torch.float8_e5m2)
