@@ -27,14 +27,17 @@ from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
+from dflash_sglang.drafting.rings import DraftRings, RingContext
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
+from dflash_sglang.kernels.context.rings import RingShape
+from dflash_sglang.models.context_kv.base import ContextWriter
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.causes import Causes
 from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
 from dflash_sglang.observe.step_split import StepSplit
-from dflash_sglang.patches import agreement, replayed_states, retracted_rows, weight_updates
+from dflash_sglang.patches import agreement, draft_pool, replayed_states, retracted_rows, weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.patches.target_features import ensure_capture
@@ -46,12 +49,15 @@ from dflash_sglang.sglang_names.scheduler import (
     draft_tp_context,
     envs,
     get_disagg,
+    get_memory,
     get_model,
     get_parallel,
+    get_schedule,
     get_spec,
     model_draft_parallel_spec,
     resolve_draft_parallel_layout,
 )
+from dflash_sglang.startup.draft_kv import needs_whole_pool, ring_shape
 from dflash_sglang.startup.facts import Problem, StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
@@ -70,8 +76,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
+    from torch import Tensor
 
     from dflash_sglang.models.draft import Borrowed, DFlashDraftModel
+    from dflash_sglang.patches.draft_pool import RingPool
     from dflash_sglang.warmup.dummy_batches import Rehearsal
 
 
@@ -95,6 +103,16 @@ class LoadedDraft:
     drafts: bool  # a prefill server's does not
     draws_proposals: bool  # to sampled requests
     proposed_tokens: int | None  # of --speculative-token-map, None without
+    rings: RingPool | str  # of its KV, or why its pool is as large as the target's
+
+    @property
+    def has_rings(self) -> bool:
+        """Once the target's pool is sized."""
+        return not isinstance(self.rings, str) and self.rings.rings is not None
+
+    def pool_config(self, of_target: Any) -> Any:
+        """SGLang's MemoryPoolConfig of the draft's pool."""
+        return of_target if isinstance(self.rings, str) else self.rings.config_of_draft(of_target)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -138,6 +156,8 @@ def load_draft(
     layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
     feature_layer_ids = model.spec.feature_layer_ids(layers)
     ensure_capture(target.model, feature_layer_ids)
+    block_size = int(get_spec().speculative_num_draft_tokens)
+    shape = _ring_shape(model, config, block_size)
     path = get_spec().speculative_token_map if drafts else None
     token_map = None if path is None else read_token_map(path)
     if drafts:
@@ -151,7 +171,7 @@ def load_draft(
         worker=bundle.draft_worker,
         runner=runner,
         model=model,
-        block_size=int(get_spec().speculative_num_draft_tokens),
+        block_size=block_size,
         attention_backend=bundle.resolved_attention_backend,
         parallel_layout=layout,
         feature_layer_ids=feature_layer_ids,
@@ -160,6 +180,19 @@ def load_draft(
         drafts=drafts,
         draws_proposals=config.draws(joint=model.candidate_selector is not None),
         proposed_tokens=None if token_map is None else len(token_map),
+        rings=shape if isinstance(shape, str) else draft_pool.install(shape),
+    )
+
+
+def _ring_shape(model: DFlashDraftModel, config: PluginConfig, block_size: int) -> RingShape | str:
+    return ring_shape(
+        model.spec,
+        config,
+        block_size,
+        get_schedule().page_size,
+        get_spec().speculative_draft_window_size,
+        get_spec().speculative_draft_sink_size,
+        needs_whole_pool(get_memory().enable_hierarchical_cache, get_disagg().disaggregation_mode),
     )
 
 
@@ -221,6 +254,8 @@ class StepParts(NamedTuple):
     proposer: Proposer
     verifier: Verifier
     tail: VerifyTail  # of the target's graphs
+    context: ContextWriter
+    rings: DraftRings | None
 
 
 def build_step(
@@ -237,7 +272,10 @@ def build_step(
     slots.fit(len(table))
     assert draft.model.spec.mask_token_id is not None  # start-up validation refuses a draft without
     logits = TargetLogits(target)
-    tail = VerifyTail(target, runner, logits, tables.acceptor, draft.context_kv)
+    own_table = runner.req_to_token_pool.req_to_token
+    rings = _rings(draft, target, table, own_table, reservation.page_size)
+    context: ContextWriter = draft.context_kv if rings is None else RingContext(draft.context_kv, rings)
+    tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     return StepParts(
         reservation,
         BlockBuilder(
@@ -245,7 +283,8 @@ def build_step(
             block_size,
             draft.model.spec.mask_token_id,
             slots,
-            in_place=names_slots_alike(target, runner) and not is_imposed(),
+            in_place=names_slots_alike(target, runner) and not is_imposed() and rings is None,
+            rings=rings,
         ),
         Proposer(
             runner,
@@ -254,10 +293,25 @@ def build_step(
             draft.parallel_layout,
             drawn=draft.draws_proposals,
             tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
-            window=DraftWindow.imposed(reservation.page_size, table, runner.req_to_token_pool.req_to_token),
+            window=DraftWindow.imposed(reservation.page_size, table, own_table) if rings is None else rings,
         ),
         Verifier(target_worker, block_size, logits, tables, tail),
         tail,
+        context,
+        rings,
+    )
+
+
+def _rings(
+    draft: LoadedDraft, target: ModelRunner, table: Tensor, own_table: Tensor, page_size: int
+) -> DraftRings | None:
+    """table, own_table: req_to_token of target and draft."""
+    pool = draft.rings
+    if isinstance(pool, str) or pool.rings is None:
+        return None
+    slots = target.token_to_kv_pool_allocator.size_full + page_size
+    return DraftRings(
+        pool.shape, pool.rings, draft.block_size, slots, draft.runner.token_to_kv_pool, table, own_table
     )
 
 
@@ -295,7 +349,7 @@ def add_widths(
     ragged = startup.can_be_ragged(asked, target, group)
     free = startup.free_memory(target)
     served = startup.add_widths(asked, states, block_size, free, ragged)
-    trees = TreeVerify(target, draft.runner, block_size)
+    trees = TreeVerify(target, draft.runner, block_size, parts.rings)
     reason = why_no_candidates(draft.model)
     if not tables.acceptor.knows_trees:
         reason = "acceptance is forced by a profile, which says nothing of a tree's branches"
@@ -378,6 +432,7 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
     if get_spec().speculative_draft_window_size is not None and draft.drafts:
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
+    decisions["draft_kv"] = draft_kv_in_words(draft.rings)
     if spec.dflash2 is not None:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
@@ -388,6 +443,13 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
             decisions.pop(of_drafting, None)
     lines = (f"\n  {key}: {value}" for key, value in decisions.items())
     return f"dflash_sglang {__version__} worker active:{''.join(lines)}"
+
+
+def draft_kv_in_words(rings: RingPool | str) -> str:
+    """For the start-up line, before the pools are sized."""
+    if isinstance(rings, str):
+        return f"whole ({rings})"
+    return f"rings of {rings.shape.size} tokens (window {rings.shape.window})"
 
 
 def memory_line(draft: LoadedDraft, tables: Tables | None = None) -> str:
@@ -405,7 +467,7 @@ def memory_line(draft: LoadedDraft, tables: Tables | None = None) -> str:
     kv = sum(pool.get_kv_size_bytes())
     line = (
         f"dflash_sglang memory of this rank's draft: weights {sum(storages.values()) / GB:.3f} GB, "
-        f"KV {kv / GB:.3f} GB for {pool.size} tokens"
+        f"KV {kv / GB:.3f} GB for {_kept(draft, pool)}"
     )
     if tables is None:
         return line
@@ -413,3 +475,11 @@ def memory_line(draft: LoadedDraft, tables: Tables | None = None) -> str:
         f"{line}, tables {tables.nbytes / GB:.3f} GB for {tables.requests} requests, "
         f"graphs of whole blocks {sum(runner.graph_memory_usage.values()):.3f} GB"
     )
+
+
+def _kept(draft: LoadedDraft, pool: Any) -> str:
+    if isinstance(draft.rings, str):
+        return f"{pool.size} tokens"
+    if draft.rings.rings is None:
+        return f"{pool.size} tokens ({draft.rings.why_whole})"
+    return f"{draft.rings.rings} rings of {draft.rings.shape.size} tokens"

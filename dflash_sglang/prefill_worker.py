@@ -10,7 +10,7 @@ import torch
 from dflash_sglang import assembly
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
 from dflash_sglang.drafting.window import is_imposed
-from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.models.context_kv.base import ContextWriter
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.sglang_names.scheduler import (
     BaseSpecWorker,
@@ -60,7 +60,7 @@ class PrefillWorker(BaseSpecWorker):
         self._config = PluginConfig.from_env()
         self._draft = assembly.load_draft(server_args, gpu_id, nccl_port, target_worker, self._config, self.drafts)
         self._draft_worker, self.draft_parallel_layout = self._draft.worker, self._draft.parallel_layout
-        self._context_kv: ContextKV = self._draft.context_kv
+        self._context: ContextWriter = self._draft.context_kv
         self.block_size = self._draft.block_size
         model_config = target_worker.model_runner.model_config
         # Taken now: SGLang gives the KV pools what is free after this.
@@ -79,12 +79,13 @@ class PrefillWorker(BaseSpecWorker):
     ) -> None:
         """The draft shares the target's requests and slots; its keys and values live in a pool of its own.
 
-        A windowed draft reads them through a slot table of its own.
+        A windowed draft reads them through a slot table of its own; so does one whose rows are in rings.
         """
+        draft = self._draft
         with draft_tp_context(self.draft_parallel_layout):
             self._draft_worker.alloc_memory_pool(
-                memory_pool_config=memory_pool_config,
-                req_to_token_pool=None if is_imposed() else req_to_token_pool,
+                memory_pool_config=draft.pool_config(memory_pool_config),
+                req_to_token_pool=None if is_imposed() or draft.has_rings else req_to_token_pool,
                 token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             )
         page_size = token_to_kv_pool_allocator.page_size
@@ -185,7 +186,7 @@ class PrefillWorker(BaseSpecWorker):
             num_tokens,
         )
         # Before the result is processed: the radix cache may take these slots right after, or they are sent.
-        self._context_kv.write_planned(features[:num_tokens], positions, loc_plan)
+        self._context.write_prefill(features[:num_tokens], positions, loc_plan, batch)
         return result
 
     def _start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -74,6 +74,7 @@ class DFlashWorker(PrefillWorker):
         self._blocks: BlockBuilder = parts.blocks
         self._proposer: Proposer = parts.proposer
         self._verifier: Verifier = parts.verifier
+        self._context = parts.context
 
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
@@ -112,6 +113,8 @@ class DFlashWorker(PrefillWorker):
 
     def prewarm_sampling(self) -> Any:
         result = super().prewarm_sampling()
+        if self._parts.rings is not None:
+            self._parts.rings.rehearse()
         self._states.use_widest()
         self.width = self._widths.choices[-1]
         self._slots.forget_steps()
@@ -161,7 +164,7 @@ class DFlashWorker(PrefillWorker):
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
         if verified.unwritten is not None:
-            self._context_kv.write_planned(*verified.unwritten)
+            self._context.write_planned(*verified.unwritten)
         if rows.paths is not None:
             self._trees.move_paths(rows.paths)
         next_input = DFlashDraftInput.create(accepted.bonus_tokens, accepted.new_seq_lens, self._reservation)

@@ -18,17 +18,20 @@ from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, own_modu
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.doctor import launch, sizes, tokens
 from dflash_sglang.doctor.report import Draft, Memory, Report, Serving
+from dflash_sglang.kernels.context.rings import RingShape
 from dflash_sglang.models.head.form import HeadFacts, choose_form
 from dflash_sglang.patches.contract import states
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from dflash_sglang.startup.decisions import draft_ranks
+from dflash_sglang.startup.draft_kv import needs_whole_pool, ring_shape
 from dflash_sglang.startup.facts import TargetFacts
 from dflash_sglang.startup.fp8_drafts import FP8_GEMM, obstacle
 
 VERSIONS_OF = ("dflash_sglang", "sglang", "torch", "transformers")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
+DEFAULT_REQUESTS = 48  # that run under DFLASH, where SGLang is not told
 _KV_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
 
 
@@ -111,9 +114,15 @@ def _sizes(
     dtype = draft_model_config_of(server_args, cfg.speculative_draft_model_path).dtype
     in_fp8, why = _draft_form(cfg, spec, held, ranks)
     weights = sizes.draft_weights(spec, held, ranks, dtype.itemsize, in_fp8)
+    weights += sizes.rope_table_bytes(spec, target_config.context_len)
     kv_dtype = cfg.speculative_draft_kv_cache_dtype or cfg.kv_cache_dtype
     kv = sizes.kv_bytes_per_token(spec, ranks, _KV_BYTES.get(kv_dtype, dtype.itemsize))
-    total = cfg.max_total_tokens
+    total, shape = cfg.max_total_tokens, _rings(cfg, config, spec, block)
+    rings = None if shape is None else shape.rings(_running_requests(cfg))
+    if shape is not None and rings is not None and (total is None or rings * shape.size < total):
+        memory = Memory(weights, kv, total, kv * rings * shape.size, rings, shape.size)
+    else:
+        memory = Memory(weights, kv, total, None if total is None else kv * total)
     try:
         head, form, read = _head(cfg, config, target_config, own, target, ranks)
     except ValueError as error:  # draft_head asks for a form that this head cannot have
@@ -133,14 +142,27 @@ def _sizes(
             draft_weights=why,
             ranks=ranks,
         ),
-        "memory": Memory(
-            weights + sizes.rope_table_bytes(spec, target_config.context_len),
-            kv,
-            total,
-            None if total is None else kv * total,
-        ),
+        "memory": memory,
         "break_even": sizes.break_even(target, _experts(target_config), of_step, read, block) if head else None,
     }
+
+
+def _rings(cfg: Any, config: PluginConfig, spec: DraftSpec, block: int) -> RingShape | None:
+    shape = ring_shape(
+        spec,
+        config,
+        block,
+        cfg.page_size or 1,
+        cfg.speculative_draft_window_size,
+        cfg.speculative_draft_sink_size,
+        needs_whole_pool(cfg.enable_hierarchical_cache, cfg.disaggregation_mode),
+    )
+    return None if isinstance(shape, str) else shape
+
+
+def _running_requests(cfg: Any) -> int:
+    """The most of a rank."""
+    return max(1, (cfg.max_running_requests or DEFAULT_REQUESTS) // cfg.attn_dp_size)
 
 
 def _draft_form(cfg: Any, spec: DraftSpec, held: dict[str, TensorFacts], ranks: int) -> tuple[bool, str]:

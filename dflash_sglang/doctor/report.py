@@ -46,12 +46,15 @@ class Serving:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a rank. ``kv_bytes``: of --max-total-tokens, None without the flag."""
+    """Of a rank. ``kv_bytes``: of --max-total-tokens, None without the flag; or of ``rings`` of ``ring_tokens``,
+    where the draft's pool has rings at most for the requests that may run."""
 
     weight_bytes: int
     kv_bytes_per_token: int
     max_total_tokens: int | None
     kv_bytes: int | None
+    rings: int | None = None
+    ring_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,10 @@ class Report:
         if (memory := self.memory) is not None and serving is not None:
             kv = f"{memory.kv_bytes_per_token} bytes a token"
             if memory.kv_bytes is not None:
-                kv = f"{memory.kv_bytes / GB:.3f} GB for {memory.max_total_tokens} tokens, {kv}"
+                kept = f"{memory.max_total_tokens} tokens"
+                if memory.rings is not None:
+                    kept = f"{memory.rings} rings of {memory.ring_tokens} tokens"
+                kv = f"{memory.kv_bytes / GB:.3f} GB for {kept}, {kv}"
             weights = f"draft weights {memory.weight_bytes / GB:.3f} GB"
             rows += [("ranks", serving.ranks), ("memory of a rank", f"{weights}, draft KV {kv}")]
         if self.vocabulary is not None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.drafting.rings import DraftRings
+
 
 def longest_prefix(runner: ModelRunner) -> int:
     """Committed tokens of a request that needs another step, at most: SGLang ends it before its context is full.
@@ -47,6 +49,8 @@ class Block:
     prefix_bounds_sum: int  # of these, without the blocks: attention backends add them
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
     rows: Rows  # of ids, positions and slots
+    draft_slots: torch.Tensor | None = None  # [bs, block] in rings; None: the draft names slots alike
+    requests_cpu: torch.Tensor | None = None  # of a draft with rings
     exact: bool = False  # whether the bounds are the lengths
 
     @property
@@ -69,15 +73,16 @@ class BlockBuilder:
         mask_token_id: int,
         slots: StepSlots,
         in_place: bool,
+        rings: DraftRings | None = None,
     ):
         """block_size: of the widest blocks; slots: where requests stand, and whose next slot a build takes;
         in_place: whether draft and target take the blocks as they are, so that graph inputs which they share have
-        the same contents for both."""
+        the same contents for both; rings: of the draft's rows, if it has any."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._longest = longest_prefix(target_runner)
         self._slots = slots
-        self._in_place = in_place
+        self._in_place, self._rings = in_place, rings
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
         max_requests = self._req_to_token.shape[0]
 
@@ -114,7 +119,11 @@ class BlockBuilder:
             write_virtual=self._rows.slots,
             read_extent=width,
         )
-        return Block(*tensors[:-1], kv_len_bounds, prefixes_sum, loc_plan, self._rows, exact=exact)
+        block = Block(*tensors[:-1], kv_len_bounds, prefixes_sum, loc_plan, self._rows, exact=exact)
+        if self._rings is not None:
+            block.draft_slots = self._rings.assign_block(block.requests, block.prefix_lens, block.slots)
+            block.requests_cpu = batch.req_pool_indices_cpu
+        return block
 
     def _views(self, inputs: GraphInputs, bs: int, width: int) -> tuple[BlockTensors, Rows]:
         *of_rows, prefix_lens, requests = inputs

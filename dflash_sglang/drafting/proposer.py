@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.drafting.block import Block
+    from dflash_sglang.drafting.rings import DraftRings
     from dflash_sglang.drafting.window import DraftWindow, Seen
     from dflash_sglang.models.draft import DFlashDraftModel
 
@@ -56,7 +57,7 @@ class Proposer:
         block_size: int,
         parallel_layout: Any,
         drawn: bool,
-        window: DraftWindow | None = None,
+        window: DraftWindow | DraftRings | None = None,
         tree_requests: int = 0,
     ):
         """block_size: of the widest blocks; tree_requests: of so many requests, with the padding of the draft's
@@ -176,22 +177,26 @@ class Proposer:
         num_tokens = block.ids.numel()
         translator = self._runner.kv_index_translator
         seen: Block | Seen = block
-        loc_plan = block.loc_plan
+        loc_plan, slots = block.loc_plan, block.rows.slots
         if self._window is not None:
             seen = self._window.cut(block.requests, block)
-            loc_plan = loc_plan.reads_from(
-                translator,
+            reads: dict[str, Any] = dict(
                 seq_lens=seen.prefix_lens,
                 seq_lens_cpu=seen.kv_len_bounds - block.size,
                 read_extent=block.size,
             )
+            if block.draft_slots is None:
+                loc_plan = loc_plan.reads_from(translator, **reads)
+            else:
+                slots = block.draft_slots.view(-1)
+                loc_plan = translator.plan(req_pool_indices=block.requests, write_virtual=slots, **reads)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=block.batch_size,
             input_ids=block.rows.ids,
             req_pool_indices=block.requests,
             seq_lens=seen.prefix_lens,
-            out_cache_loc=block.rows.slots,
+            out_cache_loc=slots,
             seq_lens_sum=seen.prefix_bounds_sum,
             seq_lens_cpu=seen.kv_len_bounds,
             positions=block.rows.positions,

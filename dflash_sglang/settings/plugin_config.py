@@ -16,6 +16,7 @@ CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
+DraftKV = Literal["auto", "whole"]
 DraftHeadForm = Literal["auto", "as_is", "fp8"]
 Profile = Sequence[float]
 SimulatedAcceptance = Sequence[Profile] | Path
@@ -34,6 +35,9 @@ class PluginConfig:
     ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers),
     "per_layer" (each layer's whole qkv_proj), or "auto" (stacked where the weights allow it, else K and V of
     each layer where its quantisation can be sliced, else per layer).
+
+    ``draft_kv``: what the draft's KV pool keeps: "whole" (rows of every token that the target's has), or "auto":
+    the last window of each request where every layer of the draft sees a window only, else the whole pool.
 
     ``draft_head``: the weights of the head that proposals come from, the target's or the draft's own: "as_is",
     "fp8" (a copy for drafting alone, in float8_e4m3fn with a scale per row), or "auto": fp8 on a GPU that has fp8
@@ -59,6 +63,7 @@ class PluginConfig:
     """
 
     context_kv: ContextKVForm = "auto"
+    draft_kv: DraftKV = "auto"
     draft_head: DraftHeadForm = "auto"
     proposals: ProposalKind = "auto"
     simulated_acceptance: SimulatedAcceptance | None = None

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from dflash_sglang.drafting.rings import DraftRings
+
 
 class Trees:
     """Trees of N nodes of as many requests as a step can have, in buffers that keep their place: a captured graph
@@ -54,10 +56,14 @@ class Trees:
 class TreeVerify:
     """Grows the trees of a step from the likeliest tokens of each position."""
 
-    def __init__(self, target: ModelRunner, draft: ModelRunner, block_size: int) -> None:
-        """Both name slots alike, and their pools can move them (`attention.trees.why_no_trees`)."""
+    def __init__(
+        self, target: ModelRunner, draft: ModelRunner, block_size: int, rings: DraftRings | None = None
+    ) -> None:
+        """Both name slots alike, or the draft has them in rings. Their pools can move them
+        (`attention.trees.why_no_trees`)."""
         self._runner, self._block_size = target, block_size
-        self._pools = target.token_to_kv_pool, draft.token_to_kv_pool
+        self._target_pool, self._draft_pool = target.token_to_kv_pool, draft.token_to_kv_pool
+        self._rings = rings
         self._table = target.req_to_token_pool.req_to_token
         self._trees: dict[int, Trees] = {}
 
@@ -82,11 +88,16 @@ class TreeVerify:
         tree = trees.of(bs)
         grow_tree(proposals.tokens[:, 0], proposals.best, ids, tree)
         place_nodes(tree.depths, block.prefix_lens, block.requests, self._table, Places(positions, slots))
+        if self._rings is not None:
+            self._rings.assign(block.requests, block.prefix_lens, slots)
         loc_plan = plan_rows(self._runner, batch, block, rows.slots, nodes)
         return VerifyRows(rows, loc_plan, nodes, self._block_size, paths=trees.paths(rows.slots))
 
     def move_paths(self, paths: Paths) -> None:
         """Bring keys and values of accepted nodes to the front of their request's slots, in both pools, once both
         have been written."""
-        for pool in self._pools:
-            pool.move_kv_cache(paths.targets, paths.sources)
+        targets, sources = paths.targets, paths.sources
+        self._target_pool.move_kv_cache(targets, sources)
+        if self._rings is not None:
+            targets, sources = self._rings.named(targets), self._rings.named(sources)
+        self._draft_pool.move_kv_cache(targets, sources)

@@ -7,7 +7,8 @@ oracle     proposals are the recorded continuation of the prompt (`record`), som
 poison     after each decode step, K and V of the rows that were not committed become NaN in both pools
 features   every write of context KV leaves its positions and features in a file (`features_at`), and the first
            one what the draft borrows of the target (`borrowed`)
-blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN
+blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN; in the
+           batch's rings, all that its blocks do not read
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
 candidates the widest blocks of up to `TREE_REQUESTS` requests, as graphs pad them, come with candidates for trees;
            requests, prefix lengths, tokens, logprobs and candidates of every block go to candidates.jsonl in
@@ -237,9 +238,10 @@ def _features(worker: Any) -> None:
 
 
 def _blindfold(worker: Any) -> None:
+    from dflash_sglang.drafting.rings import DraftRings
     from dflash_sglang.drafting.window import DraftWindow
 
-    cut = DraftWindow.cut
+    cut, cut_rings = DraftWindow.cut, DraftRings.cut
 
     def then_poison(self: Any, requests: torch.Tensor, block: Any) -> Any:
         """NaN in the draft's pool at every context position that the window leaves out."""
@@ -252,12 +254,24 @@ def _blindfold(worker: Any) -> None:
                 buffer[outside] = float("nan")
         return seen
 
+    def then_poison_rings(self: Any, requests: torch.Tensor, block: Any) -> Any:
+        """NaN in the rings of the batch at every slot that its blocks do not read."""
+        seen = cut_rings(self, requests, block)
+        assert not block.exact or seen.kv_len_bounds.tolist() == (seen.prefix_lens + block.size).tolist()
+        for request, length in zip(requests.tolist(), seen.prefix_lens.tolist(), strict=True):
+            first = self.shape.page_size + int(self._tables.ring_of_row[request]) * self.shape.size
+            unread = torch.ones(self.shape.size, dtype=torch.bool)
+            unread[self._own[request, : length + block.size].long() - first] = False
+            for buffer in _buffers(self._pool):
+                buffer[first : first + self.shape.size][unread] = float("nan")
+        return seen
+
     def before_decode(self: Any, *args: Any) -> Any:
         DraftWindow.pool = self.model_runner.token_to_kv_pool
         return decode(self, *args)
 
     decode = worker._step
-    worker._step, DraftWindow.cut = before_decode, then_poison
+    worker._step, DraftWindow.cut, DraftRings.cut = before_decode, then_poison, then_poison_rings
 
 
 def _proposals(worker: Any) -> None:

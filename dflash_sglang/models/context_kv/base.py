@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
 
@@ -25,7 +26,10 @@ class ContextWriter(Protocol):
         verify graph."""
 
     def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
-        """Write to the slots that the plan of a forward writes: a prefill, or a verify without a graph."""
+        """Write to the slots that the plan of a verify without a graph writes."""
+
+    def write_prefill(self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch) -> None:
+        """The same of a prefill, request after request."""
 
 
 class Projection(Protocol):

@@ -18,6 +18,7 @@ from dflash_sglang.sglang_names.scheduler import KVWriteLoc, UnquantizedLinearMe
 from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 
     from dflash_sglang.models.draft import DFlashDraftModel
@@ -109,7 +110,14 @@ class ContextKV:
             yield attention.finished_keys(k, positions), attention.scaled_values(v)
 
     def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
-        self.write(features, positions, plan.write_ids(self._translator))
+        self.write(features, positions, self.slots_of(plan))
+
+    def write_prefill(self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch) -> None:
+        self.write_planned(features, positions, plan)
+
+    def slots_of(self, plan: KVLocPlan) -> Tensor:
+        """[T] int64: the slots that a plan writes."""
+        return plan.write_ids(self._translator)
 
     def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """As `ContextWriter.write`, into the bound pool. slots: none negative.

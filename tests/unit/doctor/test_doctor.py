@@ -121,6 +121,17 @@ def test_what_ends_a_launch_where_sglang_looks_for_a_device_is_refused(
     assert said["versions"]["sglang"]
 
 
+def test_a_draft_in_rings_takes_what_its_requests_need_whatever_the_target_has(examined: Any) -> None:
+    window, more = "--speculative-draft-window-size=64", ["--max-running-requests=4", "--max-total-tokens=20000"]
+    for flags, rings in (([window, *more], 20), ([window, more[0]], 20), ([window], 64), (more, None)):
+        memory = examined(*flags)[1]["memory_per_rank"]
+        assert memory["rings"] == rings, flags
+        tokens = 20000 if rings is None else rings * memory["ring_tokens"]
+        assert memory["kv_bytes"] == tokens * memory["kv_bytes_per_token"]
+    assert memory["ring_tokens"] is None
+    assert examined(window, "--enable-hierarchical-cache")[1]["memory_per_rank"]["rings"] is None
+
+
 @pytest.mark.parametrize("flag", ["--tp-size", "--max-total-tokens"])
 def test_a_number_below_one_is_refused(flag: str, examined: Any) -> None:
     code, said = examined(flag, "0")

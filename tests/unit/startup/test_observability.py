@@ -72,7 +72,8 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
 
     def said(head_copy: HeadCopy) -> str:
         borrowed = SimpleNamespace(head_copy=head_copy)
-        return memory_line(SimpleNamespace(runner=runner, model=model, borrowed=borrowed), tables)
+        draft = SimpleNamespace(runner=runner, model=model, borrowed=borrowed, rings="a layer sees all")
+        return memory_line(draft, tables)
 
     line, in_fp8 = said(HotRows(head, kept)), said(Fp8Head(head, kept))
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
