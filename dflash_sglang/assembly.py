@@ -178,7 +178,7 @@ def load_draft(
         borrowed=borrowed,
         context_kv=context_kv,
         drafts=drafts,
-        draws_proposals=config.draws(joint=model.candidate_selector is not None),
+        draws_proposals=config.draws(joint=model.edges is not None),
         proposed_tokens=None if token_map is None else len(token_map),
         rings=shape if isinstance(shape, str) else draft_pool.install(shape),
     )

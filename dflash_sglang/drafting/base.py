@@ -1,13 +1,10 @@
-"""What the step asks of a source of proposals, and DFlash of what reads proposals off its rows."""
+"""What the step asks of a source of proposals."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels.head.pack_shard import Candidates
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -35,29 +32,3 @@ class ProposalSource(Protocol):
 
     def examples(self, width: int) -> list[Proposals]:
         """One request's proposals of each kind that steps of this width get, to compile what reads them."""
-
-
-class RowReader(Protocol):
-    """Reads proposals off the draft's rows: the end of the draft's graph, and what follows it."""
-
-    ranks_may_part: bool  # whether ranks that compute the same rows may read different proposals off them
-
-    def write(self, rows: Tensor, tokens: Tensor) -> None:
-        """Write the likeliest proposals of rows [bs, steps, hidden] to `tokens[:, 1:]`.
-
-        tokens [bs, steps + 1] int64 begin with the last committed token. Capturable in a CUDA graph; collective
-        over the head's group.
-        """
-
-    def write_nothing(self, rows: Tensor) -> None:
-        """The collectives of `write` on no rows [0, hidden]."""
-
-    def read(self, bs: int, steps: int, padded: int) -> tuple[Tensor, Candidates | None]:
-        """What `write` kept last, of the first bs of so many requests: logprobs [bs, steps] float32 of the
-        likeliest proposals, and candidates for trees or None."""
-
-    def draw(self, tokens: Tensor, temperatures: Tensor, greedy: Tensor) -> Proposals:
-        """Draw the blocks that `write` read last, over their likeliest proposals in tokens [bs, steps + 1].
-
-        temperatures [bs]; greedy [bs] bool: requests that keep their likeliest proposals.
-        """

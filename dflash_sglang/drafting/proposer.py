@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_sglang.drafting.base import RowReader
-from dflash_sglang.drafting.head import HeadProposals
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.drafting.selector import SelectorProposals
+from dflash_sglang.drafting.row_reader import RowReader
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 
 def why_no_candidates(model: DFlashDraftModel) -> str | None:
     """Why proposals of this draft come without candidates for trees, or None."""
-    if model.candidate_selector is not None:
-        return "the draft's selector scores walks, and no tokens of their own"
+    if model.edges is not None:
+        return "the draft's edges score walks, and no tokens of their own"
     if model.head.all_rows is not None:
         return "ranks with batches of their own share the draft's head, and exchange one token of a row"
     return None
@@ -45,9 +43,9 @@ def why_no_candidates(model: DFlashDraftModel) -> str | None:
 class Proposer:
     """DFlash's `ProposalSource`: one draft forward per step over whole blocks.
 
-    The draft's graph ends with the head and its likeliest tokens, or with the likeliest walk of the draft's
-    selector. Proposals overwrite the mask tokens of the ids that the forward read: a graph's input, or the
-    block's. Blocks of one token have no proposals, and no draft forward.
+    The draft's graph ends with what its `RowReader` reads off the rows. Proposals overwrite the mask tokens of the
+    ids that the forward read: a graph's input, or the block's. Blocks of one token have no proposals, and no draft
+    forward.
     """
 
     def __init__(
@@ -74,12 +72,9 @@ class Proposer:
         max_requests = runner.req_to_token_pool.req_to_token.shape[0] + parallel_layout.attn_tp_size
         self._ones = torch.ones(max_requests * block_size, dtype=torch.float32, device=runner.device)
         self._drawn = drawn
-        self._reader: RowReader
-        shape = (max_requests, block_size - 1)
-        if model.candidate_selector is None:
-            self._reader = HeadProposals(model.head, *shape, drawn, runner.device, tree_requests)
-        else:
-            self._reader = SelectorProposals(model.candidate_selector, model.head, *shape, drawn)
+        self._reader = RowReader(
+            model.head, model.edges, max_requests, block_size - 1, drawn, runner.device, tree_requests
+        )
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)

@@ -117,6 +117,10 @@ class DFlash2DraftModel(DFlashDraftModel):
         assert spec.dflash2 is not None
         return DraftLayer if spec.dflash2.convolution is None else ConvolvedLayer
 
+    @property
+    def edges(self) -> CandidateSelector:
+        return self.candidate_selector
+
     def serve_blocks_of(self, block_size: int) -> None:
         for module in self.modules():
             if isinstance(module, GroupedConvolution):

@@ -16,12 +16,12 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.models.block_embedding import BlockEmbedding
+from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import DraftHead, HeadCopy, build_draft_head
 from dflash_sglang.models.head.target_head import find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer
 from dflash_sglang.models.loading.stacking import STACKED, still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
-from dflash_sglang.models.selector import CandidateSelector
 from dflash_sglang.settings.plugin_config import DraftHeadForm
 from dflash_sglang.sglang_names.scheduler import (
     DraftParallelSpec,
@@ -92,7 +92,6 @@ class DFlashDraftModel(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
-        self.candidate_selector: CandidateSelector | None = None
         self.borrowed: Borrowed | None = None
         self._loaded = False
 
@@ -101,6 +100,11 @@ class DFlashDraftModel(nn.Module):
         """The class of every decoder layer."""
         del spec
         return DraftLayer
+
+    @property
+    def edges(self) -> Edges | None:
+        """Between the candidates of its proposals; None of a plain draft."""
+        return None
 
     def serve_blocks_of(self, block_size: int) -> None:
         """How many rows a served block has; before the first forward. A plain draft does not need to know."""

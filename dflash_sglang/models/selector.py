@@ -1,4 +1,4 @@
-"""DFlash2's candidate selector: the likeliest tokens of every position, and scores of the edges between them."""
+"""DFlash2's candidate selector: scores of the edges between the likeliest tokens of each position and the next."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec
-from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
-from dflash_sglang.models.head.target_head import TargetHead
+from dflash_sglang.kernels.head.selector_walk import Codebooks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -48,29 +47,16 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.empty(codebook), requires_grad=False)
         self.successor_codebook = nn.Parameter(torch.empty(codebook), requires_grad=False)
 
-    @torch.no_grad()
-    def lattice(self, head: TargetHead, rows: Tensor) -> Lattice:
-        """rows [bs, steps, hidden] -> their candidates, the likeliest first. Collective over the head's TP group;
-        capturable in a CUDA graph."""
-        bs, steps, _ = rows.shape
-        rows = rows.flatten(0, 1)
-        candidates = head.likeliest(rows, self.spec.selector_top_k)
-        projected, _ = self.hidden_projection(rows)
-        return Lattice(*(of.view(bs, steps, -1) for of in (*candidates, projected)))
-
-    @torch.no_grad()
-    def likeliest_walk(self, lattice: Lattice, tokens: Tensor, logprobs: Tensor) -> None:
-        """Write to tokens [bs, steps + 1], after the anchors, the likeliest step after step; to logprobs [bs,
-        steps] float32 what each has among its candidates, given the step before."""
-        selector_walk(self._codebooks, lattice, tokens, logprobs)
-
-    @torch.no_grad()
-    def drawn_walk(self, lattice: Lattice, tokens: Tensor, draw: Draw) -> Tensor:
-        """Write a drawn walk to tokens -> [bs, steps, K] float32, what each step was drawn from."""
-        probs = selector_walk(self._codebooks, lattice, tokens, draw=draw)
-        assert probs is not None
-        return probs
+    @property
+    def candidates(self) -> int:
+        return self.spec.selector_top_k
 
     @property
-    def _codebooks(self) -> Codebooks:
+    def codebooks(self) -> Codebooks:
         return Codebooks(self.predecessor_codebook, self.successor_codebook)
+
+    @torch.no_grad()
+    def project(self, rows: Tensor) -> Tensor:
+        """rows [N, hidden] -> [N, rank]"""
+        projected, _ = self.hidden_projection(rows)
+        return projected

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_sglang.drafting.head import TREE_CANDIDATES
+from dflash_sglang.drafting.row_reader import TREE_CANDIDATES
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks

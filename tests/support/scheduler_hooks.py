@@ -330,8 +330,7 @@ def _probes(worker: Any) -> None:
 
 
 def _shares(worker: Any) -> None:
-    from dflash_sglang.drafting.head import HeadProposals
-    from dflash_sglang.drafting.selector import SelectorProposals
+    from dflash_sglang.drafting.row_reader import RowReader
     from dflash_sglang.width.decider import Decider
 
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
@@ -356,8 +355,7 @@ def _shares(worker: Any) -> None:
         return kinds + 2 * [kind for kind in kinds if self.kinds[kind].ragged]
 
     Decider._best, Decider._allowed = some, ragged_more_often
-    for reader in (HeadProposals, SelectorProposals):
-        reader.read = of_no_draft(reader.read)
+    RowReader.read = of_no_draft(RowReader.read)
 
 
 def _trees(worker: Any, always: bool = False) -> None:

@@ -260,7 +260,7 @@ def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Te
 @torch.no_grad()
 def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens: Tensor) -> Tensor:
     """The same of the served model, loaded from the package's export: one batch with a request per anchor."""
-    from dflash_sglang.drafting.selector import SelectorProposals
+    from dflash_sglang.drafting.row_reader import RowReader
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.models.dflash2 import DFlash2DraftModel
     from dflash_sglang.models.draft import DFlashDraftModel
@@ -286,7 +286,7 @@ def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens:
     hidden = hidden.view(count, BLOCK, -1)[:, 1:]
     if not dflash2:
         return model.head.likeliest(hidden.flatten(0, 1), 1).ids[:, 0].view(count, -1)
-    SelectorProposals(model.candidate_selector, model.head, count, BLOCK - 1, drawn=False).write(hidden, blocks)
+    RowReader(model.head, model.edges, count, BLOCK - 1, drawn=False, device="cpu").write(hidden, blocks)
     return blocks[:, 1:]
 
 

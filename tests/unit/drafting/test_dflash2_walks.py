@@ -40,7 +40,7 @@ class Walker:
     """Draws walks of two tokens after a last one; rows depend on that token alone, as a block's do."""
 
     def __init__(self, drawn: bool = True) -> None:
-        from dflash_sglang.drafting.selector import SelectorProposals
+        from dflash_sglang.drafting.row_reader import RowReader
         from dflash_sglang.models.head.target_head import TargetHead
         from dflash_sglang.models.selector import CandidateSelector
 
@@ -54,7 +54,7 @@ class Walker:
         self.rows = torch.randn(VOCAB, STEPS, 8, generator=generator)
         self.head = TargetHead(nn.Linear(8, VOCAB, bias=False))
         self.head.lm_head.weight.data = torch.randn(VOCAB, 8, generator=generator)
-        self._proposals = SelectorProposals(self.selector, self.head, REQUESTS, STEPS, drawn)
+        self._proposals = RowReader(self.head, self.selector, REQUESTS, STEPS, drawn, "cpu")
 
     def propose(self, last: Tensor, temperature: float, greedy: bool = False) -> Any:
         tokens = torch.zeros(len(last), STEPS + 1, dtype=torch.long)

@@ -113,13 +113,13 @@ def test_proposals_come_with_their_chances_and_with_candidates_where_trees_are_g
 
     from dflash_sglang.checkpoint import VocabularySpec
     from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
-    from dflash_sglang.drafting.head import TREE_CANDIDATES, HeadProposals
+    from dflash_sglang.drafting.row_reader import TREE_CANDIDATES, RowReader
     from dflash_sglang.models.head.draft_head import DraftHead
 
     torch.manual_seed(0)
     linear, ids = nn.Linear(8, 40, bias=False), torch.arange(40) * 3
     head = DraftHead(linear, VocabularySpec(None, None, None, 1.0, 2.0, 3.0), ids)
-    reader = HeadProposals(head, 4, 4, drawn, "cpu", tree_requests=2)
+    reader = RowReader(head, None, 4, 4, drawn, "cpu", tree_requests=2)
     places = {of.data_ptr() for of in reader._candidates}
     for padded, steps, for_trees in ((1, 4, True), (2, 4, True), (2, 3, False), (3, 4, False), (4, 4, False)):
         hidden, tokens = torch.randn(padded, steps, 8), torch.zeros((padded, steps + 1), dtype=torch.int64)
@@ -139,19 +139,19 @@ def test_proposals_come_with_their_chances_and_with_candidates_where_trees_are_g
                 assert {of.data_ptr() for of in best} == places, "where a graph writes"
 
 
-@pytest.mark.parametrize("what", ["selector", "shared head"])
+@pytest.mark.parametrize("what", ["edges", "shared head"])
 def test_a_draft_without_candidates_is_not_asked_for_them(what: str) -> None:
     from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 
     model: Any = SimpleNamespace(
-        candidate_selector=object() if what == "selector" else None,
+        edges=object() if what == "edges" else None,
         head=SimpleNamespace(all_rows=object() if what == "shared head" else None),
     )
-    reason = {"selector": "the draft's selector scores walks", "shared head": "share the draft's head"}[what]
+    reason = {"edges": "the draft's edges score walks", "shared head": "share the draft's head"}[what]
     assert reason in str(why_no_candidates(model))
     with pytest.raises(ValueError, match=f"tree_requests=4: expected 0, because .*{reason}"):
         Proposer(SimpleNamespace(), model, BLOCK, None, drawn=False, tree_requests=4)
-    plain = SimpleNamespace(candidate_selector=None, head=SimpleNamespace(all_rows=None))
+    plain = SimpleNamespace(edges=None, head=SimpleNamespace(all_rows=None))
     assert why_no_candidates(plain) is None
 
 

@@ -86,7 +86,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
 def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_accept_lengths(
     tmp_path, overrides, block
 ):
-    from dflash_sglang.drafting.selector import SelectorProposals
+    from dflash_sglang.drafting.row_reader import RowReader
     from dflash_sglang.models.context_kv.projection import ContextKV
 
     config = dflash2_config(**{**overrides})
@@ -96,7 +96,7 @@ def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_ac
     model.serve_blocks_of(block)
     served = dict(config, dflash_config={**config["dflash_config"], "block_size": block})
     reference = ReferenceDFlash2.from_weights(served, dflash2_tensors(config))
-    proposals = SelectorProposals(model.candidate_selector, model.head, 2, block - 1, drawn=False)
+    proposals = RowReader(model.head, model.edges, 2, block - 1, drawn=False, device="cpu")
     pool = layers.make_pool(model)
     context = ContextKV(model)
     context.bind(pool)
@@ -135,7 +135,7 @@ def test_rows_and_edge_scores_equal_those_of_sglangs_own_model(tmp_path):
     from sglang.srt.models.dflash import DFlash2DraftModel
     from transformers import PretrainedConfig
 
-    from dflash_sglang.models.selector import Lattice
+    from dflash_sglang.kernels.head.selector_walk import Lattice, selector_walk
 
     config = dflash2_config(layer_types=["sliding_attention"] * 2)
     model = make_draft(tmp_path, config)
@@ -168,9 +168,10 @@ def test_rows_and_edge_scores_equal_those_of_sglangs_own_model(tmp_path):
             temperatures=torch.ones(bs),
             greedy_mask=torch.ones(bs, dtype=torch.bool),
         )
-        projected, _ = model.candidate_selector.hidden_projection(rows)
         walked, logprobs = torch.cat([anchors[:, None], torch.zeros_like(tokens)], dim=1), torch.zeros(bs, 7)
-        model.candidate_selector.likeliest_walk(Lattice(candidates, logits, projected), walked, logprobs)
+        selector_walk(
+            model.edges.codebooks, Lattice(candidates, logits, model.edges.project(rows)), walked, logprobs
+        )
         assert walked[:, 1:].tolist() == tokens.tolist() and walked[:, 0].tolist() == anchors.tolist()
         assert tokens.tolist() != candidates[..., 0].tolist(), "edges decide, not the logits alone"
 
