@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,12 +114,16 @@ class LoadedDraft:
         """SGLang's MemoryPoolConfig of the draft's pool."""
         return of_target if isinstance(self.rings, str) else self.rings.config_of_draft(of_target)
 
+    def rows(self) -> AbstractContextManager[Any]:
+        """In which SGLang takes a draft's block to have as many rows as the draft has."""
+        return get_spec().override(speculative_num_draft_tokens=self.model.spec.draft_rows(self.block_size))
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """In which the draft's backends and graphs are made."""
         # SGLang's scope keeps this flag of the target's, and graphs would wait for other ranks' batches.
         alone = get_parallel().override(attn_dp_enabled=False)
-        with draft_pp_context(), draft_tp_context(self.parallel_layout), alone:
+        with draft_pp_context(), draft_tp_context(self.parallel_layout), alone, self.rows():
             yield
 
 
@@ -283,7 +287,10 @@ def build_step(
             block_size,
             draft.model.spec.mask_token_id,
             slots,
-            in_place=names_slots_alike(target, runner) and not is_imposed() and rings is None,
+            in_place=names_slots_alike(target, runner)
+            and not is_imposed()
+            and rings is None
+            and draft.model.spec.draft_rows(block_size) == block_size,
             rings=rings,
         ),
         Proposer(
@@ -324,7 +331,8 @@ def check_attention(draft: LoadedDraft, target: ModelRunner, verifier: Verifier)
         spare_launches(runner.attn_backend)
         plan_windows(runner.attn_backend)
     with draft.scope():
-        check_visibility(draft.runner, draft.model, draft.block_size, draft.attention_backend)
+        rows = draft.model.spec.draft_rows(draft.block_size)
+        check_visibility(draft.runner, draft.model, rows, draft.attention_backend)
     verifier.bind_attention_backends()
 
 
@@ -437,9 +445,15 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
+    if spec.dspark is not None:
+        rank = spec.dspark.rank
+        first = "anchor" if spec.dspark.from_anchor else "first mask"
+        decisions["proposals_from"] = f"the {first}'s row"
+        decisions["markov_head"] = f"{'gated, ' * spec.dspark.gated}rank {rank}" if rank else "none"
+    if draft.model.edges is not None:
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
     if not draft.drafts:
-        for of_drafting in ("draft_attention", "head", "selector", "proposals"):
+        for of_drafting in ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head"):
             decisions.pop(of_drafting, None)
     lines = (f"\n  {key}: {value}" for key, value in decisions.items())
     return f"dflash_sglang {__version__} worker active:{''.join(lines)}"

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import flattened, is_speculators, read_config
+from dflash_sglang.checkpoint.dspark import is_dspark
 from dflash_sglang.checkpoint.families import Foreign, foreign
+from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, check_environment, required
@@ -46,13 +48,16 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
     if _asks_for_dflash(server_args) and _served_by_built_in(server_args) is None:
         # Imported here: they need names of SGLang's, which are checked by now.
         from dflash_sglang.patches import dp_attention
+        from dflash_sglang.startup.decisions import serve_trained_block
         from dflash_sglang.startup.fp8_drafts import quantise_where_shorter
 
         _patch_launcher()
+        serve_trained_block(server_args)
         quantise_where_shorter(server_args)
         with dp_attention.allowed():
             original(server_args)
     else:
+        _tell_of_dflash(server_args)
         original(server_args)
 
 
@@ -115,6 +120,24 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
     config._name_or_path = str(model)
     config._commit_hash = raw.get("_commit_hash")
     return config
+
+
+def _tell_of_dflash(server_args: Any) -> None:
+    """For a launch with DSPARK, which is SGLang's own: says so where this package would serve the draft."""
+    if (server_args.speculative_algorithm or "").upper() != "DSPARK":
+        return
+    path = server_args.speculative_draft_model_path
+    if path is None:  # the target holds its draft
+        return
+    try:
+        config = draft_config(path, server_args.speculative_draft_model_revision)
+    except (OSError, ValueError):  # SGLang's to report
+        return
+    if is_dspark(config) and foreign(config) is None:
+        logger.info(
+            "--speculative-algorithm DSPARK runs SGLang's built-in worker. With --speculative-algorithm DFLASH "
+            "dflash_sglang serves this draft."
+        )
 
 
 @functools.cache

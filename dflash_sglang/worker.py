@@ -77,7 +77,7 @@ class DFlashWorker(PrefillWorker):
         self._context = parts.context
 
     def init_attention_backends(self) -> None:
-        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), self._draft.rows():
             self._draft_worker.init_attention_backends()
         assembly.check_attention(self._draft, self.target_worker.model_runner, self._verifier)
         self._captures.enter_context(heap_left_alone())  # the target's come next

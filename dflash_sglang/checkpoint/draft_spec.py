@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2, is_dflash2
+from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark, is_dspark
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
     DraftConfigError,
@@ -33,13 +34,13 @@ class DraftSpec:
     """A DFlash draft as its checkpoint describes it.
 
     ``speculators``: whether it is in the speculators format, else in z-lab's.
-    ``block_size``: trained block length (last token + masks). ``target_layer_ids``: 0-based target
-    layers whose outputs are the features, in the order in which `fc` was trained on them; None where the
-    checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in the embedding
-    table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
+    ``block_size``: trained block length, the last token and a proposal of each row that has one.
+    ``target_layer_ids``: 0-based target layers whose outputs are the features, in the order in which `fc` was
+    trained on them; None where the checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in
+    the embedding table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
     ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
-    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``: what makes
-    it a DFlash2 draft, or None of a plain one.
+    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``:
+    what makes it a DFlash2 or DSpark draft, or None.
     """
 
     architecture: str
@@ -66,6 +67,7 @@ class DraftSpec:
     vocabulary: VocabularySpec
     attention_sinks: bool
     dflash2: DFlash2Spec | None
+    dspark: DSparkSpec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
@@ -88,6 +90,7 @@ class DraftSpec:
         if norm_eps[1] is None:
             norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
         target_layer_ids = _target_layer_ids(fields)
+        of_dspark = dspark(fields, vocab_size) if is_dspark(config) else None
         _check_features(fields, target_layer_ids)
         return cls(
             architecture=config["architectures"][0],
@@ -102,7 +105,7 @@ class DraftSpec:
             max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
             attention_bias=as_bool(fields.shape("attention_bias", False)),
             hidden_act=_hidden_act(fields),
-            block_size=_block_size(fields),
+            block_size=_block_size(fields) + (of_dspark is not None and of_dspark.from_anchor),
             mask_token_id=fields.optional("mask_token_id", as_int, 0),
             target_layer_ids=target_layer_ids,
             num_target_layers=fields.optional("num_target_layers", as_int, 1),
@@ -114,7 +117,12 @@ class DraftSpec:
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
             dflash2=dflash2(fields, hidden_size, vocab_size) if is_dflash2(config) else None,
+            dspark=of_dspark,
         )
+
+    def draft_rows(self, width: int) -> int:
+        """Rows of one request in the draft's forward, for a block of `width` tokens, more than one."""
+        return width - 1 if self.dspark is not None and self.dspark.from_anchor else width
 
     def named_layer_ids(self, ids: tuple[int, ...]) -> tuple[str, list[int]]:
         """(field, value) with which the checkpoint's format names the target layers `ids`."""

@@ -9,9 +9,11 @@ from typing import Any
 
 from dflash_sglang.checkpoint import DraftConfigError, is_speculators
 from dflash_sglang.checkpoint.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
+from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, GATED, VANILLA, is_dspark
 from dflash_sglang.checkpoint.fields import shown
 from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
+from dflash_sglang.checkpoint.speculators import DSPARK_ARCHITECTURE
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
 BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
@@ -21,9 +23,6 @@ FOREIGN_ARCHITECTURES = {
     "LiLiCorrDraftModel": "LiLiCorr: a candidate scorer beside the draft",
     "DFlashLagunaForCausalLM": "Laguna: per-feature norms and an output gate",
     "MuseGlimmerAssistantModel": "Muse: another numbering of the target's layers",
-    "Qwen3DSparkModel": "DSpark: a Markov head and a confidence head",
-    "LingDSparkModel": "DSpark: a Markov head and a confidence head",
-    "DSparkDraftModel": "DSpark: a Markov head and a confidence head",
     "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
     "Lfm2DSparkDraftModel": "DSpark: a Markov head and a confidence head",
 }
@@ -48,14 +47,14 @@ class _Row:
     field: str
     is_foreign: Callable[[Any], bool]  # of the field's value
     reason: str
-    part_of_dflash2: bool = False
+    part_of: Callable[[Mapping[str, Any]], bool] | None = None  # drafts of ours that have the field
 
 
 # Looked up in dflash_config and then at the top level, in this order; the first match is reported.
 _ROWS = (
     _Row(
         "speculators_model_type",
-        lambda value: value not in (None, "dflash", "dflash2"),
+        lambda value: value not in (None, "dflash", "dflash2", "dspark"),
         "another algorithm in the speculators format",
     ),
     _Row(
@@ -63,10 +62,15 @@ _ROWS = (
         lambda value: value not in (None, "", "dflash"),
         "a head that corrects the proposals, such as Domino",
     ),
-    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of_dflash2=True),
-    _Row("selector_rank", bool, "DFlash2's candidate selector", part_of_dflash2=True),
+    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=is_dflash2),
+    _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=is_dflash2),
     _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer"),
-    _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block"),
+    _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
+    _Row(
+        "markov_head_type",
+        lambda value: value not in (None, VANILLA, GATED),
+        "a Markov head of another kind, such as one with a state",
+    ),
     _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block"),
     _Row("use_gemma_norm", bool, "Gemma's norms"),
     _Row("hidden_act", lambda value: value == "swigluoai", "gpt-oss's clamped activation"),
@@ -111,8 +115,8 @@ def mixed_up(target: Path, draft: Path) -> str | None:
 
 def _known(config: Mapping[str, Any]) -> set[str]:
     """Architectures of the drafts that some worker serves, in the format of this config."""
-    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
-    return known.union(SPECULATORS_ARCHITECTURES) if is_speculators(config) else known
+    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *DSPARK_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
+    return known.union(SPECULATORS_ARCHITECTURES, (DSPARK_ARCHITECTURE,)) if is_speculators(config) else known
 
 
 def _is_draft(config: Mapping[str, Any]) -> bool:
@@ -122,7 +126,7 @@ def _is_draft(config: Mapping[str, Any]) -> bool:
 
 
 def foreign(config: Mapping[str, Any]) -> Foreign | None:
-    """Why the built-in worker serves this draft, or None for a DFlash or DFlash2 draft in a format of ours.
+    """Why the built-in worker serves this draft, or None for a DFlash, DFlash2 or DSpark one in a format of ours.
 
     ``config``: the raw config.json of a draft that `check_family` lets pass.
     """
@@ -132,15 +136,20 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
     for name in names:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
-    plain = SPECULATORS_ARCHITECTURES if is_speculators(config) else (PLAIN_ARCHITECTURE,)
-    dflash2 = is_dflash2(config)
-    if names and not set(DFLASH2_ARCHITECTURES if dflash2 else plain) & set(names):
-        return Foreign("draft config architectures", names[0], "neither a plain DFlash draft nor a DFlash2 draft")
+    expected: tuple[str, ...] = (PLAIN_ARCHITECTURE,)
+    if is_dflash2(config):
+        expected = DFLASH2_ARCHITECTURES
+    elif is_dspark(config):
+        expected = (*DSPARK_ARCHITECTURES, *((DSPARK_ARCHITECTURE,) if is_speculators(config) else ()))
+    elif is_speculators(config):
+        expected = SPECULATORS_ARCHITECTURES
+    if names and not set(expected) & set(names):
+        return Foreign("draft config architectures", names[0], "no plain DFlash, DFlash2 or DSpark draft")
     nested = config.get("dflash_config")
     if not isinstance(nested, Mapping):
         nested = {}
     for row in _ROWS:
-        if row.part_of_dflash2 and dflash2:
+        if row.part_of is not None and row.part_of(config):
             continue
         value = nested.get(row.field)
         path = f"dflash_config.{row.field}"

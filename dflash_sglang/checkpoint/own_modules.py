@@ -20,9 +20,12 @@ from dflash_sglang.checkpoint.files import TensorFacts
 
 MASK_EMBEDDING = "mask_embedding"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
-# Read here, not by the loader of the weights; the last two belong to training.
+# Read here, not by the loader of the weights; the latter belong to training, or guess what walks give.
 VOCABULARY_TENSORS = ("d2t", "t2d")
-TRAINING_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
+TRAINING_TENSORS = (
+    *("verifier_lm_head.weight", "verifier_norm.weight"),
+    *("confidence_head.proj.weight", "confidence_head.proj.bias"),
+)
 
 
 @dataclass(frozen=True)

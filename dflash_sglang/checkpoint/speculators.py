@@ -10,9 +10,10 @@ from dflash_sglang.checkpoint.fields import DraftConfigError
 DECODER = "transformer_layer_config"
 LAYER_IDS = "aux_hidden_state_layer_ids"
 ALGORITHM = "speculators_model_type"
-DFLASH2 = "dflash2"  # a value of ALGORITHM
+DFLASH2, DSPARK = "dflash2", "dspark"  # values of ALGORITHM
 # Names under which the format's exporters save a plain DFlash draft.
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+DSPARK_ARCHITECTURE = "DSparkSpeculator"  # the exporters', of a DSpark draft
 
 _DTYPE = ("dtype", "torch_dtype")
 # All that the package's model classes read of the decoder; other fields change nothing there.
@@ -43,14 +44,18 @@ _OF_THE_DRAFT = (
     "quantization_config",
     "sliding_window_non_causal",
 )
-# What the format's DFlash2 config means where a field is absent.
-_OF_DFLASH2 = {
-    "conv_kernel_size": 2,
-    "conv_group_size": 16,
-    "selector_rank": 256,
-    "selector_top_k": 16,
-    "sliding_window_non_causal": True,
+# What the format's config of another algorithm has beside a plain draft's, with its meaning where it is absent.
+_ADDED: dict[str, dict[str, Any]] = {
+    DFLASH2: {
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "sliding_window_non_causal": True,
+    },
+    DSPARK: {"markov_rank": 256, "markov_head_type": "vanilla", "sample_from_anchor": True},
 }
+_ARCHITECTURE = {DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
 # Copied from the target: the package's rotary embedding rotates whole heads.
 _OF_PARTIAL_HEADS = ("partial_rotary_factor", "rope_dim")
 
@@ -78,15 +83,16 @@ def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
             "Serve a draft whose features are as wide as its layers.",
         )
     top = {name: value for name, value in config.items() if value is not None}
-    dflash2 = config.get(ALGORITHM) == DFLASH2
+    algorithm = str(config.get(ALGORITHM))
+    added = _ADDED.get(algorithm, {})
     return {
         **_taken(decoder, _OF_THE_DECODER),
         **_head_dim(decoder),
         **_rope(decoder),
         **_taken(top if top.keys() & set(_DTYPE) else decoder, _DTYPE),
-        **(_OF_DFLASH2 if dflash2 else {}),
-        **_taken(top, (*_OF_THE_DRAFT, *(_OF_DFLASH2 if dflash2 else ()))),
-        "architectures": ["DFlash2DraftModel" if dflash2 else "DFlashDraftModel"],
+        **added,
+        **_taken(top, (*_OF_THE_DRAFT, *added)),
+        "architectures": [_ARCHITECTURE.get(algorithm, "DFlashDraftModel")],
         "model_type": "qwen3",
         "target_layer_ids": _target_layer_ids(config),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -60,6 +60,22 @@ class Block:
     @property
     def size(self) -> int:
         return self.ids.shape[1]
+
+    def without_last(self, runner: ModelRunner) -> Block:
+        """Blocks of all rows but the last; copies. runner: whose requests these are."""
+        ids, positions, slots = (of[:, :-1].contiguous() for of in (self.ids, self.positions, self.slots))
+        rows = Rows(ids.view(-1), positions.view(-1), slots.view(-1))
+        loc_plan = runner.kv_index_translator.plan(
+            req_pool_indices=self.requests,
+            seq_lens=self.prefix_lens,
+            seq_lens_cpu=self.kv_len_bounds - self.size,
+            write_virtual=rows.slots,
+            read_extent=self.size - 1,
+        )
+        return replace(
+            self, ids=ids, positions=positions, slots=slots, kv_len_bounds=self.kv_len_bounds - 1,
+            loc_plan=loc_plan, rows=rows,
+        )  # fmt: skip
 
 
 class BlockBuilder:

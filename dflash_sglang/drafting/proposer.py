@@ -44,8 +44,8 @@ class Proposer:
     """DFlash's `ProposalSource`: one draft forward per step over whole blocks.
 
     The draft's graph ends with what its `RowReader` reads off the rows. Proposals overwrite the mask tokens of the
-    ids that the forward read: a graph's input, or the block's. Blocks of one token have no proposals, and no draft
-    forward.
+    ids that the forward read: a graph's input, or the block's; a draft whose anchor's row proposes, too, reads one
+    row less than a block has. Blocks of one token have no proposals, and no draft forward.
     """
 
     def __init__(
@@ -78,13 +78,18 @@ class Proposer:
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
+        self._blocks = torch.empty(
+            0 if model.spec.draft_rows(2) == 2 else max_requests * block_size,
+            dtype=torch.int64,
+            device=runner.device,
+        )
         self._serve(block_size)
         if self._all_rows is None:  # else ranks with batches of their own, and IDLE ones, run the head together
             runner.capture_tail_hooks.append(self._capture_tail)
 
     def draft_rows(self, width: int) -> int:
-        """Rows of one request in the draft's forward: whole blocks, of more than one token."""
-        return width if width > 1 else 0
+        """Rows of one request in the draft's forward, for blocks of more than one token."""
+        return self._model.spec.draft_rows(width) if width > 1 else 0
 
     def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
         """One draft forward. Drawn proposals are for sampled requests without seeds: a seed's output must not
@@ -94,16 +99,17 @@ class Proposer:
             return Proposals.certain(block.ids)
         if width != self._width:
             self._serve(width)
-        forward_batch = self._forward_batch(batch, block)
+        drafted = block if self.draft_rows(width) == width else block.without_last(self._runner)
+        forward_batch = self._forward_batch(batch, drafted)
         self._expect_rows(batch, width)
         with torch.inference_mode(), draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
             if out.can_run_graph and self._all_rows is None:
                 graphs = self._runner.decode_cuda_graph_runner
-                tokens, padded = graphs.buffers.input_ids[: bs * width].view(bs, width), graphs.bs
+                ids = graphs.buffers.input_ids[: drafted.ids.numel()].view(bs, -1)
+                tokens, padded = self._proposed(ids), graphs.bs
             else:
-                tokens, padded = block.ids, bs
-                self._write_proposals(tokens, out.logits_output.hidden_states)
+                tokens, padded = self._write_proposals(drafted.ids, out.logits_output.hidden_states), bs
         info = batch.sampling_info
         drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
         if drawn:
@@ -149,7 +155,7 @@ class Proposer:
         self._spec_info = DFlashVerifyInput(
             draft_token=nothing,
             positions=nothing,
-            draft_token_num=width,
+            draft_token_num=self.draft_rows(width),
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
 
@@ -163,10 +169,20 @@ class Proposer:
         ids = forward_batch.input_ids[:num_tokens].view(forward_batch.batch_size, -1)
         self._write_proposals(ids, out.hidden_states)
 
-    def _write_proposals(self, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Over the mask tokens of `tokens` [bs, block]; hidden_states [bs * block (+ padding), hidden]."""
-        bs, block_size = tokens.shape
-        self._reader.write(hidden_states[: bs * block_size].view(bs, block_size, -1)[:, 1:], tokens)
+    def _write_proposals(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """ids [bs, rows] of the draft's forward, hidden_states [bs * rows (+ padding), hidden] -> `_proposed`."""
+        (bs, rows), tokens = ids.shape, self._proposed(ids)
+        if tokens is not ids:
+            tokens[:, 0] = ids[:, 0]
+        first = rows + 1 - tokens.shape[1]  # row that proposes
+        self._reader.write(hidden_states[: bs * rows].view(bs, rows, -1)[:, first:], tokens)
+        return tokens
+
+    def _proposed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where the blocks [bs, block] of the ids [bs, rows] are: over their mask tokens, or where the anchor's
+        row proposes, too, in a buffer with room for one more."""
+        bs, rows = ids.shape
+        return self._blocks[: bs * (rows + 1)].view(bs, -1) if len(self._blocks) else ids
 
     def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
         num_tokens = block.ids.numel()

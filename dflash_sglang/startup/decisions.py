@@ -19,6 +19,7 @@ from dflash_sglang.checkpoint.own_modules import own_modules
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.sglang_names.launcher import (
     check_gguf_file,
+    declare_resolution,
     draft_model_config_of,
     envs,
     has_hf_quant_config,
@@ -65,6 +66,20 @@ def check_startup(server_args: Any) -> Foreign | None:
     except DraftConfigError as error:
         raise StartupError([*problems, config_problem(error)]) from error
     return other
+
+
+def serve_trained_block(server_args: Any) -> None:
+    """Before SGLang resolves the speculative arguments of a launch of this package's worker: asks for the trained
+    block where nobody has asked for another. SGLang takes the draft's rows for it, and a DSpark draft proposes one
+    token more."""
+    cfg = resolving_view(server_args)
+    if cfg.speculative_dflash_block_size is not None or cfg.speculative_num_draft_tokens is not None:
+        return
+    spec = DraftSpec.from_config(
+        draft_config(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
+    )
+    if spec.draft_rows(spec.block_size) != spec.block_size:
+        declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=spec.block_size)
 
 
 def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | None:

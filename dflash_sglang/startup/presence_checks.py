@@ -89,6 +89,12 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
         for codebook in ("predecessor_codebook", "successor_codebook"):
             shapes[f"candidate_selector.{codebook}"] = (spec.vocab_size, rank)
+    if spec.dspark is not None and spec.dspark.rank:
+        for matrix in ("markov_w1", "markov_w2"):
+            shapes[f"markov_head.{matrix}.weight"] = (spec.vocab_size, spec.dspark.rank)
+        if spec.dspark.gated:
+            shapes["markov_head.gate_proj.weight"] = (spec.dspark.rank, hidden + spec.dspark.rank)
+            shapes["markov_head.gate_proj.bias"] = (spec.dspark.rank,)
     return shapes
 
 

@@ -127,7 +127,7 @@ class RuntimeStates:
         if width != PLAIN:
             self._model.serve_blocks_of(width)
             with self._draft_scope():
-                draft = RuntimeState.build(self._draft, width, sizes)
+                draft = RuntimeState.build(self._draft, self._model.spec.draft_rows(width), sizes)
             self._model.serve_blocks_of(self._used.width)
         self._states[width] = target, draft
         gc.collect()

@@ -184,6 +184,8 @@ def walks() -> None:
     draw = selector_walk.Draw(torch.ones(BS), torch.zeros(BS, dtype=torch.bool), noise)
     selector_walk.selector_walk_triton(codebooks, lattice, ids(BS, BLOCK), torch.zeros(BS, 15))
     selector_walk.selector_walk_triton(codebooks, lattice, ids(BS, BLOCK), draw=draw)
+    gated = codebooks._replace(gate=halves(64, 96)[:, 32:])
+    selector_walk.selector_walk_triton(gated, lattice, ids(BS, BLOCK), torch.zeros(BS, 15))
 
 
 def samples() -> None:

@@ -78,7 +78,7 @@ def to(device: str, codebooks: Codebooks, lattice: Lattice, anchors: Tensor) -> 
     tokens = torch.full((len(anchors), steps + 5), -7, dtype=torch.int64, device=device)
     tokens[:, 0] = anchors
     return (
-        Codebooks(*(x.to(device) for x in codebooks)),
+        Codebooks(*(x if x is None else x.to(device) for x in codebooks)),
         Lattice(*(x.to(device) for x in lattice)),
         tokens[:, : steps + 1],
     )
@@ -89,7 +89,7 @@ def to(device: str, codebooks: Codebooks, lattice: Lattice, anchors: Tensor) -> 
 def test_the_likeliest_walk_equals_the_loop(twin, device, rank, width, steps):
     inputs = walk_inputs(rank, width, steps)
     codebooks, lattice, anchors = inputs
-    expected, probs = walk_loop(*codebooks, *lattice, anchors)
+    expected, probs = walk_loop(*codebooks[:2], *lattice, anchors)
     on_device = to(device, *inputs)
     logprobs = torch.full((len(anchors), steps), -7.0, device=device)
     assert getattr(walk_kernels, f"selector_walk_{twin}")(*on_device, logprobs) is None
@@ -101,6 +101,26 @@ def test_the_likeliest_walk_equals_the_loop(twin, device, rank, width, steps):
         assert expected != lattice.candidates.gather(2, lattice.logits.argmax(-1)[..., None])[..., 0].tolist(), (
             "edges decide, not the logits alone"
         )
+
+
+@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16), (300, 3), (1, 2)])
+def test_a_gate_weighs_the_predecessor_by_the_row_and_by_itself(twin, device, rank, width):
+    """A gate that is part of a wider matrix."""
+    codebooks, lattice, anchors = walk_inputs(rank, width, 7)
+    wide = torch.randn(rank, rank + 8, generator=torch.Generator().manual_seed(9)) * rank**-0.5
+    gate = wide.to(device)[:, 8:]
+    first, *others = to(device, codebooks, lattice, anchors)
+    logprobs = torch.zeros(len(anchors), 7, device=device)
+    getattr(walk_kernels, f"selector_walk_{twin}")(first._replace(gate=gate), *others, logprobs)
+    for request, (token, *walk) in enumerate(others[-1].tolist()):
+        for step, taken in enumerate(walk):
+            before, ids = codebooks.predecessor[token], lattice.candidates[request, step]
+            row = torch.sigmoid(lattice.hidden[request, step] + wide[:, 8:] @ before)
+            scores = lattice.logits[request, step] + codebooks.successor[ids] @ (before * row)
+            assert taken == ids[scores.argmax()]
+            expected = scores.log_softmax(-1).max()
+            torch.testing.assert_close(logprobs[request, step].cpu(), expected, rtol=1e-4, atol=1e-4)
+            token = taken
 
 
 @pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16)])
@@ -120,10 +140,10 @@ def test_a_drawn_walk_keeps_the_probabilities_of_the_steps_it_took(twin, device,
         return raced.index(max(raced))
 
     for request, temperature in enumerate((0.7, 1.3)):
-        tokens, probs = walk_loop(*codebooks, *lattice, anchors, temperature, race)
+        tokens, probs = walk_loop(*codebooks[:2], *lattice, anchors, temperature, race)
         assert walked[request].tolist() == tokens[request]
         torch.testing.assert_close(found[request], torch.tensor(probs[request]), rtol=1e-4, atol=1e-5)
-    greedy, _ = walk_loop(*codebooks, *lattice, anchors)
+    greedy, _ = walk_loop(*codebooks[:2], *lattice, anchors)
     assert walked[2].tolist() == greedy[2]
     assert torch.equal(found[2], (lattice.candidates[2] == walked[2][:, None]).float())
 

@@ -21,8 +21,9 @@ from dflash_sglang.patches.table import PATCHES
 from dflash_sglang.sglang_names import probe
 from dflash_sglang.startup.facts import StartupError
 from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in
+from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.start_up import fake_views
-from tests.support.tiny import draft_config, make_pair
+from tests.support.tiny import draft_config, make_pair, write_checkpoint
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 ARGUMENTS_TARGET = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
@@ -39,7 +40,7 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
         ({"dflash_config": {"selector_rank": 256}}, "dflash_config.selector_rank=256"),
         ({"dflash_config": {"lilicorr_num_layers": 2}}, "dflash_config.lilicorr_num_layers=2"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
-        ({"speculators_model_type": "dspark"}, "speculators_model_type='dspark'"),
+        ({"speculators_model_type": "domino"}, "speculators_model_type='domino'"),
         ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config={'algorithm': 'dflash'}"),
         (
             {"has_embed_tokens": True, "quantization_config": {"quant_algo": "W4A16_NVFP4"}},
@@ -47,6 +48,10 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
         ),
         ({"shift_label": True}, "shift_label=True"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True"),
+        (
+            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"},
+            "markov_head_type='rnn'",
+        ),
         ({"use_gemma_norm": True}, "use_gemma_norm=True"),
         ({"hidden_act": "swigluoai"}, "hidden_act='swigluoai'"),
     ],
@@ -192,6 +197,24 @@ def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:
     hooks.handle_speculative_decoding(seen.append, other := SimpleNamespace(speculative_algorithm="EAGLE3"))
     hooks.handle_speculative_decoding(seen.append, none := SimpleNamespace(speculative_algorithm=None))
     assert seen == [other, none]
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("rnn", False)])
+def test_a_launch_with_dspark_is_told_of_the_algorithm_that_serves_its_draft_here(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
+) -> None:
+    config, seen = dspark_config(markov_head_type=kind), []
+    draft = write_checkpoint(tmp_path / "draft", config, dspark_tensors(config))
+    asked = SimpleNamespace(
+        speculative_algorithm="DSPARK",
+        speculative_draft_model_path=str(draft),
+        speculative_draft_model_revision=None,
+    )
+    with caplog.at_level(logging.INFO, logger="dflash_sglang"):
+        hooks.handle_speculative_decoding(seen.append, asked)
+    assert seen == [asked]
+    line = "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
+    assert (line in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("run", ["create_worker", "handle_speculative_decoding"])

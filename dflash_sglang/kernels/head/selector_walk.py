@@ -1,4 +1,5 @@
-"""The walk of DFlash2's candidate selector from the anchor through a block: Triton beside its torch twin."""
+"""A walk from the anchor through the candidates of a block, its edges scored by codebooks: Triton beside its torch
+twin. DFlash2's selector and DSpark's Markov heads are such."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 
 RANK_TILE = 256
+GATE_TILE = 32  # columns of a gate that a program holds at once
 
 
 class Codebooks(NamedTuple):
@@ -16,6 +18,7 @@ class Codebooks(NamedTuple):
 
     predecessor: torch.Tensor  # [vocab, rank]
     successor: torch.Tensor  # [vocab, rank]
+    gate: torch.Tensor | None = None  # [rank, rank], columns contiguous; of the predecessor's vector
 
 
 class Lattice(NamedTuple):
@@ -24,7 +27,7 @@ class Lattice(NamedTuple):
     candidates: torch.Tensor  # [bs, steps, K] int64
     # [bs, steps, K] float32, of the candidates. What is added to all of a step changes no walk: logprobs will do.
     logits: torch.Tensor
-    hidden: torch.Tensor  # [bs, steps, rank], the draft's rows as the selector projects them
+    hidden: torch.Tensor  # [bs, steps, rank], the draft's rows as the codebooks' owner projects them
 
 
 class Draw(NamedTuple):
@@ -45,10 +48,11 @@ def selector_walk(
     """Write a walk through the steps to tokens [bs, steps + 1] int64, whose first are the anchors, the last
     committed tokens. Step s scores candidate c
 
-        logits[s, c] + sum over r of predecessor[x, r] * hidden[s, r] * successor[candidates[s, c], r]
+        logits[s, c] + sum over r of predecessor[x, r] * row[s, r] * successor[candidates[s, c], r]
 
-    where x is the token before. It takes the highest score, the lowest index among equals; and writes to logprobs
-    [bs, steps] float32, contiguous, if given, what it took has in the softmax of the scores.
+    where x is the token before, and row[s] is hidden[s], with a gate sigmoid(hidden[s] + gate predecessor[x]). It
+    takes the highest score, the lowest index among equals; and writes to logprobs [bs, steps] float32, contiguous,
+    if given, what it took has in the softmax of the scores.
 
     With `draw` it takes one from the softmax of the scores at the request's temperature. These probabilities [bs,
     steps, K] float32 are returned (of a greedy request: one, for what it took). A drawn walk has no logprobs: they
@@ -70,7 +74,10 @@ def selector_walk_torch(
     previous, probs = tokens[:, 0], []
     for step in range(lattice.candidates.shape[1]):
         candidates = lattice.candidates[:, step]
-        context = codebooks.predecessor[previous].float() * lattice.hidden[:, step].float()
+        context, row = codebooks.predecessor[previous].float(), lattice.hidden[:, step].float()
+        if codebooks.gate is not None:
+            row = torch.sigmoid(row + context @ codebooks.gate.float().T)
+        context = context * row
         edges = (codebooks.successor[candidates].float() * context[:, None]).sum(dim=-1)
         scores = lattice.logits[:, step] + edges
         index = scores.argmax(dim=-1, keepdim=True)
@@ -100,11 +107,15 @@ def selector_walk_triton(
     probs = None if draw is None else torch.empty_like(lattice.logits)
     unused = lattice.logits
     settings = (unused,) * 3 if draw is None else draw
+    predecessor, successor, gate = codebooks
     _selector_walk_kernel[(bs,)](
-        *codebooks, *lattice, *settings, tokens, unused if logprobs is None else logprobs,
-        unused if probs is None else probs, tokens.stride(0), steps,
+        predecessor, successor, unused if gate is None else gate, *lattice, *settings, tokens,
+        unused if logprobs is None else logprobs,
+        unused if probs is None else probs, tokens.stride(0),
+        0 if gate is None else gate.stride(0), steps,
         WIDTH=width, LANES=triton.next_power_of_2(width), RANK=rank,
         RANK_TILE=min(RANK_TILE, triton.next_power_of_2(rank)), SURE=logprobs is not None, DRAWN=draw is not None,
+        GATED=gate is not None, GATE_TILE=min(GATE_TILE, triton.next_power_of_2(rank)),
         num_warps=4,
     )  # fmt: skip
     return probs
@@ -112,10 +123,10 @@ def selector_walk_triton(
 
 @triton.jit
 def _selector_walk_kernel(
-    predecessor_ptr, successor_ptr, candidates_ptr, logits_ptr, hidden_ptr,
-    temperatures_ptr, greedy_ptr, noise_ptr, tokens_ptr, logprobs_ptr, probs_ptr, token_stride, steps,
+    predecessor_ptr, successor_ptr, gate_ptr, candidates_ptr, logits_ptr, hidden_ptr,
+    temperatures_ptr, greedy_ptr, noise_ptr, tokens_ptr, logprobs_ptr, probs_ptr, token_stride, gate_stride, steps,
     WIDTH: tl.constexpr, LANES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SURE: tl.constexpr,
-    DRAWN: tl.constexpr,
+    DRAWN: tl.constexpr, GATED: tl.constexpr, GATE_TILE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -130,7 +141,19 @@ def _selector_walk_kernel(
             r = start + tl.arange(0, RANK_TILE)
             inside = r < RANK
             context = tl.load(predecessor_ptr + previous * RANK + r, mask=inside, other=0.0).to(tl.float32)
-            context *= tl.load(hidden_ptr + row * RANK + r, mask=inside, other=0.0).to(tl.float32)
+            of_row = tl.load(hidden_ptr + row * RANK + r, mask=inside, other=0.0).to(tl.float32)
+            if GATED:
+                for column in tl.static_range(0, RANK, GATE_TILE):
+                    k = column + tl.arange(0, GATE_TILE)
+                    before = tl.load(predecessor_ptr + previous * RANK + k, mask=k < RANK, other=0.0)
+                    gate = tl.load(
+                        gate_ptr + r[:, None] * gate_stride + k[None, :],
+                        mask=inside[:, None] & (k < RANK)[None, :],
+                        other=0.0,
+                    )
+                    of_row += tl.sum(gate.to(tl.float32) * before.to(tl.float32)[None, :], axis=1)
+                of_row = tl.sigmoid(of_row)
+            context *= of_row
             successors = tl.load(
                 successor_ptr + candidates[:, None] * RANK + r[None, :],
                 mask=live[:, None] & inside[None, :],

@@ -152,6 +152,7 @@ DFLASH2 = dict(
     selector_rank=12,
     selector_top_k=5,
 )
+DSPARK = dict(speculators_model_type="dspark", architectures=["DSparkSpeculator"], markov_rank=12)
 SLIDING = dict(
     layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=LENGTH + BLOCK
 )
@@ -189,6 +190,10 @@ DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         SLIDING,
         "",
     ),
+    "DSpark, a vanilla Markov head": (DSPARK, SLIDING, ""),
+    "DSpark, a gated Markov head": (dict(DSPARK, markov_head_type="gated"), {}, "embed_tokens lm_head"),
+    "DSpark, no Markov head": (dict(DSPARK, markov_rank=0, confidence_head_with_markov=False), {}, ""),
+    "DSpark, not from the anchor": (dict(DSPARK, sample_from_anchor=False), {}, ""),
 }
 
 
@@ -239,18 +244,28 @@ def exported(directory: Path, config: dict[str, Any], own: str, target: Target) 
 
 @torch.no_grad()
 def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Tensor:
-    """features [LENGTH, layers * hidden], tokens [LENGTH] -> [anchors, BLOCK - 1], the target's ids."""
+    """features [LENGTH, layers * hidden], tokens [LENGTH] -> [anchors, proposals], the target's ids."""
     mask = torch.ones(1, LENGTH)
     mask[:, 0] = 0
     hidden, logits, *_ = model._backbone_forward(
         features[None], tokens[None], mask, features[None, :, :64], torch.zeros(1, LENGTH, dtype=torch.long),
         max_anchors=len(ANCHORS),
     )  # fmt: skip
-    hidden, logits = (rows.view(len(ANCHORS), BLOCK, -1)[:, 1:] for rows in (hidden, logits))
+    is_dspark = hasattr(model, "markov_head")
+    first = 0 if is_dspark and model.config.sample_from_anchor else 1
+    hidden, logits = (rows.view(len(ANCHORS), BLOCK, -1)[:, first:] for rows in (hidden, logits))
+    walk = [tokens[list(ANCHORS)]]
+    if is_dspark and model.markov_head is not None:  # among the 16 likeliest tokens of a row
+        for step in range(BLOCK - first):
+            rows = hidden[:, step : step + 1]
+            bias = model.markov_head.block_bias(prev_token_ids=walk[-1][:, None], hidden_states=rows)
+            likeliest, ids = logits[:, step].topk(16)
+            index = (likeliest + bias[:, 0].gather(1, ids)).argmax(-1, keepdim=True)
+            walk.append(ids.gather(1, index)[:, 0])
+        return torch.stack(walk[1:], dim=1)
     if not hasattr(model, "candidate_selector"):
         ids = logits.argmax(-1)
         return ids if model.d2t is None else ids + model.d2t[ids]
-    walk = [tokens[list(ANCHORS)]]
     for step in range(BLOCK - 1):
         candidates, scores = model.candidate_selector.select(logits[:, step], hidden[:, step], walk[-1])
         walk.append(candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
@@ -264,10 +279,12 @@ def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens:
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.models.dflash2 import DFlash2DraftModel
     from dflash_sglang.models.draft import DFlashDraftModel
+    from dflash_sglang.models.dspark import Qwen3DSparkModel
 
-    dflash2 = DraftSpec.from_config(read_config(directory)).dflash2 is not None
+    spec = DraftSpec.from_config(read_config(directory))
+    plain = DFlashDraftModel if spec.dspark is None else Qwen3DSparkModel
     with layers.defaults(torch.float32):
-        model = (DFlash2DraftModel if dflash2 else DFlashDraftModel)(layers.hf_config(directory))
+        model = (plain if spec.dflash2 is None else DFlash2DraftModel)(layers.hf_config(directory))
         model.load_weights(load_file(directory / "model.safetensors").items())
     model.bind_target(target)
     count = len(ANCHORS)
@@ -283,15 +300,19 @@ def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens:
     hidden = layers.run_draft(
         model, model.forward_embed(blocks).flatten(0, 1), positions, layers.PlainAttention(pool, requests, BLOCK)
     )
-    hidden = hidden.view(count, BLOCK, -1)[:, 1:]
-    if not dflash2:
+    steps = spec.block_size - 1
+    hidden = hidden.view(count, BLOCK, -1)[:, -steps:]
+    if model.edges is None:
         return model.head.likeliest(hidden.flatten(0, 1), 1).ids[:, 0].view(count, -1)
-    RowReader(model.head, model.edges, count, BLOCK - 1, drawn=False, device="cpu").write(hidden, blocks)
-    return blocks[:, 1:]
+    walks = torch.zeros((count, steps + 1), dtype=torch.int64)
+    walks[:, 0] = blocks[:, 0]
+    RowReader(model.head, model.edges, count, steps, drawn=False, device="cpu").write(hidden, walks)
+    return walks[:, 1:]
 
 
 def row(name: str) -> pytest.MarkDecorator:
-    draft = "speculators DFlash2" if name.startswith("DFlash2") else "speculators, as the speculators package"
+    family = name.partition(",")[0]
+    draft = "speculators, as the speculators package" if family == "DFlash" else f"speculators {family}"
     return pytest.mark.matrix(target="Qwen3", draft=draft, kv="model dtype", outcome="works")
 
 

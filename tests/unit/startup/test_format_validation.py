@@ -134,12 +134,13 @@ def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: s
 # ---- What no worker reads -------------------------------------------------------------------------------------
 
 
-@refused("speculators: DSpark, Domino, or launches of the built-in worker")
+@refused("speculators: Domino, another algorithm, or launches of the built-in worker")
 @pytest.mark.parametrize(
     ("config", "flags", "field"),
     [
         ({"sample_from_anchor": True}, {}, "draft config sample_from_anchor=True"),
-        ({"speculators_model_type": "dspark"}, {}, "draft config speculators_model_type='dspark'"),
+        ({"speculators_model_type": "domino"}, {}, "draft config speculators_model_type='domino'"),
+        ({"speculators_model_type": "dspark"}, {}, "draft config architectures='DFlashDraftModel'"),
         ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
         ({"architectures": ["DSparkDraftModel"]}, {}, "draft config architectures='DSparkDraftModel'"),
         ({"architectures": ["DFlash2DraftModel"]}, {}, "draft config architectures='DFlash2DraftModel'"),

@@ -83,6 +83,8 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
         for name in ("predecessor_codebook", "successor_codebook"):
             shapes[f"candidate_selector.{name}"] = (shape["vocab_size"], rank)
+    for name in ("markov_w1", "markov_w2") if expect.get("markov") else ():
+        shapes[f"markov_head.{name}.weight"] = (shape["vocab_size"], expect["markov"])
     if expect.get("head") == "own":
         shapes["lm_head.weight"] = (config["draft_vocab_size"], hidden)
     if expect.get("embedding") == "own":
@@ -134,6 +136,7 @@ def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
         "mask_row": own.mask_embedding is not None,
         "conv": None,
         "selector": None,
+        "markov": None if spec.dspark is None else spec.dspark.rank or None,
     }
     if spec.dflash2 is not None:
         conv = spec.dflash2.convolution
@@ -142,7 +145,15 @@ def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
     return found
 
 
-UNSAID = {"sinks": False, "value_scale": None, "bias": False, "mask_row": False, "conv": None, "selector": None}
+UNSAID = {
+    "sinks": False,
+    "value_scale": None,
+    "bias": False,
+    "mask_row": False,
+    "conv": None,
+    "selector": None,
+    "markov": None,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

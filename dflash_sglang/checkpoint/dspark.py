@@ -1,0 +1,57 @@
+"""DSparkSpec: what a DSpark checkpoint's config.json adds to a plain draft's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, as_bool, as_int
+from dflash_sglang.checkpoint.speculators import ALGORITHM, DSPARK, is_speculators
+
+DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
+"""Names under which checkpoints declare one and the same model."""
+
+VANILLA, GATED = "vanilla", "gated"  # kinds of Markov heads
+
+
+@dataclass(frozen=True)
+class DSparkSpec:
+    """``rank``: width of the Markov head's matrices, 0 without a head. ``gated``: whether each row weighs them.
+    ``from_anchor``: whether the row of the last committed token has a proposal, too, so that a block has one token
+    more than the draft has rows."""
+
+    rank: int
+    gated: bool
+    from_anchor: bool
+
+
+def is_dspark(config: Mapping[str, Any]) -> bool:
+    """Whether a raw config.json declares a DSpark draft: by its algorithm in the speculators format, else by its
+    first architecture."""
+    if is_speculators(config):
+        return bool(config.get(ALGORITHM) == DSPARK)
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in DSPARK_ARCHITECTURES
+
+
+def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:
+    """Raises DraftConfigError for a field that is missing, malformed or not servable."""
+    rank_field, rank = fields.draft("markov_rank")
+    if rank is None:
+        raise DraftConfigError(
+            rank_field,
+            rank,
+            "the rank of the Markov head",
+            f"Add {rank_field} to the draft's config.json; 0 without a head.",
+        )
+    field, size = fields.draft("draft_vocab_size")
+    if rank and size not in (None, vocab_size):
+        raise DraftConfigError(
+            field,
+            size,
+            f"none, or vocab_size={vocab_size}: the Markov head has a row for every token",
+            f"Correct {field} in the draft's config.json, or serve a DSpark draft of the whole vocabulary.",
+        )
+    gated = fields.draft("markov_head_type")[1] == GATED  # `families` lets no others pass but VANILLA
+    return DSparkSpec(as_int((rank_field, rank), 0), gated, as_bool(fields.draft("sample_from_anchor", True)))

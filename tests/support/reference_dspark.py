@@ -1,0 +1,84 @@
+"""DSpark in plain PyTorch: a plain draft's rows, the anchor's row among those that propose, and a Markov head.
+
+Written from the published format, apart from the served model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.tiny import draft_config, draft_tensors
+from training.modeling import DraftModel
+from training.reference import ReferenceDraft
+
+CANDIDATES = 16
+RANK = 12
+
+
+def dspark_config(**overrides: Any) -> dict[str, Any]:
+    """`tiny.draft_config` of a DSpark draft as z-lab's format has it: 7 rows, a block of 8."""
+    fixed = dict(architectures=["Qwen3DSparkModel"], is_causal=False, block_size=7)
+    return draft_config(**{**fixed, "markov_rank": RANK, "markov_head_type": "vanilla", **overrides})
+
+
+def dspark_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
+    return {**draft_tensors(config, seed), **added_tensors(config, seed)}
+
+
+def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> dict[str, Tensor]:
+    """What a DSpark checkpoint has beside a plain one's: random, `scale` away from doing nothing."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    vocab, rank = config["vocab_size"], config["markov_rank"]
+    tensors = {
+        "markov_head.markov_w1.weight": torch.randn(vocab, rank, generator=generator),
+        "markov_head.markov_w2.weight": scale * torch.randn(vocab, rank, generator=generator),
+        "confidence_head.proj.weight": torch.randn(1, config["hidden_size"] + rank, generator=generator),
+        "confidence_head.proj.bias": torch.randn(1, generator=generator),
+    }
+    if config.get("markov_head_type") == "gated":
+        wide = config["hidden_size"] + rank
+        gate = torch.randn(rank, wide, generator=generator) * wide**-0.5
+        tensors |= {
+            "markov_head.gate_proj.weight": gate,
+            "markov_head.gate_proj.bias": torch.randn(rank, generator=generator),
+        }
+    return tensors
+
+
+class ReferenceDSpark(ReferenceDraft):
+    """`training.reference.ReferenceDraft` of a DSpark checkpoint. Its blocks have no row for the last proposal."""
+
+    w1: Tensor
+    w2: Tensor
+    gate: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def from_weights(config: Any, weights: Any) -> ReferenceDSpark:
+        weights, model = {name: weight.float() for name, weight in weights.items()}, DraftModel(config)
+        reference = ReferenceDSpark(model)
+        reference.w1, reference.w2 = (weights.pop(f"markov_head.markov_{name}.weight") for name in ("w1", "w2"))
+        if "markov_head.gate_proj.weight" in weights:
+            gate = (weights.pop(f"markov_head.gate_proj.{name}") for name in ("weight", "bias"))
+            reference.gate = next(gate), next(gate)
+        model.load_state_dict({n: w for n, w in weights.items() if not n.startswith("confidence_head.")})
+        return reference
+
+    @torch.no_grad()
+    def scores(self, row: Tensor, head: nn.Module, before: int) -> dict[int, float]:
+        """row [hidden] -> {token: score} of its likeliest tokens, the likeliest first."""
+        logits, ids = head(row).topk(min(CANDIDATES, len(self.w2)))
+        context = self.w1[before]
+        if self.gate is not None:
+            weight, bias = self.gate
+            context = context * torch.sigmoid(weight @ torch.cat((row, context)) + bias)
+        return dict(zip(ids.tolist(), (logits + self.w2[ids] @ context).tolist(), strict=True))
+
+    def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
+        walk = [anchor]
+        for row in hidden:
+            scores = self.scores(row, head, walk[-1])
+            walk.append(max(scores, key=scores.__getitem__))
+        return walk[1:]
