@@ -72,9 +72,10 @@ class Block:
             write_virtual=rows.slots,
             read_extent=self.size - 1,
         )
+        in_rings = None if self.draft_slots is None else self.draft_slots[:, :-1].contiguous()
         return replace(
             self, ids=ids, positions=positions, slots=slots, kv_len_bounds=self.kv_len_bounds - 1,
-            loc_plan=loc_plan, rows=rows,
+            loc_plan=loc_plan, rows=rows, draft_slots=in_rings,
         )  # fmt: skip
 
 

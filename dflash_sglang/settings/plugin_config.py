@@ -63,7 +63,7 @@ class PluginConfig:
     """
 
     context_kv: ContextKVForm = "auto"
-    draft_kv: DraftKV = "auto"
+    draft_kv: DraftKV = "whole"
     draft_head: DraftHeadForm = "auto"
     proposals: ProposalKind = "auto"
     simulated_acceptance: SimulatedAcceptance | None = None

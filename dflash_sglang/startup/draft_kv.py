@@ -22,7 +22,7 @@ def ring_shape(
     the flag of this launch that needs the whole pool (`needs_whole_pool`).
     """
     if config.draft_kv == "whole":
-        return "draft_kv asks for it"
+        return 'draft_kv is "whole"'
     if whole_for is not None:
         return f"{whole_for} takes the draft's rows by the target's slots"
     if window is not None and sinks:

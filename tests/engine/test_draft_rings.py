@@ -70,7 +70,7 @@ def hooked(directory: Path, hooks: str, graphs: bool = False, **config: Any) -> 
         **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
         scheduler_hooks.HOOKS_ENV: hooks,
         scheduler_hooks.RECORDS_ENV: str(directory),
-        CONFIG_ENV: json.dumps(config),
+        CONFIG_ENV: json.dumps({"draft_kv": "auto", **config}),
     }
 
 
@@ -146,7 +146,7 @@ def pools(tmp_path_factory) -> dict[str, Any]:
             speculative_draft_window_size=WINDOW,
             max_running_requests=RUNNING,
         ) as server:
-            assert ("whole (draft_kv asks for it)" in server.log_text()) == (kind == "whole")
+            assert ('whole (draft_kv is "whole")' in server.log_text()) == (kind == "whole")
             _, counts = conversation(server)
             prompt = TEXT[3000:][: HIT + 1]
             ask(server, prompt, 2)

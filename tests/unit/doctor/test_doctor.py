@@ -121,7 +121,10 @@ def test_what_ends_a_launch_where_sglang_looks_for_a_device_is_refused(
     assert said["versions"]["sglang"]
 
 
-def test_a_draft_in_rings_takes_what_its_requests_need_whatever_the_target_has(examined: Any) -> None:
+def test_a_draft_in_rings_takes_what_its_requests_need_whatever_the_target_has(
+    examined: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_SGLANG_CONFIG", '{"draft_kv": "auto"}')
     window, more = "--speculative-draft-window-size=64", ["--max-running-requests=4", "--max-total-tokens=20000"]
     for flags, rings in (([window, *more], 20), ([window, more[0]], 20), ([window], 64), (more, None)):
         memory = examined(*flags)[1]["memory_per_rank"]

@@ -24,7 +24,7 @@ def chosen(
     whole_for: str | None = None,
 ) -> RingShape | str:
     spec = DraftSpec.from_config(draft_config(**draft))
-    return ring_shape(spec, PluginConfig.from_mapping(config or {}), 8, page, window, sinks, whole_for)
+    return ring_shape(spec, PluginConfig.from_mapping({"draft_kv": "auto", **(config or {})}), 8, page, window, sinks, whole_for)
 
 
 def test_rings_have_the_window_of_the_layers_or_the_imposed_one_and_room_for_two_blocks():
@@ -38,7 +38,7 @@ def test_rings_have_the_window_of_the_layers_or_the_imposed_one_and_room_for_two
 @pytest.mark.parametrize(
     ("launch", "why"),
     [
-        (dict(config={"draft_kv": "whole"}), "draft_kv asks for it"),
+        (dict(config={"draft_kv": "whole"}), 'draft_kv is "whole"'),
         (dict(draft={}), "layer 1 of the draft sees the whole context"),
         (dict(window=40, sinks=4), "--speculative-draft-sink-size keeps the first tokens of every request"),
         (
