@@ -24,7 +24,8 @@ def chosen(
     whole_for: str | None = None,
 ) -> RingShape | str:
     spec = DraftSpec.from_config(draft_config(**draft))
-    return ring_shape(spec, PluginConfig.from_mapping({"draft_kv": "auto", **(config or {})}), 8, page, window, sinks, whole_for)
+    settings = PluginConfig.from_mapping({"draft_kv": "auto", **(config or {})})
+    return ring_shape(spec, settings, 8, page, window, sinks, whole_for)
 
 
 def test_rings_have_the_window_of_the_layers_or_the_imposed_one_and_room_for_two_blocks():

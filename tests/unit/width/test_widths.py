@@ -54,9 +54,10 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
     monkeypatch.setattr(runtime_states.RuntimeState, "build", built)
     monkeypatch.setattr(graph_captures, "get_exec", lambda: SimpleNamespace(graph=graph))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
-    served = runtime_states.RuntimeStates(
-        runner, runner, SimpleNamespace(serve_blocks_of=lambda width: None), 8, nullcontext
+    model = SimpleNamespace(
+        serve_blocks_of=lambda width: None, spec=SimpleNamespace(draft_rows=lambda width: width)
     )
+    served = runtime_states.RuntimeStates(runner, runner, model, 8, nullcontext)
     gc.unfreeze()
     with graph_captures.heap_left_alone():
         served.add(1, [1, 2])
