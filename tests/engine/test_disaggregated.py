@@ -156,7 +156,9 @@ def test_every_row_of_the_drafts_context_arrives(one, apart, records):
         apart.ask(**request, rid=(there := f"context-{number}"))
         expected, arrived = (scheduler_hooks.context_of(records, rid) for rid in (here, there))
         assert expected.shape[:2] == (6, len(request["input_ids"]))
-        assert torch.equal(arrived, expected)
+        # Chunks and pages of another size round otherwise.
+        largest = 0.0 if apart.shared.keys() <= TEXT.keys() else 1e-4
+        torch.testing.assert_close(arrived, expected, rtol=0.0, atol=largest)
 
 
 def of_outputs(answer: dict[str, Any]) -> list[float]:
@@ -166,7 +168,9 @@ def of_outputs(answer: dict[str, Any]) -> list[float]:
     return fields.numbers(dict(meta_info={key: answer["meta_info"].get(key) for key in kept}))
 
 
-FIELDS = [name for name in {**fields.table(), **fields.without_tokens()} if name != "n"]
+# A decode server has the logprob of a first token that was not asked for.
+OTHERWISE = ("n", "no token and its logprob", "no token and all logprobs")
+FIELDS = [name for name in {**fields.table(), **fields.without_tokens()} if name not in OTHERWISE]
 CORE = (
     "min_new_tokens with stop_token_ids",
     "json_schema",

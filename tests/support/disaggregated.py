@@ -34,9 +34,11 @@ class Refused(Exception):
 class Apart:
     """A prefill server, a decode server, and what clients and a router send to both."""
 
-    def __init__(self, prefill: Server, decode: Server, bootstrap_port: int, fault: Path) -> None:
-        """fault: the file of the stand-in's faults."""
-        self.prefill, self.decode, self.fault_file = prefill, decode, fault
+    def __init__(
+        self, prefill: Server, decode: Server, bootstrap_port: int, fault: Path, shared: Mapping[str, Any]
+    ) -> None:
+        """fault: the file of the stand-in's faults; shared: flags of both servers."""
+        self.prefill, self.decode, self.fault_file, self.shared = prefill, decode, fault, shared
         self.bootstrap_port = bootstrap_port
 
     def ask(self, *, of: str = "decode", **request: Any) -> dict[str, Any]:
@@ -125,11 +127,13 @@ def _role(
 def prefill_beside(
     apart: Apart, target: Path, draft: Path | None, bootstrap_port: int | None = None, **arguments: Any
 ) -> Iterator[Apart]:
-    """One more prefill server for the decode server of `apart`, ready. bootstrap_port: by default a free one."""
-    bootstrap_port = bootstrap_port or free_port()
+    """One more prefill server for the decode server of `apart`, ready. bootstrap_port: by default a free one.
+
+    arguments: beside those that the servers of `apart` share."""
+    bootstrap_port, arguments = bootstrap_port or free_port(), {**apart.shared, **arguments}
     with _role("prefill", target, draft, bootstrap_port, apart.fault_file, arguments) as server:
         server.wait_ready(READY_TIMEOUT)
-        yield Apart(server, apart.decode, bootstrap_port, apart.fault_file)
+        yield Apart(server, apart.decode, bootstrap_port, apart.fault_file, apart.shared)
 
 
 @contextmanager
@@ -153,6 +157,6 @@ def serve_apart(
             servers.append(stack.enter_context(_role(role, target, draft, bootstrap_port, fault, asked)))
         for server in servers:
             server.wait_ready(READY_TIMEOUT)
-        apart = Apart(*servers, bootstrap_port, fault)
+        apart = Apart(*servers, bootstrap_port, fault, arguments)
         yield apart
         print(apart.tails())  # shown with a failure
