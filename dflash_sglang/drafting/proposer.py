@@ -35,6 +35,8 @@ def why_no_candidates(model: DFlashDraftModel) -> str | None:
     """Why proposals of this draft come without candidates for trees, or None."""
     if model.edges is not None:
         return "the draft's edges score walks, and no tokens of their own"
+    if model.spec.draft_rows(2) != 2:
+        return "the anchor's row proposes, and no test grows trees of such rows"
     if model.head.all_rows is not None:
         return "ranks with batches of their own share the draft's head, and exchange one token of a row"
     return None

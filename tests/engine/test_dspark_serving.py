@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,15 +52,24 @@ def expected(target: Any) -> list[list[int]]:
     return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
 
 
+def dspark_draft(directory: Path, gated: bool = False) -> Path:
+    """The trained plain draft with `pairs_of_letters`; a gate that is nearly open, if any."""
+    config = json.loads((PLAIN_DRAFT / "config.json").read_text())
+    config |= dict(architectures=["Qwen3DSparkModel"], block_size=ROWS, markov_rank=RANK)
+    config |= dict(markov_head_type="gated") if gated else {}
+    added = {**added_tensors(config), **pairs_of_letters(config["vocab_size"])}
+    if gated:
+        added["markov_head.gate_proj.weight"] *= 0.1
+        added["markov_head.gate_proj.bias"] = torch.full((RANK,), 4.0)
+    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
+    tensors |= {name: tensor.bfloat16() for name, tensor in added.items()}
+    return write_checkpoint(directory, config, tensors)
+
+
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]]) -> Iterator[Server]:
     """Blocks of any width; rejected rows are poisoned after every step."""
-    config = json.loads((PLAIN_DRAFT / "config.json").read_text())
-    config |= dict(architectures=["Qwen3DSparkModel"], block_size=ROWS, markov_rank=RANK)
-    added = {**added_tensors(config), **pairs_of_letters(config["vocab_size"])}
-    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
-    tensors |= {name: tensor.bfloat16() for name, tensor in added.items()}
-    draft = write_checkpoint(tmp_path_factory.mktemp("dspark") / "draft", config, tensors)
+    draft = dspark_draft(tmp_path_factory.mktemp("dspark") / "draft")
     records = tmp_path_factory.mktemp("records")
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)

@@ -139,20 +139,27 @@ def test_proposals_come_with_their_chances_and_with_candidates_where_trees_are_g
                 assert {of.data_ptr() for of in best} == places, "where a graph writes"
 
 
-@pytest.mark.parametrize("what", ["edges", "shared head"])
-def test_a_draft_without_candidates_is_not_asked_for_them(what: str) -> None:
+def drafts(edges: object = None, all_rows: object = None, fewer: int = 0) -> Any:
+    """A model of these parts, whose blocks have `fewer` rows in the draft's forward."""
+    spec = SimpleNamespace(draft_rows=lambda width: width - fewer)
+    return SimpleNamespace(edges=edges, head=SimpleNamespace(all_rows=all_rows), spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (drafts(edges=object()), "the draft's edges score walks"),
+        (drafts(all_rows=object()), "share the draft's head"),
+        (drafts(fewer=1), "the anchor's row proposes"),
+    ],
+)
+def test_a_draft_without_candidates_is_not_asked_for_them(model: Any, reason: str) -> None:
     from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 
-    model: Any = SimpleNamespace(
-        edges=object() if what == "edges" else None,
-        head=SimpleNamespace(all_rows=object() if what == "shared head" else None),
-    )
-    reason = {"edges": "the draft's edges score walks", "shared head": "share the draft's head"}[what]
     assert reason in str(why_no_candidates(model))
     with pytest.raises(ValueError, match=f"tree_requests=4: expected 0, because .*{reason}"):
         Proposer(SimpleNamespace(), model, BLOCK, None, drawn=False, tree_requests=4)
-    plain = SimpleNamespace(edges=None, head=SimpleNamespace(all_rows=None))
-    assert why_no_candidates(plain) is None
+    assert why_no_candidates(drafts()) is None
 
 
 def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requests_limit() -> None:
