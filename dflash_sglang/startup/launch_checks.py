@@ -112,6 +112,7 @@ UNSERVED_APART = (
     Unserved("attn_dp_size", 1, _APART, f"Remove --attn-dp-size, {_BUILT_IN}."),
     Unserved("disaggregation_decode_enable_offload_kvcache", False, _TARGETS_KV),
     Unserved("disaggregation_decode_allocation_policy", "early", _APART),
+    Unserved("disaggregation_decode_host_receive_threshold", 1.0, _APART),
     Unserved("enable_streaming_session", False, _APART),
     Unserved("enable_return_routed_experts", False, _APART),
     Unserved("enable_return_indexer_topk", False, _APART),

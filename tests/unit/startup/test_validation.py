@@ -277,6 +277,10 @@ APART_ROWS = {
         "prefill_complete",
         "--disaggregation-decode-allocation-policy='prefill_complete': expected 'early' with DFLASH: with",
     ),
+    "disaggregation_decode_host_receive_threshold": (
+        0.5,
+        "--disaggregation-decode-host-receive-threshold=0.5: expected 1.0 with DFLASH: with --disaggregation-mode",
+    ),
     "enable_streaming_session": (
         True,
         "--enable-streaming-session=True: expected unset with DFLASH: with --disagg",
