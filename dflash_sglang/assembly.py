@@ -291,7 +291,7 @@ def build_step(
             and not is_imposed()
             and rings is None
             and draft.model.spec.draft_rows(block_size) == block_size,
-            rings=rings,
+            draft_slots=None if rings is None else rings.assign_block,
         ),
         Proposer(
             runner,

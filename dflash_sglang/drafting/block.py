@@ -13,11 +13,11 @@ from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors
 from dflash_sglang.patches.graph_inputs import GraphInputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.drafting.rings import DraftRings
 
 
 def longest_prefix(runner: ModelRunner) -> int:
@@ -90,16 +90,17 @@ class BlockBuilder:
         mask_token_id: int,
         slots: StepSlots,
         in_place: bool,
-        rings: DraftRings | None = None,
+        draft_slots: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
         """block_size: of the widest blocks; slots: where requests stand, and whose next slot a build takes;
         in_place: whether draft and target take the blocks as they are, so that graph inputs which they share have
-        the same contents for both; rings: of the draft's rows, if it has any."""
+        the same contents for both; draft_slots: gives blocks slots of the draft's own, by their requests, prefixes
+        and slots (`DraftRings.assign_block`)."""
         self._runner = target_runner
         self._mask_token_id = mask_token_id
         self._longest = longest_prefix(target_runner)
         self._slots = slots
-        self._in_place, self._rings = in_place, rings
+        self._in_place, self._draft_slots = in_place, draft_slots
         self._req_to_token = target_runner.req_to_token_pool.req_to_token
         max_requests = self._req_to_token.shape[0]
 
@@ -137,8 +138,8 @@ class BlockBuilder:
             read_extent=width,
         )
         block = Block(*tensors[:-1], kv_len_bounds, prefixes_sum, loc_plan, self._rows, exact=exact)
-        if self._rings is not None:
-            block.draft_slots = self._rings.assign_block(block.requests, block.prefix_lens, block.slots)
+        if self._draft_slots is not None:
+            block.draft_slots = self._draft_slots(block.requests, block.prefix_lens, block.slots)
             block.requests_cpu = batch.req_pool_indices_cpu
         return block
 
