@@ -290,7 +290,7 @@ def build_step(
             in_place=names_slots_alike(target, runner)
             and not is_imposed()
             and rings is None
-            and draft.model.spec.draft_rows(block_size) == block_size,
+            and not draft.model.spec.anchor_proposes,
             draft_slots=None if rings is None else rings.assign_block,
         ),
         Proposer(

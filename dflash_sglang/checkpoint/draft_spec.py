@@ -120,9 +120,14 @@ class DraftSpec:
             dspark=of_dspark,
         )
 
+    @property
+    def anchor_proposes(self) -> bool:
+        """Whether the row of the last committed token has a proposal, too."""
+        return self.dspark is not None and self.dspark.from_anchor
+
     def draft_rows(self, width: int) -> int:
         """Rows of one request in the draft's forward, for a block of `width` tokens, more than one."""
-        return width - 1 if self.dspark is not None and self.dspark.from_anchor else width
+        return width - self.anchor_proposes
 
     def named_layer_ids(self, ids: tuple[int, ...]) -> tuple[str, list[int]]:
         """(field, value) with which the checkpoint's format names the target layers `ids`."""

@@ -35,7 +35,7 @@ def why_no_candidates(model: DFlashDraftModel) -> str | None:
     """Why proposals of this draft come without candidates for trees, or None."""
     if model.edges is not None:
         return "the draft's edges score walks, and no tokens of their own"
-    if model.spec.draft_rows(2) != 2:
+    if model.spec.anchor_proposes:
         return "the anchor's row proposes, and no test grows trees of such rows"
     if model.head.all_rows is not None:
         return "ranks with batches of their own share the draft's head, and exchange one token of a row"
@@ -81,7 +81,7 @@ class Proposer:
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
         self._blocks = torch.empty(
-            0 if model.spec.draft_rows(2) == 2 else max_requests * block_size,
+            max_requests * block_size if model.spec.anchor_proposes else 0,
             dtype=torch.int64,
             device=runner.device,
         )
@@ -101,7 +101,7 @@ class Proposer:
             return Proposals.certain(block.ids)
         if width != self._width:
             self._serve(width)
-        drafted = block if self.draft_rows(width) == width else block.without_last(self._runner)
+        drafted = block.without_last(self._runner) if self._model.spec.anchor_proposes else block
         forward_batch = self._forward_batch(batch, drafted)
         self._expect_rows(batch, width)
         with torch.inference_mode(), draft_tp_context(self._layout):

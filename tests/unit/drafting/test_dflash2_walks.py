@@ -194,7 +194,7 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
     proposer = object.__new__(module.Proposer)
     proposer._runner = SimpleNamespace(forward=lambda _: out)
-    proposer._model = SimpleNamespace(spec=SimpleNamespace(draft_rows=lambda width: width))
+    proposer._model = SimpleNamespace(spec=SimpleNamespace(draft_rows=lambda width: width, anchor_proposes=False))
     proposer._blocks = torch.empty(0)
     proposer._reader, proposer._drawn, proposer._layout = walker._proposals, drawn, None
     proposer._ones, proposer._width = torch.ones((bs + 3) * (STEPS + 1)), STEPS + 1

@@ -139,9 +139,8 @@ def test_proposals_come_with_their_chances_and_with_candidates_where_trees_are_g
                 assert {of.data_ptr() for of in best} == places, "where a graph writes"
 
 
-def drafts(edges: object = None, all_rows: object = None, fewer: int = 0) -> Any:
-    """A model of these parts, whose blocks have `fewer` rows in the draft's forward."""
-    spec = SimpleNamespace(draft_rows=lambda width: width - fewer)
+def drafts(edges: object = None, all_rows: object = None, anchor_proposes: bool = False) -> Any:
+    spec = SimpleNamespace(anchor_proposes=anchor_proposes)
     return SimpleNamespace(edges=edges, head=SimpleNamespace(all_rows=all_rows), spec=spec)
 
 
@@ -150,7 +149,7 @@ def drafts(edges: object = None, all_rows: object = None, fewer: int = 0) -> Any
     [
         (drafts(edges=object()), "the draft's edges score walks"),
         (drafts(all_rows=object()), "share the draft's head"),
-        (drafts(fewer=1), "the anchor's row proposes"),
+        (drafts(anchor_proposes=True), "the anchor's row proposes"),
     ],
 )
 def test_a_draft_without_candidates_is_not_asked_for_them(model: Any, reason: str) -> None:
