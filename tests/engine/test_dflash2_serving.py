@@ -215,17 +215,7 @@ def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
     expected = test_parallel.continuations(target, [one["input_ids"] for one in asked])
     environment = test_parallel.watched(tmp_path)
     with serve(target, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
-        sampled = test_parallel.ask(server, test_parallel.sampled_requests(asked[0]), together=True)
-        turns = test_parallel.next_turns(asked[0], sampled)
-        after_hit = test_parallel.ask(server, turns, together=True)
-        server.post("/flush_cache?timeout=60")
-        cold = test_parallel.ask(server, turns, together=True)
-        greedy = test_parallel.ask(server, asked, together=True)
-    assert [answer["output_ids"] for answer in greedy] == expected
-    test_parallel.assert_sampled(sampled, expected[0])
-    test_parallel.assert_same_on_all_ranks(
-        dict(sampled=sampled, after_hit=after_hit, cold=cold, directory=tmp_path)
-    )
+        test_parallel.assert_ranks_take_the_same_walks(server, asked, expected, tmp_path)
 
 
 @pytest.mark.gpu

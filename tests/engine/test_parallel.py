@@ -379,3 +379,19 @@ def assert_same_tokens_on(ranks: Sequence[int], served: dict[str, Any]) -> None:
         for rank in ranks:
             ids = committed(served["directory"], rank, answer["meta_info"]["id"])
             assert ids[:NEW_TOKENS] == answer["output_ids"], f"rank {rank}"
+
+
+def assert_ranks_take_the_same_walks(
+    server: Server, asked: Sequence[dict[str, Any]], expected: Sequence[list[int]], directory: Path
+) -> None:
+    """Of ranks that draw apart and are `watched`: greedy outputs are the expected ones, and sampled ones, before
+    and after a prefix hit, are the same on all of them."""
+    sampled = ask(server, sampled_requests(asked[0]), together=True)
+    turns = next_turns(asked[0], sampled)
+    after_hit = ask(server, turns, together=True)
+    server.post("/flush_cache?timeout=60")
+    cold = ask(server, turns, together=True)
+    greedy = ask(server, asked, together=True)
+    assert [answer["output_ids"] for answer in greedy] == expected
+    assert_sampled(sampled, expected[0])
+    assert_same_on_all_ranks(dict(sampled=sampled, after_hit=after_hit, cold=cold, directory=directory))

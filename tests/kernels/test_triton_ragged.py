@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,17 @@ from bench.verify_attention import dense
 from dflash_sglang.attention.verifying import serve_ragged, verifies_parts
 from dflash_sglang.patches import triton_ragged
 from tests.support import sglang_layers
-from tests.support.attention_target import DIM, DTYPE, HEADS, KV_HEADS, LAYERS, SCALE, TOLERANCE, Target
+from tests.support.attention_target import (
+    DIM,
+    DTYPE,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    SCALE,
+    TOLERANCE,
+    Target,
+    verify_batch,
+)
 
 WIDTH, REQUESTS, TOKENS = 8, 5, 20
 WINDOW = 16
@@ -31,7 +40,7 @@ class Step:
     """The inputs of a ragged verify forward of `TOKENS` rows, which keep their place."""
 
     def __init__(self, target: Target, requests: int) -> None:
-        from dflash_sglang.sglang_names.scheduler import ForwardMode, RaggedVerifyLayout, SpeculativeAlgorithm
+        from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
 
         self.target = target
         self.starts = torch.arange(requests + 1, dtype=torch.int32) * (TOKENS // requests)
@@ -42,24 +51,13 @@ class Step:
             extend_start_loc=self.starts[:-1],
             qo_indptr_device=self.starts,
         )
-        self.batch: Any = SimpleNamespace(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=requests,
-            req_pool_indices=torch.zeros(requests, dtype=torch.int64),
-            seq_lens=torch.ones(requests, dtype=torch.int64),
-            seq_lens_cpu=None,
-            seq_lens_sum=None,
-            encoder_lens=None,
-            extend_seq_lens_cpu=None,
-            mha_one_shot=False,
-            positions=torch.zeros(TOKENS, dtype=torch.int64),
-            out_cache_loc=torch.zeros(TOKENS, dtype=torch.int64),
-            out_cache_loc_is_physical=False,
-            kv_loc_plan=None,
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=SimpleNamespace(
-                draft_token_num=WIDTH, num_tokens_per_req=WIDTH, custom_mask=None, ragged_verify_layout=layout
-            ),
+        self.batch = verify_batch(
+            requests,
+            TOKENS,
+            draft_token_num=WIDTH,
+            num_tokens_per_req=WIDTH,
+            custom_mask=None,
+            ragged_verify_layout=layout,
         )
 
     def fill(self, prefixes: list[int], lens: list[int]) -> None:

@@ -76,3 +76,26 @@ class Target:
             sliding_window_size=None,
             token_to_kv_pool=self.pool,
         )
+
+
+def verify_batch(requests: int, rows: int, **of_spec_info: Any) -> Any:
+    """The inputs of a verify forward, which keep their place; all are of padding."""
+    from dflash_sglang.sglang_names.scheduler import ForwardMode, SpeculativeAlgorithm
+
+    return SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=requests,
+        req_pool_indices=torch.zeros(requests, dtype=torch.int64),
+        seq_lens=torch.ones(requests, dtype=torch.int64),
+        seq_lens_cpu=None,
+        seq_lens_sum=None,
+        encoder_lens=None,
+        extend_seq_lens_cpu=None,
+        mha_one_shot=False,
+        positions=torch.zeros(rows, dtype=torch.int64),
+        out_cache_loc=torch.zeros(rows, dtype=torch.int64),
+        out_cache_loc_is_physical=False,
+        kv_loc_plan=None,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        spec_info=SimpleNamespace(**of_spec_info),
+    )

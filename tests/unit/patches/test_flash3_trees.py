@@ -22,7 +22,18 @@ from dflash_sglang.attention.trees import serve_trees, why_no_trees
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
 from dflash_sglang.patches import flash3
 from tests.support import sglang_layers
-from tests.support.attention_target import DIM, DTYPE, HEADS, KV_HEADS, LAYERS, ON_GPU, SCALE, TOLERANCE, Target
+from tests.support.attention_target import (
+    DIM,
+    DTYPE,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    ON_GPU,
+    SCALE,
+    TOLERANCE,
+    Target,
+    verify_batch,
+)
 from tests.support.recorded_graphs import Recording
 
 PREFIXES = ([0, 1, 37, 300], [16, 0, 15, 160], [299, 40, 31])
@@ -86,25 +97,10 @@ class Step:
     """The inputs of a verify forward, which keep their place, and its layers."""
 
     def __init__(self, target: Target, requests: int, nodes: int) -> None:
-        from dflash_sglang.sglang_names.scheduler import ForwardMode, SpeculativeAlgorithm
-
         rows = requests * nodes
         self.target, self.nodes = target, nodes
         self.projected = torch.zeros(LAYERS, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=DTYPE)
-        self.batch: Any = SimpleNamespace(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=requests,
-            req_pool_indices=torch.zeros(requests, dtype=torch.int64),
-            seq_lens=torch.ones(requests, dtype=torch.int64),
-            seq_lens_cpu=None,
-            encoder_lens=None,
-            positions=torch.zeros(rows, dtype=torch.int64),
-            out_cache_loc=torch.zeros(rows, dtype=torch.int64),
-            out_cache_loc_is_physical=False,
-            kv_loc_plan=None,
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=SimpleNamespace(draft_token_num=nodes, ragged_verify_layout=None),
-        )
+        self.batch = verify_batch(requests, rows, draft_token_num=nodes, ragged_verify_layout=None)
 
     def fill(self, prefixes: list[int]) -> None:
         """Requests with these prefixes, then padding."""
