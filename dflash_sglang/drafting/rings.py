@@ -170,9 +170,10 @@ class DraftRings:
         kept = None
         if max(lens) > self.shape.size:
             self._tables.latest[slots] = 0  # of those that are left out: no ring has them
-            ends = np.cumsum(lens)
-            parts = [np.arange(end - min(n, self.shape.size), end) for n, end in zip(lens, ends, strict=True)]
-            kept = async_h2d(np.concatenate(parts), dtype=torch.int64, device=device)
+            last, number = counts.clamp(max=self.shape.size), sum(min(n, self.shape.size) for n in lens)
+            left_out = (counts - last).cumsum(0)  # before the last ones of each request
+            kept = torch.repeat_interleave(left_out, last, output_size=number)
+            kept += torch.arange(number, device=device)
             positions, slots, rows = positions[kept], slots[kept], rows[kept]
         return kept, positions, self.assign(rows, positions, slots[:, None].contiguous()).view(-1)
 

@@ -189,6 +189,26 @@ def test_tokens_that_a_long_chunk_left_out_are_in_no_ring():
     assert server.step()[3] == 5
 
 
+def test_a_prefill_keeps_the_last_tokens_of_each_of_its_requests():
+    server = Server(1, rings=ROWS + 3)
+    lens, size = [200, 10, 150], server.shape.size
+    rows = torch.tensor([1, 2, 3])
+    batch: Any = SimpleNamespace(
+        reqs=[Request(row, [], []) for row in (1, 2, 3)],
+        req_pool_indices_cpu=rows,
+        req_pool_indices=rows,
+        prefix_lens=[0, 0, 0],
+        extend_lens=lens,
+    )
+    slots, positions = torch.arange(1, 1 + sum(lens)), torch.cat([torch.arange(n) for n in lens])
+    server.rings.admit(batch)
+    kept, positions, own = server.rings.assign_prefill(batch, positions, slots)
+    assert kept is not None
+    assert kept.tolist() == [*range(200 - size, 200), *range(200, 210), *range(360 - size, 360)]
+    assert positions.tolist() == [*range(200 - size, 200), *range(10), *range(150 - size, 150)]
+    assert server.rings.named(slots[kept]).tolist() == own.tolist() and len(set(own.tolist())) == len(kept)
+
+
 def test_fewer_rings_than_rows_are_an_error():
     with pytest.raises(ValueError, match=r"rings=4: expected at least 5, the rows of req_to_token\."):
         Server(1, rings=4)
