@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_sglang.checkpoint import DraftConfigError, is_speculators
 from dflash_sglang.checkpoint.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
-from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, GATED, VANILLA, is_dspark
+from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspark
 from dflash_sglang.checkpoint.fields import shown
 from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
@@ -68,8 +68,8 @@ _ROWS = (
     _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
     _Row(
         "markov_head_type",
-        lambda value: value not in (None, VANILLA, GATED),
-        "a Markov head of another kind, such as one with a state",
+        lambda value: value not in (None, *KINDS),
+        "a Markov head of another kind",
     ),
     _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block"),
     _Row("use_gemma_norm", bool, "Gemma's norms"),

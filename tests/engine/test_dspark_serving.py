@@ -123,15 +123,17 @@ def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(o
 
 @pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="speculators DSpark", kv="model dtype, two ranks", outcome="works")
-def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, kind):
     """Random models, whose tokens lie in the shards of both ranks."""
     shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
     target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
-    config = dspark_config(**shape)
+    config = dspark_config(**shape, markov_head_type=kind)
     fields = dict(
         speculators_model_type="dspark",
         architectures=["Qwen3DSparkModel"],
         markov_rank=config["markov_rank"],
+        markov_head_type=kind,
         sample_from_anchor=True,
     )
     draft = write_checkpoint(tmp_path / "draft", speculators_config(config, **fields), dspark_tensors(config))

@@ -49,8 +49,8 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
         ({"shift_label": True}, "shift_label=True"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True"),
         (
-            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"},
-            "markov_head_type='rnn'",
+            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "lstm"},
+            "markov_head_type='lstm'",
         ),
         ({"use_gemma_norm": True}, "use_gemma_norm=True"),
         ({"hidden_act": "swigluoai"}, "hidden_act='swigluoai'"),
@@ -199,7 +199,7 @@ def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:
     assert seen == [other, none]
 
 
-@pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("rnn", False)])
+@pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("lstm", False)])
 def test_a_launch_with_dspark_is_told_of_the_algorithm_that_serves_its_draft_here(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
