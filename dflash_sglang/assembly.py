@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_OF_DRAFTING = ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head")
+_OF_DRAFTING = ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino")
 GB = 1 << 30
 
 
@@ -292,7 +292,7 @@ def build_step(
             in_place=names_slots_alike(target, runner)
             and not is_imposed()
             and rings is None
-            and not draft.model.spec.anchor_proposes,
+            and not draft.model.spec.has_row_less,
             draft_slots=None if rings is None else rings.assign_block,
         ),
         Proposer(
@@ -447,10 +447,13 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
+    if spec.dspark is not None or spec.domino is not None:
+        decisions["proposals_from"] = f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"
     if spec.dspark is not None:
         rank, kind = spec.dspark.rank, spec.dspark.kind
-        decisions["proposals_from"] = f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"
         decisions["markov_head"] = f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
+    if spec.domino is not None:
+        decisions["domino"] = f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
     if draft.model.edges is not None:
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
     if not draft.drafts:

@@ -96,7 +96,8 @@ class RowReader:
         """Draw the blocks that `write` read last, over their likeliest proposals in tokens [bs, steps + 1]: each
         token from the softmax of its candidates' scores, given the step before where there are edges.
 
-        temperatures [bs]; greedy [bs] bool: requests that keep their likeliest proposals.
+        temperatures [bs]; greedy [bs] bool: requests that keep their likeliest proposals. Collective where walks
+        embed tokens (`DominoEdges`).
         """
         bs, steps = len(tokens), tokens.shape[1] - 1
         ids, logprobs = (of.view(bs, steps, -1) for of in self._written(bs, steps, padded=bs))

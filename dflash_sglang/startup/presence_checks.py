@@ -100,6 +100,14 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
         elif spec.dspark.kind == RNN:
             shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
             shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if spec.domino is not None:
+        size, rank = spec.domino.state_size, spec.domino.rank
+        shapes |= {
+            "prefix_gru.weight_ih_l0": (3 * size, hidden),
+            "prefix_gru.weight_hh_l0": (3 * size, size),
+            "embed_proj.0.weight": (rank, hidden + size),
+            "embed_proj.2.weight": (spec.vocab_size, rank),
+        }
     return shapes
 
 

@@ -12,6 +12,7 @@ from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.own_modules import TRAINING_TENSORS
 from dflash_sglang.startup.presence_checks import presence_problems
 from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
+from tests.support.reference_domino import domino_config, domino_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.tiny import draft_config, draft_tensors
 
@@ -21,6 +22,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
     "DFlash2": (dflash2_config(), dflash2_tensors),
     "DSpark, gated": (dspark_config(markov_head_type="gated"), dspark_tensors),
     "DSpark, rnn": (dspark_config(markov_head_type="rnn"), dspark_tensors),
+    "Domino": (domino_config(), domino_tensors),
 }
 
 
