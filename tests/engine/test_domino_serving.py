@@ -29,6 +29,7 @@ from tests.engine.test_dflash2_serving import (
     BLOCK,
     NEW_TOKENS,
     PLAIN_DRAFT,
+    SAMPLING,
     TARGET,
     assert_distributed,
     draws,
@@ -159,3 +160,22 @@ def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, shifted):
         target, draft, environment=test_parallel.watched(tmp_path), tp_size=2, **test_parallel.RANKS
     ) as server:
         test_parallel.assert_ranks_take_the_same_walks(server, asked, outputs, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whose_head", ["a rank's own", "all ranks'"])
+def test_ranks_with_batches_of_their_own_embed_their_own_walks(expected, tmp_path, whose_head):
+    """Data-parallel attention: greedy and sampled requests on one rank beside few and none on the other."""
+    draft = domino_draft(tmp_path / "draft", shifted=False)
+    own = dict(enable_dp_lm_head=True) if whose_head == "a rank's own" else {}
+    layout = dict(tp_size=2, dp_size=2, enable_dp_attention=True, **own)
+    asked = [dict(request(prompt), routed_dp_rank=int(i > 1)) for i, prompt in enumerate(prompts())]
+    drawn = dict(asked[0], sampling_params=asked[0]["sampling_params"] | SAMPLING)
+    environment = {"DFLASH_SGLANG_REQUIRE": "1", CONFIG_ENV: '{"width": {}}'}
+    with serve(TARGET, draft, environment=environment, **layout, **test_parallel.RANKS) as server:
+        alone = test_parallel.ask(server, asked[-1:], together=True)
+        *together, sampled = test_parallel.ask(server, [*asked, drawn], together=True)
+    assert [one["output_ids"] for one in (*alone, *together)] == [expected[-1], *expected]
+    steps = sum(one["meta_info"]["spec_verify_ct"] for one in together)
+    assert sum(len(one["output_ids"]) for one in together) > 1.2 * steps
+    assert len(sampled["output_ids"]) == 3
