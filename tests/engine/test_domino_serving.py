@@ -29,6 +29,7 @@ from tests.engine.test_dflash2_serving import (
     BLOCK,
     NEW_TOKENS,
     PLAIN_DRAFT,
+    SAMPLED_PROMPT,
     SAMPLING,
     TARGET,
     assert_distributed,
@@ -38,7 +39,7 @@ from tests.engine.test_dflash2_serving import (
     target,
     three_tokens,
 )
-from tests.support import scheduler_hooks, tiny
+from tests.support import recorded_graphs, scheduler_hooks, tiny
 from tests.support.engines import serve
 from tests.support.reference_domino import OF_DOMINO, domino_config, domino_tensors
 from tests.support.tiny import write_checkpoint
@@ -101,14 +102,13 @@ def shifted(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], shifted: bool) -> Iterator[Server]:
-    """Blocks of any width; rejected rows are poisoned after every step."""
+    """Blocks of any width, in graphs; rejected rows are poisoned after every step."""
     draft = domino_draft(tmp_path_factory.mktemp("domino") / "draft", shifted)
-    records = tmp_path_factory.mktemp("records")
+    records, graphs = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("graphs")
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
     environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
+        **recorded_graphs.recording(graphs),
         scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
         scheduler_hooks.RECORDS_ENV: str(records),
         CONFIG_ENV: '{"width": {}}',
@@ -116,6 +116,8 @@ def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], sh
     with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure
+    replayed = recorded_graphs.replays(graphs)
+    assert sum(one.role == "draft" for one in replayed) > 100
 
 
 @works
@@ -126,7 +128,8 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     assert lines in ours.log_text()
     with ThreadPoolExecutor(len(expected)) as pool:
         answers = list(pool.map(lambda prompt: ours.generate(**request(prompt)), prompts()))
-    assert [answer["output_ids"] for answer in answers] == expected
+    answers += [ours.generate(**request(prompt)) for prompt in prompts()]
+    assert [answer["output_ids"] for answer in answers] == expected * 2
     histogram = [0] * BLOCK
     for answer in answers:
         for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
@@ -134,6 +137,15 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
     (state,) = ours.get("/server_info")["internal_states"]
     assert min(state["dflash_width"]["steps"].values()) > 0
+
+
+@works
+def test_walks_of_graphs_are_accepted(ours, shifted, target):
+    """Of a text that no oracle knows."""
+    answer = ours.generate(**request(SAMPLED_PROMPT))
+    assert answer["output_ids"] == plain_generate(target, SAMPLED_PROMPT, NEW_TOKENS, ignore_eos=True)
+    steps = answer["meta_info"]["spec_verify_ct"]
+    assert NEW_TOKENS > (1.0 if shifted else 1.5) * steps
 
 
 @works
