@@ -27,6 +27,7 @@ from tests.support.kits import DEVICE_ENVIRONMENT
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 WINDOW = 64
+WALKS = ("DSpark vanilla", "DSpark gated", "DSpark rnn", "Domino shifted", "Domino in place")
 BACKENDS = {"fa3": 1, "flashinfer": 1, "triton": 16}  # and the size of pages
 
 
@@ -61,11 +62,11 @@ def test_rings_are_plain_decoding_in_as_many_steps_as_the_whole_pool(plain, back
     assert rings <= 1.05 * whole
 
 
-@pytest.mark.parametrize("kind", ["DSpark vanilla", "DSpark gated", "Domino shifted", "Domino in place"])
+@pytest.mark.parametrize("kind", WALKS)
 def test_walks_are_plain_decoding_at_random_widths_and_are_accepted(plain, tmp_path: Path, kind):
     family, _, form = kind.partition(" ")
     if family == "DSpark":
-        draft, block = dspark_draft(tmp_path / "draft", gated=form == "gated"), ROWS + 1
+        draft, block = dspark_draft(tmp_path / "draft", form), ROWS + 1
     else:
         draft, block = domino_draft(tmp_path / "draft", shifted=form == "shifted"), BLOCK
     environment = {
