@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_sglang import __version__
 from dflash_sglang.attention.visibility import check_visibility
+from dflash_sglang.checkpoint.dspark import VANILLA
 from dflash_sglang.checkpoint.files import fingerprint, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.token_map import read_token_map
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_OF_DRAFTING = ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino")
 GB = 1 << 30
 
 
@@ -290,7 +292,7 @@ def build_step(
             in_place=names_slots_alike(target, runner)
             and not is_imposed()
             and rings is None
-            and not draft.model.spec.anchor_proposes,
+            and not draft.model.spec.has_row_less,
             draft_slots=None if rings is None else rings.assign_block,
         ),
         Proposer(
@@ -445,15 +447,17 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
+    if spec.dspark is not None or spec.domino is not None:
+        decisions["proposals_from"] = f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"
     if spec.dspark is not None:
-        rank = spec.dspark.rank
-        first = "anchor" if spec.dspark.from_anchor else "first mask"
-        decisions["proposals_from"] = f"the {first}'s row"
-        decisions["markov_head"] = f"{'gated, ' * spec.dspark.gated}rank {rank}" if rank else "none"
+        rank, kind = spec.dspark.rank, spec.dspark.kind
+        decisions["markov_head"] = f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
+    if spec.domino is not None:
+        decisions["domino"] = f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
     if draft.model.edges is not None:
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
     if not draft.drafts:
-        for of_drafting in ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head"):
+        for of_drafting in _OF_DRAFTING:
             decisions.pop(of_drafting, None)
     lines = (f"\n  {key}: {value}" for key, value in decisions.items())
     return f"dflash_sglang {__version__} worker active:{''.join(lines)}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2, is_dflash2
+from dflash_sglang.checkpoint.domino import DominoSpec, domino, is_domino
 from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark, is_dspark
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
@@ -39,8 +40,8 @@ class DraftSpec:
     trained on them; None where the checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in
     the embedding table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
     ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
-    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``:
-    what makes it a DFlash2 or DSpark draft, or None.
+    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
+    ``domino``: what makes it a DFlash2, DSpark or Domino draft, or None.
     """
 
     architecture: str
@@ -68,6 +69,7 @@ class DraftSpec:
     attention_sinks: bool
     dflash2: DFlash2Spec | None
     dspark: DSparkSpec | None
+    domino: DominoSpec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
@@ -118,16 +120,22 @@ class DraftSpec:
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
             dflash2=dflash2(fields, hidden_size, vocab_size) if is_dflash2(config) else None,
             dspark=of_dspark,
+            domino=domino(fields, vocab_size) if is_domino(config) else None,
         )
 
     @property
     def anchor_proposes(self) -> bool:
         """Whether the row of the last committed token has a proposal, too."""
+        return self.has_row_less or (self.domino is not None and self.domino.shifted)
+
+    @property
+    def has_row_less(self) -> bool:
+        """Whether the draft reads all rows of a block but the last."""
         return self.dspark is not None and self.dspark.from_anchor
 
     def draft_rows(self, width: int) -> int:
         """Rows of one request in the draft's forward, for a block of `width` tokens, more than one."""
-        return width - self.anchor_proposes
+        return width - self.has_row_less
 
     def named_layer_ids(self, ids: tuple[int, ...]) -> tuple[str, list[int]]:
         """(field, value) with which the checkpoint's format names the target layers `ids`."""

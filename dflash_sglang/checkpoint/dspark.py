@@ -12,17 +12,19 @@ from dflash_sglang.checkpoint.speculators import ALGORITHM, DSPARK, is_speculato
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 """Names under which checkpoints declare one and the same model."""
 
-VANILLA, GATED = "vanilla", "gated"  # kinds of Markov heads
+VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
+KINDS = (VANILLA, GATED, RNN)
+"""Of Markov heads."""
 
 
 @dataclass(frozen=True)
 class DSparkSpec:
-    """``rank``: width of the Markov head's matrices, 0 without a head. ``gated``: whether each row weighs them.
+    """``rank``: width of the Markov head's matrices, 0 without a head. ``kind``: one of KINDS.
     ``from_anchor``: whether the row of the last committed token has a proposal, too, so that a block has one token
     more than the draft has rows."""
 
     rank: int
-    gated: bool
+    kind: str
     from_anchor: bool
 
 
@@ -53,5 +55,5 @@ def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:
             f"none, or vocab_size={vocab_size}: the Markov head has a row for every token",
             f"Correct {field} in the draft's config.json, or serve a DSpark draft of the whole vocabulary.",
         )
-    gated = fields.draft("markov_head_type")[1] == GATED  # `families` lets no others pass but VANILLA
-    return DSparkSpec(as_int((rank_field, rank), 0), gated, as_bool(fields.draft("sample_from_anchor", True)))
+    kind = fields.draft("markov_head_type", VANILLA)[1]  # `families` lets only KINDS pass
+    return DSparkSpec(as_int((rank_field, rank), 0), kind, as_bool(fields.draft("sample_from_anchor", True)))

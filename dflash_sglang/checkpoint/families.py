@@ -9,7 +9,8 @@ from typing import Any
 
 from dflash_sglang.checkpoint import DraftConfigError, is_speculators
 from dflash_sglang.checkpoint.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
-from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, GATED, VANILLA, is_dspark
+from dflash_sglang.checkpoint.domino import is_domino
+from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspark
 from dflash_sglang.checkpoint.fields import shown
 from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
@@ -60,7 +61,8 @@ _ROWS = (
     _Row(
         "projector_type",
         lambda value: value not in (None, "", "dflash"),
-        "a head that corrects the proposals, such as Domino",
+        "a head that corrects the proposals",
+        part_of=is_domino,
     ),
     _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=is_dflash2),
     _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=is_dflash2),
@@ -68,10 +70,10 @@ _ROWS = (
     _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
     _Row(
         "markov_head_type",
-        lambda value: value not in (None, VANILLA, GATED),
-        "a Markov head of another kind, such as one with a state",
+        lambda value: value not in (None, *KINDS),
+        "a Markov head of another kind",
     ),
-    _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block"),
+    _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block", part_of=is_domino),
     _Row("use_gemma_norm", bool, "Gemma's norms"),
     _Row("hidden_act", lambda value: value == "swigluoai", "gpt-oss's clamped activation"),
 )
@@ -126,7 +128,8 @@ def _is_draft(config: Mapping[str, Any]) -> bool:
 
 
 def foreign(config: Mapping[str, Any]) -> Foreign | None:
-    """Why the built-in worker serves this draft, or None for a DFlash, DFlash2 or DSpark one in a format of ours.
+    """Why the built-in worker serves this draft, or None for a DFlash, DFlash2, DSpark or Domino one in
+    a format of ours.
 
     ``config``: the raw config.json of a draft that `check_family` lets pass.
     """

@@ -46,8 +46,8 @@ class Proposer:
     """DFlash's `ProposalSource`: one draft forward per step over whole blocks.
 
     The draft's graph ends with what its `RowReader` reads off the rows. Proposals overwrite the mask tokens of the
-    ids that the forward read: a graph's input, or the block's; a draft whose anchor's row proposes, too, reads one
-    row less than a block has. Blocks of one token have no proposals, and no draft forward.
+    ids that the forward read: a graph's input, or the block's. A draft that reads one row less than a block has
+    gets them in a buffer. Blocks of one token have no proposals, and no draft forward.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Proposer:
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
         self._blocks = torch.empty(
-            max_requests * block_size if model.spec.anchor_proposes else 0,
+            max_requests * block_size if model.spec.has_row_less else 0,
             dtype=torch.int64,
             device=runner.device,
         )
@@ -101,7 +101,7 @@ class Proposer:
             return Proposals.certain(block.ids)
         if width != self._width:
             self._serve(width)
-        drafted = block.without_last(self._runner) if self._model.spec.anchor_proposes else block
+        drafted = block.without_last(self._runner) if self._model.spec.has_row_less else block
         forward_batch = self._forward_batch(batch, drafted)
         self._expect_rows(batch, width)
         with torch.inference_mode(), draft_tp_context(self._layout):
@@ -112,12 +112,12 @@ class Proposer:
                 tokens, padded = self._proposed(ids), graphs.bs
             else:
                 tokens, padded = self._write_proposals(drafted.ids, out.logits_output.hidden_states), bs
-        info = batch.sampling_info
-        drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
-        if drawn:
-            proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
-        else:
-            proposals = self._certain(tokens)
+            info = batch.sampling_info
+            drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
+            if drawn:
+                proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
+            else:
+                proposals = self._certain(tokens)
         logprobs, best = self._reader.read(bs, width - 1, padded)
         if drawn or self._reader.ranks_may_part:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
@@ -137,7 +137,7 @@ class Proposer:
         kinds = [self._certain(tokens)]
         if self._drawn:
             temperature = torch.ones(1, dtype=torch.float32, device=tokens.device)
-            with torch.inference_mode():
+            with torch.inference_mode(), draft_tp_context(self._layout):
                 kinds.append(self._reader.draw(tokens, temperature, temperature < 0))
         return kinds
 
@@ -176,13 +176,13 @@ class Proposer:
         (bs, rows), tokens = ids.shape, self._proposed(ids)
         if tokens is not ids:
             tokens[:, 0] = ids[:, 0]
-        first = rows + 1 - tokens.shape[1]  # row that proposes
-        self._reader.write(hidden_states[: bs * rows].view(bs, rows, -1)[:, first:], tokens)
+        first, steps = int(not self._model.spec.anchor_proposes), tokens.shape[1] - 1
+        self._reader.write(hidden_states[: bs * rows].view(bs, rows, -1)[:, first : first + steps], tokens)
         return tokens
 
     def _proposed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where the blocks [bs, block] of the ids [bs, rows] are: over their mask tokens, or where the anchor's
-        row proposes, too, in a buffer with room for one more."""
+        """Where the blocks [bs, block] of the ids [bs, rows] are: over their mask tokens, or of a draft
+        that reads one row less in a buffer with room for it."""
         bs, rows = ids.shape
         return self._blocks[: bs * (rows + 1)].view(bs, -1) if len(self._blocks) else ids
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.drafting.proposals import Proposals, exponential_like
 from dflash_sglang.kernels.head.pack_shard import Candidates
-from dflash_sglang.kernels.head.selector_walk import Draw, Lattice, selector_walk
+from dflash_sglang.kernels.head.selector_walk import Draw, Lattice
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.target_head import TargetHead
 
@@ -47,8 +47,8 @@ class RowReader:
         self._logprobs = torch.zeros(0 if edges is None else max_requests * steps, device=device)
         self._hidden = torch.zeros(0)
         if edges is not None and drawn:
-            successors = edges.codebooks.successor
-            self._hidden = successors.new_zeros((max_requests * steps, successors.shape[1]))
+            columns, dtype = edges.projection
+            self._hidden = torch.zeros((max_requests * steps, columns), dtype=dtype, device=device)
 
     @property
     def ranks_may_part(self) -> bool:
@@ -73,7 +73,7 @@ class RowReader:
         if self._drawn:
             self._hidden[: bs * steps] = hidden
         lattice = Lattice(*(of.view(bs, steps, -1) for of in (*candidates, hidden)))
-        selector_walk(self._edges.codebooks, lattice, tokens, self._logprobs[: bs * steps].view(bs, steps))
+        self._edges.walk(lattice, tokens, self._logprobs[: bs * steps].view(bs, steps))
 
     def write_nothing(self, rows: Tensor) -> None:
         """The collectives of `write` on no rows [0, hidden]."""
@@ -96,7 +96,8 @@ class RowReader:
         """Draw the blocks that `write` read last, over their likeliest proposals in tokens [bs, steps + 1]: each
         token from the softmax of its candidates' scores, given the step before where there are edges.
 
-        temperatures [bs]; greedy [bs] bool: requests that keep their likeliest proposals.
+        temperatures [bs]; greedy [bs] bool: requests that keep their likeliest proposals. Collective where walks
+        embed tokens (`DominoEdges`).
         """
         bs, steps = len(tokens), tokens.shape[1] - 1
         ids, logprobs = (of.view(bs, steps, -1) for of in self._written(bs, steps, padded=bs))
@@ -104,7 +105,7 @@ class RowReader:
             return Proposals.drawn(tokens, ids, logprobs, temperatures, greedy)
         lattice = Lattice(ids, logprobs, self._hidden[: bs * steps].view(bs, steps, -1))
         draw = Draw(temperatures, greedy, exponential_like(logprobs))
-        probs = selector_walk(self._edges.codebooks, lattice, tokens, draw=draw)
+        probs = self._edges.walk(lattice, tokens, draw=draw)
         assert probs is not None
         return Proposals(tokens, ids, probs)
 

@@ -16,6 +16,7 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.models.block_embedding import BlockEmbedding
+from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import DraftHead, HeadCopy, build_draft_head
 from dflash_sglang.models.head.target_head import find_embedding, find_head
@@ -54,8 +55,8 @@ class Borrowed:
 
 
 class DFlashDraftModel(nn.Module):
-    """A plain DFlash draft. `bind_target` lends it the target's embedding and head after loading, unless its
-    checkpoint holds its own.
+    """A plain DFlash draft, or a Domino one, which has the same architecture and a head that corrects proposals.
+    `bind_target` lends it the target's embedding and head after loading, unless its checkpoint holds its own.
 
     Raises DraftConfigError for a config that cannot be served.
     """
@@ -90,6 +91,9 @@ class DFlashDraftModel(nn.Module):
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        if spec.domino is not None:
+            self.prefix_gru = PrefixGRU(spec.hidden_size, spec.domino.state_size)
+            self.embed_proj = embed_proj(spec.domino, spec.hidden_size, spec.vocab_size)
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.borrowed: Borrowed | None = None
@@ -104,7 +108,9 @@ class DFlashDraftModel(nn.Module):
     @property
     def edges(self) -> Edges | None:
         """Between the candidates of its proposals; None of a plain draft."""
-        return None
+        if self.spec.domino is None:
+            return None
+        return DominoEdges(self.prefix_gru, self.embed_proj, self.forward_embed)
 
     def serve_blocks_of(self, block_size: int) -> None:
         """How many rows a served block has; before the first forward. A plain draft does not need to know."""

@@ -9,11 +9,10 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dflash_sglang.kernels.head.selector_walk import Codebooks
+from dflash_sglang.checkpoint.dspark import GATED, RNN
+from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
 from dflash_sglang.models.draft import DFlashDraftModel
-
-CANDIDATES = 16
-"""Of each step: as many as published DFlash2 drafts choose from."""
+from dflash_sglang.models.edges import CANDIDATES, walk_with_state
 
 
 class MarkovHead(nn.Module):
@@ -49,6 +48,52 @@ class MarkovHead(nn.Module):
             return functional.linear(rows, self.gate_proj.weight[:, : -weight.shape[1]], self.gate_proj.bias)
         return torch.ones((len(rows), weight.shape[1]), dtype=weight.dtype, device=weight.device)
 
+    @property
+    def projection(self) -> tuple[int, torch.dtype]:
+        weight = self.markov_w2.weight
+        return weight.shape[1], weight.dtype
+
+    def walk(
+        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
+    ) -> Tensor | None:
+        return selector_walk(self.codebooks, lattice, tokens, logprobs, draw)
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """Corrects each step's logits by all tokens of the block before: token y after token x scores
+
+        logit[s, y] + tanh(o) . markov_w2[y],    [g; c; o] = joint_proj [state; markov_w1[x]; h_s]
+
+    and the next state is sigmoid(g) * state + (1 - sigmoid(g)) * tanh(c), at first zeros.
+    """
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, rank, gated_by=None)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank).requires_grad_(False)
+        self.rank = rank
+
+    @property
+    def projection(self) -> tuple[int, torch.dtype]:
+        return 3 * self.rank, self.joint_proj.weight.dtype
+
+    def project(self, rows: Tensor) -> Tensor:
+        """rows [N, hidden] -> [N, 3 * rank]: their part of `joint_proj`, with its bias."""
+        return functional.linear(rows, self.joint_proj.weight[:, 2 * self.rank :], self.joint_proj.bias)
+
+    def walk(
+        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
+    ) -> Tensor | None:
+        weight = self.markov_w2.weight
+        state = weight.new_zeros((len(tokens), self.rank))
+        return walk_with_state(weight, self._advance, state, lattice, tokens, logprobs, draw)
+
+    def _advance(self, step: int, row: Tensor, before: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        del step
+        inputs = torch.cat((state, self.markov_w1(before)), dim=-1)
+        joint = row + functional.linear(inputs, self.joint_proj.weight[:, : 2 * self.rank])
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        return torch.tanh(output), torch.tanh(candidate).lerp(state, torch.sigmoid(gate))
+
 
 class DSparkDraftModel(DFlashDraftModel):
     """A DSpark draft. Its confidence head is left in the checkpoint: walks have logprobs.
@@ -59,9 +104,12 @@ class DSparkDraftModel(DFlashDraftModel):
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         assert self.spec.dspark is not None  # of every architecture in EntryClass
-        rank = self.spec.dspark.rank
-        gated_by = self.spec.hidden_size if self.spec.dspark.gated else None
-        self.markov_head = MarkovHead(self.spec.vocab_size, rank, gated_by) if rank else None
+        rank, kind, hidden = self.spec.dspark.rank, self.spec.dspark.kind, self.spec.hidden_size
+        self.markov_head: MarkovHead | None = None
+        if rank and kind == RNN:
+            self.markov_head = RecurrentMarkovHead(self.spec.vocab_size, rank, hidden)
+        elif rank:
+            self.markov_head = MarkovHead(self.spec.vocab_size, rank, hidden if kind == GATED else None)
 
     @property
     def edges(self) -> MarkovHead | None:

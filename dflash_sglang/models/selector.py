@@ -9,7 +9,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec
-from dflash_sglang.kernels.head.selector_walk import Codebooks
+from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -55,8 +55,17 @@ class CandidateSelector(nn.Module):
     def codebooks(self) -> Codebooks:
         return Codebooks(self.predecessor_codebook, self.successor_codebook)
 
+    @property
+    def projection(self) -> tuple[int, torch.dtype]:
+        return self.spec.selector_rank, self.successor_codebook.dtype
+
     @torch.no_grad()
     def project(self, rows: Tensor) -> Tensor:
         """rows [N, hidden] -> [N, rank]"""
         projected, _ = self.hidden_projection(rows)
         return projected
+
+    def walk(
+        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
+    ) -> Tensor | None:
+        return selector_walk(self.codebooks, lattice, tokens, logprobs, draw)

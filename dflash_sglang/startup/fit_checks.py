@@ -95,6 +95,8 @@ def _shape_problems(spec: DraftSpec, target: TargetFacts, ranks: int, own: OwnMo
         a_row_for_each = "the selector has a row for each candidate"
     if a_row_for_each is None and spec.dspark is not None and spec.dspark.rank:
         a_row_for_each = "the Markov head has a row for each token"
+    if a_row_for_each is None and spec.domino is not None:
+        a_row_for_each = "Domino's projector has a row for each token"
     if a_row_for_each is not None and spec.vocab_size < target.vocab_size:
         yield Problem(
             "draft config vocab_size",

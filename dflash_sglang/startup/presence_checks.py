@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.dspark import GATED, RNN
 from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
 from dflash_sglang.startup.facts import Problem
@@ -92,9 +93,21 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
     if spec.dspark is not None and spec.dspark.rank:
         for matrix in ("markov_w1", "markov_w2"):
             shapes[f"markov_head.{matrix}.weight"] = (spec.vocab_size, spec.dspark.rank)
-        if spec.dspark.gated:
-            shapes["markov_head.gate_proj.weight"] = (spec.dspark.rank, hidden + spec.dspark.rank)
-            shapes["markov_head.gate_proj.bias"] = (spec.dspark.rank,)
+        rank = spec.dspark.rank
+        if spec.dspark.kind == GATED:
+            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+            shapes["markov_head.gate_proj.bias"] = (rank,)
+        elif spec.dspark.kind == RNN:
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if spec.domino is not None:
+        size, rank = spec.domino.state_size, spec.domino.rank
+        shapes |= {
+            "prefix_gru.weight_ih_l0": (3 * size, hidden),
+            "prefix_gru.weight_hh_l0": (3 * size, size),
+            "embed_proj.0.weight": (rank, hidden + size),
+            "embed_proj.2.weight": (spec.vocab_size, rank),
+        }
     return shapes
 
 

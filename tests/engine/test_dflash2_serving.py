@@ -172,17 +172,20 @@ def draws(server: Server) -> list[dict[str, Any]]:
         return [one for answer in answers for one in answer]
 
 
-def assert_distributed(sampled: list[dict[str, Any]], distribution: dict[tuple[int, ...], float]) -> None:
-    """By chi-square at 0.001, outputs of which fewer than five are expected as one. Walks are accepted in part."""
+def assert_distributed(
+    sampled: list[dict[str, Any]], distribution: dict[tuple[int, ...], float], often: float = 0.1
+) -> None:
+    """By chi-square at 0.001, outputs of which fewer than five are expected as one. Walks are accepted in part,
+    and at least this `often`."""
     observed = Counter(tuple(one["output_ids"]) for one in sampled)
     assert set(observed) <= set(distribution)
-    often = {key for key, p in distribution.items() if p * DRAWS >= 5}
-    counts = [(observed[key], distribution[key] * DRAWS) for key in often]
+    kept = {key for key, p in distribution.items() if p * DRAWS >= 5}
+    counts = [(observed[key], distribution[key] * DRAWS) for key in kept]
     counts.append((DRAWS - sum(got for got, _ in counts), DRAWS - sum(count for _, count in counts)))
     chi_square = sum((got - count) ** 2 / count for got, count in counts if count > 1e-3)
     assert chi_square <= chi_square_bound(len(counts) - 1)
     steps = [one["meta_info"]["spec_verify_ct"] for one in sampled]
-    assert 0.1 * DRAWS < steps.count(1) < DRAWS, "two tokens of one step, and of two"
+    assert often * DRAWS < steps.count(1) < DRAWS, "two tokens of one step, and of two"
 
 
 @torch.no_grad()

@@ -52,24 +52,35 @@ def expected(target: Any) -> list[list[int]]:
     return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
 
 
-def dspark_draft(directory: Path, gated: bool = False) -> Path:
-    """The trained plain draft with `pairs_of_letters`; a gate that is nearly open, if any."""
+def dspark_draft(directory: Path, kind: str = "vanilla") -> Path:
+    """The trained plain draft with `pairs_of_letters`: under a gate that is nearly open, or through a state that
+    keeps nothing."""
     config = json.loads((PLAIN_DRAFT / "config.json").read_text())
     config |= dict(architectures=["Qwen3DSparkModel"], block_size=ROWS, markov_rank=RANK)
-    config |= dict(markov_head_type="gated") if gated else {}
+    config |= dict(markov_head_type=kind)
     added = {**added_tensors(config), **pairs_of_letters(config["vocab_size"])}
-    if gated:
+    if kind == "gated":
         added["markov_head.gate_proj.weight"] *= 0.1
         added["markov_head.gate_proj.bias"] = torch.full((RANK,), 4.0)
+    if kind == "rnn":
+        joint = added["markov_head.joint_proj.weight"].zero_()
+        joint[2 * RANK :, RANK : 2 * RANK].fill_diagonal_(0.02)
+        added["markov_head.joint_proj.bias"].zero_()
+        added["markov_head.markov_w2.weight"] *= 50
     tensors = load_file(PLAIN_DRAFT / "model.safetensors")
     tensors |= {name: tensor.bfloat16() for name, tensor in added.items()}
     return write_checkpoint(directory, config, tensors)
 
 
+@pytest.fixture(scope="module", params=["vanilla", pytest.param("rnn", marks=pytest.mark.full)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]]) -> Iterator[Server]:
+def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], kind: str) -> Iterator[Server]:
     """Blocks of any width; rejected rows are poisoned after every step."""
-    draft = dspark_draft(tmp_path_factory.mktemp("dspark") / "draft")
+    draft = dspark_draft(tmp_path_factory.mktemp("dspark") / "draft", kind)
     records = tmp_path_factory.mktemp("records")
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
@@ -97,12 +108,14 @@ def pairs_of_letters(vocab: int) -> dict[str, torch.Tensor]:
 
 
 @works
-def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours, expected):
+def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours, kind, expected):
     assert f"block: {ROWS + 1} (trained {ROWS + 1})" in ours.log_text()
-    assert "\n  proposals_from: the anchor's row\n  markov_head: rank 32\n  proposals: drawn" in ours.log_text()
+    head = "rank 32" if kind == "vanilla" else f"{kind}, rank 32"
+    assert f"\n  proposals_from: the anchor's row\n  markov_head: {head}\n  proposals: drawn" in ours.log_text()
     with ThreadPoolExecutor(len(expected)) as pool:
         answers = list(pool.map(lambda prompt: ours.generate(**request(prompt)), prompts()))
-    assert [answer["output_ids"] for answer in answers] == expected
+    answers += [ours.generate(**request(prompt)) for prompt in prompts()]
+    assert [answer["output_ids"] for answer in answers] == expected * 2
     histogram = [0] * (ROWS + 1)
     for answer in answers:
         for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
@@ -123,15 +136,16 @@ def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(o
 
 @pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="speculators DSpark", kv="model dtype, two ranks", outcome="works")
-def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
+def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, kind):
     """Random models, whose tokens lie in the shards of both ranks."""
     shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
     target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
-    config = dspark_config(**shape)
+    config = dspark_config(**shape, markov_head_type=kind)
     fields = dict(
         speculators_model_type="dspark",
         architectures=["Qwen3DSparkModel"],
         markov_rank=config["markov_rank"],
+        markov_head_type=kind,
         sample_from_anchor=True,
     )
     draft = write_checkpoint(tmp_path / "draft", speculators_config(config, **fields), dspark_tensors(config))

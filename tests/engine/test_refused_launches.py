@@ -43,9 +43,9 @@ def test_a_draft_that_does_not_fit_ends_the_launch_with_the_list() -> None:
 
 
 def test_a_required_worker_that_would_not_run_ends_the_launch_with_the_reason(tmp_path: Path) -> None:
-    _, domino = make_pair(tmp_path, draft={"dflash_config": {"projector_type": "domino"}})
-    log = log_of(domino, {REQUIRE: "1"})
-    assert log.splitlines()[-1].startswith(f"{REQUIRE}=1: draft config dflash_config.projector_type='domino': ")
+    _, foreign = make_pair(tmp_path, draft={"dflash_config": {"projector_type": "eagle"}})
+    log = log_of(foreign, {REQUIRE: "1"})
+    assert log.splitlines()[-1].startswith(f"{REQUIRE}=1: draft config dflash_config.projector_type='eagle': ")
     assert "Traceback" not in log
 
 

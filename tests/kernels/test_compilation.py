@@ -186,6 +186,9 @@ def walks() -> None:
     selector_walk.selector_walk_triton(codebooks, lattice, ids(BS, BLOCK), draw=draw)
     gated = codebooks._replace(gate=halves(64, 96)[:, 32:])
     selector_walk.selector_walk_triton(gated, lattice, ids(BS, BLOCK), torch.zeros(BS, 15))
+    of_state = codebooks._replace(predecessor=None)
+    selector_walk.selector_walk_triton(of_state, lattice, ids(BS, BLOCK), torch.zeros(BS, 15))
+    selector_walk.selector_walk_triton(of_state, lattice, ids(BS, BLOCK), draw=draw)
 
 
 def samples() -> None:

@@ -123,6 +123,20 @@ def test_a_gate_weighs_the_predecessor_by_the_row_and_by_itself(twin, device, ra
             token = taken
 
 
+@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16), (300, 3)])
+def test_without_predecessors_rows_are_what_edges_are_scored_with(twin, device, rank, width):
+    codebooks, lattice, anchors = to(device, *walk_inputs(rank, width, 4))
+    ones = torch.ones_like(codebooks.successor)
+    walk, taken, chances = getattr(walk_kernels, f"selector_walk_{twin}"), [], []
+    for predecessor in (None, ones):
+        logprobs = torch.zeros(len(anchors), 4, device=device)
+        walk(codebooks._replace(predecessor=predecessor), lattice, anchors, logprobs)
+        taken.append(anchors[:, 1:].clone())
+        chances.append(logprobs)
+    assert torch.equal(*taken) and torch.equal(*chances)
+    assert taken[0].tolist() != lattice.candidates.gather(2, lattice.logits.argmax(-1)[..., None])[..., 0].tolist()
+
+
 @pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16)])
 def test_a_drawn_walk_keeps_the_probabilities_of_the_steps_it_took(twin, device, rank, width):
     inputs = walk_inputs(rank, width, 7)

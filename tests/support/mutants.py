@@ -67,7 +67,7 @@ ADDED: dict[str, tuple[Any, ...]] = {
     "sliding_window_non_causal": (True, 0),
     "dflash_config.use_aux_hidden_state": (False,),
     "dflash_config.attention_mode": ("mla",),
-    "dflash_config.projector_type": ("domino",),
+    "dflash_config.projector_type": ("eagle",),
     "attention_value_scale": (2.0, "x"),
     "attention_sink_bias": (True,),
     "has_lm_head": (True, False),

@@ -45,6 +45,12 @@ def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> 
             "markov_head.gate_proj.weight": gate,
             "markov_head.gate_proj.bias": torch.randn(rank, generator=generator),
         }
+    if config.get("markov_head_type") == "rnn":
+        wide = config["hidden_size"] + 2 * rank
+        tensors |= {
+            "markov_head.joint_proj.weight": torch.randn(3 * rank, wide, generator=generator) * wide**-0.5,
+            "markov_head.joint_proj.bias": torch.randn(3 * rank, generator=generator),
+        }
     return tensors
 
 
@@ -54,31 +60,40 @@ class ReferenceDSpark(ReferenceDraft):
     w1: Tensor
     w2: Tensor
     gate: tuple[Tensor, Tensor] | None = None
+    joint: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def from_weights(config: Any, weights: Any) -> ReferenceDSpark:
         weights, model = {name: weight.float() for name, weight in weights.items()}, DraftModel(config)
         reference = ReferenceDSpark(model)
         reference.w1, reference.w2 = (weights.pop(f"markov_head.markov_{name}.weight") for name in ("w1", "w2"))
-        if "markov_head.gate_proj.weight" in weights:
-            gate = (weights.pop(f"markov_head.gate_proj.{name}") for name in ("weight", "bias"))
-            reference.gate = next(gate), next(gate)
+        for name, module in (("gate", "gate_proj"), ("joint", "joint_proj")):
+            if f"markov_head.{module}.weight" in weights:
+                matrices = tuple(weights.pop(f"markov_head.{module}.{of}") for of in ("weight", "bias"))
+                setattr(reference, name, matrices)
         model.load_state_dict({n: w for n, w in weights.items() if not n.startswith("confidence_head.")})
         return reference
 
     @torch.no_grad()
-    def scores(self, row: Tensor, head: nn.Module, before: int) -> dict[int, float]:
-        """row [hidden] -> {token: score} of its likeliest tokens, the likeliest first."""
-        logits, ids = head(row).topk(min(CANDIDATES, len(self.w2)))
-        context = self.w1[before]
+    def scores(self, rows: Tensor, head: nn.Module, before: list[int]) -> dict[int, float]:
+        """rows [steps, hidden] up to this step, and the token before each -> {token: score} of the last one's
+        likeliest tokens, the likeliest first."""
+        logits, ids = head(rows[-1]).topk(min(CANDIDATES, len(self.w2)))
+        context = self.w1[before[-1]]
         if self.gate is not None:
             weight, bias = self.gate
-            context = context * torch.sigmoid(weight @ torch.cat((row, context)) + bias)
+            context = context * torch.sigmoid(weight @ torch.cat((rows[-1], context)) + bias)
+        if self.joint is not None:
+            (weight, bias), state = self.joint, torch.zeros(self.w1.shape[1])
+            for row, token in zip(rows, before, strict=True):
+                gate, new, out = (weight @ torch.cat((state, self.w1[token], row)) + bias).chunk(3)
+                state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(new)
+            context = torch.tanh(out)
         return dict(zip(ids.tolist(), (logits + self.w2[ids] @ context).tolist(), strict=True))
 
     def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
         walk = [anchor]
-        for row in hidden:
-            scores = self.scores(row, head, walk[-1])
+        for step in range(len(hidden)):
+            scores = self.scores(hidden[: step + 1], head, walk)
             walk.append(max(scores, key=scores.__getitem__))
         return walk[1:]

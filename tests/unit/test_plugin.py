@@ -34,8 +34,8 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
     ("overrides", "field"),
     [
         *(({"architectures": [name]}, f"architectures={name!r}") for name in FOREIGN_ARCHITECTURES),
-        ({"dflash_config": {"projector_type": "domino"}}, "dflash_config.projector_type='domino'"),
-        ({"projector_type": "domino"}, "projector_type='domino'"),
+        ({"dflash_config": {"projector_type": "eagle"}}, "dflash_config.projector_type='eagle'"),
+        ({"projector_type": "eagle"}, "projector_type='eagle'"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size=2"),
         ({"dflash_config": {"selector_rank": 256}}, "dflash_config.selector_rank=256"),
         ({"dflash_config": {"lilicorr_num_layers": 2}}, "dflash_config.lilicorr_num_layers=2"),
@@ -49,8 +49,8 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
         ({"shift_label": True}, "shift_label=True"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True"),
         (
-            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"},
-            "markov_head_type='rnn'",
+            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "lstm"},
+            "markov_head_type='lstm'",
         ),
         ({"use_gemma_norm": True}, "use_gemma_norm=True"),
         ({"hidden_act": "swigluoai"}, "hidden_act='swigluoai'"),
@@ -98,7 +98,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(
         target=model_config,
         plain=make_pair(tmp_path / "plain")[1],
-        domino=make_pair(tmp_path / "domino", draft={"dflash_config": {"projector_type": "domino"}})[1],
+        foreign=make_pair(tmp_path / "foreign", draft={"dflash_config": {"projector_type": "eagle"}})[1],
         misfit=make_pair(tmp_path / "misfit", draft={"num_target_layers": 6})[1],
     )
 
@@ -107,10 +107,10 @@ def test_a_foreign_draft_gets_the_built_in_worker_and_one_warning(
     pair: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
-        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.domino)) is BuiltInWorker
+        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.foreign)) is BuiltInWorker
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "dflash_config.projector_type='domino'" in record.message and "DFlashWorkerV2" in record.message
+    assert "dflash_config.projector_type='eagle'" in record.message and "DFlashWorkerV2" in record.message
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:
     assert seen == [other, none]
 
 
-@pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("rnn", False)])
+@pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("lstm", False)])
 def test_a_launch_with_dspark_is_told_of_the_algorithm_that_serves_its_draft_here(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
@@ -222,11 +222,11 @@ def test_required_ends_the_process_where_the_built_in_worker_would_run(
     pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
     monkeypatch.setenv("DFLASH_SGLANG_REQUIRE", "1")
-    with pytest.raises(SystemExit, match="DFLASH_SGLANG_REQUIRE=1: .*projector_type='domino'"):
+    with pytest.raises(SystemExit, match="DFLASH_SGLANG_REQUIRE=1: .*projector_type='eagle'"):
         if run == "create_worker":
-            hooks.create_worker(built_in, Algorithm(), arguments(pair.domino))
+            hooks.create_worker(built_in, Algorithm(), arguments(pair.foreign))
         else:
-            hooks.handle_speculative_decoding(lambda args: None, arguments(pair.domino))
+            hooks.handle_speculative_decoding(lambda args: None, arguments(pair.foreign))
 
 
 @pytest.mark.parametrize("run", ["create_worker", "handle_speculative_decoding"])

@@ -1,5 +1,6 @@
 """A walk from the anchor through the candidates of a block, its edges scored by codebooks: Triton beside its torch
-twin. DFlash2's selector and DSpark's Markov heads are such."""
+twin. DFlash2's selector and DSpark's Markov heads are such. `models/edges.py` walks step by step with it where a
+state tells what the tokens before were."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ GATE_TILE = 32  # columns of a gate that a program holds at once
 class Codebooks(NamedTuple):
     """A vector per token of the vocabulary, as a predecessor and as a successor."""
 
-    predecessor: torch.Tensor  # [vocab, rank]
+    predecessor: torch.Tensor | None  # [vocab, rank]; None: of ones
     successor: torch.Tensor  # [vocab, rank]
     gate: torch.Tensor | None = None  # [rank, rank], columns contiguous; of the predecessor's vector
 
@@ -50,9 +51,10 @@ def selector_walk(
 
         logits[s, c] + sum over r of predecessor[x, r] * row[s, r] * successor[candidates[s, c], r]
 
-    where x is the token before, and row[s] is hidden[s], with a gate sigmoid(hidden[s] + gate predecessor[x]). It
-    takes the highest score, the lowest index among equals; and writes to logprobs [bs, steps] float32, contiguous,
-    if given, what it took has in the softmax of the scores.
+    where x is the token before, and row[s] is hidden[s], with a gate sigmoid(hidden[s] + gate predecessor[x]).
+    Without `predecessor` hidden[s] stands for the product of both. It takes the highest score, the lowest index
+    among equals; and writes to logprobs [bs, steps] float32, contiguous, if given, what it took has in the softmax
+    of the scores.
 
     With `draw` it takes one from the softmax of the scores at the request's temperature. These probabilities [bs,
     steps, K] float32 are returned (of a greedy request: one, for what it took). A drawn walk has no logprobs: they
@@ -74,10 +76,12 @@ def selector_walk_torch(
     previous, probs = tokens[:, 0], []
     for step in range(lattice.candidates.shape[1]):
         candidates = lattice.candidates[:, step]
-        context, row = codebooks.predecessor[previous].float(), lattice.hidden[:, step].float()
-        if codebooks.gate is not None:
-            row = torch.sigmoid(row + context @ codebooks.gate.float().T)
-        context = context * row
+        context = lattice.hidden[:, step].float()
+        if codebooks.predecessor is not None:
+            before = codebooks.predecessor[previous].float()
+            if codebooks.gate is not None:
+                context = torch.sigmoid(context + before @ codebooks.gate.float().T)
+            context = before * context
         edges = (codebooks.successor[candidates].float() * context[:, None]).sum(dim=-1)
         scores = lattice.logits[:, step] + edges
         index = scores.argmax(dim=-1, keepdim=True)
@@ -103,19 +107,21 @@ def selector_walk_triton(
 ) -> torch.Tensor | None:
     """`selector_walk` as one Triton launch, one program per request."""
     bs, steps, width = lattice.candidates.shape
-    rank = codebooks.predecessor.shape[1]
+    rank = codebooks.successor.shape[1]
     probs = None if draw is None else torch.empty_like(lattice.logits)
     unused = lattice.logits
     settings = (unused,) * 3 if draw is None else draw
     predecessor, successor, gate = codebooks
     _selector_walk_kernel[(bs,)](
-        predecessor, successor, unused if gate is None else gate, *lattice, *settings, tokens,
+        unused if predecessor is None else predecessor, successor, unused if gate is None else gate,
+        *lattice, *settings, tokens,
         unused if logprobs is None else logprobs,
         unused if probs is None else probs, tokens.stride(0),
         0 if gate is None else gate.stride(0), steps,
         WIDTH=width, LANES=triton.next_power_of_2(width), RANK=rank,
         RANK_TILE=min(RANK_TILE, triton.next_power_of_2(rank)), SURE=logprobs is not None, DRAWN=draw is not None,
-        GATED=gate is not None, GATE_TILE=min(GATE_TILE, triton.next_power_of_2(rank)),
+        PAIRED=predecessor is not None, GATED=gate is not None,
+        GATE_TILE=min(GATE_TILE, triton.next_power_of_2(rank)),
         num_warps=4,
     )  # fmt: skip
     return probs
@@ -126,7 +132,7 @@ def _selector_walk_kernel(
     predecessor_ptr, successor_ptr, gate_ptr, candidates_ptr, logits_ptr, hidden_ptr,
     temperatures_ptr, greedy_ptr, noise_ptr, tokens_ptr, logprobs_ptr, probs_ptr, token_stride, gate_stride, steps,
     WIDTH: tl.constexpr, LANES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SURE: tl.constexpr,
-    DRAWN: tl.constexpr, GATED: tl.constexpr, GATE_TILE: tl.constexpr,
+    DRAWN: tl.constexpr, PAIRED: tl.constexpr, GATED: tl.constexpr, GATE_TILE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -140,8 +146,7 @@ def _selector_walk_kernel(
         for start in tl.static_range(0, RANK, RANK_TILE):
             r = start + tl.arange(0, RANK_TILE)
             inside = r < RANK
-            context = tl.load(predecessor_ptr + previous * RANK + r, mask=inside, other=0.0).to(tl.float32)
-            of_row = tl.load(hidden_ptr + row * RANK + r, mask=inside, other=0.0).to(tl.float32)
+            context = tl.load(hidden_ptr + row * RANK + r, mask=inside, other=0.0).to(tl.float32)
             if GATED:
                 for column in tl.static_range(0, RANK, GATE_TILE):
                     k = column + tl.arange(0, GATE_TILE)
@@ -151,9 +156,10 @@ def _selector_walk_kernel(
                         mask=inside[:, None] & (k < RANK)[None, :],
                         other=0.0,
                     )
-                    of_row += tl.sum(gate.to(tl.float32) * before.to(tl.float32)[None, :], axis=1)
-                of_row = tl.sigmoid(of_row)
-            context *= of_row
+                    context += tl.sum(gate.to(tl.float32) * before.to(tl.float32)[None, :], axis=1)
+                context = tl.sigmoid(context)
+            if PAIRED:
+                context *= tl.load(predecessor_ptr + previous * RANK + r, mask=inside, other=0.0).to(tl.float32)
             successors = tl.load(
                 successor_ptr + candidates[:, None] * RANK + r[None, :],
                 mask=live[:, None] & inside[None, :],

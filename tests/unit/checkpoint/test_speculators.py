@@ -192,6 +192,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "DSpark, a vanilla Markov head": (DSPARK, SLIDING, ""),
     "DSpark, a gated Markov head": (dict(DSPARK, markov_head_type="gated"), {}, "embed_tokens lm_head"),
+    "DSpark, an rnn Markov head": (dict(DSPARK, markov_head_type="rnn"), {}, ""),
     "DSpark, no Markov head": (dict(DSPARK, markov_rank=0, confidence_head_with_markov=False), {}, ""),
     "DSpark, not from the anchor": (dict(DSPARK, sample_from_anchor=False), {}, ""),
 }
@@ -257,10 +258,10 @@ def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Te
     walk = [tokens[list(ANCHORS)]]
     if is_dspark and model.markov_head is not None:  # among the 16 likeliest tokens of a row
         for step in range(BLOCK - first):
-            rows = hidden[:, step : step + 1]
-            bias = model.markov_head.block_bias(prev_token_ids=walk[-1][:, None], hidden_states=rows)
+            rows, before = hidden[:, : step + 1], torch.stack(walk, dim=1)
+            bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=rows)
             likeliest, ids = logits[:, step].topk(16)
-            index = (likeliest + bias[:, 0].gather(1, ids)).argmax(-1, keepdim=True)
+            index = (likeliest + bias[:, -1].gather(1, ids)).argmax(-1, keepdim=True)
             walk.append(ids.gather(1, index)[:, 0])
         return torch.stack(walk[1:], dim=1)
     if not hasattr(model, "candidate_selector"):

@@ -178,10 +178,10 @@ def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2(examin
 
 def test_a_draft_of_another_worker_is_fine_and_says_why(examined: Any, tmp_path: Path) -> None:
     config = json.loads(Path(PAIR["draft"], "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "domino"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "eagle"}))
     code, said = examined(draft=str(tmp_path))
     assert (code, said["worker"], said["model"]) == (0, "built-in", None)
-    assert said["why_built_in"].startswith("draft config projector_type='domino': ")
+    assert said["why_built_in"].startswith("draft config projector_type='eagle': ")
 
 
 def test_what_makes_drafts_accept_little_is_suspicious(examined: Any, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_worker_that_is_required_and_does_not_serve_is_refused(
 ) -> None:
     monkeypatch.setenv("DFLASH_SGLANG_REQUIRE", "1")
     config = json.loads(Path(PAIR["draft"], "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "domino"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "eagle"}))
     code, said = examined(draft=str(tmp_path))
     assert code == 1 and said["refused"][0]["text"].startswith(
         "DFLASH_SGLANG_REQUIRE=1: draft config projector_type"

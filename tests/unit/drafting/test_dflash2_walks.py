@@ -181,8 +181,12 @@ class Rank:
         return values
 
 
+@pytest.mark.parametrize("rows", ["all but the anchor's", "all but the last", "all"])
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "sampled", "sampled, argmax asked for"])
-def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_same_on_all_ranks(kind, monkeypatch):
+def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_same_on_all_ranks(
+    kind, rows, monkeypatch
+):
+    """rows: of the draft's forward, those that propose."""
     from dflash_sglang.drafting import proposer as module
 
     torch.manual_seed(2)
@@ -190,12 +194,21 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     walker, bs = Walker(drawn), 64
     last = torch.arange(bs) % VOCAB
     ids = torch.cat([last[:, None], torch.zeros(bs, STEPS, dtype=torch.long)], dim=1)
-    hidden = torch.cat([torch.full((bs, 1, 8), float("nan")), walker.rows[last]], dim=1).flatten(0, 1)
+    unread = torch.full((bs, 1, 8), float("nan"))
+    hidden = {
+        "all but the anchor's": torch.cat([unread, walker.rows[last]], dim=1),
+        "all but the last": torch.cat([walker.rows[last], unread], dim=1),
+        "all": walker.rows[last],
+    }[rows].flatten(0, 1)
     out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
     proposer = object.__new__(module.Proposer)
     proposer._runner = SimpleNamespace(forward=lambda _: out)
-    proposer._model = SimpleNamespace(spec=SimpleNamespace(draft_rows=lambda width: width, anchor_proposes=False))
-    proposer._blocks = torch.empty(0)
+    fewer = rows == "all"
+    spec = SimpleNamespace(
+        draft_rows=lambda width: width - fewer, has_row_less=fewer, anchor_proposes=rows != "all but the anchor's"
+    )
+    proposer._model = SimpleNamespace(spec=spec)
+    proposer._blocks = torch.empty(ids.numel() if fewer else 0, dtype=torch.long)
     proposer._reader, proposer._drawn, proposer._layout = walker._proposals, drawn, None
     proposer._ones, proposer._width = torch.ones((bs + 3) * (STEPS + 1)), STEPS + 1
     proposer._tp_sync, proposer._all_rows = (rank := Rank()), None
@@ -205,6 +218,7 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     if kind == "seeded":
         info.sampling_seed = torch.arange(bs)
     block = SimpleNamespace(ids=ids, batch_size=bs)
+    block.without_last = lambda _: SimpleNamespace(ids=ids[:, :-1], batch_size=bs)
     proposals = [proposer.propose(SimpleNamespace(sampling_info=info), block) for _ in range(2)]
     tokens, sent = rank.sent[::2], rank.sent[1::2]
     expected = [walker.likeliest(int(token), chances=True) for token in last]

@@ -14,8 +14,9 @@ from dflash_sglang.checkpoint.families import foreign
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import speculators_config
 from tests.support.reference_dspark import ReferenceDSpark, dspark_config, dspark_tensors
+from tests.support.reference_walks import assert_equals_the_reference
 from tests.support.tiny import write_checkpoint
-from tests.unit.models.test_dflash2 import PREFIXES, Target
+from tests.unit.models.test_dflash2 import Target
 
 pytestmark = layers.cpu_only
 
@@ -38,66 +39,17 @@ def make_draft(directory: Path, config: dict[str, Any], tensors: dict[str, Tenso
 
 
 @works
-@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("block", [5, 8, 16])
 def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_accept_lengths(
     tmp_path, block, kind
 ):
-    from dflash_sglang.drafting.row_reader import RowReader
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
     config = dspark_config(block_size=block - 1, markov_head_type=kind)
     model, target = make_draft(tmp_path, config, dspark_tensors(config)), Target()
     model.bind_target(target)
-    assert model.spec.block_size == block
-    rows = model.spec.draft_rows(block)
-    assert rows == block - 1
+    assert (model.spec.block_size, model.spec.draft_rows(block)) == (block, block - 1)
     reference = ReferenceDSpark.from_weights(config, dspark_tensors(config))
-    reader = RowReader(model.head, model.edges, 2, block - 1, drawn=True, device="cpu")
-    pool, context = layers.make_pool(model), ContextKV(model)
-    context.bind(pool)
-    generator = torch.Generator().manual_seed(3)
-    table = 1 + torch.randperm(200, generator=generator).view(2, 100)  # slot of each request's positions
-    features = torch.randn(2, 100, 3 * config["hidden_size"], generator=generator)  # of the committed text
-    lengths, corrected = list(PREFIXES), False
-    for request, length in enumerate(lengths):
-        context.write(features[request, :length], torch.arange(length), table[request, :length])
-
-    for accepts in ((1, block), (4, 3), (block, 1)):
-        tokens = torch.randint(0, 320, (2, block), generator=generator)
-        embeds = model.forward_embed(tokens[:, :-1])
-        places = [torch.arange(length, length + rows) for length in lengths]
-        attention = layers.PlainAttention(pool, list(zip(table, lengths, strict=True)), rows)
-        hidden = layers.run_draft(model, embeds.flatten(0, 1).clone(), torch.cat(places), attention)
-        hidden = hidden.view(2, rows, -1)
-        reader.write(hidden, tokens)
-        temperature = 0.7
-        drawn = reader.draw(tokens.clone(), torch.full((2,), temperature), torch.tensor([False, False]))
-        logprobs, best = reader.read(2, rows, 2)
-        assert best is None
-        for request, length in enumerate(lengths):
-            known = reference.context_kv(features[request, :length], torch.arange(length))
-            expected = reference.block(embeds[request], places[request], known)
-            torch.testing.assert_close(hidden[request], expected, rtol=1e-4, atol=1e-4)
-            anchor = int(tokens[request, 0])
-            walk = reference.propose(expected, target.lm_head, anchor)
-            assert tokens[request, 1:].tolist() == walk
-            corrected |= walk != target.lm_head(expected).argmax(-1).tolist()
-            for step, row in enumerate(expected):
-                scores = reference.scores(row, target.lm_head, ([anchor] + walk)[step])
-                sure = torch.tensor(list(scores.values())).log_softmax(-1).max()
-                torch.testing.assert_close(logprobs[request, step], sure, rtol=1e-3, atol=1e-3)
-                scores = reference.scores(row, target.lm_head, int(drawn.tokens[request, step]))
-                q = (torch.tensor(list(scores.values())) / temperature).softmax(-1)
-                assert drawn.candidates[request, step].tolist() == list(scores)
-                torch.testing.assert_close(drawn.probs[request, step], q, rtol=1e-3, atol=1e-4)
-        for request, accept in enumerate(accepts):
-            written = torch.arange(lengths[request], lengths[request] + block)
-            new = features[request, written].clone()
-            new[accept:] = 1e3
-            context.write(new, written, table[request, written])
-            lengths[request] += accept
-    assert corrected, "edges decide, not the logits alone"
+    assert_equals_the_reference(model, reference, target.lm_head, block, proposing=lambda rows: rows)
 
 
 def test_both_formats_say_the_same_and_the_anchors_row_proposes_unless_the_config_says_otherwise():
@@ -118,9 +70,9 @@ def test_both_formats_say_the_same_and_the_anchors_row_proposes_unless_the_confi
 
 
 def test_other_markov_heads_are_the_built_in_workers():
-    other = foreign(dspark_config(markov_head_type="rnn"))
+    other = foreign(dspark_config(markov_head_type="lstm"))
     assert str(other) == (
-        "draft config markov_head_type='rnn': a Markov head of another kind, such as one with a state. "
+        "draft config markov_head_type='lstm': a Markov head of another kind. "
         "SGLang's built-in DFlashWorkerV2 serves it, not dflash_sglang."
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import astuple
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
             shapes[f"candidate_selector.{name}"] = (shape["vocab_size"], rank)
     for name in ("markov_w1", "markov_w2") if expect.get("markov") else ():
         shapes[f"markov_head.{name}.weight"] = (shape["vocab_size"], expect["markov"])
+    if expect.get("domino"):
+        size, rank, _ = expect["domino"]
+        shapes["prefix_gru.weight_ih_l0"] = (3 * size, hidden)
+        shapes["prefix_gru.weight_hh_l0"] = (3 * size, size)
+        shapes["embed_proj.0.weight"] = (rank, hidden + size)
+        shapes["embed_proj.2.weight"] = (shape["vocab_size"], rank)
     if expect.get("head") == "own":
         shapes["lm_head.weight"] = (config["draft_vocab_size"], hidden)
     if expect.get("embedding") == "own":
@@ -137,6 +144,7 @@ def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
         "conv": None,
         "selector": None,
         "markov": None if spec.dspark is None else spec.dspark.rank or None,
+        "domino": None if spec.domino is None else list(astuple(spec.domino)),
     }
     if spec.dflash2 is not None:
         conv = spec.dflash2.convolution
@@ -153,6 +161,7 @@ UNSAID = {
     "conv": None,
     "selector": None,
     "markov": None,
+    "domino": None,
 }
 
 

@@ -397,7 +397,7 @@ def speculators_config() -> dict[str, Any]:
 
 
 def foreign_config() -> dict[str, Any]:
-    return draft_config(architectures=["Qwen3DSparkModel"], markov_rank=4, markov_head_type="rnn")
+    return draft_config(architectures=["Qwen3DSparkModel"], markov_rank=4, markov_head_type="lstm")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "mscale": 1.0}

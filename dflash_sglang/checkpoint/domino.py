@@ -1,0 +1,55 @@
+"""DominoSpec: what a Domino checkpoint's config.json adds to a plain draft's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, as_bool, as_int
+from dflash_sglang.checkpoint.speculators import is_speculators
+
+ARCHITECTURE = "DFlashDraftModel"
+"""A plain draft's, too: the projector tells them apart."""
+PROJECTOR = "domino"
+
+
+@dataclass(frozen=True)
+class DominoSpec:
+    """``state_size``: of the GRU. ``rank``: width of the vectors that tokens are scored with. ``shifted``: whether
+    each row proposes the token after its own, the row of the last committed token the first one; the last row of a
+    block then has no proposal."""
+
+    state_size: int
+    rank: int
+    shifted: bool
+
+
+def is_domino(config: Mapping[str, Any]) -> bool:
+    """Whether a raw config.json declares a Domino draft: a plain one with its projector. The speculators format
+    has none."""
+    names, nested = config.get("architectures"), config.get("dflash_config")
+    if is_speculators(config) or not isinstance(names, list) or names[:1] != [ARCHITECTURE]:
+        return False
+    projector = nested.get("projector_type") if isinstance(nested, Mapping) else None
+    return bool((config.get("projector_type") if projector is None else projector) == PROJECTOR)
+
+
+def domino(fields: Fields, vocab_size: int) -> DominoSpec:
+    """Raises DraftConfigError for a field that is missing, malformed or not servable."""
+    prefix = fields.draft("pure_draft_prefix_len")
+    if prefix[1] != 1 or isinstance(prefix[1], bool):
+        raise DraftConfigError(*prefix, "1: the first proposal is the row's own, the GRU corrects the others")
+    field, size = fields.draft("draft_vocab_size")
+    if size not in (None, vocab_size):
+        raise DraftConfigError(
+            field,
+            size,
+            f"none, or vocab_size={vocab_size}: Domino's projector has a row for every token",
+            f"Correct {field} in the draft's config.json, or serve a Domino draft of the whole vocabulary.",
+        )
+    return DominoSpec(
+        state_size=as_int(fields.draft("gru_hidden_dim"), 1),
+        rank=as_int(fields.draft("emb_dim"), 1),
+        shifted=as_bool(fields.draft("shift_label")),
+    )

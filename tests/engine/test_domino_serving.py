@@ -1,0 +1,193 @@
+"""A Domino draft behind a real server in float32: lossless at every width, sampled output of the target's
+distribution (C16), tensor parallel (C21).
+
+The draft is the trained plain one with a GRU whose state tells the letter that comes next. Where labels are
+shifted, its rows, which were trained for the token of their own place, propose the next one: the GRU decides, and
+is accepted now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.pair import held_out_prompts
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine import test_parallel
+from tests.engine.test_dflash2_serving import (
+    BLOCK,
+    NEW_TOKENS,
+    PLAIN_DRAFT,
+    SAMPLED_PROMPT,
+    SAMPLING,
+    TARGET,
+    assert_distributed,
+    draws,
+    prompts,
+    request,
+    target,
+    three_tokens,
+)
+from tests.support import recorded_graphs, scheduler_hooks, tiny
+from tests.support.engines import serve
+from tests.support.reference_domino import OF_DOMINO, domino_config, domino_tensors
+from tests.support.tiny import write_checkpoint
+from training.reference import plain_generate
+
+__all__ = ["target"]
+pytestmark = pytest.mark.slow
+STATE, RANK = 192, 96
+works = pytest.mark.matrix(target="Qwen3", draft="Domino", kv="model dtype", outcome="works")
+
+
+@pytest.fixture(scope="module")
+def expected(target: Any) -> list[list[int]]:
+    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
+
+
+def domino_draft(directory: Path, shifted: bool) -> Path:
+    """The trained plain draft with `next_letters`, which count less where its rows know better."""
+    config = json.loads((PLAIN_DRAFT / "config.json").read_text())
+    sizes = dict(gru_hidden_dim=STATE, emb_dim=RANK)
+    config["dflash_config"] |= {**OF_DOMINO, **sizes, "shift_label": shifted}
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+    added = next_letters(embedding)
+    added["embed_proj.2.weight"] *= 1 if shifted else 0.2
+    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
+    tensors |= {name: tensor.bfloat16() for name, tensor in added.items()}
+    return write_checkpoint(directory, config, tensors)
+
+
+def next_letters(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Domino's tensors for an embedding [vocab, hidden]: a GRU whose state is half of the state before and half of
+    the token it reads, and scores of how often a byte follows the last one in English, as far as the state tells.
+    """
+    vocab, hidden = embedding.shape
+    text, counts = list("\n".join(held_out_prompts()).encode()), torch.full((vocab, vocab), 0.05)
+    for before, after in pairwise(text):
+        counts[before, after] += 1
+    generator = torch.Generator().manual_seed(5)
+    read = torch.randn(STATE, hidden, generator=generator) / embedding.std() * hidden**-0.5
+    of_state = torch.randn(RANK, STATE, generator=generator) * 4 * STATE**-0.5
+    state, states = torch.zeros(STATE), []
+    for row in torch.tanh(embedding[text[:20_000]] @ read.T):
+        state = (state + row) / 2
+        states.append(state)
+    vectors = functional.silu(torch.stack(states) @ of_state.T)
+    wanted = 2 * (counts / counts.sum(1, keepdim=True)).log()[text[: len(states)]]
+    ridge = vectors.T @ vectors + torch.eye(RANK)
+    return {
+        "prefix_gru.weight_ih_l0": torch.cat((torch.zeros(2 * STATE, hidden), read)),
+        "prefix_gru.weight_hh_l0": torch.zeros(3 * STATE, STATE),
+        "embed_proj.0.weight": torch.cat((torch.zeros(RANK, hidden), of_state), dim=1),
+        "embed_proj.2.weight": torch.linalg.solve(ridge, vectors.T @ wanted).T.contiguous(),
+    }
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["shifted", "in place"])
+def shifted(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], shifted: bool) -> Iterator[Server]:
+    """Blocks of any width, in graphs; rejected rows are poisoned after every step."""
+    draft = domino_draft(tmp_path_factory.mktemp("domino") / "draft", shifted)
+    records, graphs = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("graphs")
+    for prompt, output in zip(prompts(), expected, strict=True):
+        scheduler_hooks.record(records, prompt, output)
+    environment = {
+        **recorded_graphs.recording(graphs),
+        scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
+        scheduler_hooks.RECORDS_ENV: str(records),
+        CONFIG_ENV: '{"width": {}}',
+    }
+    with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
+        yield server
+        print(server.log_tail(60))  # shown with a failure
+    replayed = recorded_graphs.replays(graphs)
+    assert sum(one.role == "draft" for one in replayed) > 100
+
+
+@works
+def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours, shifted, expected):
+    assert f"block: {BLOCK} (trained {BLOCK})" in ours.log_text()
+    first = "anchor" if shifted else "first mask"
+    lines = f"\n  proposals_from: the {first}'s row\n  domino: GRU of {STATE}, rank {RANK}\n  proposals: drawn"
+    assert lines in ours.log_text()
+    with ThreadPoolExecutor(len(expected)) as pool:
+        answers = list(pool.map(lambda prompt: ours.generate(**request(prompt)), prompts()))
+    answers += [ours.generate(**request(prompt)) for prompt in prompts()]
+    assert [answer["output_ids"] for answer in answers] == expected * 2
+    histogram = [0] * BLOCK
+    for answer in answers:
+        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+            histogram[accepted] += count
+    assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
+    (state,) = ours.get("/server_info")["internal_states"]
+    assert min(state["dflash_width"]["steps"].values()) > 0
+
+
+@works
+def test_walks_of_graphs_are_accepted(ours, shifted, target):
+    """Of a text that no oracle knows."""
+    answer = ours.generate(**request(SAMPLED_PROMPT))
+    assert answer["output_ids"] == plain_generate(target, SAMPLED_PROMPT, NEW_TOKENS, ignore_eos=True)
+    steps = answer["meta_info"]["spec_verify_ct"]
+    assert NEW_TOKENS > (1.0 if shifted else 1.5) * steps
+
+
+@works
+def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, shifted, target, expected):
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: [ours.generate(**request(prompt))["output_ids"] for prompt in prompts()])
+        sampled = draws(ours)
+        assert beside.result() == expected
+    assert_distributed(sampled, three_tokens(target), often=0.1 * (not shifted))
+
+
+@pytest.mark.full
+@pytest.mark.matrix(target="Qwen3", draft="Domino", kv="model dtype, two ranks", outcome="works")
+def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, shifted):
+    """Random models, whose tokens lie in the shards of both ranks."""
+    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
+    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
+    config = domino_config(**shape, dflash_config=dict(shift_label=shifted))
+    draft = write_checkpoint(tmp_path / "draft", config, domino_tensors(config))
+    ids = random.Random(0)
+    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
+    outputs = test_parallel.continuations(target, [one["input_ids"] for one in asked])
+    with serve(
+        target, draft, environment=test_parallel.watched(tmp_path), tp_size=2, **test_parallel.RANKS
+    ) as server:
+        test_parallel.assert_ranks_take_the_same_walks(server, asked, outputs, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whose_head", ["a rank's own", "all ranks'"])
+def test_ranks_with_batches_of_their_own_embed_their_own_walks(expected, tmp_path, whose_head):
+    """Data-parallel attention: greedy and sampled requests on one rank beside few and none on the other."""
+    draft = domino_draft(tmp_path / "draft", shifted=False)
+    own = dict(enable_dp_lm_head=True) if whose_head == "a rank's own" else {}
+    layout = dict(tp_size=2, dp_size=2, enable_dp_attention=True, **own)
+    asked = [dict(request(prompt), routed_dp_rank=int(i > 1)) for i, prompt in enumerate(prompts())]
+    drawn = dict(asked[0], sampling_params=asked[0]["sampling_params"] | SAMPLING)
+    environment = {"DFLASH_SGLANG_REQUIRE": "1", CONFIG_ENV: '{"width": {}}'}
+    with serve(TARGET, draft, environment=environment, **layout, **test_parallel.RANKS) as server:
+        alone = test_parallel.ask(server, asked[-1:], together=True)
+        *together, sampled = test_parallel.ask(server, [*asked, drawn], together=True)
+    assert [one["output_ids"] for one in (*alone, *together)] == [expected[-1], *expected]
+    steps = sum(one["meta_info"]["spec_verify_ct"] for one in together)
+    assert sum(len(one["output_ids"]) for one in together) > 1.2 * steps
+    assert len(sampled["output_ids"]) == 3
