@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dflash_sglang.startup.target_class import CAPTURE_METHODS
+
 # Bodies of SGLang that capture a layer's output without the residual that it has yet to be added to. Their layers
 # return (output, residual).
 _WITHOUT_RESIDUAL = ("Gemma3TextModel",)
@@ -26,12 +28,12 @@ def ensure_capture(target_model: torch.nn.Module, layer_ids: Sequence[int]) -> N
 
     Call it before SGLang sets the attention backends up: that calls the target's
     `set_dflash_layers_to_capture`, which exists afterwards even where the class only has
-    `set_eagle3_layers_to_capture` (the same contract under another name). A target that already delivers
-    these layers is left as it is; otherwise its transformer body is made to return the features in this
-    order, the last layer's taken at the final norm, and all of them at the layers where the body's own captures
-    are no residual stream. All of it runs inside captured graphs.
+    `set_eagle3_layers_to_capture` (the same contract under another name), or is a wrapper whose `language_model`
+    has either. A target that already delivers these layers is left as it is; otherwise its transformer body is
+    made to return the features in this order, the last layer's taken at the final norm, and all of them at the
+    layers where the body's own captures are no residual stream. All of it runs inside captured graphs.
 
-    Raises CaptureError where the class has no capture method, or cannot reorder.
+    Raises CaptureError where neither has a capture method, or the body cannot reorder.
     """
     ids = tuple(layer_ids)
     set_layers = _capture_method(target_model)
@@ -53,10 +55,12 @@ def ensure_capture(target_model: torch.nn.Module, layer_ids: Sequence[int]) -> N
 
 
 def _capture_method(target_model: torch.nn.Module) -> Callable[[list[int]], None]:
-    for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
-        method = getattr(target_model, name, None)
-        if method is not None:
-            return method
+    """The target's own, or of the language model that it wraps."""
+    for model in (target_model, getattr(target_model, "language_model", None)):
+        for name in CAPTURE_METHODS:
+            method = getattr(model, name, None)
+            if method is not None:
+                return method
     raise CaptureError(
         f"target class {type(target_model).__name__}: expected set_dflash_layers_to_capture or "
         "set_eagle3_layers_to_capture, which hand the draft its features. Serve another target, or without "

@@ -42,7 +42,7 @@ from dflash_sglang.startup.launch_checks import (
 from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
-from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
+from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features
 from dflash_sglang.startup.tensor_checks import weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
@@ -202,8 +202,7 @@ def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | 
 def _target_problems(target_config: Any) -> Iterator[Problem]:
     """Targets that hand out no features, and those whose verify is not their plain decoding."""
     names = target_config.hf_config.architectures
-    model = target_class(names or [], target_config.model_impl)
-    captures = model is not None and any(hasattr(model, method) for method in CAPTURE_METHODS)
+    captures = hands_out_features(names or [], target_config.hf_text_config, target_config.model_impl)
     for unserved, expected in (
         (not captures, f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"),
         (

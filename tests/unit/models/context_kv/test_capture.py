@@ -196,6 +196,18 @@ def test_a_wrapper_that_calls_its_body_for_what_the_body_lacks_captures(ids: lis
     assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
 
 
+@pytest.mark.parametrize("method", ["set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"])
+@pytest.mark.parametrize("ids", [[0, 2], [4, 0]], ids=str)
+def test_the_language_model_of_a_wrapper_without_a_capture_method_captures(ids: list[int], method: str) -> None:
+    target = Target()
+    text = target.language_model
+    setattr(text, method, lambda ids: setattr(text.model, "layers_to_capture", [i + 1 for i in ids]))
+    ensure_capture(target, ids)
+    target.set_dflash_layers_to_capture(ids)
+    _, features = target.run()
+    assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
+
+
 def test_a_captured_last_layer_survives_later_writes_to_the_residual() -> None:
     ensure_capture(target := DFlashTarget(), [4])
     target.set_dflash_layers_to_capture([4])
