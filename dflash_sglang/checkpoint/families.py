@@ -72,8 +72,6 @@ _ROWS = (
         "a Markov head of another kind, such as one with a state",
     ),
     _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block"),
-    _Row("use_gemma_norm", bool, "Gemma's norms"),
-    _Row("hidden_act", lambda value: value == "swigluoai", "gpt-oss's clamped activation"),
 )
 
 

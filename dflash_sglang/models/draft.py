@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import GemmaRMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import DraftHead, HeadCopy, build_draft_head
 from dflash_sglang.models.head.target_head import find_embedding, find_head
-from dflash_sglang.models.layers import DraftLayer
+from dflash_sglang.models.layers import DraftLayer, rms_norm
 from dflash_sglang.models.loading.stacking import STACKED, still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
 from dflash_sglang.settings.plugin_config import DraftHeadForm
@@ -85,11 +85,11 @@ class DFlashDraftModel(nn.Module):
             quant_config=quant_config,
             prefix=f"{base}fc",
         )
-        self.hidden_norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.hidden_norm = rms_norm(spec, spec.hidden_size)
         self.layers = nn.ModuleList(
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
-        self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.norm = rms_norm(spec, spec.hidden_size)
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.borrowed: Borrowed | None = None
@@ -262,6 +262,8 @@ class DFlashDraftModel(nn.Module):
                 shapes[f"{name}.weight"] = (module.output_size, module.input_size)
             elif isinstance(module, VocabParallelEmbedding):  # a head is one, too
                 shapes[f"{name}.weight"] = (module.org_vocab_size, self.spec.hidden_size)
+            elif isinstance(module, GemmaRMSNorm):
+                shapes[f"{name}.weight"] = tuple(module.weight.shape)
         return {**shapes, **layer_shapes(self.spec)}
 
     def post_load_weights(self) -> None:

@@ -45,7 +45,7 @@ def test_every_name_of_the_architecture_is_ours_and_registered(name):
 
 
 def test_other_families_in_dflash2s_layout_stay_with_the_built_in_worker():
-    for overrides in ({"use_gemma_norm": True}, {"speculators_model_type": "dflash2"}):
+    for overrides in ({"shift_label": True}, {"speculators_model_type": "dflash2"}):
         assert foreign(dflash2_config(**overrides)) is not None
     assert foreign(speculators_config(draft_config(), architectures=["DFlash2DraftModel"])) is not None
 

@@ -1,0 +1,154 @@
+"""Drafts whose layers differ from Qwen3's: the served model against plain PyTorch and against SGLang's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint.families import foreign
+from tests.support import sglang_layers as layers
+from tests.support.reference_layers import SWIGLU, layer_tensors, reference_draft
+from tests.support.tiny import draft_config, write_checkpoint
+from tests.unit.models.test_dflash2 import PREFIXES, Target
+from training.reference import ReferenceDraft
+
+pytestmark = layers.cpu_only
+
+GEMMA = dict(use_gemma_norm=True)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma norms": GEMMA,
+    "swigluoai": SWIGLU,
+    "Gemma norms and swigluoai": {**GEMMA, **SWIGLU, "attention_bias": True},
+}
+
+
+def families() -> list[Any]:
+    def works(draft: str) -> Any:
+        return pytest.mark.matrix(target="Qwen3", draft=draft, kv="model dtype", outcome="works")
+
+    return [pytest.param(fields, id=name, marks=works(name)) for name, fields in FAMILIES.items()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank() -> None:
+    layers.start_rank()
+
+
+def make_draft(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """The served model of a draft of any architecture, its weights loaded."""
+    from dflash_sglang.models import draft
+
+    (model_class,) = (one for one in draft.EntryClass if one.__name__ == config["architectures"][0])
+    write_checkpoint(directory, config, tensors)
+    with layers.defaults(torch.float32):
+        model = model_class(layers.hf_config(directory))
+        model.load_weights(tensors.items())
+    return model
+
+
+@pytest.mark.parametrize("fields", families())
+@pytest.mark.parametrize("block", [5, 8, 16])
+def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_accept_lengths(
+    tmp_path, fields, block
+):
+    config = draft_config(block_size=block, **fields)
+    assert foreign(config) is None
+    tensors = layer_tensors(config)
+    assert_steps_equal(make_draft(tmp_path, config, tensors), reference_draft(config, tensors), block)
+
+
+def assert_steps_equal(model: Any, reference: ReferenceDraft, block: int) -> None:
+    """Two requests, context KV of all rows of each block, accepted or not."""
+    from dflash_sglang.drafting.row_reader import RowReader
+    from dflash_sglang.models.context_kv.projection import ContextKV
+
+    target = Target()
+    model.bind_target(target)
+    reader = RowReader(model.head, model.edges, 2, block - 1, drawn=False, device="cpu")
+    pool, context = layers.make_pool(model), ContextKV(model)
+    context.bind(pool)
+    generator = torch.Generator().manual_seed(3)
+    table = 1 + torch.randperm(200, generator=generator).view(2, 100)  # slot of each request's positions
+    features = torch.randn(2, 100, model.fc.input_size, generator=generator)  # of the committed text
+    lengths = list(PREFIXES)
+    for request, length in enumerate(lengths):
+        context.write(features[request, :length], torch.arange(length), table[request, :length])
+
+    for accepts in ((1, block), (4, 3), (block, 1)):
+        tokens = torch.randint(0, 320, (2, block), generator=generator)
+        embeds = model.forward_embed(tokens)
+        rows = [torch.arange(length, length + block) for length in lengths]
+        attention = layers.PlainAttention(pool, list(zip(table, lengths, strict=True)), block)
+        hidden = layers.run_draft(model, embeds.flatten(0, 1).clone(), torch.cat(rows), attention)
+        hidden = hidden.view(2, block, -1)
+        reader.write(hidden[:, 1:], tokens)
+        for request, length in enumerate(lengths):
+            known = reference.context_kv(features[request, :length], torch.arange(length))
+            expected = reference.block(embeds[request], rows[request], known)
+            torch.testing.assert_close(hidden[request], expected, rtol=1e-4, atol=1e-4)
+            anchor = int(tokens[request, 0])
+            assert tokens[request, 1:].tolist() == reference.propose(expected, target.lm_head, anchor)
+        for request, accept in enumerate(accepts):
+            new = features[request, rows[request]].clone()
+            new[accept:] = 1e3
+            context.write(new, rows[request], table[request, rows[request]])
+            lengths[request] += accept
+
+
+@pytest.mark.parametrize("fields", families())
+def test_rows_equal_those_of_sglangs_own_model(tmp_path, fields):
+    """An independent witness: the built-in model on the same checkpoint, not compiled."""
+    from sglang.srt.models.registry import ModelRegistry
+    from transformers import PretrainedConfig
+
+    config = draft_config(layer_types=["sliding_attention"] * 2, **fields)
+    tensors = layer_tensors(config)
+    model = make_draft(tmp_path, config, tensors)
+    built_in_class = ModelRegistry.models[config["architectures"][0]]
+    assert built_in_class is not type(model)
+    with torch.compiler.set_stance("force_eager"):
+        with layers.defaults(torch.float32):
+            built_in = built_in_class(PretrainedConfig.from_dict(config))
+            built_in.load_weights(tensors.items())
+        embeds = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+        slots = torch.arange(1, 1 + 2 * 40).view(2, 40)
+        positions = torch.cat([torch.arange(20, 28), torch.arange(3, 11)])
+        hidden = []
+        for one in (model, built_in):
+            pool = layers.make_pool(model)
+            attention = layers.PlainAttention(pool, [(slots[0], 20), (slots[1], 3)], 8)
+            hidden.append(layers.run_draft(one, embeds.clone(), positions, attention))
+        torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", families())
+def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path, fields):
+    config = draft_config(**fields)
+    model = make_draft(tmp_path, config, layer_tensors(config))
+    model.bind_target(Target())
+    layers.assert_idle_batch_writes_nothing(model)
+
+
+@pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])
+def test_the_clamped_activation_needs_both_numbers(field):
+    with pytest.raises(DraftConfigError, match=f"draft config {field}=None: expected a positive number beside"):
+        DraftSpec.from_config(draft_config(**{**SWIGLU, field: None}))
+
+
+def test_a_norm_of_another_size_is_an_error_that_names_it(tmp_path):
+    config = draft_config(**GEMMA)
+    tensors = layer_tensors(config) | {"hidden_norm.weight": torch.zeros(32)}
+    with pytest.raises(ValueError, match=r"'hidden_norm.weight' of shape \(32,\) .* expected shape \(64,\)"):
+        make_draft(tmp_path, config, tensors)
+
+
+def test_kernels_that_scale_by_the_weight_itself_are_left_out_under_gemma_norms(tmp_path):
+    for fields, why in ((GEMMA, "the draft's norms scale by 1 + weight"), (SWIGLU, None)):
+        config = draft_config(**fields)
+        model = make_draft(tmp_path, config, layer_tensors(config))
+        assert {layer.self_attn.no_table_kernel for layer in model.layers} == {why}
