@@ -22,7 +22,7 @@ BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
 FOREIGN_ARCHITECTURES = {
     "LiLiCorrDraftModel": "LiLiCorr: a candidate scorer beside the draft",
     "DFlashLagunaForCausalLM": "Laguna: per-feature norms and an output gate",
-    "MuseGlimmerAssistantModel": "Muse: another numbering of the target's layers",
+    "MuseGlimmerAssistantModel": "Muse: tensors of other names, and no vocabulary in the config",
     "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
     "Lfm2DSparkDraftModel": "DSpark: a Markov head and a confidence head",
 }

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
-from dflash_sglang.checkpoint.dflash2 import is_dflash2
 from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
@@ -95,11 +94,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     config = _draft_config(cfg, problems)
     check_family(config)
     target_config = model_config_of(server_args)
-    other = (
-        foreign(config)
-        or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
-        or _counts_layers_otherwise(config, target_config)
-    )
+    other = foreign(config) or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
     if other is not None:
         return other
     problems += _target_problems(target_config)
@@ -217,14 +212,6 @@ def _target_problems(target_config: Any) -> Iterator[Problem]:
         if unserved:
             fix = "Serve it without --speculative-algorithm DFLASH."
             yield Problem("target config architectures", names, f"a target {expected}", fix)
-
-
-def _counts_layers_otherwise(config: dict[str, Any], target_config: Any) -> Foreign | None:
-    """DFlash2 drafts of Muse-Glimmer number the target's layers from another point than all others."""
-    model_type = getattr(target_config.hf_config, "model_type", None)
-    if is_dflash2(config) and model_type == "muse_glimmer":
-        return Foreign("target config model_type", model_type, "DFlash2 drafts that number its layers otherwise")
-    return None
 
 
 def _serving_facts(cfg: Any) -> ServingFacts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,14 +47,6 @@ def test_other_families_in_dflash2s_layout_stay_with_the_built_in_worker():
     for overrides in ({"shift_label": True}, {"speculators_model_type": "dflash2"}):
         assert foreign(dflash2_config(**overrides)) is not None
     assert foreign(speculators_config(draft_config(), architectures=["DFlash2DraftModel"])) is not None
-
-
-def test_a_draft_for_muse_glimmer_counts_layers_otherwise_and_stays_with_the_built_in_worker():
-    from dflash_sglang.startup.decisions import _counts_layers_otherwise
-
-    muse = SimpleNamespace(hf_config=SimpleNamespace(model_type="muse_glimmer"))
-    assert "target config model_type='muse_glimmer'" in str(_counts_layers_otherwise(dflash2_config(), muse))
-    assert _counts_layers_otherwise(draft_config(), muse) is None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
