@@ -450,6 +450,8 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         first = "anchor" if spec.dspark.from_anchor else "first mask"
         decisions["proposals_from"] = f"the {first}'s row"
         decisions["markov_head"] = f"{'gated, ' * spec.dspark.gated}rank {rank}" if rank else "none"
+    if spec.laguna is not None:
+        decisions["attention_gates"] = f"{spec.laguna.gates} per head"
     if draft.model.edges is not None:
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
     if not draft.drafts:

@@ -17,6 +17,7 @@ from dflash_sglang.checkpoint.fields import (
     as_int,
     class_default,
 )
+from dflash_sglang.checkpoint.laguna import LagunaSpec, is_laguna, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
@@ -50,8 +51,8 @@ class DraftSpec:
     ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
     ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
     activation differs from SwiGLU, or None.
-    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``:
-    what makes it a DFlash2 or DSpark draft, or None.
+    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
+    ``laguna``: what makes it a DFlash2, DSpark or Laguna draft, or None.
     """
 
     architecture: str
@@ -80,6 +81,7 @@ class DraftSpec:
     attention_sinks: bool
     dflash2: DFlash2Spec | None
     dspark: DSparkSpec | None
+    laguna: LagunaSpec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
@@ -131,6 +133,7 @@ class DraftSpec:
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
             dflash2=dflash2(fields, hidden_size, vocab_size) if is_dflash2(config) else None,
             dspark=of_dspark,
+            laguna=laguna(fields, head_dim) if is_laguna(config) else None,
         )
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.layernorm import GemmaRMSNorm
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
@@ -105,6 +105,15 @@ class DFlashDraftModel(nn.Module):
     def edges(self) -> Edges | None:
         """Between the candidates of its proposals; None of a plain draft."""
         return None
+
+    @property
+    def context_norms(self) -> list[RMSNorm] | None:
+        """What each layer norms context rows by before its K and V projections; None of a plain draft."""
+        return None
+
+    def joined_features(self, features: Tensor) -> Tensor:
+        """features [T, n_ids * hidden] in the model's dtype -> what `fc` takes, of the same shape."""
+        return features
 
     def serve_blocks_of(self, block_size: int) -> None:
         """How many rows a served block has; before the first forward. A plain draft does not need to know."""

@@ -29,6 +29,12 @@ def rms_norm(spec: DraftSpec, size: int) -> RMSNorm | GemmaRMSNorm:
     return (GemmaRMSNorm if spec.gemma_norms else RMSNorm)(size, eps=spec.rms_norm_eps)
 
 
+def of_checkpoint(quant_config: QuantizationConfig | None, spec: DraftSpec) -> QuantizationConfig | None:
+    """The quantisation of small projections: that of a quantised checkpoint, which names those that it leaves out.
+    Quantising while loading leaves them alone: they are few weights, and shape every row."""
+    return None if spec.quantization is None else quant_config
+
+
 class DraftAttention(nn.Module):
     """Attention of one draft layer, for the block's rows and for the keys and values of context rows.
 
@@ -208,12 +214,14 @@ class DraftLayer(nn.Module):
     0 rows (an IDLE batch) issue the collectives of any other batch and write nothing.
     """
 
+    attention_class = DraftAttention
+
     def __init__(
         self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
     ) -> None:
         super().__init__()
         self.input_layernorm = rms_norm(spec, spec.hidden_size)
-        self.self_attn = DraftAttention(spec, layer_id, quant_config, f"{prefix}.self_attn")
+        self.self_attn = self.attention_class(spec, layer_id, quant_config, f"{prefix}.self_attn")
         self.post_attention_layernorm = rms_norm(spec, spec.hidden_size)
         self.mlp = DraftMLP(spec, quant_config, f"{prefix}.mlp")
 

@@ -19,7 +19,7 @@ from tests.engine import test_parallel
 from tests.engine.test_dflash2_serving import NEW_TOKENS, PLAIN_DRAFT, TARGET, prompts, request
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
-from tests.support.reference_layers import SWIGLU, is_norm
+from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, laguna_tensors
 from tests.support.tiny import write_checkpoint
 from training.reference import plain_generate
 
@@ -51,6 +51,15 @@ def gemma_norms_and_swigluoai() -> tuple[dict[str, Any], dict[str, torch.Tensor]
     return {**config, **SWIGLU}, tensors
 
 
+def laguna() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The trained draft with random norms of features and gates, in the class that published drafts name."""
+    config, tensors = gemma_norms()
+    tensors = {name: tensor + 1 if is_norm(name) else tensor for name, tensor in tensors.items()}
+    config = {**config, "use_gemma_norm": False, "model_type": "laguna"}
+    config |= {name: LAGUNA[name] for name in ("architectures", "gating")}
+    return config, {**tensors, **laguna_tensors(config)}
+
+
 def family(name: str, make: Any) -> Any:
     works = pytest.mark.matrix(target="Qwen3", draft=name, kv="model dtype, two ranks", outcome="works")
     return pytest.param(make, id=name, marks=works)
@@ -71,6 +80,7 @@ def expected(target: Any) -> list[list[int]]:
     params=[
         family("Gemma norms", gemma_norms),
         family("Gemma norms and swigluoai", gemma_norms_and_swigluoai),
+        family("Laguna", laguna),
     ],
 )
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

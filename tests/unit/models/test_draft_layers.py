@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import foreign
 from tests.support import sglang_layers as layers
-from tests.support.reference_layers import SWIGLU, layer_tensors, reference_draft
+from tests.support.reference_layers import LAGUNA, SWIGLU, layer_tensors, reference_draft
 from tests.support.tiny import draft_config, write_checkpoint
 from tests.unit.models.test_dflash2 import PREFIXES, Target
 from training.reference import ReferenceDraft
@@ -24,6 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma norms": GEMMA,
     "swigluoai": SWIGLU,
     "Gemma norms and swigluoai": {**GEMMA, **SWIGLU, "attention_bias": True},
+    "Laguna": LAGUNA,
+    "Laguna, a gate per channel": {**LAGUNA, "gating": "per-element"},
+    "Laguna without gates": {**LAGUNA, "gating": "disabled"},
 }
 
 
@@ -41,9 +45,10 @@ def rank() -> None:
 
 def make_draft(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """The served model of a draft of any architecture, its weights loaded."""
-    from dflash_sglang.models import draft
+    from dflash_sglang.models import draft, laguna
 
-    (model_class,) = (one for one in draft.EntryClass if one.__name__ == config["architectures"][0])
+    entries = (*draft.EntryClass, *laguna.EntryClass)
+    (model_class,) = (one for one in entries if one.__name__ == config["architectures"][0])
     write_checkpoint(directory, config, tensors)
     with layers.defaults(torch.float32):
         model = model_class(layers.hf_config(directory))
@@ -103,14 +108,15 @@ def assert_steps_equal(model: Any, reference: ReferenceDraft, block: int) -> Non
 @pytest.mark.parametrize("fields", families())
 def test_rows_equal_those_of_sglangs_own_model(tmp_path, fields):
     """An independent witness: the built-in model on the same checkpoint, not compiled."""
-    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.models import dflash
     from transformers import PretrainedConfig
+
+    from dflash_sglang.models.context_kv.projection import ContextKV
 
     config = draft_config(layer_types=["sliding_attention"] * 2, **fields)
     tensors = layer_tensors(config)
     model = make_draft(tmp_path, config, tensors)
-    built_in_class = ModelRegistry.models[config["architectures"][0]]
-    assert built_in_class is not type(model)
+    built_in_class = getattr(dflash, config["architectures"][0])
     with torch.compiler.set_stance("force_eager"):
         with layers.defaults(torch.float32):
             built_in = built_in_class(PretrainedConfig.from_dict(config))
@@ -125,6 +131,17 @@ def test_rows_equal_those_of_sglangs_own_model(tmp_path, fields):
             hidden.append(layers.run_draft(one, embeds.clone(), positions, attention))
         torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
 
+        features = torch.randn(9, model.fc.input_size, generator=torch.Generator().manual_seed(4))
+        context, positions = ContextKV(model), torch.arange(9)
+        rows, theirs = context.project(features), built_in.project_target_hidden(features)
+        torch.testing.assert_close(rows, theirs, rtol=1e-4, atol=1e-4)
+        for layer, (keys, values) in zip(built_in.layers, context.keys_values(rows, positions), strict=True):
+            attention = layer.self_attn
+            k, v = attention.kv_proj_only(built_in.prepare_context_hidden_for_kv(layer, theirs))
+            k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
+            torch.testing.assert_close(keys, k, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(values, v, rtol=1e-4, atol=1e-4)
+
 
 @pytest.mark.parametrize("fields", families())
 def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path, fields):
@@ -132,6 +149,68 @@ def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path, fields):
     model = make_draft(tmp_path, config, layer_tensors(config))
     model.bind_target(Target())
     layers.assert_idle_batch_writes_nothing(model)
+
+
+def test_context_rows_are_normed_by_each_layer_in_both_forms_of_the_projection(tmp_path):
+    from dflash_sglang.models.context_kv.projection import ContextKV
+
+    config = draft_config(**LAGUNA)
+    model = make_draft(tmp_path, config, layer_tensors(config))
+    features = torch.randn(9, model.fc.input_size, generator=torch.Generator().manual_seed(4))
+    expected = reference_draft(config, layer_tensors(config)).context_kv(features, torch.arange(9))
+    for form in ("per_layer", "stacked"):
+        context = ContextKV(model, form)
+        assert context.form == form
+        found = context.keys_values(context.project(features), torch.arange(9))
+        for pair, of_layer in zip(expected, found, strict=True):
+            for one, other in zip(pair, of_layer, strict=True):
+                torch.testing.assert_close(other, one.flatten(1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gate_is_read_as_sglang_reads_it():
+    from sglang.srt.configs.laguna import normalize_gating
+
+    config = draft_config(**LAGUNA)
+    gates = {"per-head": 1, "per-element": config["head_dim"], "disabled": 0}
+    for gating in (True, False, None, *gates):
+        spec = DraftSpec.from_config({**config, "gating": gating})
+        assert spec.laguna is not None and spec.laguna.gates == gates[normalize_gating(gating)]
+    del config["gating"]
+    assert DraftSpec.from_config(config).laguna.gates == 1
+
+
+def test_a_base_alone_is_plain_rope_as_sglangs_class_of_the_config_reads_it():
+    from sglang.srt.configs.laguna import LagunaConfig
+    from sglang.srt.utils.hf_transformers.common import get_rope_config
+
+    config = {**draft_config(**LAGUNA), "model_type": "laguna", "rope_theta": 500000.0}
+    rope = DraftSpec.from_config(config).rope
+    assert (rope.theta, rope.scaling, rope.rotary_dim) == (500000.0, None, config["head_dim"])
+    theirs = LagunaConfig(**{name: value for name, value in config.items() if name != "model_type"})
+    assert get_rope_config(theirs) == (500000.0, None) and theirs.partial_rotary_factor == 1.0
+
+
+@pytest.mark.parametrize("gating", ["per-layer", 1, ["per-head"]])
+def test_a_gate_of_another_kind_is_refused_by_its_field(gating):
+    config = {**draft_config(**LAGUNA), "gating": gating}
+    with pytest.raises(DraftConfigError, match=re.escape(f"draft config gating={gating!r}: expected per-head")):
+        DraftSpec.from_config(config)
+
+
+@pytest.mark.parametrize("name", ["aux_hidden_norms.2.weight", "layers.1.self_attn.g_proj.weight"])
+def test_a_missing_tensor_of_laguna_is_an_error_that_names_it_alone(tmp_path, name):
+    config = draft_config(**LAGUNA)
+    tensors = layer_tensors(config)
+    del tensors[name]
+    with pytest.raises(ValueError, match=rf"missing tensors \['{name}'\]"):
+        make_draft(tmp_path, config, tensors)
+
+
+def test_a_gate_of_another_size_is_an_error_that_names_it(tmp_path):
+    config = draft_config(**LAGUNA)
+    tensors = layer_tensors({**config, "gating": "per-element"})
+    with pytest.raises(ValueError, match=r"'layers.0.self_attn.g_proj.weight' of shape \(64, 64\)"):
+        make_draft(tmp_path, config, tensors)
 
 
 @pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])
