@@ -1,10 +1,11 @@
 """Drafts whose layers differ from Qwen3's behind a real server in float32: lossless on two ranks whose blocks have
-another width at every step (C21)."""
+another width at every step (C21), sampled output of the target's distribution (C16)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,16 @@ from transformers import AutoModelForCausalLM
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_parallel
-from tests.engine.test_dflash2_serving import NEW_TOKENS, PLAIN_DRAFT, TARGET, prompts, request
+from tests.engine.test_dflash2_serving import (
+    NEW_TOKENS,
+    PLAIN_DRAFT,
+    TARGET,
+    assert_distributed,
+    draws,
+    prompts,
+    request,
+    three_tokens,
+)
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, laguna_tensors
@@ -114,3 +124,12 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(serve
     assert min(state["dflash_width"]["steps"].values()) > 0
     whole = dict(sampled=[*unaided, *answers], directory=served.records)
     test_parallel.assert_same_tokens_on(range(2), whole)
+
+
+def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(served, target, expected):
+    with ThreadPoolExecutor(1) as pool:
+        asked = [request(prompt) for prompt in prompts()]
+        beside = pool.submit(test_parallel.ask, served.server, asked, together=False)
+        sampled = draws(served.server)
+        assert [answer["output_ids"] for answer in beside.result()] == expected
+    assert_distributed(sampled, three_tokens(target))

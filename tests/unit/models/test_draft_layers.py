@@ -13,7 +13,9 @@ from torch import Tensor
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import foreign
 from tests.support import sglang_layers as layers
-from tests.support.reference_layers import LAGUNA, SWIGLU, layer_tensors, reference_draft
+from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
+from tests.support.reference_dspark import dspark_config, dspark_tensors
+from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, layer_tensors, reference_draft
 from tests.support.tiny import draft_config, write_checkpoint
 from tests.unit.models.test_dflash2 import PREFIXES, Target
 from training.reference import ReferenceDraft
@@ -45,9 +47,9 @@ def rank() -> None:
 
 def make_draft(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """The served model of a draft of any architecture, its weights loaded."""
-    from dflash_sglang.models import draft, laguna
+    from dflash_sglang.models import dflash2, draft, dspark, laguna
 
-    entries = (*draft.EntryClass, *laguna.EntryClass)
+    entries = [one for module in (draft, dflash2, dspark, laguna) for one in module.EntryClass]
     (model_class,) = (one for one in entries if one.__name__ == config["architectures"][0])
     write_checkpoint(directory, config, tensors)
     with layers.defaults(torch.float32):
@@ -141,6 +143,24 @@ def test_rows_equal_those_of_sglangs_own_model(tmp_path, fields):
             k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
             torch.testing.assert_close(keys, k, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(values, v, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["DFlash2DraftModel", "MiniMaxDFlash2DraftModel", "Qwen3DSparkModel"])
+def test_gemma_norms_of_other_families_are_plain_norms_of_one_more(tmp_path, architecture):
+    if architecture == "Qwen3DSparkModel":
+        config, tensors = dspark_config(), dspark_tensors(dspark_config())
+    else:
+        config = dflash2_config(architectures=[architecture])
+        tensors = dflash2_tensors(config)
+    of_gemma = {name: tensor - 1 if is_norm(name) else tensor for name, tensor in tensors.items()}
+    assert foreign({**config, **GEMMA}) is None
+    embeds = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    hidden = []
+    for fields, held in (({}, tensors), (GEMMA, of_gemma)):
+        model = make_draft(tmp_path / str(len(hidden)), {**config, **fields}, held)
+        attention = layers.PlainAttention(layers.make_pool(model), [(torch.arange(1, 41), 20)], 8)
+        hidden.append(layers.run_draft(model, embeds.clone(), torch.arange(20, 28), attention))
+    torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("fields", families())
