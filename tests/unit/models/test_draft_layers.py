@@ -13,6 +13,7 @@ from torch import Tensor
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import foreign
 from tests.support import sglang_layers as layers
+from tests.support.int8_quant import dequantised, int8_config, quantised
 from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, layer_tensors, reference_draft
@@ -45,7 +46,9 @@ def rank() -> None:
     layers.start_rank()
 
 
-def make_draft(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+def make_draft(
+    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], quant_config: Any = None
+) -> Any:
     """The served model of a draft of any architecture, its weights loaded."""
     from dflash_sglang.models import dflash2, draft, dspark, laguna
 
@@ -53,7 +56,7 @@ def make_draft(directory: Path, config: dict[str, Any], tensors: dict[str, Tenso
     (model_class,) = (one for one in entries if one.__name__ == config["architectures"][0])
     write_checkpoint(directory, config, tensors)
     with layers.defaults(torch.float32):
-        model = model_class(layers.hf_config(directory))
+        model = model_class(layers.hf_config(directory), quant_config)
         model.load_weights(tensors.items())
     return model
 
@@ -185,6 +188,34 @@ def test_context_rows_are_normed_by_each_layer_in_both_forms_of_the_projection(t
         for pair, of_layer in zip(expected, found, strict=True):
             for one, other in zip(pair, of_layer, strict=True):
                 torch.testing.assert_close(other, one.flatten(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_quantised_layers_of_laguna_project_each_layers_normed_rows(tmp_path, in_file):
+    """in_file: whether the checkpoint is quantised, or its loader quantises, which leaves gates as they are."""
+    from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.startup.facts import LoadError
+
+    config, held, rounded = draft_config(**LAGUNA), dict[str, Tensor](), dict[str, Tensor]()
+    if in_file:
+        config["quantization_config"] = {"quant_method": "int8"}
+    for name, tensor in layer_tensors(config).items():
+        linear = name == "fc.weight" or (name.endswith("_proj.weight") and (in_file or ".g_proj." not in name))
+        held |= quantised({name: tensor}) if linear else {name: tensor}
+        scale = name.removesuffix(".weight") + ".weight_scale"
+        rounded[name] = dequantised(held[name], held[scale]) if linear else tensor
+    model = make_draft(tmp_path, config, held, int8_config())
+    assert (model.layers[0].self_attn.g_proj.weight.dtype == torch.int8) is in_file
+    with pytest.raises(LoadError, match="but each layer norms its context rows. Set context_kv to 'auto'"):
+        ContextKV(model, "stacked")
+    context = ContextKV(model)
+    assert context.form == "per_layer"
+    features = torch.randn(9, model.fc.input_size, generator=torch.Generator().manual_seed(4))
+    expected = reference_draft(config, rounded).context_kv(features, torch.arange(9))
+    found = context.keys_values(context.project(features), torch.arange(9))
+    for pair, of_layer in zip(expected, found, strict=True):
+        for one, other in zip(pair, of_layer, strict=True):
+            torch.testing.assert_close(other, one.flatten(1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_gate_is_read_as_sglang_reads_it():
