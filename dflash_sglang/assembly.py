@@ -161,7 +161,7 @@ def load_draft(
     runner, model = bundle.draft_model_runner, bundle.draft_model
     layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
     feature_layer_ids = model.spec.feature_layer_ids(layers)
-    ensure_capture(target.model, feature_layer_ids)
+    ensure_capture(target.model, feature_layer_ids, target.spec_aux_config.dflash_target_layer_ids)
     block_size = int(get_spec().speculative_num_draft_tokens)
     shape = _ring_shape(model, config, block_size)
     path = get_spec().speculative_token_map if drafts else None
@@ -454,6 +454,8 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         decisions["markov_head"] = f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
     if spec.domino is not None:
         decisions["domino"] = f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
+    if spec.laguna is not None:
+        decisions["attention_gates"] = f"{spec.laguna.gates} per head"
     if draft.model.edges is not None:
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
     if not draft.drafts:

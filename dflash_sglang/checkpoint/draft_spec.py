@@ -18,6 +18,7 @@ from dflash_sglang.checkpoint.fields import (
     as_int,
     class_default,
 )
+from dflash_sglang.checkpoint.laguna import LagunaSpec, is_laguna, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
@@ -31,6 +32,15 @@ LAYER_INPUTS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
+class SwigluClamp:
+    """Of gpt-oss's activation: gate * sigmoid(``alpha`` * gate) * (up + 1), where gate is at most ``limit`` and up
+    lies between -``limit`` and ``limit``."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class DraftSpec:
     """A DFlash draft as its checkpoint describes it.
 
@@ -40,8 +50,10 @@ class DraftSpec:
     trained on them; None where the checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in
     the embedding table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
     ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
+    ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
+    activation differs from SwiGLU, or None.
     ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
-    ``domino``: what makes it a DFlash2, DSpark or Domino draft, or None.
+    ``domino``, ``laguna``: what makes it a draft of that family, or None.
     """
 
     architecture: str
@@ -55,7 +67,8 @@ class DraftSpec:
     vocab_size: int
     max_position_embeddings: int
     attention_bias: bool
-    hidden_act: str
+    gemma_norms: bool
+    swiglu_clamp: SwigluClamp | None
     block_size: int
     mask_token_id: int | None
     target_layer_ids: tuple[int, ...] | None
@@ -70,6 +83,7 @@ class DraftSpec:
     dflash2: DFlash2Spec | None
     dspark: DSparkSpec | None
     domino: DominoSpec | None
+    laguna: LagunaSpec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
@@ -106,7 +120,8 @@ class DraftSpec:
             vocab_size=vocab_size,
             max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
             attention_bias=as_bool(fields.shape("attention_bias", False)),
-            hidden_act=_hidden_act(fields),
+            gemma_norms=as_bool(fields.draft("use_gemma_norm", fields.text.get("use_gemma_norm", False))),
+            swiglu_clamp=_swiglu_clamp(fields),
             block_size=_block_size(fields) + (of_dspark is not None and of_dspark.from_anchor),
             mask_token_id=fields.optional("mask_token_id", as_int, 0),
             target_layer_ids=target_layer_ids,
@@ -121,6 +136,7 @@ class DraftSpec:
             dflash2=dflash2(fields, hidden_size, vocab_size) if is_dflash2(config) else None,
             dspark=of_dspark,
             domino=domino(fields, vocab_size) if is_domino(config) else None,
+            laguna=laguna(fields, head_dim) if is_laguna(config) else None,
         )
 
     @property
@@ -170,13 +186,30 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
     return tuple(round(1 + i * step) for i in range(num_draft_layers))
 
 
-def _hidden_act(fields: Fields) -> str:
+def _swiglu_clamp(fields: Fields) -> SwigluClamp | None:
     _, act = fields.shape("hidden_act", "silu")
+    if act == "swigluoai":
+        return SwigluClamp(*(_of_swigluoai(fields, name) for name in ("swiglu_alpha", "swiglu_limit")))
     if act != "silu":
         raise DraftConfigError(
-            "hidden_act", act, "silu", "The draft's MLP is a SwiGLU; serve a checkpoint trained with it."
+            "hidden_act",
+            act,
+            "silu or swigluoai",
+            "The draft's MLP is a SwiGLU; serve a checkpoint trained with it.",
         )
-    return act
+    return None
+
+
+def _of_swigluoai(fields: Fields, name: str) -> float:
+    found = fields.shape(name, None)
+    if found[1] is None:
+        raise DraftConfigError(
+            name,
+            None,
+            "a positive number beside hidden_act='swigluoai'",
+            f"Add {name} (the one that the draft was trained with) to its config.json.",
+        )
+    return as_float(found)
 
 
 def _block_size(fields: Fields) -> int:

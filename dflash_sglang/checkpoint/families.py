@@ -13,6 +13,7 @@ from dflash_sglang.checkpoint.domino import is_domino
 from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspark
 from dflash_sglang.checkpoint.fields import shown
 from dflash_sglang.checkpoint.files import read_config
+from dflash_sglang.checkpoint.laguna import LAGUNA_ARCHITECTURE, is_laguna
 from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 from dflash_sglang.checkpoint.speculators import DSPARK_ARCHITECTURE
 
@@ -22,8 +23,7 @@ BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
 # Architectures that are served under the DFLASH name and are neither plain DFlash nor DFlash2 drafts.
 FOREIGN_ARCHITECTURES = {
     "LiLiCorrDraftModel": "LiLiCorr: a candidate scorer beside the draft",
-    "DFlashLagunaForCausalLM": "Laguna: per-feature norms and an output gate",
-    "MuseGlimmerAssistantModel": "Muse: another numbering of the target's layers",
+    "MuseGlimmerAssistantModel": "Muse: tensors of other names, and no vocabulary in the config",
     "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
     "Lfm2DSparkDraftModel": "DSpark: a Markov head and a confidence head",
 }
@@ -74,8 +74,6 @@ _ROWS = (
         "a Markov head of another kind",
     ),
     _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block", part_of=is_domino),
-    _Row("use_gemma_norm", bool, "Gemma's norms"),
-    _Row("hidden_act", lambda value: value == "swigluoai", "gpt-oss's clamped activation"),
 )
 
 
@@ -117,7 +115,8 @@ def mixed_up(target: Path, draft: Path) -> str | None:
 
 def _known(config: Mapping[str, Any]) -> set[str]:
     """Architectures of the drafts that some worker serves, in the format of this config."""
-    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *DSPARK_ARCHITECTURES, *FOREIGN_ARCHITECTURES}
+    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *DSPARK_ARCHITECTURES, LAGUNA_ARCHITECTURE}
+    known |= FOREIGN_ARCHITECTURES.keys()
     return known.union(SPECULATORS_ARCHITECTURES, (DSPARK_ARCHITECTURE,)) if is_speculators(config) else known
 
 
@@ -128,8 +127,7 @@ def _is_draft(config: Mapping[str, Any]) -> bool:
 
 
 def foreign(config: Mapping[str, Any]) -> Foreign | None:
-    """Why the built-in worker serves this draft, or None for a DFlash, DFlash2, DSpark or Domino one in
-    a format of ours.
+    """Why the built-in worker serves this draft, or None for one of a family and in a format of ours.
 
     ``config``: the raw config.json of a draft that `check_family` lets pass.
     """
@@ -144,10 +142,12 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
         expected = DFLASH2_ARCHITECTURES
     elif is_dspark(config):
         expected = (*DSPARK_ARCHITECTURES, *((DSPARK_ARCHITECTURE,) if is_speculators(config) else ()))
+    elif is_laguna(config):
+        expected = (LAGUNA_ARCHITECTURE,)
     elif is_speculators(config):
         expected = SPECULATORS_ARCHITECTURES
     if names and not set(expected) & set(names):
-        return Foreign("draft config architectures", names[0], "no plain DFlash, DFlash2 or DSpark draft")
+        return Foreign("draft config architectures", names[0], "no plain DFlash, DFlash2, DSpark or Laguna draft")
     nested = config.get("dflash_config")
     if not isinstance(nested, Mapping):
         nested = {}

@@ -34,7 +34,9 @@ _NOT_SCALING = {
     "mrope_section",
     "mrope_interleaved",
 }
-
+# Types of configs that SGLang reads with a class of its own, for which a rope_theta at the top is plain RoPE. In
+# transformers' class a rope belongs to a kind of layer.
+_BASE_ALONE = ("laguna",)
 
 Given = Mapping[str, Mapping[str, Any]]  # rope parameters by the field that they stand in
 
@@ -59,7 +61,7 @@ def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:
 
     `rope_parameters` is what transformers 5 calls `rope_scaling`. Where both are, their scaling has to agree, and
     the rest of `rope_scaling` wins, as in transformers. Where neither is, base and scaling are those of the class
-    of the config's `model_type` (`class_default`).
+    of the config's `model_type` (`class_default`), but of a Laguna draft the base at the top level and no scaling.
 
     `rope_dim` is the trained rotary width. Without one, a `partial_rotary_factor` at the top level counts. Inside
     `rope_parameters` or `rope_scaling` the factor was copied from the target: transformers' Qwen3, which published
@@ -70,6 +72,8 @@ def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:
     given = {name: fields.text[name] for name in ("rope_scaling", "rope_parameters") if fields.text.get(name)}
     _check_flat(given)
     theta = _first(fields, given, "rope_theta", None)
+    if not given and theta[1] is not None and fields.text.get("model_type") in _BASE_ALONE:
+        given = {"rope_parameters": {"rope_theta": theta[1]}}
     if not given or theta[1] is None:
         implied = {"rope_parameters": class_default(fields, "rope_parameters")}
         _check_flat(implied)

@@ -11,7 +11,15 @@ from dflash_sglang.checkpoint.files import TensorFacts
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SHARDED = (".q_proj.", ".k_proj.", ".v_proj.", ".qkv_proj.", ".o_proj.", ".gate_proj.", ".up_proj.")
-_SPLIT = (*_SHARDED, ".gate_up_proj.", ".down_proj.", "lm_head.", "embed_tokens.", ".attention_sink_bias")
+_SPLIT = (
+    *_SHARDED,
+    ".gate_up_proj.",
+    ".down_proj.",
+    ".g_proj.",
+    "lm_head.",
+    "embed_tokens.",
+    ".attention_sink_bias",
+)
 _WHOLE_BIASES = (".o_proj.bias", ".down_proj.bias")
 _NOT_OF_THE_SERVER = ("verifier_", "t2d", "d2t", "rotary_emb.")
 
@@ -57,7 +65,8 @@ def draft_weights(
         if own.startswith(_NOT_OF_THE_SERVER) or "rotary_emb." in own:
             continue
         matrix = in_fp8 and len(facts.shape) == 2 and (own.startswith("fc.") or "_proj.weight" in own)
-        size: float = nbytes(facts, 1 if matrix and "kernel_projection" not in own else served)
+        small = "kernel_projection" in own or ".g_proj." in own
+        size: float = nbytes(facts, 1 if matrix and not small else served)
         if any(part in own for part in _SPLIT) and not own.endswith(_WHOLE_BIASES):
             of_keys = any(part in own for part in (".k_proj.", ".v_proj."))
             size = size / (min(ranks, spec.num_kv_heads) if of_keys else ranks)

@@ -34,7 +34,7 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.dflash2 import ConvolutionSpec
 from dflash_sglang.kernels.block.grouped_conv import grouped_conv
 from dflash_sglang.models.draft import DFlashDraftModel
-from dflash_sglang.models.layers import DraftLayer
+from dflash_sglang.models.layers import DraftLayer, of_checkpoint
 from dflash_sglang.models.selector import CandidateSelector
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ConvolvedLayer(DraftLayer):
         super().__init__(spec, layer_id, quant_config, prefix)
         assert spec.dflash2 is not None and spec.dflash2.convolution is not None
         shape = (spec.dflash2.convolution, spec.hidden_size, spec.block_size)
-        quant_config = _of_checkpoint(quant_config, spec)
+        quant_config = of_checkpoint(quant_config, spec)
         self.attention_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.attention_conv")
         self.mlp_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.mlp_conv")
 
@@ -108,7 +108,7 @@ class DFlash2DraftModel(DFlashDraftModel):
             self.spec.dflash2,
             self.spec.hidden_size,
             self.spec.vocab_size,
-            _of_checkpoint(quant_config, self.spec),
+            of_checkpoint(quant_config, self.spec),
             f"{prefix}.candidate_selector" if prefix else "candidate_selector",
         )
 
@@ -125,12 +125,6 @@ class DFlash2DraftModel(DFlashDraftModel):
         for module in self.modules():
             if isinstance(module, GroupedConvolution):
                 module.block_size = block_size
-
-
-def _of_checkpoint(quant_config: QuantizationConfig | None, spec: DraftSpec) -> QuantizationConfig | None:
-    """The quantisation of the small projections: that of a quantised checkpoint, which names those that it leaves
-    out. Quantising while loading leaves them alone: they are few weights, and shape every row."""
-    return None if spec.quantization is None else quant_config
 
 
 class DFlash2BeamDraftModel(DFlash2DraftModel):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import DraftHead, HeadCopy, build_draft_head
 from dflash_sglang.models.head.target_head import find_embedding, find_head
-from dflash_sglang.models.layers import DraftLayer
+from dflash_sglang.models.layers import DraftLayer, rms_norm
 from dflash_sglang.models.loading.stacking import STACKED, still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
 from dflash_sglang.settings.plugin_config import DraftHeadForm
@@ -86,11 +86,11 @@ class DFlashDraftModel(nn.Module):
             quant_config=quant_config,
             prefix=f"{base}fc",
         )
-        self.hidden_norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.hidden_norm = rms_norm(spec, spec.hidden_size)
         self.layers = nn.ModuleList(
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
-        self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.norm = rms_norm(spec, spec.hidden_size)
         if spec.domino is not None:
             self.prefix_gru = PrefixGRU(spec.hidden_size, spec.domino.state_size)
             self.embed_proj = embed_proj(spec.domino, spec.hidden_size, spec.vocab_size)
@@ -111,6 +111,15 @@ class DFlashDraftModel(nn.Module):
         if self.spec.domino is None:
             return None
         return DominoEdges(self.prefix_gru, self.embed_proj, self.forward_embed)
+
+    @property
+    def context_norms(self) -> list[RMSNorm] | None:
+        """What each layer norms context rows by before its K and V projections; None of a plain draft."""
+        return None
+
+    def joined_features(self, features: Tensor) -> Tensor:
+        """features [T, n_ids * hidden] in the model's dtype -> what `fc` takes, of the same shape."""
+        return features
 
     def serve_blocks_of(self, block_size: int) -> None:
         """How many rows a served block has; before the first forward. A plain draft does not need to know."""
@@ -268,6 +277,8 @@ class DFlashDraftModel(nn.Module):
                 shapes[f"{name}.weight"] = (module.output_size, module.input_size)
             elif isinstance(module, VocabParallelEmbedding):  # a head is one, too
                 shapes[f"{name}.weight"] = (module.org_vocab_size, self.spec.hidden_size)
+            elif isinstance(module, GemmaRMSNorm):
+                shapes[f"{name}.weight"] = tuple(module.weight.shape)
         return {**shapes, **layer_shapes(self.spec)}
 
     def post_load_weights(self) -> None:

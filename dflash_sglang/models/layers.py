@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -15,19 +15,31 @@ from sglang.srt.utils.common import set_weight_attrs
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.draft_spec import SwigluClamp
 from dflash_sglang.models.rope import draft_rope
-from dflash_sglang.sglang_names.scheduler import table_qk_norm_rope_
+from dflash_sglang.sglang_names.scheduler import swiglu_oai_split, table_qk_norm_rope_
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+def rms_norm(spec: DraftSpec, size: int) -> RMSNorm | GemmaRMSNorm:
+    """A norm of rows of `size` channels, as the checkpoint has them all."""
+    return (GemmaRMSNorm if spec.gemma_norms else RMSNorm)(size, eps=spec.rms_norm_eps)
+
+
+def of_checkpoint(quant_config: QuantizationConfig | None, spec: DraftSpec) -> QuantizationConfig | None:
+    """The quantisation of small projections: that of a quantised checkpoint, which names those that it leaves out.
+    Quantising while loading leaves them alone: they are few weights, and shape every row."""
+    return None if spec.quantization is None else quant_config
+
+
 class DraftAttention(nn.Module):
     """Attention of one draft layer, for the block's rows and for the keys and values of context rows.
 
     Keys of both kinds are finished (k_norm, RoPE) by the same arithmetic with the same roundings: a Triton
-    kernel in place where `table_rope` holds, the two modules elsewhere. Sizes are those of this TP rank.
+    kernel in place where `no_table_kernel` is None, the two modules elsewhere. Sizes are those of this TP rank.
     """
 
     def __init__(
@@ -56,11 +68,11 @@ class DraftAttention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
         )
-        self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
-        self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+        self.q_norm = rms_norm(spec, spec.head_dim)
+        self.k_norm = rms_norm(spec, spec.head_dim)
         self.attention_sink_bias = _sinks(self.num_heads) if spec.attention_sinks else None
         self.rotary_emb = draft_rope(spec)
-        self.table_rope = _has_plain_table(self.rotary_emb, spec)
+        self.no_table_kernel = _no_table_kernel(self.rotary_emb, spec)
         layer = spec.layers[layer_id]
         # SGLang counts a window's keys to the left of the query, the checkpoint counts the query too.
         window_left = -1 if layer.window is None else layer.window - 1
@@ -108,11 +120,13 @@ class DraftAttention(nn.Module):
     def scaled_values(self, v: Tensor) -> Tensor:
         return v if self.value_scale is None else v * self.value_scale
 
-    def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def _normed(self, norm: RMSNorm | GemmaRMSNorm, x: Tensor) -> Tensor:
         return norm(x.reshape(-1, self.head_dim)).view(x.shape)
 
     def _uses_table_kernel(self, x: Tensor) -> bool:
-        return self.table_rope and x.is_cuda and x.dtype == self.k_norm.weight.dtype == torch.bfloat16
+        if self.no_table_kernel is not None or not x.is_cuda:
+            return False
+        return x.dtype == self.k_norm.weight.dtype == torch.bfloat16
 
     def _norm_rope_in_place(self, qk: Tensor, positions: Tensor, num_q_heads: int) -> None:
         """qk [T, >= (num_q_heads + num_kv_heads) * head_dim]: query heads, then key heads, then anything."""
@@ -136,9 +150,12 @@ def _sinks(num_heads: int) -> nn.Parameter:
     return sinks
 
 
-def _has_plain_table(rotary: nn.Module, spec: DraftSpec) -> bool:
-    """Whether RoPE rotates whole heads, halves against each other, by one cos/sin row per position."""
-    return (
+def _no_table_kernel(rotary: nn.Module, spec: DraftSpec) -> str | None:
+    """Why the kernels that norm and rotate by one cos/sin row per position do not fit, or None. They scale by the
+    weight itself and rotate whole heads, halves against each other."""
+    if spec.gemma_norms:
+        return "the draft's norms scale by 1 + weight"
+    plain = (
         isinstance(rotary, RotaryEmbedding)
         and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
         and rotary.position_start == 0
@@ -146,10 +163,26 @@ def _has_plain_table(rotary: nn.Module, spec: DraftSpec) -> bool:
         and rotary.rotary_dim == spec.head_dim
         and spec.head_dim & (spec.head_dim - 1) == 0
     )
+    return None if plain else "the draft's RoPE is not a plain rotation of whole heads"
+
+
+class ClampedSwiglu(nn.Module):
+    """gate_up [T, 2 * n], gates before ups -> [T, n]; computed in float32."""
+
+    def __init__(self, clamp: SwigluClamp) -> None:
+        super().__init__()
+        self.alpha, self.limit = clamp.alpha, clamp.limit
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        if gate_up.is_cuda and len(gate_up):
+            return swiglu_oai_split(gate_up, self.alpha, 1.0, self.limit)
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
 class DraftMLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, clamped or not."""
 
     def __init__(self, spec: DraftSpec, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
@@ -167,7 +200,7 @@ class DraftMLP(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
         )
-        self.act_fn = SiluAndMul()
+        self.act_fn = SiluAndMul() if spec.swiglu_clamp is None else ClampedSwiglu(spec.swiglu_clamp)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_up, _ = self.gate_up_proj(hidden_states)
@@ -181,13 +214,15 @@ class DraftLayer(nn.Module):
     0 rows (an IDLE batch) issue the collectives of any other batch and write nothing.
     """
 
+    attention_class = DraftAttention
+
     def __init__(
         self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.self_attn = DraftAttention(spec, layer_id, quant_config, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.input_layernorm = rms_norm(spec, spec.hidden_size)
+        self.self_attn = self.attention_class(spec, layer_id, quant_config, f"{prefix}.self_attn")
+        self.post_attention_layernorm = rms_norm(spec, spec.hidden_size)
         self.mlp = DraftMLP(spec, quant_config, f"{prefix}.mlp")
 
     def forward(

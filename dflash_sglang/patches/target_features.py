@@ -12,30 +12,47 @@ from typing import Any
 
 import torch
 
+from dflash_sglang.startup.target_class import CAPTURE_METHODS
+
 # Bodies of SGLang that capture a layer's output without the residual that it has yet to be added to. Their layers
 # return (output, residual).
 _WITHOUT_RESIDUAL = ("Gemma3TextModel",)
+# Bodies of SGLang for which a layer to capture is one whose input is meant, and not its output.
+_BY_INPUT = ("MuseGlimmerModel",)
 
 
 class CaptureError(ValueError):
     """The target's class cannot deliver the features that the draft asks for."""
 
 
-def ensure_capture(target_model: torch.nn.Module, layer_ids: Sequence[int]) -> None:
+def ensure_capture(
+    target_model: torch.nn.Module, layer_ids: Sequence[int], asked: Sequence[int] | None = None
+) -> None:
     """Makes the target capture the residual stream after `layer_ids` (0-based, unique), in this order.
+
+    asked: what SGLang will ask the target for, None for `layer_ids`. On a Muse Glimmer target it names layers by
+    their input: one more than `layer_ids` for DFlash2 drafts. For older drafts it is the same, because they name
+    the layers so, too; then the residual stream before `layer_ids` is captured.
 
     Call it before SGLang sets the attention backends up: that calls the target's
     `set_dflash_layers_to_capture`, which exists afterwards even where the class only has
-    `set_eagle3_layers_to_capture` (the same contract under another name). A target that already delivers
-    these layers is left as it is; otherwise its transformer body is made to return the features in this
-    order, the last layer's taken at the final norm, and all of them at the layers where the body's own captures
-    are no residual stream. All of it runs inside captured graphs.
+    `set_eagle3_layers_to_capture` (the same contract under another name), or is a wrapper whose `language_model`
+    has either. A target that already delivers these layers is left as it is; otherwise its transformer body is
+    made to return the features in this order, the last layer's taken at the final norm, and all of them at the
+    layers where the body's own captures are no residual stream. All of it runs inside captured graphs.
 
-    Raises CaptureError where the class has no capture method, or cannot reorder.
+    Raises CaptureError where neither has a capture method, or the body cannot reorder.
     """
     ids = tuple(layer_ids)
+    asked = ids if asked is None else tuple(asked)
+    expected = ids
     set_layers = _capture_method(target_model)
     body = _body(target_model)
+    if body is not None and _is_one_of(body, _BY_INPUT):
+        if asked == ids:
+            ids = tuple(i - 1 for i in ids)
+        expected = tuple(i + 1 for i in ids)
+        set_layers = functools.partial(_set_inputs, set_layers)
     if body is not None and not hasattr(body, "set_dflash_layers_to_capture"):
         # Qwen3-VL's wrapper calls it on its body, which has it in the mixture-of-experts model alone.
         body.set_dflash_layers_to_capture = functools.partial(setattr, body, "layers_to_capture")
@@ -45,18 +62,21 @@ def ensure_capture(target_model: torch.nn.Module, layer_ids: Sequence[int]) -> N
             "transformer body (a module with layers and layers_to_capture) to reorder at. "
             "Serve this draft on another target class."
         )
-    if body is not None and (list(ids) != sorted(ids) or ids[-1] == _last_layer(body) or _without_residual(body)):
+    outside = body is not None and _is_one_of(body, _WITHOUT_RESIDUAL)
+    if body is not None and (list(ids) != sorted(ids) or ids[-1] == _last_layer(body) or outside):
         features = _OrderedFeatures(body, ids)
         features.install()
         set_layers = functools.partial(_set_model_layers, set_layers, features)
-    target_model.set_dflash_layers_to_capture = functools.partial(_checked, ids, set_layers)
+    target_model.set_dflash_layers_to_capture = functools.partial(_checked, expected, set_layers, list(ids))
 
 
 def _capture_method(target_model: torch.nn.Module) -> Callable[[list[int]], None]:
-    for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
-        method = getattr(target_model, name, None)
-        if method is not None:
-            return method
+    """The target's own, or of the language model that it wraps."""
+    for model in (target_model, getattr(target_model, "language_model", None)):
+        for name in CAPTURE_METHODS:
+            method = getattr(model, name, None)
+            if method is not None:
+                return method
     raise CaptureError(
         f"target class {type(target_model).__name__}: expected set_dflash_layers_to_capture or "
         "set_eagle3_layers_to_capture, which hand the draft its features. Serve another target, or without "
@@ -64,13 +84,22 @@ def _capture_method(target_model: torch.nn.Module) -> Callable[[list[int]], None
     )
 
 
-def _checked(ids: tuple[int, ...], set_layers: Callable[[list[int]], None], layer_ids: Sequence[int]) -> None:
-    if tuple(layer_ids) != ids:
+def _checked(
+    expected: tuple[int, ...],
+    set_layers: Callable[[list[int]], None],
+    ids: list[int],
+    layer_ids: Sequence[int],
+) -> None:
+    if tuple(layer_ids) != expected:
         raise CaptureError(
-            f"target_layer_ids: SGLang asks the target for {list(layer_ids)}, the draft expects {list(ids)}. "
+            f"target_layer_ids: SGLang asks the target for {list(layer_ids)}, the draft expects {list(expected)}. "
             "Check --json-model-override-args against the draft's config.json."
         )
-    set_layers(list(ids))
+    set_layers(ids)
+
+
+def _set_inputs(set_layers: Callable[[list[int]], None], ids: Sequence[int]) -> None:
+    set_layers([i + 1 for i in ids])
 
 
 def _set_model_layers(
@@ -95,8 +124,8 @@ def _last_layer(body: Any) -> int:
     return len(body.layers) * loops - 1
 
 
-def _without_residual(body: Any) -> bool:
-    return any(base.__name__ in _WITHOUT_RESIDUAL for base in type(body).__mro__)
+def _is_one_of(body: Any, names: Sequence[str]) -> bool:
+    return any(base.__name__ in names for base in type(body).__mro__)
 
 
 class _OrderedFeatures:
@@ -108,11 +137,11 @@ class _OrderedFeatures:
         # Without a final norm to observe, the body is trusted with its last layer and checked when it runs.
         self._last = _last_layer(body) if _last_layer(body) in ids and hasattr(body, "norm") else None
         self._observed: dict[int, torch.Tensor] = {}  # layer -> its output, seen from outside
-        at_layers = ids if _without_residual(body) else ()
+        at_layers = ids if _is_one_of(body, _WITHOUT_RESIDUAL) else ()
         self.model_ids = sorted(i for i in ids if i != self._last and i not in at_layers)
 
     def install(self) -> None:
-        if _without_residual(self._body):
+        if _is_one_of(self._body, _WITHOUT_RESIDUAL):
             for i in self._ids:
                 self._body.layers[i].register_forward_hook(functools.partial(self._keep_output, i))
         elif self._last is not None:

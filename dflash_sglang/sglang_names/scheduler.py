@@ -3,6 +3,7 @@
 One import per source module, sorted; add a name here, to `__all__` too, before using it elsewhere.
 """
 
+from sglang.kernels.ops.activation.minimax_m3_swiglu import swiglu_oai_split
 from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
 from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent, gdn_replayssm_spec_fold
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
@@ -188,6 +189,7 @@ __all__ = [
     "resolve_draft_parallel_layout",
     "sanitize_nan_logits",
     "should_apply_lm_head_quant_method",
+    "swiglu_oai_split",
     "table_qk_norm_rope_",
     "track_mamba_states_all_layers",
     "unwrap_lora_layer",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
-from dflash_sglang.checkpoint.dflash2 import is_dflash2
 from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
@@ -42,7 +41,7 @@ from dflash_sglang.startup.launch_checks import (
 from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
-from dflash_sglang.startup.target_class import CAPTURE_METHODS, target_class
+from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features
 from dflash_sglang.startup.tensor_checks import weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
@@ -95,11 +94,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     config = _draft_config(cfg, problems)
     check_family(config)
     target_config = model_config_of(server_args)
-    other = (
-        foreign(config)
-        or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
-        or _counts_layers_otherwise(config, target_config)
-    )
+    other = foreign(config) or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
     if other is not None:
         return other
     problems += _target_problems(target_config)
@@ -202,8 +197,7 @@ def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | 
 def _target_problems(target_config: Any) -> Iterator[Problem]:
     """Targets that hand out no features, and those whose verify is not their plain decoding."""
     names = target_config.hf_config.architectures
-    model = target_class(names or [], target_config.model_impl)
-    captures = model is not None and any(hasattr(model, method) for method in CAPTURE_METHODS)
+    captures = hands_out_features(names or [], target_config.hf_text_config, target_config.model_impl)
     for unserved, expected in (
         (not captures, f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"),
         (
@@ -218,14 +212,6 @@ def _target_problems(target_config: Any) -> Iterator[Problem]:
         if unserved:
             fix = "Serve it without --speculative-algorithm DFLASH."
             yield Problem("target config architectures", names, f"a target {expected}", fix)
-
-
-def _counts_layers_otherwise(config: dict[str, Any], target_config: Any) -> Foreign | None:
-    """DFlash2 drafts of Muse-Glimmer number the target's layers from another point than all others."""
-    model_type = getattr(target_config.hf_config, "model_type", None)
-    if is_dflash2(config) and model_type == "muse_glimmer":
-        return Foreign("target config model_type", model_type, "DFlash2 drafts that number its layers otherwise")
-    return None
 
 
 def _serving_facts(cfg: Any) -> ServingFacts:

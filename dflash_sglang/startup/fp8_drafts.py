@@ -63,8 +63,9 @@ def obstacle(
         return f"a GPU of compute capability {capability[0]}.{capability[1]} has no fp8 GEMM"
     if spec.quantization is not None:
         return f"the checkpoint is quantised ({spec.quantization})"
-    if spec.dflash2 is not None or spec.dspark is not None or spec.domino is not None:
-        return "what it costs a DFlash2, DSpark or Domino draft in accept length has not been measured"
+    families = spec.dflash2, spec.dspark, spec.domino, spec.laguna, spec.swiglu_clamp
+    if spec.gemma_norms or any(family is not None for family in families):
+        return "what it costs a draft of this family in accept length has not been measured"
     if dtype in ("float32", "float"):
         return f"--dtype {dtype}"
     others = {facts.dtype for facts in tensors.values() if len(facts.shape) == 2} - _DENSE

@@ -73,9 +73,11 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
     shapes |= {
         name: shape
         for name, shape in layer_shapes(spec).items()
-        if not name.endswith(".bias") or (spec.attention_bias and ".self_attn." in name)
+        if not name.endswith(".bias") or (spec.attention_bias and ".self_attn." in name and "g_proj" not in name)
         if not name.endswith(".attention_sink_bias") or spec.attention_sinks
     }
+    if spec.laguna is not None:
+        shapes |= {f"aux_hidden_norms.{i}.weight": (hidden,) for i in range(features)}
     convolution = None if spec.dflash2 is None else spec.dflash2.convolution
     for layer in (f"layers.{i}" for i in range(spec.num_layers)):
         shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}

@@ -16,6 +16,24 @@ _MODELS = "sglang.srt.models"
 _REGISTRY = f"{_MODELS}.registry"
 CAPTURE_METHODS = ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture")
 """Of a target's class: either hands out what the draft is fed with."""
+_WRAPPERS = ("LlavaForConditionalGeneration",)
+"""Vision-language classes, with those derived from them, that leave the forward to a `language_model` of the class
+that transformers has for their text_config."""
+
+
+def hands_out_features(architectures: Sequence[str], text_config: Any, model_impl: Any) -> bool:
+    """Whether the class of a target, or of the language model in a wrapper, has one of `CAPTURE_METHODS`.
+
+    ``text_config``: the transformers config of the language model. ``model_impl``: as of `target_class`.
+    """
+    model = target_class(architectures, model_impl)
+    if model is not None and any(base.__name__ in _WRAPPERS for base in model.__mro__):
+        # Imported here: most targets are no wrappers.
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config.model_type)
+        model = target_class([] if name is None else [name], model_impl)
+    return model is not None and any(hasattr(model, method) for method in CAPTURE_METHODS)
 
 
 def target_class(architectures: Sequence[str], model_impl: Any) -> type | None:

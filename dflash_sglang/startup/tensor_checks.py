@@ -60,6 +60,8 @@ def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
         "mlp.gate_up_proj": (2 * mlp, hidden),
         "mlp.down_proj": (hidden, mlp),
     }
+    if spec.laguna is not None and spec.laguna.gates:
+        matrices["self_attn.g_proj"] = (spec.num_heads * spec.laguna.gates, hidden)
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
     shapes |= {f"self_attn.{name}.weight": (spec.head_dim,) for name in ("q_norm", "k_norm")}

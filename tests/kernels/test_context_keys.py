@@ -18,7 +18,7 @@ def kernels_everywhere(monkeypatch):
     """The interpreter's tensors are on the CPU, where the model would take its plain modules."""
     from dflash_sglang.models.layers import DraftAttention
 
-    monkeypatch.setattr(DraftAttention, "_uses_table_kernel", lambda self, x: self.table_rope)
+    monkeypatch.setattr(DraftAttention, "_uses_table_kernel", lambda self, x: self.no_table_kernel is None)
 
 
 @pytest.mark.parametrize("scale", [None, 0.612])

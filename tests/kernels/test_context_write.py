@@ -44,7 +44,7 @@ def test_rows_are_those_of_the_blocks_keys_through_set_kv_buffer(tmp_path, monke
     from dflash_sglang.sglang_names.scheduler import KVWriteLoc
 
     if twin == "triton":
-        monkeypatch.setattr(DraftAttention, "_uses_table_kernel", lambda self, x: self.table_rope)
+        monkeypatch.setattr(DraftAttention, "_uses_table_kernel", lambda self, x: self.no_table_kernel is None)
     model = layers.make_draft(tmp_path, torch.bfloat16, attention_bias=True)
     attentions = [layer.self_attn for layer in model.layers]
     positions, slots = (torch.tensor(numbers, device=layers.DEVICE) for numbers in (POSITIONS, SLOTS))

@@ -52,8 +52,6 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
             {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "lstm"},
             "markov_head_type='lstm'",
         ),
-        ({"use_gemma_norm": True}, "use_gemma_norm=True"),
-        ({"hidden_act": "swigluoai"}, "hidden_act='swigluoai'"),
     ],
     ids=str,
 )

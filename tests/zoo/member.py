@@ -43,7 +43,8 @@ class Member:
     config.json. on_gpu_only: why the CPU platform cannot run it, or None. finish: changes the random model.
     processor: gives the transformers processor that lies beside it. image_prompt: ids of a prompt with an image,
     of a target that reads images. refused: what start-up says, or None. renamed: parts of tensors' names as
-    transformers writes them, and SGLang's in their place.
+    transformers writes them, and SGLang's in their place. flush_fails: SGLang empties the prefix cache and then
+    answers with an error, because its processor of this class has no cache of its own to empty.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Member:
     image_prompt: tuple[int, ...] = ()
     refused: str | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    flush_fails: bool = False
     prefix_grid: int = 16  # tokens between the ends of prefixes that the cache hands on, pages of 16 or less
 
     @property

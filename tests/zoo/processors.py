@@ -56,6 +56,27 @@ def qwen3_vl() -> Any:
     )
 
 
+PIXTRAL = dict(patch_size=14, image_size=112)  # in pixels; of the tower
+PIXTRAL_IMAGE, PIXTRAL_BREAK, PIXTRAL_END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
+
+
+def pixtral(merged: int) -> Any:
+    """merged: patches along each side of what becomes one token."""
+    from transformers import PixtralImageProcessor, PixtralProcessor
+
+    tokens = tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": [PIXTRAL_IMAGE, PIXTRAL_BREAK, PIXTRAL_END]})
+    assert tokens.convert_tokens_to_ids(PIXTRAL_IMAGE) == IMAGE_IDS["image_token_id"]
+    size = {"longest_edge": PIXTRAL["image_size"]}
+    return PixtralProcessor(
+        image_processor=PixtralImageProcessor(size=size, patch_size=PIXTRAL["patch_size"]),
+        tokenizer=tokens,
+        patch_size=PIXTRAL["patch_size"],
+        spatial_merge_size=merged,
+        chat_template=TEMPLATE,
+    )
+
+
 def gemma4() -> Any:
     from transformers import (
         Gemma4AudioFeatureExtractor,

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from torch import Tensor, nn
 
 from dflash_sglang.models.context_kv.base import Projection
@@ -55,7 +56,7 @@ class ContextKV:
         self._translator: Any = None
         self._writer: AllLayerWriter | None = None
         self.form: Form
-        self.form, self._projection, self._why = _projection(self._attentions, form)
+        self.form, self._projection, self._why = _projection(self._attentions, form, model.context_norms)
         self._k_norms = _shared([a.k_norm.weight for a in self._attentions])  # [L, head_dim]
         # Taken now: SGLang gives the KV pools what is free once the weights are there.
         shape = (WRITE_ROWS, len(self._attentions), 2 * self._attentions[0].kv_size)
@@ -95,7 +96,8 @@ class ContextKV:
                 f"takes: {self._model.num_features} layers (target_layer_ids) of the target's hidden_size. The "
                 "target's class captures something else; serve the draft on another target."
             )
-        rows, _ = self._model.fc(features.to(self._model.hidden_norm.weight.dtype))
+        features = self._model.joined_features(features.to(self._model.hidden_norm.weight.dtype))
+        rows, _ = self._model.fc(features)
         return self._model.hidden_norm(rows)
 
     @torch.no_grad()
@@ -145,7 +147,10 @@ class ContextKV:
 
 
 class _Stack:
-    """Every layer's K and V rows of an unquantised qkv_proj, in tensors that share the layers' memory."""
+    """Every layer's K and V rows of an unquantised qkv_proj, in tensors that share the layers' memory.
+
+    Takes rows [T, hidden], or [layers, T, hidden] where they differ.
+    """
 
     def __init__(self, attentions: list[DraftAttention]) -> None:
         kv_rows = slice(attentions[0].q_size, None)
@@ -161,7 +166,7 @@ class _Stack:
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         layers, _, width = self.weight.shape
-        kv = rows.new_empty(rows.shape[0], layers, width) if out is None else out
+        kv = rows.new_empty(rows.shape[-2], layers, width) if out is None else out
         by_layer, rows = kv.transpose(0, 1), rows.expand(layers, -1, -1)
         if self.bias is None:
             torch.bmm(rows, self.weight, out=by_layer)
@@ -171,7 +176,7 @@ class _Stack:
 
 
 class _WholeLayers:
-    """Each layer's qkv_proj as the block runs it; Q is thrown away."""
+    """Each layer's qkv_proj as the block runs it; Q is thrown away. Takes rows as `_Stack` does."""
 
     def __init__(self, attentions: list[DraftAttention]) -> None:
         self._attentions = attentions
@@ -180,12 +185,28 @@ class _WholeLayers:
         """Nothing to do: the weights are the layers'."""
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        shape = (rows.shape[0], len(self._attentions), 2 * self._attentions[0].kv_size)
+        layers = len(self._attentions)
+        shape = (rows.shape[-2], layers, 2 * self._attentions[0].kv_size)
         kv = rows.new_empty(shape) if out is None else out
-        for layer, attention in enumerate(self._attentions):
-            qkv, _ = attention.qkv_proj(rows)
+        for layer, (attention, of_layer) in enumerate(
+            zip(self._attentions, rows.expand(layers, -1, -1), strict=True)
+        ):
+            qkv, _ = attention.qkv_proj(of_layer)
             kv[:, layer].copy_(qkv[:, attention.q_size :])
         return kv
+
+
+class _NormedRows:
+    """Another projection, of rows that each layer norms first."""
+
+    def __init__(self, norms: list[RMSNorm], of_normed: _Stack | _WholeLayers) -> None:
+        self._norms, self._of_normed = norms, of_normed
+
+    def refresh(self) -> None:
+        self._of_normed.refresh()
+
+    def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._of_normed.project(torch.stack([norm(rows) for norm in self._norms]), out)
 
 
 def _shared(parameters: list[nn.Parameter]) -> Tensor:
@@ -196,16 +217,23 @@ def _shared(parameters: list[nn.Parameter]) -> Tensor:
     return rows
 
 
-def _projection(attentions: list[DraftAttention], asked: ContextKVForm) -> tuple[Form, Projection, str]:
-    """The form of the projection, the projection and why; `asked` is the operator's wish."""
+def _projection(
+    attentions: list[DraftAttention], asked: ContextKVForm, norms: list[RMSNorm] | None
+) -> tuple[Form, Projection, str]:
+    """The form of the projection, the projection and why. `asked` is the operator's wish, `norms` those of the
+    draft's `context_norms`."""
+
+    def normed(projection: _Stack | _WholeLayers) -> Projection:
+        return projection if norms is None else _NormedRows(norms, projection)
+
     wished = "context_kv asks for it"
     obstacle = _not_unquantised(attentions)
     if asked == "per_layer":
-        return "per_layer", _WholeLayers(attentions), wished
+        return "per_layer", normed(_WholeLayers(attentions)), wished
     if obstacle is None:
         why = "no qkv_proj is quantised" if asked == "auto" else wished
-        return "stacked", _Stack(attentions), why
-    obstacle = not_sliceable(attentions)
+        return "stacked", normed(_Stack(attentions)), why
+    obstacle = "each layer norms its context rows" if norms is not None else not_sliceable(attentions)
     if obstacle is None:
         quantised = QuantisedKV(attentions)
         obstacle = quantised.obstacle_to_joining
@@ -219,7 +247,7 @@ def _projection(attentions: list[DraftAttention], asked: ContextKVForm) -> tuple
             "context_kv='stacked': expected weights that one GEMM can take over all layers, but "
             f"{obstacle}. Set context_kv to 'auto' or 'per_layer'."
         )
-    return "per_layer", _WholeLayers(attentions), obstacle
+    return "per_layer", normed(_WholeLayers(attentions)), obstacle
 
 
 def _not_unquantised(attentions: list[DraftAttention]) -> str | None:

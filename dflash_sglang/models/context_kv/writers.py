@@ -79,8 +79,8 @@ def _obstacle(attentions: list[DraftAttention], k_norms: Tensor, pool: Any) -> s
     attention = attentions[0]
     if not k_norms.is_cuda or k_norms.dtype != torch.bfloat16:
         return f"the norms are {k_norms.dtype} on {k_norms.device.type}, not bfloat16 on cuda"
-    if not attention.table_rope:
-        return "the draft's RoPE is not a plain rotation of whole heads"
+    if attention.no_table_kernel is not None:
+        return attention.no_table_kernel
     row = (attention.num_kv_heads, attention.head_dim)
     fp8 = _buffers(pool, attention)[0].dtype in FORMATS
     if fp8 and torch.cuda.get_device_capability(k_norms.device) < (8, 9):

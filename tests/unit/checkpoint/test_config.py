@@ -305,7 +305,11 @@ def test_value_scale_and_quantisation_are_read() -> None:
         ({"model_type": "of_next_year", "rope_theta": None}, "rope_parameters", None),
         ({"model_type": "of_next_year", "rms_norm_eps": None}, "rms_norm_eps", None),
         ({"model_type": "encoder-decoder", "rope_theta": None}, "model_type", "encoder-decoder"),
-        ({"model_type": "laguna"}, "rope_parameters", None),  # its class has a rope for each layer type
+        (
+            {"model_type": "laguna", "rope_theta": None},
+            "rope_parameters",
+            None,
+        ),  # its class has a rope for each layer type
         ({"quantization_config": {}, "compression_config": {"bits": 4}}, "quantization_config", {"bits": 4}),
         ({"dflash_config": {"attention_value_scale": -1}}, "dflash_config.attention_value_scale", -1),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,17 +44,9 @@ def test_every_name_of_the_architecture_is_ours_and_registered(name):
 
 
 def test_other_families_in_dflash2s_layout_stay_with_the_built_in_worker():
-    for overrides in ({"use_gemma_norm": True}, {"speculators_model_type": "dflash2"}):
+    for overrides in ({"shift_label": True}, {"speculators_model_type": "dflash2"}):
         assert foreign(dflash2_config(**overrides)) is not None
     assert foreign(speculators_config(draft_config(), architectures=["DFlash2DraftModel"])) is not None
-
-
-def test_a_draft_for_muse_glimmer_counts_layers_otherwise_and_stays_with_the_built_in_worker():
-    from dflash_sglang.startup.decisions import _counts_layers_otherwise
-
-    muse = SimpleNamespace(hf_config=SimpleNamespace(model_type="muse_glimmer"))
-    assert "target config model_type='muse_glimmer'" in str(_counts_layers_otherwise(dflash2_config(), muse))
-    assert _counts_layers_otherwise(draft_config(), muse) is None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -75,10 +75,14 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
             taps, group = expect["conv"]
             shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, hidden)
             shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * hidden // group, hidden)
+        if expect.get("gates"):
+            shapes[f"layers.{i}.self_attn.g_proj.weight"] = (heads * expect["gates"], hidden)
         if shape.get("attention_bias"):
             shapes |= {f"layers.{i}.{name}.bias": m[:1] for name, m in matrices.items() if "attn" in name}
         if expect.get("sinks"):
             shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (heads,)
+    if expect.get("gates"):
+        shapes |= {f"aux_hidden_norms.{i}.weight": (hidden,) for i in range(len(ids))}
     if expect.get("selector"):
         rank = expect["selector"][0]
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
@@ -143,6 +147,7 @@ def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
         "mask_row": own.mask_embedding is not None,
         "conv": None,
         "selector": None,
+        "gates": None if spec.laguna is None else spec.laguna.gates,
         "markov": None if spec.dspark is None else spec.dspark.rank or None,
         "domino": None if spec.domino is None else list(astuple(spec.domino)),
     }
@@ -154,6 +159,7 @@ def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
 
 
 UNSAID = {
+    "gates": None,
     "sinks": False,
     "value_scale": None,
     "bias": False,

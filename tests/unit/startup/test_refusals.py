@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +231,22 @@ def test_a_target_without_a_capture_method_is_refused_before_it_is_loaded(
     target = launcher.write(target_config(architectures=[name]), weights=False)
     said = launcher.launch(launcher.draft, *extra, target=target)
     assert said is not None and said.startswith(f"target config architectures=['{name}']: {NO_CAPTURE}")
+
+
+WRAPPERS = ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("text", "captures"), [("llama", True), ("mistral", True), ("qwen2", True), ("gemma2", False), ("no", False)]
+)
+def test_a_wrapper_hands_out_features_where_its_language_model_does(
+    wrapper: str, text: str, captures: bool
+) -> None:
+    from dflash_sglang.startup.target_class import hands_out_features
+
+    assert hands_out_features([wrapper], SimpleNamespace(model_type=text), "auto") is captures
+    assert not hands_out_features([wrapper], SimpleNamespace(model_type=text), "transformers")
 
 
 def test_a_draft_for_both_is_refused_as_a_target(launcher: Launcher) -> None:

@@ -196,6 +196,64 @@ def test_a_wrapper_that_calls_its_body_for_what_the_body_lacks_captures(ids: lis
     assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
 
 
+@pytest.mark.parametrize("method", ["set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"])
+@pytest.mark.parametrize("ids", [[0, 2], [4, 0]], ids=str)
+def test_the_language_model_of_a_wrapper_without_a_capture_method_captures(ids: list[int], method: str) -> None:
+    target = Target()
+    text = target.language_model
+    setattr(text, method, lambda ids: setattr(text.model, "layers_to_capture", [i + 1 for i in ids]))
+    ensure_capture(target, ids)
+    target.set_dflash_layers_to_capture(ids)
+    _, features = target.run()
+    assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
+
+
+class AddsTens(torch.nn.Module):
+    def __init__(self, i: int) -> None:
+        super().__init__()
+        self.i = i
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        return x + 10.0**self.i
+
+
+def muse_glimmer() -> Any:
+    """SGLang's own target, whose layer i adds 10 ** i."""
+    from sglang.srt.configs.muse_glimmer import MuseGlimmerConfig
+    from sglang.srt.models.muse_glimmer import MuseGlimmerForCausalLM
+
+    from tests.support import sglang_layers
+
+    sglang_layers.start_rank()
+    kinds = dict(layer_types=["full_attention"] * LAYERS, no_rope_layers=[1] * LAYERS)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
+    target = MuseGlimmerForCausalLM(MuseGlimmerConfig(vocab_size=8, num_hidden_layers=LAYERS, **sizes, **kinds))
+    target.model.layers = torch.nn.ModuleList(AddsTens(i) for i in range(LAYERS))
+    return target
+
+
+@pytest.mark.parametrize("ids", [[0, 2, 3], [0, 2, 4], [4], [3, 0, 2], [4, 0, 2]], ids=str)
+@pytest.mark.parametrize(("architecture", "by_output"), [("DFlash2DraftModel", True), ("DFlashDraftModel", False)])
+def test_muse_glimmers_layers_are_named_by_output_in_dflash2_drafts_and_by_input_in_older_ones(
+    ids: list[int], architecture: str, by_output: bool
+) -> None:
+    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+
+    asked = spec_aux_hidden_state._map_muse_target_layer_ids(
+        target_hf_config=SimpleNamespace(model_type="muse_glimmer"),
+        draft_hf_config=SimpleNamespace(architectures=[architecture]),
+        layer_ids=ids,
+    )
+    target = muse_glimmer()
+    ensure_capture(target, ids, asked)
+    target.set_dflash_layers_to_capture(asked)
+    embeds = torch.zeros(2, 16)
+    for _ in range(2):
+        _, features = target.model(None, torch.arange(2), None, embeds)
+        before = [0.0, 1.0, 11.0, 111.0, 1111.0, 11111.0]
+        assert [feature[1, 0].item() for feature in features] == [before[i + by_output] for i in ids]
+
+
 def test_a_captured_last_layer_survives_later_writes_to_the_residual() -> None:
     ensure_capture(target := DFlashTarget(), [4])
     target.set_dflash_layers_to_capture([4])

@@ -1,0 +1,135 @@
+"""Drafts whose layers differ from Qwen3's behind a real server in float32: lossless on two ranks whose blocks have
+another width at every step (C21), sampled output of the target's distribution (C16)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine import test_parallel
+from tests.engine.test_dflash2_serving import (
+    NEW_TOKENS,
+    PLAIN_DRAFT,
+    TARGET,
+    assert_distributed,
+    draws,
+    prompts,
+    request,
+    three_tokens,
+)
+from tests.support import scheduler_hooks
+from tests.support.engines import serve
+from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, laguna_tensors
+from tests.support.tiny import write_checkpoint
+from training.reference import plain_generate
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+BLOCK = 16
+
+
+class Served(NamedTuple):
+    """A server on two ranks, the draft's checkpoint, and where its instruments have their files."""
+
+    server: Server
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    records: Path
+
+
+def gemma_norms() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The trained draft, written down for norms that scale by 1 + weight."""
+    config = json.loads((PLAIN_DRAFT / "config.json").read_text())
+    tensors = {name: tensor.float() for name, tensor in load_file(PLAIN_DRAFT / "model.safetensors").items()}
+    tensors = {name: tensor - 1 if is_norm(name) else tensor for name, tensor in tensors.items()}
+    return {**config, "use_gemma_norm": True, "dtype": "float32"}, tensors
+
+
+def gemma_norms_and_swigluoai() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The same with an activation that it was not trained with."""
+    config, tensors = gemma_norms()
+    return {**config, **SWIGLU}, tensors
+
+
+def laguna() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The trained draft with random norms of features and gates, in the class that published drafts name."""
+    config, tensors = gemma_norms()
+    tensors = {name: tensor + 1 if is_norm(name) else tensor for name, tensor in tensors.items()}
+    config = {**config, "use_gemma_norm": False, "model_type": "laguna"}
+    config |= {name: LAGUNA[name] for name in ("architectures", "gating")}
+    return config, {**tensors, **laguna_tensors(config)}
+
+
+def family(name: str, make: Any) -> Any:
+    works = pytest.mark.matrix(target="Qwen3", draft=name, kv="model dtype, two ranks", outcome="works")
+    return pytest.param(make, id=name, marks=works)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(target: Any) -> list[list[int]]:
+    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        family("Gemma norms", gemma_norms),
+        family("Gemma norms and swigluoai", gemma_norms_and_swigluoai),
+        family("Laguna", laguna),
+    ],
+)
+def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    config, tensors = request.param()
+    directory = tmp_path_factory.mktemp("served")
+    draft = write_checkpoint(directory / "draft", config, tensors)
+    records = directory / "records"
+    records.mkdir()
+    environment = test_parallel.watched(
+        records, **{scheduler_hooks.HOOKS_ENV: "widths,oracle,poison", CONFIG_ENV: '{"width": {}}'}
+    )
+    with serve(TARGET, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
+        yield Served(server, config, tensors, records)
+        print(server.log_tail(60))  # shown with a failure
+
+
+def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(served, expected):
+    asked = [request(prompt) for prompt in prompts()]
+    unaided = test_parallel.ask(served.server, asked, together=False)
+    for prompt, output in zip(prompts(), expected, strict=True):
+        scheduler_hooks.record(served.records, prompt, output)
+    answers = test_parallel.ask(served.server, asked, together=True)
+    assert [answer["output_ids"] for answer in unaided] == expected
+    assert [answer["output_ids"] for answer in answers] == expected
+    histogram = [0] * BLOCK
+    for answer in answers:
+        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+            histogram[accepted] += count
+    assert sum(count > 0 for count in histogram) >= 6, f"accepted proposals per step: {histogram}"
+    (state,) = served.server.get("/server_info")["internal_states"]
+    assert min(state["dflash_width"]["steps"].values()) > 0
+    whole = dict(sampled=[*unaided, *answers], directory=served.records)
+    test_parallel.assert_same_tokens_on(range(2), whole)
+
+
+def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(served, target, expected):
+    with ThreadPoolExecutor(1) as pool:
+        asked = [request(prompt) for prompt in prompts()]
+        beside = pool.submit(test_parallel.ask, served.server, asked, together=False)
+        sampled = draws(served.server)
+        assert [answer["output_ids"] for answer in beside.result()] == expected
+    assert_distributed(sampled, three_tokens(target))
