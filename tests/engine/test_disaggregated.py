@@ -24,7 +24,7 @@ from tests.engine.test_dflash2_serving import config_and_tensors as dflash2_conf
 from tests.engine.test_parallel import RANKS
 from tests.engine.test_recurrent_serving import random_ids
 from tests.support import scheduler_hooks
-from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
+from tests.support.disaggregated import Apart, Refused, prefill_beside, serve_apart
 from tests.support.engines import greedy_params, serve
 from tests.support.rows import in_full_but
 from tests.support.tiny import write_checkpoint
@@ -230,9 +230,12 @@ def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(one, apart, 
         arguments = dict(draft=tmp_path / "draft")
     prefill = {**TEXT, **arguments, "environment": {**environment, **arguments.get("environment", {})}}
     with prefill_beside(apart, TARGET, prefill.pop("draft", DRAFT), **prefill) as mismatched:
-        for request in asked()[:2]:  # of the decode server alone: the other waits for it until SGLang's time-out
-            refused = answer_of(apart.decode, **request, **mismatched.room())
+        for request in asked()[:2]:
+            since = time.monotonic()
+            for_prefill, refused = mismatched.ask_both(**request)
             assert isinstance(refused, Refused) and refused.status == 500 and message in str(refused)
+            assert isinstance(for_prefill, Refused) and for_prefill.status == 500
+            assert time.monotonic() - since < 60  # SGLang's time-out is 300 s
     assert output_and_steps(apart.ask(**asked()[0])) == output_and_steps(one.generate(**asked()[0]))
 
 

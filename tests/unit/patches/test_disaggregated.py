@@ -67,14 +67,27 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
 ) -> None:
     from dflash_sglang.patches import agreement
 
-    begun, failures = list[int](), dict[int, str]()
-    receiver_class = type("CommonKVReceiver", (), {"init": lambda self, rank: begun.append(rank)})
+    begun, failures, asked, told = list[int](), dict[int, str](), list[tuple[int, ...]](), list[Any]()
+    methods = dict(
+        init=lambda self, rank: begun.append(rank),
+        _get_bootstrap_info_from_server=lambda self, *rank: asked.append(rank) or (rank if rank[2] else None),
+        ensure_abort_notified=lambda self: told.extend(self.bootstrap_infos),
+    )
+    receiver_class = type("CommonKVReceiver", (), methods)
     monkeypatch.setattr(agreement, "CommonKVReceiver", receiver_class)
     agreement.compare_with(line(), "same", alike)
     receiver: Any = receiver_class()
     receiver.bootstrap_addr, receiver.bootstrap_room, receiver.conclude_state = "host:1", 7, None
     receiver.kv_mgr = SimpleNamespace(
-        prefill_info_table={"host:1": SimpleNamespace(kv_layout=line(), attn_tp_size=ranks)},
+        prefill_info_table={
+            "host:1": SimpleNamespace(
+                kv_layout=line(),
+                attn_tp_size=ranks,
+                target_cp_ranks=[0],
+                target_tp_ranks=[0, 1],
+                target_pp_ranks=[0],
+            )
+        },
         attn_tp_size=1,
         is_mla_backend=mla,
         is_hybrid_mla_backend=False,
@@ -82,8 +95,10 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
         record_failure=failures.__setitem__,
         update_status=lambda room, status: None,
     )
-    receiver.init(0)
-    assert begun == ([0] if served else [])
+    receiver.init(5)
+    assert begun == ([5] if served else [])
+    # Every rank of the prefill server is told, but for one that has gone.
+    assert (asked, told) == (([], []) if served else ([(5, 0, 0, 0), (5, 0, 1, 0)], [(5, 0, 1, 0)]))
     if not served:
         assert receiver.conclude_state == agreement.KVPoll.Failed
         assert failures[7].startswith("DFLASH: host:1: attention TP size 2 on the prefill server, 1 on the decode")
