@@ -45,8 +45,10 @@ def _check_stop_regex(patterns: Any) -> None:
 
 def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
     """request: a TokenizedGenerateReqInput."""
-    sampling = request.sampling_params
-    if sampling.n > 1 and get_disagg().disaggregation_mode != "null":
+    sampling, role = request.sampling_params, get_disagg().disaggregation_mode
+    if role == "decode" and request.bootstrap_room is not None and request.bootstrap_host is None:
+        raise _unexpected("bootstrap_host", None, "the prefill server of a bootstrap_room, as a router sends it")
+    if sampling.n > 1 and role != "null":
         expected = "1 with prefill and decode on different servers, where SGLang gives all answers one room"
         raise _unexpected("n", sampling.n, expected)
     _check_prompt(request, vocab_size)

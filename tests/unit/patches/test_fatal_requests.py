@@ -37,6 +37,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
             return_logprob=False,
             top_logprobs_num=0,
             logprob_start_len=-1,
+            bootstrap_host=None,
+            bootstrap_room=None,
         )
         | fields,
         sampling_params=sampling,
@@ -57,6 +59,10 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
             "stop_token_ids=1180591620717411303424: expected tokens",
         ),
         (dict(stop_token_ids={-7, 500}, min_new_tokens=1), "stop_token_ids=-7: expected tokens"),
+        (
+            dict(bootstrap_room=7, role="decode"),
+            "bootstrap_host=None: expected the prefill server of a bootstrap_room",
+        ),
         (dict(n=2, role="decode"), "n=2: expected 1 with prefill and decode on different servers"),
         (dict(top_k=2**31), "top_k=2147483648: expected at most 2147483647, or -1 for all tokens"),
         (
@@ -88,6 +94,9 @@ def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(mon
         dict(return_logprob=True, top_logprobs_num=VOCAB, logprob_start_len=0),
         dict(top_logprobs_num=2**40, logprob_start_len=-5),  # read with return_logprob alone
         dict(lora_id="0af3", lora_name="adapter"),
+        dict(bootstrap_room=7, bootstrap_host="host", role="decode"),
+        dict(bootstrap_room=7, role="prefill"),
+        dict(role="decode"),  # SGLang refuses it
     ],
 )
 def test_a_request_that_can_be_served_passes(monkeypatch, fields):
