@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,50 @@ def test_rows_of_both_pools_are_kept_of_a_retracted_request() -> None:
     allocator.load_cpu_copy(copies, torch.tensor([2, 3]), mamba_indices=None)
     for pool, rows in zip((target, draft), before, strict=True):
         assert pool.rows.tolist() == [0, 0, rows[4], rows[1], 0]
+
+
+@pytest.mark.parametrize("role", ["DECODE", "NULL"])
+@pytest.mark.parametrize("left", [["a", "b"], []])
+def test_a_decode_server_takes_the_result_of_the_running_step_before_it_retracts(
+    role: str, left: list[str]
+) -> None:
+    from dflash_sglang.patches import retracted_rows
+
+    done = list[Any]()
+    batch = RunningBatch(left, done)
+    scheduler = SimpleNamespace(
+        disaggregation_mode=retracted_rows.DisaggregationMode[role],
+        result_queue=deque([("batch", "result")]),
+        last_batch="batch",
+        process_batch_result=lambda *result: done.append(result),
+        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+    )
+    answer = retracted_rows.update_running_batch(lambda _, batch: batch.retract_decode(), scheduler, batch)
+    if role == "NULL":
+        assert done == ["retract"] and scheduler.result_queue and scheduler.last_batch
+    else:
+        assert done == [("batch", "result"), "filter", *(["retract"] if left else [])]
+        assert not scheduler.result_queue and scheduler.last_batch is None
+        assert answer == (([], 0.5, []) if not left else "retracted")
+    done.clear()
+    assert batch.retract_decode() == "retracted" and done == ["retract"]  # elsewhere as SGLang does
+    retracted_rows.update_running_batch(lambda _, batch: done.append("step"), scheduler, batch)
+    assert done == ["retract", "step"]
+
+
+class RunningBatch:
+    """Requests of which `left` go on after the step that runs."""
+
+    def __init__(self, left: list[str], done: list[Any]) -> None:
+        self.reqs, self._left, self._done = ["a", "b", "c"], left, done
+
+    def filter_batch(self) -> None:
+        self.reqs = self._left
+        self._done.append("filter")
+
+    def retract_decode(self) -> str:
+        self._done.append("retract")
+        return "retracted"
 
 
 class Rows:
