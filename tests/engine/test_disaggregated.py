@@ -23,9 +23,11 @@ from tests.engine import test_request_fields as fields
 from tests.engine.test_dflash2_serving import config_and_tensors as dflash2_config_and_tensors
 from tests.engine.test_parallel import RANKS
 from tests.engine.test_recurrent_serving import random_ids
+from tests.gpu.test_lora import adapter
 from tests.support import scheduler_hooks
 from tests.support.disaggregated import Apart, Refused, prefill_beside, serve_apart
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import BUILT_IN_WORKER, greedy_params, serve
+from tests.support.kits import without_the_last_layer
 from tests.support.rows import in_full_but
 from tests.support.tiny import write_checkpoint
 from tests.support.transfer.mooncake.engine import FAULT_ENV, UNREGISTERED, TransferEngine
@@ -217,6 +219,10 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         dict(draft="other"),
         " on the decode server: expected the same draft on both. ",
     ),
+    "the built-in worker": (
+        dict(draft="without the last layer", environment=BUILT_IN_WORKER),
+        "a prefill server without dflash_sglang: expected one that sends context KV of this server's draft. ",
+    ),
 }
 
 
@@ -228,6 +234,8 @@ def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(one, apart, 
         weights["fc.weight"][0, 0] += 1.0
         save_file(weights, shutil.copytree(DRAFT, tmp_path / "draft") / "model.safetensors")
         arguments = dict(draft=tmp_path / "draft")
+    if arguments.get("draft") == "without the last layer":
+        arguments = {**arguments, "draft": without_the_last_layer(tmp_path / "draft")}
     prefill = {**TEXT, **arguments, "environment": {**environment, **arguments.get("environment", {})}}
     with prefill_beside(apart, TARGET, prefill.pop("draft", DRAFT), **prefill) as mismatched:
         for request in asked()[:2]:
@@ -236,6 +244,7 @@ def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(one, apart, 
             assert isinstance(refused, Refused) and refused.status == 500 and message in str(refused)
             assert isinstance(for_prefill, Refused) and for_prefill.status == 500
             assert time.monotonic() - since < 60  # SGLang's time-out is 300 s
+        mismatched.assert_idle()
     assert output_and_steps(apart.ask(**asked()[0])) == output_and_steps(one.generate(**asked()[0]))
 
 
@@ -283,6 +292,24 @@ def test_retracted_requests_keep_their_context(one, tmp_path, environment):
     with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, decode=decode, **TEXT) as apart:
         assert [output_and_steps(answer) for answer in apart.ask_all(asked())] == expected
         assert "Testing retraction" in apart.decode.log_text()
+
+
+@pytest.mark.full
+def test_adapters_of_requests_act_as_on_one_server(one, tmp_path, environment):
+    paths = [f"{name}={adapter(tmp_path / name, seed, 0.1)}" for seed, name in enumerate(("first", "second"))]
+    flags: dict[str, Any] = dict(environment=environment, enable_lora=True, lora_paths=paths, **TEXT)
+    names = (None, "first", "second", "first")
+    requests = [dict(request, lora_path=name) for request, name in zip(asked(), 2 * names, strict=True)]
+    with serve(TARGET, DRAFT, **flags) as adapted:
+        expected = [output_and_steps(adapted.generate(**request)) for request in requests]
+    changed = [
+        ids != one.generate(**request)["output_ids"] for request, (ids, _) in zip(asked(), expected, strict=True)
+    ]
+    assert changed == [name is not None for name in 2 * names]
+    with serve_apart(TARGET, DRAFT, tmp_path, **flags) as apart:
+        assert [output_and_steps(apart.ask(**request)) for request in requests] == expected
+        assert [output_and_steps(answer) for answer in apart.ask_all(requests)] == expected
+        assert not apart.wrote_elsewhere()
 
 
 @dataclass(frozen=True)
@@ -336,6 +363,34 @@ def blocks(directory: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
             prefix = lines[0][0] + 1
             found.append(lines.pop(0))
     return found
+
+
+@pytest.mark.full
+def test_retracted_requests_of_a_recurrent_target_keep_their_context(tmp_path):
+    """The pool begins as NaN. A random draft has nothing accepted, so its proposals are compared."""
+    target, draft = pair("Qwen3.5")
+    requests = [
+        dict(input_ids=random_ids(length, length), sampling_params=greedy_params(60)) for length in (3, 100, 300)
+    ]
+    proposed, answers = [], []
+    for number, retracting in enumerate(({}, RETRACTING)):
+        records = tmp_path / str(number)
+        records.mkdir()
+        environment = {
+            "DFLASH_SGLANG_REQUIRE": "1",
+            "PYTHONPATH": scheduler_hooks.install(records),
+            scheduler_hooks.HOOKS_ENV: "proposals,context",
+            scheduler_hooks.RECORDS_ENV: str(records),
+        }
+        flags: dict[str, Any] = dict(environment=environment, decode=dict(environment=retracting), **RECURRENT)
+        with serve_apart(target, draft, records, **flags) as apart:
+            answers.append([answer["output_ids"] for answer in apart.ask_all(requests)])
+            assert ("Testing retraction" in apart.decode.log_text()) == bool(retracting)
+        lines = (records / "proposals.jsonl").read_text().splitlines()
+        of_requests = {len(request["input_ids"]) + step for request in requests for step in range(59)}
+        proposed.append({line for line in lines if json.loads(line)[0] in of_requests})
+    assert answers[0] == answers[1]
+    assert len(proposed[0]) > 120 and proposed[0] == proposed[1]
 
 
 @pytest.mark.full

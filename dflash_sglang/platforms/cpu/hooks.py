@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from dflash_sglang.platforms.cpu import dp, host_cache
+from dflash_sglang.platforms.cpu import adapters, dp, host_cache
 from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, softcap_
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
@@ -55,6 +55,7 @@ def register_hooks() -> None:
         ),
     ):
         HookRegistry.register(target, hook, kind, source=SOURCE)
+    adapters.register(SOURCE)
     dp.register(SOURCE)
     host_cache.register(SOURCE)
 
