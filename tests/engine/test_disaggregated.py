@@ -24,6 +24,7 @@ from tests.engine.test_dflash2_serving import config_and_tensors as dflash2_conf
 from tests.engine.test_parallel import RANKS
 from tests.engine.test_recurrent_serving import random_ids
 from tests.gpu.test_lora import adapter
+from tests.gpu.test_seeds import requests as seeded_requests
 from tests.support import scheduler_hooks
 from tests.support.disaggregated import Apart, Refused, prefill_beside, serve_apart
 from tests.support.engines import BUILT_IN_WORKER, greedy_params, serve
@@ -310,6 +311,26 @@ def test_adapters_of_requests_act_as_on_one_server(one, tmp_path, environment):
         assert [output_and_steps(apart.ask(**request)) for request in requests] == expected
         assert [output_and_steps(answer) for answer in apart.ask_all(requests)] == expected
         assert not apart.wrote_elsewhere()
+
+
+@pytest.mark.full
+def test_seeded_requests_of_deterministic_inference_draw_as_on_one_server(tmp_path):
+    flags: dict[str, Any] = dict(
+        environment={"DFLASH_SGLANG_REQUIRE": "1"},
+        enable_deterministic_inference=True,
+        attention_backend="torch_native",  # SGLang looks before the platform names its own
+    )
+    requests = seeded_requests()
+    with serve(TARGET, DRAFT, **flags) as one:
+        expected = [output_and_steps(one.generate(**request)) for request in requests]
+    with serve_apart(TARGET, DRAFT, tmp_path, **flags) as apart:
+        assert [output_and_steps(apart.ask(**request)) for request in requests] == expected
+        reseeded = [apart.ask(**with_another_seed(request))["output_ids"] for request in requests]
+    assert all(ids != drawn for ids, (drawn, _) in zip(reseeded, expected, strict=True))
+
+
+def with_another_seed(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {**request, "sampling_params": {**request["sampling_params"], "sampling_seed": 7}}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
+from sglang.srt.arg_groups.choices import (
+    DRAFT_ATTENTION_BACKEND_CHOICES,
+    add_deterministic_attention_backend_choices,
+    add_draft_attention_backend_choices,
+)
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
@@ -38,6 +42,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The draft worker consults this list, not supports_speculative_draft_attention_backend().
         if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
+            add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
         # SGLang rounds the inputs that convolutions remember to bfloat16, whatever --dtype says.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         # A prefill server orders such a send after its forward by a CUDA event.
