@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -459,3 +460,29 @@ def test_ranks_of_both_servers_share_heads_as_many_or_in_other_numbers(one, tmp_
         answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
         assert not apart.wrote_elsewhere()
     assert answers == [output_and_steps(one.generate(**request)) for request in asked()]
+
+
+DATA_PARALLEL = dict(tp_size=2, dp_size=2, enable_dp_attention=True)
+DATA_PARALLEL_SERVERS: dict[str, dict[str, Any]] = {
+    "both": dict(**DATA_PARALLEL),
+    "decode, retracting": dict(decode=dict(**DATA_PARALLEL, enable_dp_lm_head=True, environment=RETRACTING)),
+    "both, chosen widths": dict(**DATA_PARALLEL, decode=dict(environment={CONFIG_ENV: '{"width": {}}'})),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("servers", DATA_PARALLEL_SERVERS)
+def test_data_parallel_ranks_of_both_servers_answer_as_one_server(one, tmp_path, servers):
+    flags = {**RANKS, "decode_log_interval": 1, **DATA_PARALLEL_SERVERS[servers]}
+    with serve_apart(TARGET, DRAFT, tmp_path, environment={"DFLASH_SGLANG_REQUIRE": "1"}, **flags) as apart:
+        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
+        apart.assert_idle()
+        assert not apart.wrote_elsewhere()
+        log = apart.decode.log_text()
+    expected = [output_and_steps(one.generate(**request)) for request in asked()]
+    if servers == "both, chosen widths":
+        assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
+    else:
+        assert answers == expected
+    assert {rank for rank in ("DP0", "DP1") if re.search(rf"{rank} .*Decode batch", log)} == {"DP0", "DP1"}
+    assert ("Testing retraction" in log) == ("retracting" in servers)
