@@ -387,15 +387,24 @@ def blocks(directory: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
     return found
 
 
+# Flags of the decode server, and what its log says.
+RETRACTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "every 9 steps": (dict(environment=RETRACTING), "Testing retraction"),
+    "where slots run out": (dict(max_total_tokens=520, num_reserved_decode_tokens=1), "KV cache pool is full"),
+}
+
+
 @pytest.mark.full
-def test_retracted_requests_of_a_recurrent_target_keep_their_context(tmp_path):
+@pytest.mark.parametrize("when", RETRACTIONS)
+def test_retracted_requests_of_a_recurrent_target_keep_states_and_context(tmp_path, when):
     """The pool begins as NaN. A random draft has nothing accepted, so its proposals are compared."""
     target, draft = pair("Qwen3.5")
     requests = [
         dict(input_ids=random_ids(length, length), sampling_params=greedy_params(60)) for length in (3, 100, 300)
     ]
     proposed, answers = [], []
-    for number, retracting in enumerate(({}, RETRACTING)):
+    retracting, says = RETRACTIONS[when]
+    for number, decode in enumerate(({}, retracting)):
         records = tmp_path / str(number)
         records.mkdir()
         environment = {
@@ -404,10 +413,9 @@ def test_retracted_requests_of_a_recurrent_target_keep_their_context(tmp_path):
             scheduler_hooks.HOOKS_ENV: "proposals,context",
             scheduler_hooks.RECORDS_ENV: str(records),
         }
-        flags: dict[str, Any] = dict(environment=environment, decode=dict(environment=retracting), **RECURRENT)
-        with serve_apart(target, draft, records, **flags) as apart:
+        with serve_apart(target, draft, records, environment=environment, decode=decode, **RECURRENT) as apart:
             answers.append([answer["output_ids"] for answer in apart.ask_all(requests)])
-            assert ("Testing retraction" in apart.decode.log_text()) == bool(retracting)
+            assert (says in apart.decode.log_text()) == bool(decode)
         lines = (records / "proposals.jsonl").read_text().splitlines()
         of_requests = {len(request["input_ids"]) + step for request in requests for step in range(59)}
         proposed.append({line for line in lines if json.loads(line)[0] in of_requests})
