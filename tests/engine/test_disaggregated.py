@@ -263,6 +263,18 @@ def test_a_decode_server_that_takes_any_prefill_server_is_right_in_more_steps(on
 
 
 @pytest.mark.full
+def test_a_decode_server_that_takes_any_prefill_server_decodes_with_context_of_the_built_in_worker(tmp_path):
+    draft = without_the_last_layer(tmp_path / "draft")
+    settings = {CONFIG_ENV: '{"prefill": "any"}', "DFLASH_SGLANG_REQUIRE": "1"}
+    servers = dict(prefill=dict(environment=BUILT_IN_WORKER), decode=dict(environment=settings))
+    with serve_apart(TARGET, draft, tmp_path, **servers) as apart:
+        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
+        assert not apart.wrote_elsewhere()
+    with serve(TARGET, draft, environment=settings) as one:
+        assert answers == [output_and_steps(one.generate(**request)) for request in asked()]
+
+
+@pytest.mark.full
 def test_a_prefill_server_refuses_a_decode_server_without_the_draft_by_name_and_stays_up(tmp_path):
     decode = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"})
     with serve_apart(TARGET, DRAFT, tmp_path, decode=decode) as apart:
