@@ -45,12 +45,9 @@ def _check_stop_regex(patterns: Any) -> None:
 
 def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
     """request: a TokenizedGenerateReqInput."""
-    sampling, role = request.sampling_params, get_disagg().disaggregation_mode
-    if role == "decode" and request.bootstrap_room is not None and request.bootstrap_host is None:
-        raise _unexpected("bootstrap_host", None, "the prefill server of a bootstrap_room, as a router sends it")
-    if sampling.n > 1 and role != "null":
-        expected = "1 with prefill and decode on different servers, where SGLang gives all answers one room"
-        raise _unexpected("n", sampling.n, expected)
+    sampling = request.sampling_params
+    if (role := get_disagg().disaggregation_mode) != "null":
+        _check_room(request, role)
     _check_prompt(request, vocab_size)
     if request.lora_id is not None and request.lora_name is None:
         raise _unexpected("lora_id", request.lora_id, "none, since SGLang finds it itself. Give lora_path")
@@ -74,6 +71,18 @@ def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
             )
         if request.logprob_start_len < -1:
             raise _unexpected("logprob_start_len", request.logprob_start_len, "-1 (no prompt logprobs) or more")
+
+
+def _check_room(request: Any, role: str) -> None:
+    """Where a prefill and a decode server meet for the request. role: of this one."""
+    if request.sampling_params.n > 1:
+        expected = "1 with prefill and decode on different servers, where SGLang gives all answers one room"
+        raise _unexpected("n", request.sampling_params.n, expected)
+    for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
+        if isinstance(value := getattr(request, field), list):
+            raise _unexpected(field, value, "one value, since the request has one prompt")
+    if role == "decode" and request.bootstrap_room is not None and request.bootstrap_host is None:
+        raise _unexpected("bootstrap_host", None, "the prefill server of a bootstrap_room, as a router sends it")
 
 
 def _check_prompt(request: Any, vocab_size: int) -> None:

@@ -38,6 +38,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
             top_logprobs_num=0,
             logprob_start_len=-1,
             bootstrap_host=None,
+            bootstrap_port=None,
             bootstrap_room=None,
         )
         | fields,
@@ -63,6 +64,11 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
             dict(bootstrap_room=7, role="decode"),
             "bootstrap_host=None: expected the prefill server of a bootstrap_room",
         ),
+        (
+            dict(bootstrap_room=[7], role="decode"),
+            r"bootstrap_room=\[7\]: expected one value, since the request has",
+        ),
+        (dict(bootstrap_port=[], bootstrap_room=7, role="prefill"), r"bootstrap_port=\[\]: expected one value"),
         (dict(n=2, role="decode"), "n=2: expected 1 with prefill and decode on different servers"),
         (dict(top_k=2**31), "top_k=2147483648: expected at most 2147483647, or -1 for all tokens"),
         (
@@ -96,6 +102,7 @@ def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(mon
         dict(lora_id="0af3", lora_name="adapter"),
         dict(bootstrap_room=7, bootstrap_host="host", role="decode"),
         dict(bootstrap_room=7, role="prefill"),
+        dict(bootstrap_room=[7], bootstrap_host=[]),  # which one server does not read
         dict(role="decode"),  # SGLang refuses it
     ],
 )
