@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_sglang.requests.errors import RequestError, shown
-from dflash_sglang.sglang_names.launcher import PositionalEmbeds, get_disagg, get_exec
+from dflash_sglang.sglang_names.launcher import PositionalEmbeds, fake_bootstrap_host, get_disagg, get_exec
 
 HIGHEST_TOP_K = 2**31 - 1  # SGLang keeps it in 32 bits
 HIGHEST_BIAS = 1e30  # finite in float32 when it is divided by the lowest temperature, 1e-6
@@ -81,8 +81,13 @@ def _check_room(request: Any, role: str) -> None:
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
         if isinstance(value := getattr(request, field), list):
             raise _unexpected(field, value, "one value, since the request has one prompt")
-    if role == "decode" and request.bootstrap_room is not None and request.bootstrap_host is None:
+    host, room = request.bootstrap_host, request.bootstrap_room
+    if room is None or host == fake_bootstrap_host():  # refused by SGLang; its own warm-up, without a transfer
+        return
+    if role == "decode" and host is None:
         raise _unexpected("bootstrap_host", None, "the prefill server of a bootstrap_room, as a router sends it")
+    if room < 1:  # 0 stands for a transfer that has not come
+        raise _unexpected("bootstrap_room", room, "a number of 1 or more, another one for each request")
 
 
 def _check_prompt(request: Any, vocab_size: int) -> None:

@@ -27,7 +27,7 @@ from tests.engine.test_recurrent_serving import random_ids
 from tests.gpu.test_lora import adapter
 from tests.gpu.test_seeds import requests as seeded_requests
 from tests.support import scheduler_hooks
-from tests.support.disaggregated import Apart, Refused, prefill_beside, serve_apart
+from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
 from tests.support.engines import BUILT_IN_WORKER, greedy_params, serve
 from tests.support.kits import without_the_last_layer
 from tests.support.rows import in_full_but
@@ -205,6 +205,19 @@ def test_several_samples_of_a_prompt_are_refused_by_both_servers(apart, number):
     for refused in apart.ask_both(**asked(n=number)[0]):
         assert isinstance(refused, Refused) and refused.status == 400
         assert f"n={number}: expected 1 with prefill and decode on different servers" in str(refused)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bootstrap_room", -1), ("bootstrap_room", 0), ("bootstrap_room", [5]), ("bootstrap_host", [])],
+)
+def test_a_meeting_place_that_would_end_a_server_or_an_answer_is_refused_by_both(apart, field, value):
+    sent = {**asked()[0], **apart.room(), field: value}
+    for server in (apart.prefill, apart.decode):
+        refused = answer_of(server, **sent)
+        assert isinstance(refused, Refused) and refused.status == 400
+        assert f"{field}={value}: expected " in str(refused)
 
 
 # A prefill server that differs, what requests are answered that it shares with the decode server.
