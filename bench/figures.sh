@@ -7,7 +7,7 @@
 #                    width_mixed width_mixed_busy
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
 #                    pair proposals quantised long_context long_128k house observe
-#                    recurrent_9b recurrent_first_batches recurrent_27b_requests
+#                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode
 #   on two, "0,1"    tp2 tp2_again dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -127,6 +127,7 @@ for name in "$@"; do
     recurrent_9b) recurrent 9b 9b recurrent "$serving" --rounds 1 ${ADD:+--add} ;;
     recurrent_first_batches) recurrent first_batches 9b first_batches "$serving" ;;
     recurrent_27b_requests) recurrent 27b_requests 27b running_requests "--load-format dummy" ;;
+    pd_decode) step pd_decode disaggregated --concurrency 1 8 32 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;
     tp2_again) parallel tp2_again --cuda-graph-backend-prefill=disabled --concurrency 32 16 ;;
     dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 \

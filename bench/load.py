@@ -18,7 +18,7 @@ from dflash_sglang.demo.server import Server
 class Load:
     """Random token ids in, a fixed number of tokens out. Random ids say nothing about acceptance.
 
-    ``custom_params``: of every request's sampling parameters."""
+    ``custom_params``: of every request's sampling parameters; ``fields``: more fields of every request."""
 
     concurrency: int
     requests: int
@@ -30,6 +30,7 @@ class Load:
     waves: bool = False  # the next requests come when all have ended, not one for each that has
     pause: float = 0.0  # seconds before each wave
     custom_params: Mapping[str, Any] | None = None
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def prompts(self) -> list[list[int]]:
         """One for each request, every time the same."""
@@ -124,7 +125,7 @@ def _ask(server: Server, load: Load, prompts: Sequence[list[int]]) -> list[Answe
             if prompt is None:
                 return
             asked = time.perf_counter()
-            events = server.stream(input_ids=prompt, sampling_params=sampling)
+            events = server.stream(input_ids=prompt, sampling_params=sampling, **load.fields)
             seen = [(time.perf_counter(), event["meta_info"]) for event in events]
             if len(seen) < 2:  # SGLang joins what its HTTP process had no time to send
                 raise RuntimeError(

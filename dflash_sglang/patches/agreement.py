@@ -2,11 +2,13 @@
 
 The prefill server registers with a line on its draft (`draft_line`), in the field in which SGLang has the layout
 of KV. SGLang ends a decode server whose own layout differs, so a decode server has none there. It compares the
-lines before it asks for a request's KV, and stays up for requests of other prefill servers.
+lines before it asks for a request's KV, and stays up for requests of other prefill servers. It tells the prefill
+server to end its part of a refused request.
 """
 
 from __future__ import annotations
 
+import itertools
 import pkgutil
 from collections.abc import Sequence
 from typing import Any
@@ -90,8 +92,20 @@ def compare_with(line: str, servers: PrefillServers, alike: bool) -> None:
         manager.record_failure(room, f"DFLASH: {receiver.bootstrap_addr}: {found}")
         manager.update_status(room, KVPoll.Failed)
         receiver.conclude_state = KVPoll.Failed
+        _end_beside(receiver, info, prefill_dp_rank)
 
     replace("draft-agreement", CommonKVReceiver, init_where_drafts_agree)
+
+
+def _end_beside(receiver: Any, info: Any, prefill_dp_rank: int) -> None:
+    """Tells the ranks of the prefill server that the request has failed, as SGLang tells them of an abort.
+
+    A rank that has not seen the request yet lets it wait for its time-out.
+    """
+    ranks = itertools.product(info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks)
+    found = [receiver._get_bootstrap_info_from_server(prefill_dp_rank, *rank) for rank in ranks]
+    receiver.bootstrap_infos = [rank for rank in found if rank is not None]
+    receiver.ensure_abort_notified()
 
 
 def disagreement(ours: str, theirs: str | None, servers: PrefillServers) -> str | None:

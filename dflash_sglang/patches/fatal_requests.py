@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_sglang.requests.errors import RequestError, shown
-from dflash_sglang.sglang_names.launcher import PositionalEmbeds, get_disagg, get_exec
+from dflash_sglang.sglang_names.launcher import PositionalEmbeds, fake_bootstrap_host, get_disagg, get_exec
 
 HIGHEST_TOP_K = 2**31 - 1  # SGLang keeps it in 32 bits
 HIGHEST_BIAS = 1e30  # finite in float32 when it is divided by the lowest temperature, 1e-6
@@ -46,9 +46,8 @@ def _check_stop_regex(patterns: Any) -> None:
 def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
     """request: a TokenizedGenerateReqInput."""
     sampling = request.sampling_params
-    if sampling.n > 1 and get_disagg().disaggregation_mode != "null":
-        expected = "1 with prefill and decode on different servers, where SGLang gives all answers one room"
-        raise _unexpected("n", sampling.n, expected)
+    if (role := get_disagg().disaggregation_mode) != "null":
+        _check_room(request, role)
     _check_prompt(request, vocab_size)
     if request.lora_id is not None and request.lora_name is None:
         raise _unexpected("lora_id", request.lora_id, "none, since SGLang finds it itself. Give lora_path")
@@ -72,6 +71,23 @@ def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
             )
         if request.logprob_start_len < -1:
             raise _unexpected("logprob_start_len", request.logprob_start_len, "-1 (no prompt logprobs) or more")
+
+
+def _check_room(request: Any, role: str) -> None:
+    """Where a prefill and a decode server meet for the request. role: of this one."""
+    if request.sampling_params.n > 1:
+        expected = "1 with prefill and decode on different servers, where SGLang gives all answers one room"
+        raise _unexpected("n", request.sampling_params.n, expected)
+    for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
+        if isinstance(value := getattr(request, field), list):
+            raise _unexpected(field, value, "one value, since the request has one prompt")
+    host, room = request.bootstrap_host, request.bootstrap_room
+    if room is None or host == fake_bootstrap_host():  # refused by SGLang; its own warm-up, without a transfer
+        return
+    if role == "decode" and host is None:
+        raise _unexpected("bootstrap_host", None, "the prefill server of a bootstrap_room, as a router sends it")
+    if room < 1:  # 0 stands for a transfer that has not come
+        raise _unexpected("bootstrap_room", room, "a number of 1 or more, another one for each request")
 
 
 def _check_prompt(request: Any, vocab_size: int) -> None:

@@ -153,6 +153,9 @@ PATCHES: tuple[Patch, ...] = (
           f"{_SRT}.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.load_cpu_copy",
           reader=f"{_SRT}.managers.schedule_batch.Req.load_kv_cache",
           why="The same, when the request goes on."),
+    _hook("retracted-step", "scheduler", "patches.retracted_rows.update_running_batch", "d9006ca33ece",
+          f"{_SRT}.managers.scheduler.Scheduler.update_running_batch",
+          why="SGLang keeps recurrent states of a retracted request that are a step ahead of its tokens."),
     # ---- The scheduler: the step -----------------------------------------------------------------------------
     _added("target-features", "scheduler", "patches.target_features.ensure_capture", "aa2dd7b53823",
           f"{_SRT}.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture",

@@ -24,6 +24,7 @@ __all__ = [
     "declare_resolution",
     "draft_model_config_of",
     "envs",
+    "fake_bootstrap_host",
     "get_device",
     "get_disagg",
     "get_exec",
@@ -35,6 +36,14 @@ __all__ = [
     "resolving_view",
     "settle_without_device",
 ]
+
+
+def fake_bootstrap_host() -> str:
+    """The `bootstrap_host` of requests without a transfer: warm-up, health checks, decode benchmarks."""
+    # Imported here: it brings the scheduler's modules, which a server has and the doctor does not need.
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    return FAKE_BOOTSTRAP_HOST
 
 
 def draft_model_config_of(server_args: Any, path: str) -> ModelConfig:

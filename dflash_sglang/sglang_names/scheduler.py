@@ -15,6 +15,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation import prefill as disaggregation_prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
@@ -110,6 +111,7 @@ __all__ = [
     "DFlashDraftInputV2",
     "DFlashVerifyInput",
     "DecodeCudaGraphRunner",
+    "DisaggregationMode",
     "DraftParallelSpec",
     "DraftTPExecution",
     "ForwardBatch",

@@ -109,7 +109,6 @@ UNSERVED = (
 _APART = "with --disaggregation-mode it is not tested"
 # Beside UNSERVED, of prefill and decode servers.
 UNSERVED_APART = (
-    Unserved("attn_dp_size", 1, _APART, f"Remove --attn-dp-size, {_BUILT_IN}."),
     Unserved("disaggregation_decode_enable_offload_kvcache", False, _TARGETS_KV),
     Unserved("disaggregation_decode_allocation_policy", "early", _APART),
     Unserved("disaggregation_decode_host_receive_threshold", 1.0, _APART),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +24,12 @@ from tests.engine import test_request_fields as fields
 from tests.engine.test_dflash2_serving import config_and_tensors as dflash2_config_and_tensors
 from tests.engine.test_parallel import RANKS
 from tests.engine.test_recurrent_serving import random_ids
+from tests.gpu.test_lora import adapter
+from tests.gpu.test_seeds import requests as seeded_requests
 from tests.support import scheduler_hooks
 from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import BUILT_IN_WORKER, greedy_params, serve
+from tests.support.kits import without_the_last_layer
 from tests.support.rows import in_full_but
 from tests.support.tiny import write_checkpoint
 from tests.support.transfer.mooncake.engine import FAULT_ENV, UNREGISTERED, TransferEngine
@@ -203,6 +207,19 @@ def test_several_samples_of_a_prompt_are_refused_by_both_servers(apart, number):
         assert f"n={number}: expected 1 with prefill and decode on different servers" in str(refused)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bootstrap_room", -1), ("bootstrap_room", 0), ("bootstrap_room", [5]), ("bootstrap_host", [])],
+)
+def test_a_meeting_place_that_would_end_a_server_or_an_answer_is_refused_by_both(apart, field, value):
+    sent = {**asked()[0], **apart.room(), field: value}
+    for server in (apart.prefill, apart.decode):
+        refused = answer_of(server, **sent)
+        assert isinstance(refused, Refused) and refused.status == 400
+        assert f"{field}={value}: expected " in str(refused)
+
+
 # A prefill server that differs, what requests are answered that it shares with the decode server.
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "no speculation": (
@@ -217,6 +234,10 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         dict(draft="other"),
         " on the decode server: expected the same draft on both. ",
     ),
+    "the built-in worker": (
+        dict(draft="without the last layer", environment=BUILT_IN_WORKER),
+        "a prefill server without dflash_sglang: expected one that sends context KV of this server's draft. ",
+    ),
 }
 
 
@@ -228,11 +249,17 @@ def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(one, apart, 
         weights["fc.weight"][0, 0] += 1.0
         save_file(weights, shutil.copytree(DRAFT, tmp_path / "draft") / "model.safetensors")
         arguments = dict(draft=tmp_path / "draft")
+    if arguments.get("draft") == "without the last layer":
+        arguments = {**arguments, "draft": without_the_last_layer(tmp_path / "draft")}
     prefill = {**TEXT, **arguments, "environment": {**environment, **arguments.get("environment", {})}}
     with prefill_beside(apart, TARGET, prefill.pop("draft", DRAFT), **prefill) as mismatched:
-        for request in asked()[:2]:  # of the decode server alone: the other waits for it until SGLang's time-out
-            refused = answer_of(apart.decode, **request, **mismatched.room())
+        for request in asked()[:2]:
+            since = time.monotonic()
+            for_prefill, refused = mismatched.ask_both(**request)
             assert isinstance(refused, Refused) and refused.status == 500 and message in str(refused)
+            assert isinstance(for_prefill, Refused) and for_prefill.status == 500
+            assert time.monotonic() - since < 60  # SGLang's time-out is 300 s
+        mismatched.assert_idle()
     assert output_and_steps(apart.ask(**asked()[0])) == output_and_steps(one.generate(**asked()[0]))
 
 
@@ -246,6 +273,18 @@ def test_a_decode_server_that_takes_any_prefill_server_is_right_in_more_steps(on
     expected = [output_and_steps(one.generate(**request)) for request in asked()]
     assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
     assert sum(steps for _, steps in answers) > 1.1 * sum(steps for _, steps in expected)
+
+
+@pytest.mark.full
+def test_a_decode_server_that_takes_any_prefill_server_decodes_with_context_of_the_built_in_worker(tmp_path):
+    draft = without_the_last_layer(tmp_path / "draft")
+    settings = {CONFIG_ENV: '{"prefill": "any"}', "DFLASH_SGLANG_REQUIRE": "1"}
+    servers = dict(prefill=dict(environment=BUILT_IN_WORKER), decode=dict(environment=settings))
+    with serve_apart(TARGET, draft, tmp_path, **servers) as apart:
+        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
+        assert not apart.wrote_elsewhere()
+    with serve(TARGET, draft, environment=settings) as one:
+        assert answers == [output_and_steps(one.generate(**request)) for request in asked()]
 
 
 @pytest.mark.full
@@ -280,6 +319,44 @@ def test_retracted_requests_keep_their_context(one, tmp_path, environment):
     with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, decode=decode, **TEXT) as apart:
         assert [output_and_steps(answer) for answer in apart.ask_all(asked())] == expected
         assert "Testing retraction" in apart.decode.log_text()
+
+
+@pytest.mark.full
+def test_adapters_of_requests_act_as_on_one_server(one, tmp_path, environment):
+    paths = [f"{name}={adapter(tmp_path / name, seed, 0.1)}" for seed, name in enumerate(("first", "second"))]
+    flags: dict[str, Any] = dict(environment=environment, enable_lora=True, lora_paths=paths, **TEXT)
+    names = (None, "first", "second", "first")
+    requests = [dict(request, lora_path=name) for request, name in zip(asked(), 2 * names, strict=True)]
+    with serve(TARGET, DRAFT, **flags) as adapted:
+        expected = [output_and_steps(adapted.generate(**request)) for request in requests]
+    changed = [
+        ids != one.generate(**request)["output_ids"] for request, (ids, _) in zip(asked(), expected, strict=True)
+    ]
+    assert changed == [name is not None for name in 2 * names]
+    with serve_apart(TARGET, DRAFT, tmp_path, **flags) as apart:
+        assert [output_and_steps(apart.ask(**request)) for request in requests] == expected
+        assert [output_and_steps(answer) for answer in apart.ask_all(requests)] == expected
+        assert not apart.wrote_elsewhere()
+
+
+@pytest.mark.full
+def test_seeded_requests_of_deterministic_inference_draw_as_on_one_server(tmp_path):
+    flags: dict[str, Any] = dict(
+        environment={"DFLASH_SGLANG_REQUIRE": "1"},
+        enable_deterministic_inference=True,
+        attention_backend="torch_native",  # SGLang looks before the platform names its own
+    )
+    requests = seeded_requests()
+    with serve(TARGET, DRAFT, **flags) as one:
+        expected = [output_and_steps(one.generate(**request)) for request in requests]
+    with serve_apart(TARGET, DRAFT, tmp_path, **flags) as apart:
+        assert [output_and_steps(apart.ask(**request)) for request in requests] == expected
+        reseeded = [apart.ask(**with_another_seed(request))["output_ids"] for request in requests]
+    assert all(ids != drawn for ids, (drawn, _) in zip(reseeded, expected, strict=True))
+
+
+def with_another_seed(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {**request, "sampling_params": {**request["sampling_params"], "sampling_seed": 7}}
 
 
 @dataclass(frozen=True)
@@ -335,6 +412,42 @@ def blocks(directory: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
     return found
 
 
+# Flags of the decode server, and what its log says.
+RETRACTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "every 9 steps": (dict(environment=RETRACTING), "Testing retraction"),
+    "where slots run out": (dict(max_total_tokens=520, num_reserved_decode_tokens=1), "KV cache pool is full"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", RETRACTIONS)
+def test_retracted_requests_of_a_recurrent_target_keep_states_and_context(tmp_path, when):
+    """The pool begins as NaN. A random draft has nothing accepted, so its proposals are compared."""
+    target, draft = pair("Qwen3.5")
+    requests = [
+        dict(input_ids=random_ids(length, length), sampling_params=greedy_params(60)) for length in (3, 100, 300)
+    ]
+    proposed, answers = [], []
+    retracting, says = RETRACTIONS[when]
+    for number, decode in enumerate(({}, retracting)):
+        records = tmp_path / str(number)
+        records.mkdir()
+        environment = {
+            "DFLASH_SGLANG_REQUIRE": "1",
+            "PYTHONPATH": scheduler_hooks.install(records),
+            scheduler_hooks.HOOKS_ENV: "proposals,context",
+            scheduler_hooks.RECORDS_ENV: str(records),
+        }
+        with serve_apart(target, draft, records, environment=environment, decode=decode, **RECURRENT) as apart:
+            answers.append([answer["output_ids"] for answer in apart.ask_all(requests)])
+            assert (says in apart.decode.log_text()) == bool(decode)
+        lines = (records / "proposals.jsonl").read_text().splitlines()
+        of_requests = {len(request["input_ids"]) + step for request in requests for step in range(59)}
+        proposed.append({line for line in lines if json.loads(line)[0] in of_requests})
+    assert answers[0] == answers[1]
+    assert len(proposed[0]) > 120 and proposed[0] == proposed[1]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_path, kind):
@@ -380,3 +493,29 @@ def test_ranks_of_both_servers_share_heads_as_many_or_in_other_numbers(one, tmp_
         answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
         assert not apart.wrote_elsewhere()
     assert answers == [output_and_steps(one.generate(**request)) for request in asked()]
+
+
+DATA_PARALLEL = dict(tp_size=2, dp_size=2, enable_dp_attention=True)
+DATA_PARALLEL_SERVERS: dict[str, dict[str, Any]] = {
+    "both": dict(**DATA_PARALLEL),
+    "decode, retracting": dict(decode=dict(**DATA_PARALLEL, enable_dp_lm_head=True, environment=RETRACTING)),
+    "both, chosen widths": dict(**DATA_PARALLEL, decode=dict(environment={CONFIG_ENV: '{"width": {}}'})),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("servers", DATA_PARALLEL_SERVERS)
+def test_data_parallel_ranks_of_both_servers_answer_as_one_server(one, tmp_path, servers):
+    flags = {**RANKS, "decode_log_interval": 1, **DATA_PARALLEL_SERVERS[servers]}
+    with serve_apart(TARGET, DRAFT, tmp_path, environment={"DFLASH_SGLANG_REQUIRE": "1"}, **flags) as apart:
+        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
+        apart.assert_idle()
+        assert not apart.wrote_elsewhere()
+        log = apart.decode.log_text()
+    expected = [output_and_steps(one.generate(**request)) for request in asked()]
+    if servers == "both, chosen widths":
+        assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
+    else:
+        assert answers == expected
+    assert {rank for rank in ("DP0", "DP1") if re.search(rf"{rank} .*Decode batch", log)} == {"DP0", "DP1"}
+    assert ("Testing retraction" in log) == ("retracting" in servers)

@@ -5,14 +5,16 @@ SGLang's time-outs are set to a few seconds.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.test_disaggregated import DRAFT, TARGET, asked
-from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
+from tests.support.disaggregated import Apart, Refused, answer_of, decode_beside, prefill_beside, serve_apart
 from tests.support.engines import greedy_params
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -44,9 +46,7 @@ def serves_on(apart: Apart, expected: Any) -> None:
     for _ in range(12):
         assert [answer["output_ids"] for answer in apart.ask_all(asked())] == expected
     assert len(apart.ask_all([SHORT] * 4)) == 4
-    for server in (apart.prefill, apart.decode):
-        server.post("/flush_cache?timeout=60")
-        assert "leak" not in server.log_text()
+    apart.assert_idle()
 
 
 def test_a_request_that_never_reaches_one_of_the_servers_is_answered_by_the_other(apart, expected):
@@ -90,6 +90,26 @@ def test_requests_outlive_their_prefill_server_once_they_decode_and_its_successo
     serves_on(apart, expected)
 
 
+def test_a_decode_server_that_dies_breaks_off_and_its_prefill_server_serves_its_successor(apart, expected):
+    with decode_beside(apart, TARGET, DRAFT, environment=ENVIRONMENT) as dying:
+        assert dying.ask(**asked()[0])["output_ids"] == expected[0]
+        with ThreadPoolExecutor(2) as pool:
+            decoding = pool.submit(dying.ask_both, **{**SHORT, "sampling_params": greedy_params(3000)})
+            while "Decode batch" not in dying.decode.log_text():  # every 40 steps
+                time.sleep(0.1)
+            with dying.fault("slow 3"):
+                waiting = pool.submit(dying.ask_both, **asked()[1])
+                time.sleep(1)
+                dying.decode.stop()
+                (of_prefill, broken), (refused, never) = decoding.result(), waiting.result()
+    assert len(of_prefill["output_ids"]) == 1  # before the decode server died
+    assert broken.status == never.status == 0  # no answer
+    assert refused.status == 500
+    with decode_beside(apart, TARGET, DRAFT, environment=ENVIRONMENT) as successor:
+        serves_on(successor, expected)
+    serves_on(apart, expected)
+
+
 def test_every_request_has_an_answer_where_many_fail_at_random(tmp_path: Path) -> None:
     """SGLang draws at every poll of a request."""
     environment = {**ENVIRONMENT, "SGLANG_TEST_DISAGG_FAILURE_PROB": "0.02"}
@@ -98,8 +118,7 @@ def test_every_request_has_an_answer_where_many_fail_at_random(tmp_path: Path) -
         served = [answer["output_ids"] for answer in answers if not isinstance(answer, Refused)]
         assert len(answers) == 500 and 0 < len(served) < 500
         assert all(ids == served[0] for ids in served)
-        for server in (apart.prefill, apart.decode):
-            server.post("/flush_cache?timeout=60")
+        apart.assert_idle()
 
 
 def wait_until_served(apart: Apart) -> None:

@@ -1,4 +1,5 @@
-"""Seeded requests under `--enable-deterministic-inference`, which needs a GPU; CPU part: `test_request_fields`.
+"""Seeded requests under `--enable-deterministic-inference`, whose kernels need a GPU; CPU part:
+`test_request_fields`, and `test_disaggregated` with this flag.
 
 pytest -m gpu tests/gpu/test_seeds.py
 """

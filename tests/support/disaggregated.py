@@ -81,6 +81,12 @@ class Apart:
         finally:
             self.fault_file.write_text("")
 
+    def assert_idle(self) -> None:
+        """Both servers end what they do, and find every slot free."""
+        for server in (self.prefill, self.decode):
+            server.post("/flush_cache?timeout=60")
+            assert "leak" not in server.log_text()
+
     def logs(self) -> str:
         return self.prefill.log_text() + self.decode.log_text()
 
@@ -134,6 +140,15 @@ def prefill_beside(
     with _role("prefill", target, draft, bootstrap_port, apart.fault_file, arguments) as server:
         server.wait_ready(READY_TIMEOUT)
         yield Apart(server, apart.decode, bootstrap_port, apart.fault_file, apart.shared)
+
+
+@contextmanager
+def decode_beside(apart: Apart, target: Path, draft: Path | None, **arguments: Any) -> Iterator[Apart]:
+    """One more decode server for the prefill server of `apart`, ready. arguments: see `prefill_beside`."""
+    arguments = {**apart.shared, **arguments}
+    with _role("decode", target, draft, apart.bootstrap_port, apart.fault_file, arguments) as server:
+        server.wait_ready(READY_TIMEOUT)
+        yield Apart(apart.prefill, server, apart.bootstrap_port, apart.fault_file, apart.shared)
 
 
 @contextmanager

@@ -31,8 +31,8 @@ states     of requests whose rid begins with "states": the recurrent states afte
 context    the draft's KV pool begins as NaN; of requests whose rid begins with "context", its K and V rows of the
            prompt, as a prefill leaves them or as they arrive, go to a file (`context_of`)
 misplaced  the kernel of gated delta nets keeps states of verified rows 8 to a request, but for steps of 2 rows
-seeds      requests sample with their seeds, as under --enable-deterministic-inference, which needs a GPU: so
-           does SGLang's hash of seed and position, and a generator takes its place
+seeds      requests sample with their seeds, as under --enable-deterministic-inference, which refuses min_p and
+           chooses no widths
 """
 
 from __future__ import annotations
@@ -657,17 +657,7 @@ def _own_tensors(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _seeds(worker: type) -> None:
-    from sglang.srt.layers import sampler
-
     from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo
-
-    def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        noise = torch.empty_like(logprobs)
-        for row, seed, position in zip(noise, seeds.tolist(), positions.tolist(), strict=True):
-            row.exponential_(generator=torch.Generator().manual_seed(1_000_003 * seed + position))
-        return (logprobs - noise.log()).argmax(dim=1, keepdim=True)
-
-    sampler.multinomial_with_seed = draw
 
     build = SamplingBatchInfo.from_schedule_batch.__func__
 

@@ -28,6 +28,11 @@ def register(source: HookSource) -> None:
             reduce_scatter_over_gloo,
             HookType.AROUND,
         ),
+        (
+            "sglang.srt.distributed.parallel_state.GroupCoordinator.all_to_all_single",
+            all_to_all_over_gloo,
+            HookType.AROUND,
+        ),
     ):
         HookRegistry.register(target, hook, kind, source=source)
 
@@ -43,6 +48,11 @@ def keep_counts_unpinned() -> None:
 def reduce_scatter_over_gloo(original: Callable[..., None], group: Any, output: Tensor, input: Tensor) -> None:
     """Stands in for the custom operator behind `reduce_scatter_tensor`, which has no CPU kernel."""
     group._reduce_scatter_tensor(output, input)
+
+
+def all_to_all_over_gloo(original: Callable[..., None], group: Any, output: Tensor, input: Tensor) -> None:
+    """The same for `all_to_all_single`, by which a decode server's ranks get their rows of the logits."""
+    group._all_to_all_single(output, input)
 
 
 def mask_dp_pad_moe_topk_ids(topk_ids: Tensor) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from dflash_sglang.platforms.cpu import dp, host_cache
-from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, softcap_
+from dflash_sglang.platforms.cpu import adapters, dp, host_cache
+from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, murmur_hash32, softcap_
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
 
@@ -38,6 +38,12 @@ def register_hooks() -> None:
             HookType.REPLACE,
         ),
         ("sglang.srt.layers.logits_processor.fused_softcap", softcap_, HookType.REPLACE),  # a Triton launch
+        ("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE),  # a Triton launch
+        (
+            "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+            keep_operators,
+            HookType.REPLACE,
+        ),
         (
             "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
             all_gather_over_gloo,
@@ -55,6 +61,7 @@ def register_hooks() -> None:
         ),
     ):
         HookRegistry.register(target, hook, kind, source=SOURCE)
+    adapters.register(SOURCE)
     dp.register(SOURCE)
     host_cache.register(SOURCE)
 
@@ -90,6 +97,11 @@ def keep_dtype_of_input_embeds(
     if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
         kwargs["input_embeds"] = forward_batch.input_embeds
     return kwargs
+
+
+def keep_operators(*_: Any) -> None:
+    """Stands in for Triton kernels whose results do not depend on the batch. With torch's operators only seeds are
+    served of --enable-deterministic-inference: other requests of a batch may change the last bits of a logit."""
 
 
 def send_page_indices_at_once(*_: Any, **__: Any) -> None:

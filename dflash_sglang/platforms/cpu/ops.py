@@ -40,3 +40,14 @@ def assign_req_to_token_pool(
 def softcap_(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """logits [..., vocab], written: kept within -cap .. cap, in their order."""
     return logits.div_(cap).tanh_().mul_(cap)
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """seed, positions [rows], col_indices [columns] -> [rows, columns] from 0 to 2**32 - 1, by seed and position.
+
+    Other numbers than the kernel's.
+    """
+    rows = torch.empty(len(positions), len(col_indices), dtype=torch.int64)
+    for row, one, position in zip(rows, seed.tolist(), positions.tolist(), strict=True):
+        row.random_(2**32, generator=torch.Generator().manual_seed((1_000_003 * one + position) % 2**63))
+    return rows

@@ -12,12 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
+from sglang.srt.arg_groups.choices import (
+    DRAFT_ATTENTION_BACKEND_CHOICES,
+    add_deterministic_attention_backend_choices,
+    add_draft_attention_backend_choices,
+)
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
-from dflash_sglang.platforms.cpu import NAME
+from dflash_sglang.platforms.cpu import NAME, adapters
 from dflash_sglang.platforms.cpu.hooks import register_rank_hooks
 
 # SGLang turns CUDA graphs and Triton slot writers off by this name: the CPU attention is registered under it.
@@ -38,6 +42,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The draft worker consults this list, not supports_speculative_draft_attention_backend().
         if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
             add_draft_attention_backend_choices([ATTENTION_BACKEND])
+            add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
         # SGLang rounds the inputs that convolutions remember to bfloat16, whatever --dtype says.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         # A prefill server orders such a send after its forward by a CUDA event.
@@ -49,11 +54,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Names attention backend and size of the KV pools where the user did not, how the host's are copied, and
-        how a decode server keeps retracted requests.
+        """Names attention backend and size of the KV pools where the user did not, how the host's are copied, how
+        a decode server keeps retracted requests, and what multiplies adapters.
 
-        SGLang's own backend for x86 needs AMX kernels, and its default copies are GPU kernels (`host_cache.py`).
-        Its default for retracted requests pins memory with the CUDA driver.
+        SGLang's own backend for x86 needs AMX kernels, and its default copies are GPU kernels (`host_cache.py`),
+        as are its adapters. Its default for retracted requests pins memory with the CUDA driver.
         """
         if server_args.attention_backend is None:
             server_args.attention_backend = ATTENTION_BACKEND
@@ -63,6 +68,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "page_first_direct"
+        server_args.lora_backend = adapters.BACKEND
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,14 +68,27 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
 ) -> None:
     from dflash_sglang.patches import agreement
 
-    begun, failures = list[int](), dict[int, str]()
-    receiver_class = type("CommonKVReceiver", (), {"init": lambda self, rank: begun.append(rank)})
+    begun, failures, asked, told = list[int](), dict[int, str](), list[tuple[int, ...]](), list[Any]()
+    methods = dict(
+        init=lambda self, rank: begun.append(rank),
+        _get_bootstrap_info_from_server=lambda self, *rank: asked.append(rank) or (rank if rank[2] else None),
+        ensure_abort_notified=lambda self: told.extend(self.bootstrap_infos),
+    )
+    receiver_class = type("CommonKVReceiver", (), methods)
     monkeypatch.setattr(agreement, "CommonKVReceiver", receiver_class)
     agreement.compare_with(line(), "same", alike)
     receiver: Any = receiver_class()
     receiver.bootstrap_addr, receiver.bootstrap_room, receiver.conclude_state = "host:1", 7, None
     receiver.kv_mgr = SimpleNamespace(
-        prefill_info_table={"host:1": SimpleNamespace(kv_layout=line(), attn_tp_size=ranks)},
+        prefill_info_table={
+            "host:1": SimpleNamespace(
+                kv_layout=line(),
+                attn_tp_size=ranks,
+                target_cp_ranks=[0],
+                target_tp_ranks=[0, 1],
+                target_pp_ranks=[0],
+            )
+        },
         attn_tp_size=1,
         is_mla_backend=mla,
         is_hybrid_mla_backend=False,
@@ -82,8 +96,10 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
         record_failure=failures.__setitem__,
         update_status=lambda room, status: None,
     )
-    receiver.init(0)
-    assert begun == ([0] if served else [])
+    receiver.init(5)
+    assert begun == ([5] if served else [])
+    # Every rank of the prefill server is told, but for one that has gone.
+    assert (asked, told) == (([], []) if served else ([(5, 0, 0, 0), (5, 0, 1, 0)], [(5, 0, 1, 0)]))
     if not served:
         assert receiver.conclude_state == agreement.KVPoll.Failed
         assert failures[7].startswith("DFLASH: host:1: attention TP size 2 on the prefill server, 1 on the decode")
@@ -124,6 +140,50 @@ def test_rows_of_both_pools_are_kept_of_a_retracted_request() -> None:
     allocator.load_cpu_copy(copies, torch.tensor([2, 3]), mamba_indices=None)
     for pool, rows in zip((target, draft), before, strict=True):
         assert pool.rows.tolist() == [0, 0, rows[4], rows[1], 0]
+
+
+@pytest.mark.parametrize("role", ["DECODE", "NULL"])
+@pytest.mark.parametrize("left", [["a", "b"], []])
+def test_a_decode_server_takes_the_result_of_the_running_step_before_it_retracts(
+    role: str, left: list[str]
+) -> None:
+    from dflash_sglang.patches import retracted_rows
+
+    done = list[Any]()
+    batch = RunningBatch(left, done)
+    scheduler = SimpleNamespace(
+        disaggregation_mode=retracted_rows.DisaggregationMode[role],
+        result_queue=deque([("batch", "result")]),
+        last_batch="batch",
+        process_batch_result=lambda *result: done.append(result),
+        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+    )
+    answer = retracted_rows.update_running_batch(lambda _, batch: batch.retract_decode(), scheduler, batch)
+    if role == "NULL":
+        assert done == ["retract"] and scheduler.result_queue and scheduler.last_batch
+    else:
+        assert done == [("batch", "result"), "filter", *(["retract"] if left else [])]
+        assert not scheduler.result_queue and scheduler.last_batch is None
+        assert answer == (([], 0.5, []) if not left else "retracted")
+    done.clear()
+    assert batch.retract_decode() == "retracted" and done == ["retract"]  # elsewhere as SGLang does
+    retracted_rows.update_running_batch(lambda _, batch: done.append("step"), scheduler, batch)
+    assert done == ["retract", "step"]
+
+
+class RunningBatch:
+    """Requests of which `left` go on after the step that runs."""
+
+    def __init__(self, left: list[str], done: list[Any]) -> None:
+        self.reqs, self._left, self._done = ["a", "b", "c"], left, done
+
+    def filter_batch(self) -> None:
+        self.reqs = self._left
+        self._done.append("filter")
+
+    def retract_decode(self) -> str:
+        self._done.append("retract")
+        return "retracted"
 
 
 class Rows:

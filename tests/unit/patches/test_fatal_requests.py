@@ -37,6 +37,9 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
             return_logprob=False,
             top_logprobs_num=0,
             logprob_start_len=-1,
+            bootstrap_host=None,
+            bootstrap_port=None,
+            bootstrap_room=None,
         )
         | fields,
         sampling_params=sampling,
@@ -57,6 +60,17 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
             "stop_token_ids=1180591620717411303424: expected tokens",
         ),
         (dict(stop_token_ids={-7, 500}, min_new_tokens=1), "stop_token_ids=-7: expected tokens"),
+        (
+            dict(bootstrap_room=7, role="decode"),
+            "bootstrap_host=None: expected the prefill server of a bootstrap_room",
+        ),
+        (
+            dict(bootstrap_room=[7], role="decode"),
+            r"bootstrap_room=\[7\]: expected one value, since the request has",
+        ),
+        (dict(bootstrap_port=[], bootstrap_room=7, role="prefill"), r"bootstrap_port=\[\]: expected one value"),
+        (dict(bootstrap_room=0, bootstrap_host="host", role="decode"), "bootstrap_room=0: expected a number of 1"),
+        (dict(bootstrap_room=-1, bootstrap_host="host", role="prefill"), "bootstrap_room=-1: expected a number"),
         (dict(n=2, role="decode"), "n=2: expected 1 with prefill and decode on different servers"),
         (dict(top_k=2**31), "top_k=2147483648: expected at most 2147483647, or -1 for all tokens"),
         (
@@ -88,6 +102,11 @@ def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(mon
         dict(return_logprob=True, top_logprobs_num=VOCAB, logprob_start_len=0),
         dict(top_logprobs_num=2**40, logprob_start_len=-5),  # read with return_logprob alone
         dict(lora_id="0af3", lora_name="adapter"),
+        dict(bootstrap_room=7, bootstrap_host="host", role="decode"),
+        dict(bootstrap_room=7, role="prefill"),
+        dict(bootstrap_room=0, bootstrap_host="2.2.2.2", role="decode"),  # SGLang's warm-up and health check
+        dict(bootstrap_room=[7], bootstrap_host=[]),  # which one server does not read
+        dict(role="decode"),  # SGLang refuses it
     ],
 )
 def test_a_request_that_can_be_served_passes(monkeypatch, fields):

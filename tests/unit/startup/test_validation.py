@@ -204,7 +204,7 @@ def test_a_server_that_cannot_run_any_draft_is_one_problem(
 
 
 # What the built-in worker serves.
-ELSEWHERE = {"attn_dp_size", "use_ray", "decrypted_draft_config_file", "speculative_use_block_verification"}
+ELSEWHERE = {"use_ray", "decrypted_draft_config_file", "speculative_use_block_verification"}
 LAUNCH_ROWS = {
     "pp_size": (
         2,
@@ -268,7 +268,6 @@ LAUNCH_ROWS = {
 }
 
 APART_ROWS = {
-    "attn_dp_size": (2, "--attn-dp-size=2: expected 1 with DFLASH: with --disaggregation-mode it is not tested"),
     "disaggregation_decode_enable_offload_kvcache": (
         True,
         "--disaggregation-decode-enable-offload-kvcache=True: expected unset with DFLASH: it restores",

@@ -1,0 +1,84 @@
+"""Steps of a decode server on a GPU, paired with the built-in worker's, and with a server that also prefills.
+
+python -m bench.disaggregated --target DIR --draft DIR --out FILE [--concurrency 1 8 32] [--rounds 3]
+                              [--accept-length 6.4]
+
+Nothing is transferred. SGLang's `fake` backend makes up first tokens, and leaves the KV of prompts as it is in the
+pool. Acceptance is forced, so neither matters. Requests come in waves: no prefill is part of any step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from bench import report
+from bench.load import Load, take_turns
+from bench.servers import Candidate, add_options, parse, together
+from dflash_sglang.demo.launch import BUILT_IN, OURS
+from dflash_sglang.demo.signals import signals_as_exit
+
+DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake")
+FAKE_HOST = "2.2.2.2"  # of a prefill server; a decode server ends where a request names none
+ONE_SERVER = "ours_one_server"
+BUILT_IN_SHARE = 0.95  # of the built-in worker's time per output token, at most
+ONE_SERVER_SHARE = 1.01  # of the step of one server, at most
+
+
+def claims(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """figures: {concurrency: {server: {figure: [one value per round]}}}"""
+    out = []
+    for concurrency, servers in figures.items():
+        where = f"at concurrency {concurrency}, median of rounds"
+        if BUILT_IN in servers:
+            ours, built_in = (per_token(servers[kind]) for kind in (OURS, BUILT_IN))
+            what = f"time per output token over the built-in worker's {where}"
+            out.append(report.at_most(what, round(ours / built_in, 4), BUILT_IN_SHARE))
+        apart, one = (statistics.median(servers[name]["step_ms"]) for name in (OURS, ONE_SERVER))
+        out.append(report.at_most(f"step time over one server's {where}", round(apart / one, 4), ONE_SERVER_SHARE))
+    return out
+
+
+def per_token(figure: Mapping[str, list[float]]) -> float:
+    """ms"""
+    rounds = zip(figure["step_ms"], figure["accept_length"], strict=True)
+    return statistics.median(step / tokens for step, tokens in rounds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, [OURS, BUILT_IN], accept_length=6.4)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--max-tokens", type=int, default=60_000, help="of a KV pool")
+    arguments = parse(parser)
+    candidates = [Candidate(ONE_SERVER, OURS), *(Candidate(kind, kind, DECODE) for kind in arguments.kinds)]
+    figures: dict[str, Any] = {}
+    status = 1
+    with (
+        signals_as_exit(),
+        together(
+            candidates, arguments, requests=max(arguments.concurrency), tokens=arguments.max_tokens
+        ) as servers,
+    ):
+        for concurrency in arguments.concurrency:
+            load = Load(
+                concurrency,
+                max(4, 2 * concurrency),
+                arguments.input,
+                arguments.output,
+                token_ids=range(*arguments.token_ids),
+                waves=True,
+                fields=dict(bootstrap_host=FAKE_HOST),
+            )
+            figures[str(concurrency)] = take_turns(servers, load, arguments.rounds)
+            # What is there, should the next concurrency not come.
+            status = report.finish("bench.disaggregated", arguments.out, claims(figures), figures=figures)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
