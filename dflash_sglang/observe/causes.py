@@ -11,6 +11,7 @@ from dflash_sglang.observe.alarm import FELL, Raised, Window
 
 if TYPE_CHECKING:
     from dflash_sglang.checkpoint import DraftSpec
+    from dflash_sglang.checkpoint.mtp import MtpSpec
 
 PAGE = "docs/guide/troubleshooting.md"
 
@@ -19,7 +20,7 @@ PAGE = "docs/guide/troubleshooting.md"
 class Causes:
     """What is known of the pair that serves. `context_tokens`: of all request-steps together."""
 
-    spec: DraftSpec
+    spec: DraftSpec | MtpSpec
     target_layers: Sequence[int]  # whose hidden states feed the draft, counted from 0
     num_target_layers: int
     target_vocabulary: int

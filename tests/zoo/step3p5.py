@@ -184,9 +184,10 @@ class Reference(nn.Module):
         return self.norm(self.hidden(ids)) @ self.head.T
 
     @torch.no_grad()
-    def propose(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest proposals of each MTP layer for a text ids [n], n > MTP_LAYERS.
+    def propose(self, ids: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The likeliest proposals of each MTP layer for a text ids [n], n > 1.
 
+        chosen [MTP_LAYERS]: what later layers read in their place, by default the same.
         Returns tokens [MTP_LAYERS] and the logits they are the argmax of, [MTP_LAYERS, vocab].
 
         The text ends with a token that the target has not read: layer i (from 0) reads at position p the hidden
@@ -197,8 +198,9 @@ class Reference(nn.Module):
         for i in range(MTP_LAYERS):
             rows = self.mtp_rows(i, self.mtp_inputs(i, rows, tokens))
             logits.append(self.mtp_logits(i, rows[-1]))
-            tokens = torch.cat([tokens[1:], logits[-1].argmax(-1, keepdim=True)])
-        return tokens[-MTP_LAYERS:], torch.stack(logits)
+            token = logits[-1].argmax(-1, keepdim=True) if chosen is None else chosen[i : i + 1]
+            tokens = torch.cat([tokens[1:], token])
+        return torch.stack(logits).argmax(-1), torch.stack(logits)
 
     @torch.no_grad()
     def mtp_inputs(self, i: int, rows: Tensor, tokens: Tensor) -> Tensor:

@@ -1,0 +1,152 @@
+"""Step-3.5's own multi-token-prediction layers as the draft, behind a real server in float32.
+
+Weights are random, so the layers choose the recorded continuation, with errors: steps commit 1 to 4 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from dflash_sglang.demo.server import Server
+from tests.support import scheduler_hooks
+from tests.support.engines import greedy, greedy_params, serve
+from tests.zoo import step3p5
+from tests.zoo.step3p5 import MTP_LAYERS, Reference
+
+pytestmark = pytest.mark.slow
+
+CHUNK, NEW_TOKENS = 64, 40
+LENGTHS = (1, 2, 33, 65, 100, 200)  # the longer ones are prefilled in chunks; the last chunk of 65 has one token
+COMMON: dict[str, Any] = dict(chunked_prefill_size=CHUNK, max_total_tokens=4096)
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mtp")
+
+
+@functools.cache
+def checkpoint() -> Path:
+    return step3p5.write(Path(_directory().name) / "target")
+
+
+@functools.cache
+def reference() -> Reference:
+    return Reference(checkpoint())
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(4, 250, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@functools.cache
+def both_turns() -> tuple[list[list[int]], list[list[int]]]:
+    """What a server without speculation answers, and what then to prompts that begin with these answers."""
+    with serve(checkpoint(), **COMMON) as server:
+        first = greedy(server, prompts(), NEW_TOKENS)
+        return first, greedy(server, next_prompts(first), NEW_TOKENS)
+
+
+def plain() -> list[list[int]]:
+    return both_turns()[0]
+
+
+def next_prompts(outputs: list[list[int]]) -> list[list[int]]:
+    return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(), outputs, strict=True)]
+
+
+@contextmanager
+def ours(directory: Path, hooks: str, **arguments: Any) -> Iterator[tuple[Server, Path]]:
+    records = directory / "records"
+    records.mkdir()
+    environment = {
+        "DFLASH_SGLANG_REQUIRE": "1",
+        "PYTHONPATH": scheduler_hooks.install(directory / "hooks"),
+        scheduler_hooks.HOOKS_ENV: hooks,
+        scheduler_hooks.RECORDS_ENV: str(records),
+    }
+    with serve(checkpoint(), checkpoint(), environment=environment, **{**COMMON, **arguments}) as server:
+        yield server, records
+        print(server.log_tail(60))  # shown with a failure
+
+
+class Noted(NamedTuple):
+    """A block: the likeliest token of each layer, and what was chosen in its place."""
+
+    rid: str
+    prefix: int
+    likeliest: list[int]
+    chosen: list[int]
+
+
+def noted(records: Path) -> list[Noted]:
+    """The blocks of this test's requests."""
+    lines = (records / "mtp.jsonl").read_text().splitlines()
+    return [block for block in (Noted(*json.loads(line)) for line in lines) if block.rid.startswith("text")]
+
+
+def wrong_proposals(blocks: Sequence[Noted], texts: dict[str, list[int]]) -> int:
+    """Blocks whose proposals are not the reference's for the text before them."""
+    count = 0
+    for block in blocks:
+        text = texts[block.rid][: block.prefix + 1]
+        if len(text) == block.prefix + 1:  # else the step began behind the request's end
+            count += block.likeliest != expected(tuple(text), tuple(block.chosen))
+    return count
+
+
+@functools.cache
+def expected(text: tuple[int, ...], chosen: tuple[int, ...]) -> list[int]:
+    return reference().propose(torch.tensor(text), torch.tensor(chosen))[0].tolist()
+
+
+def ask(server: Server, records: Path) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
+    """Answers to the prompts, one after the other, and texts by rid."""
+    answers, texts = [], {}
+    for prompt, output in zip(prompts(), plain(), strict=True):
+        scheduler_hooks.record(records, prompt, output)
+        rid = f"text {len(prompt)}"
+        answers.append(server.generate(input_ids=prompt, rid=rid, sampling_params=greedy_params(NEW_TOKENS)))
+        texts[rid] = prompt + output
+    return answers, texts
+
+
+def test_the_target_alone_is_the_reference() -> None:
+    for prompt, output in zip(prompts(), plain(), strict=True):
+        logits = reference().logits(torch.tensor(prompt + output[:-1]))
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == output
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_output_is_plain_decodings_and_proposals_are_the_references(page_size: int, tmp_path: Path) -> None:
+    with ours(tmp_path, "mtp", page_size=page_size) as (server, records):
+        unaided = greedy(server, prompts(), NEW_TOKENS)
+        after_hits = greedy(server, next_prompts(plain()), NEW_TOKENS)
+        server.post("/flush_cache?timeout=60")
+        answers, texts = ask(server, records)
+        assert "draft: MTP(3 layers: sliding, sliding, sliding; own heads)" in server.log_tail(2000)
+    assert unaided == plain()
+    assert after_hits == both_turns()[1]
+    assert [answer["output_ids"] for answer in answers] == plain()
+    blocks = noted(records)
+    assert wrong_proposals(blocks, texts) == 0
+    commits = {after.prefix - before.prefix for before, after in pairwise(blocks)}
+    assert commits >= set(range(1, MTP_LAYERS + 2)), commits
+
+
+def test_a_window_of_one_row_fewer_proposes_otherwise(tmp_path: Path) -> None:
+    with ours(tmp_path, "mtp,mtp_short") as (server, records):
+        answers, texts = ask(server, records)
+    assert [answer["output_ids"] for answer in answers] == plain()
+    assert wrong_proposals(noted(records), texts) > 0
