@@ -150,3 +150,18 @@ def test_a_window_of_one_row_fewer_proposes_otherwise(tmp_path: Path) -> None:
         answers, texts = ask(server, records)
     assert [answer["output_ids"] for answer in answers] == plain()
     assert wrong_proposals(noted(records), texts) > 0
+
+
+@pytest.mark.full
+def test_two_ranks_propose_alike(tmp_path: Path) -> None:
+    """Both note every block: the reference's proposals where the oracle chooses, and the same drawn ones."""
+    sampled = dict(temperature=1.5, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    with ours(tmp_path, "mtp", tp_size=2, watchdog_timeout=60) as (server, records):
+        answers, texts = ask(server, records)
+        server.generate(input_ids=[5, 6, 7], rid="text drawn", sampling_params=sampled)
+    assert [answer["output_ids"] for answer in answers] == plain()
+    blocks = noted(records)
+    drawn = [block for block in blocks if block.rid == "text drawn"]
+    assert wrong_proposals([block for block in blocks if block not in drawn], texts) == 0
+    assert any(block.chosen != block.likeliest for block in drawn)
+    assert {drawn.count(block) for block in drawn} == {2}
