@@ -12,6 +12,7 @@ from dflash_sglang.checkpoint.layers import LayerAttention
 ARCHITECTURE = "Step3p5MTPDraftModel"
 """Of the draft: the name by which SGLang finds its class."""
 _TARGETS = ("Step3p5ForCausalLM",)
+_NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
 # Of config.json, a value for each layer: those of the MTP layers follow the target's.
 _PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
 
@@ -61,25 +62,20 @@ class MtpSpec:
         kinds = config.get("layer_types") or []
         # SGLang's layers of these models see one key more than transformers' do.
         window = as_int(fields.shape("sliding_window"), 1) + 1 if "sliding_attention" in kinds else None
-        heads = {name: config.get(name) for name in ("num_attention_groups", "attention_other_setting")}
-        other = heads["attention_other_setting"]
-        groups = other.get("num_attention_groups") if isinstance(other, Mapping) else None
-        if groups is not None and groups != heads["num_attention_groups"]:
+        groups = config.get("num_attention_groups")
+        of_sliding = fields.mapping("attention_other_setting").get("num_attention_groups", groups)
+        if of_sliding != groups:
             raise DraftConfigError(
                 "attention_other_setting.num_attention_groups",
-                groups,
-                f"num_attention_groups={heads['num_attention_groups']!r}: the layers share one KV pool",
-                "Serve this target without --speculative-algorithm DFLASH.",
+                of_sliding,
+                f"num_attention_groups={groups!r}: the layers share one KV pool",
+                _NO_WAY,
             )
-        sparse = {int(layer) for layer in str(config.get("moe_layers_enum") or "").split(",") if layer}
+        sparse = map(int, filter(None, str(config.get("moe_layers_enum") or "").split(",")))
         experts = sorted(layer for layer in sparse if layer >= target_layers)
         if experts:
-            raise DraftConfigError(
-                "moe_layers_enum",
-                experts,
-                "no multi-token-prediction layer with experts",
-                "Serve this target without --speculative-algorithm DFLASH.",
-            )
+            expected = "no multi-token-prediction layer with experts"
+            raise DraftConfigError("moe_layers_enum", experts, expected, _NO_WAY)
         quantization = config.get("quantization_config")
         if quantization is not None:
             raise DraftConfigError(

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
+from tests.engine.test_parallel import RANKS, RANKS_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy, greedy_params, serve
 from tests.zoo import step3p5
@@ -67,14 +68,16 @@ def next_prompts(outputs: list[list[int]]) -> list[list[int]]:
 
 
 @contextmanager
-def ours(directory: Path, hooks: str, **arguments: Any) -> Iterator[tuple[Server, Path]]:
+def ours(directory: Path, hooks: str, *modules: str, **arguments: Any) -> Iterator[tuple[Server, Path]]:
+    """modules: see `scheduler_hooks.install`."""
     records = directory / "records"
     records.mkdir()
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory / "hooks"),
+        "PYTHONPATH": scheduler_hooks.install(directory / "hooks", *modules),
         scheduler_hooks.HOOKS_ENV: hooks,
         scheduler_hooks.RECORDS_ENV: str(records),
+        RANKS_ENV: str(records),
     }
     with serve(checkpoint(), checkpoint(), environment=environment, **{**COMMON, **arguments}) as server:
         yield server, records
@@ -128,6 +131,7 @@ def test_the_target_alone_is_the_reference() -> None:
         assert logits[len(prompt) - 1 :].argmax(-1).tolist() == output
 
 
+@pytest.mark.matrix(target="Step-3.5", draft="its own MTP layers", kv="model dtype", outcome="works")
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_output_is_plain_decodings_and_proposals_are_the_references(page_size: int, tmp_path: Path) -> None:
     with ours(tmp_path, "mtp", page_size=page_size) as (server, records):
@@ -152,11 +156,50 @@ def test_a_window_of_one_row_fewer_proposes_otherwise(tmp_path: Path) -> None:
     assert wrong_proposals(noted(records), texts) > 0
 
 
+FIELDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "frequency_penalty": dict(frequency_penalty=0.7),
+    "presence_penalty": dict(presence_penalty=1.5),
+    "repetition_penalty": dict(repetition_penalty=1.4),
+    "logit_bias": dict(logit_bias={"7": 9.0}),
+    "min_p": dict(temperature=1.3, min_p=1.0),
+    "top_k": dict(temperature=1.3, top_k=1),
+    "max_new_tokens": dict(max_new_tokens=7),
+    "max_width": dict(custom_params={"dflash": {"max_width": 2}}),
+}
+WITHOUT_EFFECT = ("min_p", "top_k", "max_width")  # one token is left, or it only bounds a step
+
+
+def by_field(server: Server) -> dict[str, list[int]]:
+    """Output of a prompt with each field, one beside the other."""
+    asked = {name: greedy_params(NEW_TOKENS) | fields for name, fields in FIELDS.items()}
+    answers = server.generate(input_ids=[prompts()[4]] * len(asked), sampling_params=list(asked.values()))
+    return {name: answer["output_ids"] for name, answer in zip(asked, answers, strict=True)}
+
+
 @pytest.mark.full
+def test_request_fields_act_as_in_plain_decoding(tmp_path: Path) -> None:
+    """In synchronous steps, with requests that are retracted and go on."""
+    retracting = dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="9")
+    with serve(checkpoint(), disable_overlap_schedule=True, **COMMON) as server:
+        expected = by_field(server)
+    with serve(
+        checkpoint(), checkpoint(), environment=retracting, disable_overlap_schedule=True, **COMMON
+    ) as server:
+        got = by_field(server)
+        assert "Testing retraction" in server.log_text()
+    assert got == expected
+    same = [name for name in FIELDS if expected[name] == expected["none"]]
+    assert same == ["none", *WITHOUT_EFFECT]
+
+
+@pytest.mark.full
+@pytest.mark.matrix(target="Step-3.5", draft="its own MTP layers", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_propose_alike(tmp_path: Path) -> None:
-    """Both note every block: the reference's proposals where the oracle chooses, and the same drawn ones."""
+    """Both note every block: the reference's proposals where the oracle chooses, and the same drawn ones, although
+    their random numbers differ."""
     sampled = dict(temperature=1.5, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    with ours(tmp_path, "mtp", tp_size=2, watchdog_timeout=60) as (server, records):
+    with ours(tmp_path, "mtp", "engine.test_parallel", tp_size=2, **RANKS) as (server, records):
         answers, texts = ask(server, records)
         server.generate(input_ids=[5, 6, 7], rid="text drawn", sampling_params=sampled)
     assert [answer["output_ids"] for answer in answers] == plain()

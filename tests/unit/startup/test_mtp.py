@@ -138,6 +138,9 @@ def test_launches_that_are_not_served(case: str, checkpoint: Path, launcher: Non
     assert isinstance(said, str) and message in said, said
 
 
+@pytest.mark.matrix(
+    target="Step-3.5", draft="its own MTP layers", kv="any, on a GPU", outcome="refused", message="--device='cuda'"
+)
 def test_a_gpu_is_refused(checkpoint: Path, launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_sglang.startup import decisions
 
