@@ -13,7 +13,7 @@ build_controller     graphs of every width exist
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,15 +24,19 @@ from dflash_sglang.attention.visibility import check_visibility
 from dflash_sglang.checkpoint.dspark import VANILLA
 from dflash_sglang.checkpoint.files import fingerprint, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
+from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.checkpoint.token_map import read_token_map
+from dflash_sglang.drafting.base import ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import SlotReservation
+from dflash_sglang.drafting.mtp.source import MtpSource
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 from dflash_sglang.drafting.rings import DraftRings, RingContext
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.kernels.context.rings import RingShape
 from dflash_sglang.models.context_kv.base import ContextWriter
 from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.models.mtp.recent_rows import RecentRows
 from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.causes import Causes
 from dflash_sglang.observe.counts import Counts
@@ -41,7 +45,7 @@ from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches import agreement, draft_pool, replayed_states, retracted_rows, weight_updates
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
-from dflash_sglang.patches.target_features import ensure_capture
+from dflash_sglang.patches.target_features import deliver_hidden_states, ensure_capture
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
@@ -63,7 +67,7 @@ from dflash_sglang.startup.facts import Problem, StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
-from dflash_sglang.verify.tables import Tables
+from dflash_sglang.verify.tables import Tables, most_rows
 from dflash_sglang.verify.target_logits import TargetLogits
 from dflash_sglang.verify.tree import TreeVerify
 from dflash_sglang.verify.verifier import Verifier
@@ -101,7 +105,7 @@ class LoadedDraft:
     parallel_layout: Any
     feature_layer_ids: Sequence[int]
     borrowed: Borrowed
-    context_kv: ContextKV
+    context_kv: ContextKV | RecentRows
     drafts: bool  # a prefill server's does not
     draws_proposals: bool  # to sampled requests
     proposed_tokens: int | None  # of --speculative-token-map, None without
@@ -159,6 +163,8 @@ def load_draft(
             algo_label="DFLASH",
         )
     runner, model = bundle.draft_model_runner, bundle.draft_model
+    if isinstance(model.spec, MtpSpec):
+        return _load_mtp(bundle, target, layout, config)
     layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
     feature_layer_ids = model.spec.feature_layer_ids(layers)
     ensure_capture(target.model, feature_layer_ids, target.spec_aux_config.dflash_target_layer_ids)
@@ -190,6 +196,32 @@ def load_draft(
     )
 
 
+def _load_mtp(bundle: Any, target: ModelRunner, layout: Any, config: PluginConfig) -> LoadedDraft:
+    """The rest of `load_draft` for multi-token-prediction layers."""
+    runner, model = bundle.draft_model_runner, bundle.draft_model
+    block_size, spec = int(get_spec().speculative_num_draft_tokens), model.spec
+    deliver_hidden_states(target.model)
+    rows = spec.draft_rows(block_size)
+    recent = RecentRows(most_rows(), rows, spec.num_layers, spec.hidden_size, runner.dtype, runner.device)
+    borrowed = model.bind_target(target.model, recent)
+    weight_updates.install(target, runner, None, None)
+    return LoadedDraft(
+        worker=bundle.draft_worker,
+        runner=runner,
+        model=model,
+        block_size=block_size,
+        attention_backend=bundle.resolved_attention_backend,
+        parallel_layout=layout,
+        feature_layer_ids=(),
+        borrowed=borrowed,
+        context_kv=recent,
+        drafts=True,
+        draws_proposals=config.draws(joint=True),
+        proposed_tokens=None,
+        rings="multi-token-prediction layers have the target's slots",
+    )
+
+
 def _ring_shape(model: DFlashDraftModel, config: PluginConfig, block_size: int) -> RingShape | str:
     return ring_shape(
         model.spec,
@@ -205,7 +237,8 @@ def _ring_shape(model: DFlashDraftModel, config: PluginConfig, block_size: int) 
 def bind_pools(draft: LoadedDraft, target: ModelRunner, page_size: int) -> SlotReservation:
     """Let context KV be written to the draft's pool. page_size: of the KV pools. Returns what reserves slots of
     decode steps."""
-    draft.context_kv.bind(draft.runner.token_to_kv_pool, draft.runner.kv_index_translator)
+    if isinstance(draft.context_kv, ContextKV):
+        draft.context_kv.bind(draft.runner.token_to_kv_pool, draft.runner.kv_index_translator)
     if get_parallel().tp_rank == 0:
         logger.info("dflash_sglang context KV: %s", draft.context_kv.reason)
     rows, row_width = target.req_to_token_pool.req_to_token.shape
@@ -257,7 +290,7 @@ class StepParts(NamedTuple):
 
     reservation: SlotReservation
     blocks: BlockBuilder
-    proposer: Proposer
+    proposer: ProposalSource
     verifier: Verifier
     tail: VerifyTail  # of the target's graphs
     context: ContextWriter
@@ -276,18 +309,21 @@ def build_step(
     table = target.req_to_token_pool.req_to_token
     slots = tables.acceptor.slots
     slots.fit(len(table))
-    assert draft.model.spec.mask_token_id is not None  # start-up validation refuses a draft without
     logits = TargetLogits(target)
     own_table = runner.req_to_token_pool.req_to_token
     rings = _rings(draft, target, table, own_table, reservation.page_size)
-    context: ContextWriter = draft.context_kv if rings is None else RingContext(draft.context_kv, rings)
+    context: ContextWriter = draft.context_kv
+    if rings is not None:
+        assert isinstance(draft.context_kv, ContextKV)
+        context = RingContext(draft.context_kv, rings)
+    mask = draft.model.spec.mask_token_id  # None: of no meaning to a source that reads no row of the block
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     return StepParts(
         reservation,
         BlockBuilder(
             target,
             block_size,
-            draft.model.spec.mask_token_id,
+            0 if mask is None else mask,
             slots,
             in_place=names_slots_alike(target, runner)
             and not is_imposed()
@@ -295,19 +331,27 @@ def build_step(
             and not draft.model.spec.has_row_less,
             draft_slots=None if rings is None else rings.assign_block,
         ),
-        Proposer(
-            runner,
-            draft.model,
-            block_size,
-            draft.parallel_layout,
-            drawn=draft.draws_proposals,
-            tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
-            window=DraftWindow.imposed(reservation.page_size, table, own_table) if rings is None else rings,
-        ),
+        _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table)),
         Verifier(target_worker, block_size, logits, tables, tail),
         tail,
         context,
         rings,
+    )
+
+
+def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | DraftRings | None) -> ProposalSource:
+    if isinstance(draft.context_kv, RecentRows):
+        return MtpSource(
+            draft.runner, draft.model, draft.context_kv, draft.parallel_layout, drawn=draft.draws_proposals
+        )
+    return Proposer(
+        draft.runner,
+        draft.model,
+        draft.block_size,
+        draft.parallel_layout,
+        drawn=draft.draws_proposals,
+        tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
+        window=window,
     )
 
 
@@ -332,6 +376,9 @@ def check_attention(draft: LoadedDraft, target: ModelRunner, verifier: Verifier)
     for runner in (target, draft.runner):
         spare_launches(runner.attn_backend)
         plan_windows(runner.attn_backend)
+    if isinstance(draft.context_kv, RecentRows):
+        verifier.bind_attention_backends()  # the layers are of the target's classes, and see what those see
+        return
     with draft.scope():
         rows = draft.model.spec.draft_rows(draft.block_size)
         check_visibility(draft.runner, draft.model, rows, draft.attention_backend)
@@ -354,7 +401,9 @@ def add_widths(
     """Make attention backends and graphs for the widths of the settings, as far as memory allows, and compile
     what sampled steps launch at each."""
     block_size, group = draft.block_size, width_group()
-    asked = startup.servable(config.width, target, block_size)
+    is_mtp = isinstance(draft.context_kv, RecentRows)
+    one_width = "multi-token-prediction layers have one width" if is_mtp else None
+    asked = startup.servable(config.width, target, block_size, one_width)
     states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
     ragged = startup.can_be_ragged(asked, target, group)
     free = startup.free_memory(target)
@@ -417,6 +466,8 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
 
     context_len: the target's.
     """
+    if isinstance(draft.model.spec, MtpSpec):
+        return _lines(_mtp_decisions(draft, draft.model.spec))
     spec = draft.model.spec
     role = get_disagg().disaggregation_mode
     decisions = {
@@ -461,6 +512,24 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
     if not draft.drafts:
         for of_drafting in _OF_DRAFTING:
             decisions.pop(of_drafting, None)
+    return _lines(decisions)
+
+
+def _mtp_decisions(draft: LoadedDraft, spec: MtpSpec) -> dict[str, Any]:
+    kinds = ", ".join(layer.kind.removesuffix("_attention") for layer in spec.layers)
+    return {
+        "draft": f"MTP({spec.num_layers} layers: {kinds}; own heads)",
+        "layers": layers_read(spec),
+        "block": f"{draft.block_size} (trained {spec.block_size})",
+        "draft_attention": draft.attention_backend,
+        "features": draft.context_kv.reason,
+        "head": draft.borrowed.head_form,
+        "draft_kv": draft_kv_in_words(draft.rings),
+        "proposals": "drawn" if draft.draws_proposals else "argmax",
+    }
+
+
+def _lines(decisions: Mapping[str, Any]) -> str:
     lines = (f"\n  {key}: {value}" for key, value in decisions.items())
     return f"dflash_sglang {__version__} worker active:{''.join(lines)}"
 

@@ -92,7 +92,8 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
     from dflash_sglang.prefill_worker import PrefillWorker
     from dflash_sglang.worker import DFlashWorker
 
-    ModelRegistry.register("dflash_sglang.models", overwrite=True, strict=True)
+    for package in ("dflash_sglang.models", "dflash_sglang.models.mtp"):
+        ModelRegistry.register(package, overwrite=True, strict=True)
     _patch_scheduler()
     return PrefillWorker if server_args.disaggregation_mode == "prefill" else DFlashWorker
 

@@ -186,7 +186,7 @@ class PrefillWorker(BaseSpecWorker):
             num_tokens,
         )
         # Before the result is processed: the radix cache may take these slots right after, or they are sent.
-        self._context.write_prefill(features[:num_tokens], positions, loc_plan, batch)
+        self._context.write_prefill(features[:num_tokens], positions, loc_plan, batch, last_tokens)
         return result
 
     def _start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from dflash_sglang import assembly
+from dflash_sglang.drafting.base import ProposalSource
 from dflash_sglang.drafting.block import Block, BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches import arrivals
@@ -72,7 +72,7 @@ class DFlashWorker(PrefillWorker):
         parts = assembly.build_step(self._draft, self.target_worker, self._tables, self._reservation, self._config)
         self._parts = parts
         self._blocks: BlockBuilder = parts.blocks
-        self._proposer: Proposer = parts.proposer
+        self._proposer: ProposalSource = parts.proposer
         self._verifier: Verifier = parts.verifier
         self._context = parts.context
 

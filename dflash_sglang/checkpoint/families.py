@@ -14,6 +14,7 @@ from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspa
 from dflash_sglang.checkpoint.fields import shown
 from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.laguna import LAGUNA_ARCHITECTURE, is_laguna
+from dflash_sglang.checkpoint.mtp import holds_mtp
 from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 from dflash_sglang.checkpoint.speculators import DSPARK_ARCHITECTURE
 
@@ -105,6 +106,11 @@ def check_family(config: Mapping[str, Any]) -> None:
 def mixed_up(target: Path, draft: Path) -> str | None:
     """Why these directories are not a target and its draft: one checkpoint twice, or a draft as target. None where
     they may be."""
+    if target.resolve() == draft.resolve() and holds_mtp(read_config(target)):
+        return (
+            "expected a draft of its own, and this is the target's multi-token-prediction layers, which this "
+            "command does not read. A server serves them, and its start-up checks the launch."
+        )
     if target.resolve() == draft.resolve():
         return "expected another checkpoint than the draft, and both are the same. Correct one of them."
     if not _is_draft(read_config(target)):

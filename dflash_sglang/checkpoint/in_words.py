@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dflash_sglang.checkpoint import DraftSpec
+    from dflash_sglang.checkpoint.mtp import MtpSpec
 
 
-def layers_read(spec: DraftSpec) -> str:
+def layers_read(spec: DraftSpec | MtpSpec) -> str:
     """Kind, window and causality of every layer, equal neighbours as one: `0-4 sliding(4096) causal, 5 full not
     causal`. The window is in tokens and counts the query's own."""
     parts, start = [], 0

@@ -185,14 +185,16 @@ class RingContext:
         """context: writes to the slots of the draft's pool."""
         self._context, self._rings = context, rings
 
-    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor | None = None) -> None:
         """As `ContextWriter.write`, of tokens that were assigned slots in this step."""
         self._context.write(features, positions, self._rings.named(slots))
 
     def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
         self.write(features, positions, self._context.slots_of(plan))
 
-    def write_prefill(self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch) -> None:
+    def write_prefill(
+        self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch, last_tokens: Tensor
+    ) -> None:
         """The last tokens of each request: what its ring keeps."""
         self._rings.admit(batch)
         kept, positions, slots = self._rings.assign_prefill(batch, positions, self._context.slots_of(plan))

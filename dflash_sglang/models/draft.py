@@ -18,8 +18,8 @@ from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, hea
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
-from dflash_sglang.models.head.draft_head import DraftHead, HeadCopy, build_draft_head
-from dflash_sglang.models.head.target_head import find_embedding, find_head
+from dflash_sglang.models.head.draft_head import HeadCopy, build_draft_head
+from dflash_sglang.models.head.target_head import TargetHead, find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer, rms_norm
 from dflash_sglang.models.loading.stacking import STACKED, still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
@@ -49,7 +49,7 @@ class Borrowed:
     """
 
     embedding: BlockEmbedding
-    head: DraftHead
+    head: TargetHead
     head_copy: HeadCopy | None
     head_form: str
 
@@ -214,7 +214,7 @@ class DFlashDraftModel(nn.Module):
         return ", ".join(part for part in parts if part is not None) or "none"
 
     @property
-    def head(self) -> DraftHead:
+    def head(self) -> TargetHead:
         """The head that proposals come from."""
         return self._bound().head
 

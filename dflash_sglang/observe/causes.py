@@ -11,6 +11,7 @@ from dflash_sglang.observe.alarm import FELL, Raised, Window
 
 if TYPE_CHECKING:
     from dflash_sglang.checkpoint import DraftSpec
+    from dflash_sglang.checkpoint.mtp import MtpSpec
 
 PAGE = "docs/guide/troubleshooting.md"
 
@@ -19,7 +20,7 @@ PAGE = "docs/guide/troubleshooting.md"
 class Causes:
     """What is known of the pair that serves. `context_tokens`: of all request-steps together."""
 
-    spec: DraftSpec
+    spec: DraftSpec | MtpSpec
     target_layers: Sequence[int]  # whose hidden states feed the draft, counted from 0
     num_target_layers: int
     target_vocabulary: int
@@ -36,10 +37,13 @@ class Causes:
         text = "chat template and thinking mode are those that the draft was trained with, and so is the language"
         context = self.context_tokens // max(request_steps, 1)
         pair = "the draft is trained for this very target, not for one that it was fine-tuned from"
-        facts = [
+        features = [  # of a draft that names its features, and has masked rows
             f"target_layers={list(self.target_layers)} of {self.num_target_layers} are those of the model card, "
             "counted from 0",
             f"mask_token_id={self.spec.mask_token_id}",
+        ]
+        facts = [
+            *(features if self.target_layers else []),
             f"vocabulary: draft {self.spec.vocab_size}, target {self.target_vocabulary}",
             f"draft quantization={self.quantization}"
             + ("" if self.quantization == "none" else ": try the bf16 draft"),

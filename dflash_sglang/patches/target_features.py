@@ -70,6 +70,14 @@ def ensure_capture(
     target_model.set_dflash_layers_to_capture = functools.partial(_checked, expected, set_layers, list(ids))
 
 
+def deliver_hidden_states(target_model: torch.nn.Module) -> None:
+    """The features are the hidden states before the final norm, which SGLang's Step-3.5 hands out by itself.
+
+    As for `ensure_capture`, SGLang asks the target for layers to capture: there is nothing to set.
+    """
+    target_model.set_dflash_layers_to_capture = lambda layer_ids: None
+
+
 def _capture_method(target_model: torch.nn.Module) -> Callable[[list[int]], None]:
     """The target's own, or of the language model that it wraps."""
     for model in (target_model, getattr(target_model, "language_model", None)):

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 def install(
     target: ModelRunner,
     draft: ModelRunner,
-    refresh_kv: Callable[[], None],
+    refresh_kv: Callable[[], None] | None,
     refresh_head: Callable[[], None] | None,
 ) -> None:
     """Puts this package's updaters before those of both runners.
 
-    refresh_kv, refresh_head: take new weights over into copies: of the draft's projections, and of the head that
-    proposes, the draft's own or the target's.
+    refresh_kv, refresh_head: take new weights over into copies, where there are any: of the draft's projections,
+    and of the head that proposes, the draft's own or the target's.
     """
-    of_draft = [refresh_kv]
+    of_draft = [] if refresh_kv is None else [refresh_kv]
     of_target: list[Callable[[], None]] = []
     if refresh_head is not None:
         (of_draft if draft.model.has_own_head else of_target).append(refresh_head)

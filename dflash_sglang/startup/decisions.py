@@ -14,6 +14,7 @@ from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
 from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
+from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.checkpoint.own_modules import own_modules
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.sglang_names.launcher import (
@@ -38,6 +39,7 @@ from dflash_sglang.startup.launch_checks import (
     launch_problems,
     transfer_problems,
 )
+from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP, mtp_problems
 from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
@@ -74,9 +76,12 @@ def serve_trained_block(server_args: Any) -> None:
     cfg = resolving_view(server_args)
     if cfg.speculative_dflash_block_size is not None or cfg.speculative_num_draft_tokens is not None:
         return
-    spec = DraftSpec.from_config(
-        draft_config(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
-    )
+    config = draft_config(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
+    if holds_mtp(config):
+        block = MtpSpec.from_config(config).block_size
+        declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=block)
+        return
+    spec = DraftSpec.from_config(config)
     if spec.draft_rows(spec.block_size) != spec.block_size:
         declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=spec.block_size)
 
@@ -92,6 +97,9 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
+    if holds_mtp(config):
+        _check_mtp(cfg, server_args, config, serving, problems)
+        return None
     check_family(config)
     target_config = model_config_of(server_args)
     other = foreign(config) or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
@@ -119,6 +127,26 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
         raise StartupError(problems)
     _check_sglang_reads(config, serving.draft_path, server_args)
     return None
+
+
+def _check_mtp(
+    cfg: Any, server_args: Any, config: dict[str, Any], serving: ServingFacts, problems: list[Problem]
+) -> None:
+    """The rest of `_check` where the draft is a target with multi-token-prediction layers."""
+    settings = {row.field: getattr(cfg, row.field) for row in UNSERVED_WITH_MTP}
+    assert serving.draft_path is not None
+    directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
+    problems += mtp_problems(
+        MtpSpec.from_config(config),
+        serving,
+        settings,
+        PluginConfig.from_env(),
+        weights_directory(cfg.model_path, cfg.revision, cfg.download_dir),
+        directory,
+    )
+    if problems:
+        raise StartupError(problems)
+    _check_sglang_reads(config, serving.draft_path, server_args)
 
 
 def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:

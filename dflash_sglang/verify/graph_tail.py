@@ -56,7 +56,10 @@ class VerifyTail:
         del runner
         if self.writes_context:
             self._context.write(
-                out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc[:num_tokens]
+                out.hidden_states[:num_tokens],
+                forward_batch.positions,
+                forward_batch.out_cache_loc[:num_tokens],
+                forward_batch.req_pool_indices,
             )
         ids, target_ids = forward_batch.input_ids, self._logits.best(out.next_token_logits[:num_tokens])
         layout, ragged = forward_batch.spec_info.ragged_verify_layout, None

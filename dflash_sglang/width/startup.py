@@ -49,12 +49,13 @@ MOST_SECONDS = 10.0  # after which only batches of the smallest size are still m
 EAGER_CONTEXT, EAGER_TOKENS = 512, 1024  # where nothing is captured; the second ones are verified at once at most
 
 
-def servable(config: WidthConfig, runner: ModelRunner, block: int) -> WidthConfig:
+def servable(config: WidthConfig, runner: ModelRunner, block: int, one_width: str | None = None) -> WidthConfig:
     """These settings, or those of the block's width alone where a launch has but one width; the log says why.
 
+    one_width: why the draft has but one, or None.
     Raises StartupError if another width was asked for.
     """
-    reason = _only_the_block(runner)
+    reason = one_width or _only_the_block(runner)
     unasked = config.fixed is None and config.widths is None
     if reason is None and unasked and runner.server_args.disable_cuda_graph_padding:
         reason = "without padding, graphs of other widths fit few batches"

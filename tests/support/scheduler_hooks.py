@@ -10,6 +10,10 @@ features   every write of context KV leaves its positions and features in a file
 blindfold  before each draft forward, K and V of the context that an imposed window leaves out become NaN; in the
            batch's rings, all that its blocks do not read
 proposals  every block's prefix length and proposals go to proposals.jsonl in DFLASH_TEST_RECORDS
+mtp        multi-token-prediction layers choose the recorded continuation, with a wrong token at a place that is
+           drawn, or nowhere; the rid and the prefix length of every block, the likeliest token of each layer and
+           the chosen ones go to mtp.jsonl in DFLASH_TEST_RECORDS
+mtp_short  windows of multi-token-prediction layers are one row shorter
 candidates the widest blocks of up to `TREE_REQUESTS` requests, as graphs pad them, come with candidates for trees;
            requests, prefix lengths, tokens, logprobs and candidates of every block go to candidates.jsonl in
            DFLASH_TEST_RECORDS
@@ -288,6 +292,56 @@ def _proposals(worker: Any) -> None:
         return proposals
 
     Proposer.propose = noting
+
+
+def _mtp(worker: Any) -> None:
+    from dflash_sglang.drafting.mtp.source import MtpSource
+
+    directory, generator = Path(os.environ[RECORDS_ENV]), random.Random(0)
+    propose, choose, path = MtpSource.propose, MtpSource._choose, directory / "mtp.jsonl"
+    known: list[list[int]] = []  # of each request, what the layers are to propose, as far as it is recorded
+    likeliest: list[torch.Tensor] = []  # of each layer
+
+    def noting(self: Any, batch: Any, block: Any) -> Any:
+        known.clear()
+        likeliest.clear()
+        for req, prefix in zip(batch.reqs, block.prefix_lens.tolist(), strict=True):
+            recorded = _record_path(directory, list(req.origin_input_ids))
+            output = json.loads(recorded.read_text()) if recorded.exists() else []
+            start, wrong = prefix + 1 - len(req.origin_input_ids), generator.randint(0, block.size - 1)
+            following = output[start : start + block.size - 1]
+            following[wrong : wrong + 1] = [(token + 1) % 250 for token in following[wrong : wrong + 1]]
+            known.append(following)
+        proposals = propose(self, batch, block)
+        with path.open("a") as file:
+            for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
+                best = [int(of[row]) for of in likeliest]
+                file.write(json.dumps([req.rid, prefix, best, proposals.tokens[row, 1:].tolist()]) + "\n")
+        return proposals
+
+    def chosen(self: Any, i: int, candidates: Any) -> torch.Tensor:
+        likeliest.append(candidates.ids[:, 0].clone())
+        tokens = choose(self, i, candidates).clone()
+        for row, following in enumerate(known):
+            if i < len(following):
+                tokens[row] = following[i]
+        self._tokens[: len(tokens), i] = tokens[:, 0]
+        return tokens
+
+    MtpSource.propose, MtpSource._choose = noting, chosen
+
+
+def _mtp_short(worker: Any) -> None:
+    from dflash_sglang.models.mtp.recent_rows import RecentRows
+
+    window = RecentRows.window
+
+    def shorter(self: Any, *args: Any) -> Any:
+        if len(self._offsets) == self.size // 2:
+            self.rows, self._offsets = self.rows - 1, self._offsets[:-1]
+        return window(self, *args)
+
+    RecentRows.window = shorter
 
 
 def _candidates(worker: Any) -> None:
@@ -706,6 +760,8 @@ _HOOKS = {
     "proposals": _proposals,
     "candidates": _candidates,
     "oracle": _oracle,
+    "mtp": _mtp,
+    "mtp_short": _mtp_short,
     "causal": _causal,
     "host_lengths": _host_lengths,
     "poison": _poison,

@@ -3,6 +3,8 @@
 The checkpoint has the hub's form, which SGLang reads: one config.json whose per-layer lists cover the MTP layers,
 and MTP tensors behind the target's in the same file. The reference loads the same file into the layers of
 transformers.
+
+The two disagree on `sliding_window`: transformers counts the query's own key, SGLang does not.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ MTP_LAYERS = 3
 FULL, SLIDING = "full_attention", "sliding_attention"
 TYPES = [FULL, SLIDING, SLIDING, SLIDING, FULL] + [SLIDING] * MTP_LAYERS
 HEADS = {FULL: 4, SLIDING: 6}
+WINDOW = 24  # sliding_window of config.json
+SERVED_WINDOW = WINDOW + 1  # keys that a query of a sliding layer sees in SGLang, its own among them
 EXPERTS, EXPERT_SIZE, SHARED_SIZE = 8, 32, 48
 SPARSE = (2, 3, 4)
 
@@ -41,7 +45,7 @@ def hub_config() -> dict[str, Any]:
         num_attention_groups=TEXT["num_key_value_heads"],
         num_nextn_predict_layers=MTP_LAYERS,
         layer_types=TYPES,
-        sliding_window=24,
+        sliding_window=WINDOW,
         attention_other_setting=dict(
             attention_type=SLIDING,
             num_attention_heads=HEADS[SLIDING],
@@ -133,11 +137,13 @@ def _mlp_shapes(size: int) -> Iterator[tuple[str, tuple[int, int]]]:
 class Reference(nn.Module):
     """The target and its MTP layers, made of transformers' layers, in float32. Every call reads the whole text."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, window: int = SERVED_WINDOW) -> None:
+        """window: keys that a query of a sliding layer sees, its own among them."""
         from transformers import Step3p7TextConfig
         from transformers.models.step3p7 import modeling_step3p7 as modeling
 
         super().__init__()
+        self.window = window
         # One config of all layers, so that those of MTP are built as the target's are.
         config = Step3p7TextConfig(
             **{**hub_config(), "num_hidden_layers": len(TYPES), "num_nextn_predict_layers": 0}
@@ -178,9 +184,10 @@ class Reference(nn.Module):
         return self.norm(self.hidden(ids)) @ self.head.T
 
     @torch.no_grad()
-    def propose(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest proposals of each MTP layer for a text ids [n], n > MTP_LAYERS.
+    def propose(self, ids: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The likeliest proposals of each MTP layer for a text ids [n], n > 1.
 
+        chosen [MTP_LAYERS]: what later layers read in their place, by default the same.
         Returns tokens [MTP_LAYERS] and the logits they are the argmax of, [MTP_LAYERS, vocab].
 
         The text ends with a token that the target has not read: layer i (from 0) reads at position p the hidden
@@ -191,8 +198,9 @@ class Reference(nn.Module):
         for i in range(MTP_LAYERS):
             rows = self.mtp_rows(i, self.mtp_inputs(i, rows, tokens))
             logits.append(self.mtp_logits(i, rows[-1]))
-            tokens = torch.cat([tokens[1:], logits[-1].argmax(-1, keepdim=True)])
-        return tokens[-MTP_LAYERS:], torch.stack(logits)
+            token = logits[-1].argmax(-1, keepdim=True) if chosen is None else chosen[i : i + 1]
+            tokens = torch.cat([tokens[1:], token])
+        return torch.stack(logits).argmax(-1), torch.stack(logits)
 
     @torch.no_grad()
     def mtp_inputs(self, i: int, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -218,7 +226,7 @@ class Reference(nn.Module):
         distance = positions[:, None] - positions
         visible = distance >= 0
         if TYPES[i] == SLIDING:
-            visible &= distance < hub_config()["sliding_window"]
+            visible &= distance < self.window
         mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
         embeddings = self.rotary(rows[None], positions[None], TYPES[i])
         return self.layers[i](rows[None], attention_mask=mask[None, None], position_embeddings=embeddings)[0]

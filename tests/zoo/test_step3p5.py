@@ -18,9 +18,9 @@ VOCABULARY = step3p5.TEXT["vocab_size"]
 
 
 @functools.cache
-def reference() -> Reference:
+def reference(window: int = step3p5.SERVED_WINDOW) -> Reference:
     with tempfile.TemporaryDirectory() as directory:
-        return Reference(step3p5.write(Path(directory)))
+        return Reference(step3p5.write(Path(directory)), window)
 
 
 def text(length: int, seed: int = 7) -> Tensor:
@@ -33,7 +33,7 @@ def test_the_reference_is_the_model_of_transformers() -> None:
 
     config = Step3p7TextConfig(**step3p5.hub_config())
     config._attn_implementation = "eager"
-    model, ids, own = Step3p7TextModel(config).eval(), text(100), reference()
+    model, ids, own = Step3p7TextModel(config).eval(), text(100), reference(step3p5.WINDOW)
     for i, layer in enumerate(model.layers):
         layer.load_state_dict(own.layers[i].state_dict())
     model.norm.load_state_dict(own.norm.state_dict())

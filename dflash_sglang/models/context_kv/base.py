@@ -21,15 +21,19 @@ class ContextWriter(Protocol):
     positions [T] int64.
     """
 
-    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write to `slots` [T] int64 of the draft's own pool. Capturable in a CUDA graph: the tail of the target's
-        verify graph."""
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor) -> None:
+        """Keep the rows of `slots` [T] int64, as the draft's own pool names them. requests [bs]: rows of
+        req_to_token, with as many of the rows each. Capturable in a CUDA graph: the tail of the target's verify
+        graph."""
 
     def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
-        """Write to the slots that the plan of a verify without a graph writes."""
+        """The same for the slots that the plan of a verify without a graph writes."""
 
-    def write_prefill(self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch) -> None:
-        """The same of a prefill, request after request."""
+    def write_prefill(
+        self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch, last_tokens: Tensor
+    ) -> None:
+        """The same of a prefill, request after request. last_tokens [bs] int64: sampled after it; of no meaning
+        where a request's prompt goes on."""
 
 
 class Projection(Protocol):

@@ -114,15 +114,17 @@ class ContextKV:
     def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
         self.write(features, positions, self.slots_of(plan))
 
-    def write_prefill(self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch) -> None:
+    def write_prefill(
+        self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch, last_tokens: Tensor
+    ) -> None:
         self.write_planned(features, positions, plan)
 
     def slots_of(self, plan: KVLocPlan) -> Tensor:
         """[T] int64: the slots that a plan writes."""
         return plan.write_ids(self._translator)
 
-    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """As `ContextWriter.write`, into the bound pool. slots: none negative.
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor | None = None) -> None:
+        """As `ContextWriter.write`, into the bound pool. slots: none negative. requests: not read.
 
         Rows that belong to no request go to slot 0, the pool's padding page. If a slot is given twice, either row
         may win.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_sglang.checkpoint import DraftSpec, read_config
+from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.observe.alarm import (
     BREAK_EVEN,
     CHANCE,
@@ -25,6 +26,7 @@ from dflash_sglang.observe.alarm import (
 from dflash_sglang.observe.causes import Causes
 from dflash_sglang.observe.counts import Totals
 from dflash_sglang.pair import pair_directories
+from tests.zoo import step3p5
 
 RESULT = Path(__file__).parents[3] / "bench" / "results" / "alarm.json"
 CASES = json.loads(RESULT.read_text())["cases"]
@@ -135,3 +137,10 @@ def test_the_line_has_what_was_seen_and_the_facts_of_the_pair_in_order() -> None
     assert "After warm-up they were 80% 70% 60% (accept length about 6.5)" in fell
     assert "(1) weights of the target were updated, and the draft's were not" in fell
     assert "plain decoding is estimated to be faster" in causes.line(Raised(BREAK_EVEN, None, None), 10)
+
+
+def test_the_line_names_no_features_of_layers_that_are_the_targets_own() -> None:
+    spec = MtpSpec.from_config(step3p5.hub_config())
+    line = Causes(spec, (), 5, 320, "none").line(Raised(CHANCE, Window(*BROKEN), None), 10)
+    assert "(1) vocabulary: draft 320" in line and "layers=0-2 sliding(25) causal" in line
+    assert "target_layers" not in line and "mask_token_id" not in line

@@ -1,0 +1,130 @@
+"""MtpSpec: the multi-token-prediction layers that a target's config.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_int
+from dflash_sglang.checkpoint.layers import LayerAttention
+
+ARCHITECTURE = "Step3p5MTPDraftModel"
+"""Of the draft: the name by which SGLang finds its class."""
+_TARGETS = ("Step3p5ForCausalLM",)
+_NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
+# Of config.json, a value for each layer: those of the MTP layers follow the target's.
+_PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
+
+
+def holds_mtp(config: Mapping[str, Any]) -> bool:
+    """Whether this config.json is of a target whose MTP layers can be its draft."""
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in _TARGETS
+
+
+@dataclass(frozen=True)
+class MtpSpec:
+    """A chain of MTP layers. Layer i, counted from 1, proposes the token i places behind the last one.
+
+    ``num_target_layers``: which precede them in the checkpoint. ``layers``: their attention. ``quantization``:
+    of the checkpoint, None where there is none. ``mask_token_id``: no row of the draft is masked.
+    ``anchor_proposes``: a block's own rows are not the draft's.
+    """
+
+    architecture: str
+    num_target_layers: int
+    layers: tuple[LayerAttention, ...]
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    quantization: str | None = None
+    mask_token_id: None = None
+    anchor_proposes: bool = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> MtpSpec:
+        """MtpSpec of a raw config.json for which `holds_mtp`.
+
+        Raises DraftConfigError for a field that is missing, malformed or not served.
+        """
+        fields = Fields(config)
+        target_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
+        count = as_int(fields.shape("num_nextn_predict_layers", 0), 1, MOST_LAYERS)
+        for name in _PER_LAYER:
+            values = config.get(name)
+            if isinstance(values, list) and len(values) < target_layers + count:
+                raise DraftConfigError(
+                    name,
+                    values,
+                    f"a value for each of {target_layers} layers and {count} multi-token-prediction layers",
+                )
+        kinds = config.get("layer_types") or []
+        # SGLang's layers of these models see one key more than transformers' do.
+        window = as_int(fields.shape("sliding_window"), 1) + 1 if "sliding_attention" in kinds else None
+        groups = config.get("num_attention_groups")
+        of_sliding = fields.mapping("attention_other_setting").get("num_attention_groups", groups)
+        if of_sliding != groups:
+            raise DraftConfigError(
+                "attention_other_setting.num_attention_groups",
+                of_sliding,
+                f"num_attention_groups={groups!r}: the layers share one KV pool",
+                _NO_WAY,
+            )
+        sparse = map(int, filter(None, str(config.get("moe_layers_enum") or "").split(",")))
+        experts = sorted(layer for layer in sparse if layer >= target_layers)
+        if experts:
+            expected = "no multi-token-prediction layer with experts"
+            raise DraftConfigError("moe_layers_enum", experts, expected, _NO_WAY)
+        quantization = config.get("quantization_config")
+        if quantization is not None:
+            raise DraftConfigError(
+                "quantization_config",
+                quantization,
+                "none: multi-token-prediction layers are read in the model's dtype",
+                "Serve the unquantised checkpoint, or without --speculative-algorithm DFLASH.",
+            )
+        return cls(
+            architecture=ARCHITECTURE,
+            num_target_layers=target_layers,
+            layers=tuple(
+                LayerAttention(kind, True, window if kind == "sliding_attention" else None)
+                for kind in kinds[target_layers : target_layers + count]
+            ),
+            hidden_size=as_int(fields.shape("hidden_size"), 1),
+            vocab_size=as_int(fields.shape("vocab_size"), 1),
+            max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def block_size(self) -> int:
+        """The last token and a proposal of each layer."""
+        return self.num_layers + 1
+
+    def draft_rows(self, width: int) -> int:
+        """Rows of one request in the draft's forward, for a block of `width` tokens, more than one: the last
+        committed ones. As many as a step commits, or as there are layers, and every row's keys and values are
+        those of the committed text."""
+        return max(width, self.num_layers)
+
+    def prefix(self, layer: int) -> str:
+        """Of the names of a layer's tensors in the checkpoint; layer: counted from 0."""
+        return f"model.layers.{self.num_target_layers + layer}."
+
+
+def alone(config: Any, spec: MtpSpec) -> None:
+    """Make the target's transformers config that of its MTP layers: a model of these layers alone."""
+    first, count = spec.num_target_layers, spec.num_layers
+    config.architectures = [ARCHITECTURE]
+    for name in _PER_LAYER:
+        values = getattr(config, name, None)
+        if isinstance(values, list | tuple):
+            setattr(config, name, list(values)[first : first + count])
+    config.moe_layers_enum = "-1"
+    config.num_hidden_layers, config.num_nextn_predict_layers = count, 0
+    # SGLang sizes the pool by these layers, and asks the target for layers to capture; see `hidden_states`.
+    config.dflash_config = {"target_layer_ids": [0], "block_size": spec.block_size}

@@ -1,0 +1,1 @@
+"""Proposals of multi-token-prediction layers."""

@@ -1,0 +1,178 @@
+"""MtpSource: a block's proposals by one forward of all multi-token-prediction layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.head.pack_shard import Candidates
+from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
+from dflash_sglang.sglang_names.scheduler import (
+    CaptureHiddenMode,
+    DFlashVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+    SpecTpSync,
+    SpecTpSyncSite,
+    SpeculativeAlgorithm,
+    draft_tp_context,
+    get_dp_tp_group,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.drafting.block import Block
+    from dflash_sglang.models.mtp.step3p5 import Step3p5MTPDraftModel
+
+
+class MtpSource:
+    """The `ProposalSource` of a chain of layers.
+
+    Its forward runs over the last committed rows of each request, as many as `draft_rows`, and so renews the keys
+    and values of every row that an earlier step had made with a proposal that was rejected.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: Step3p5MTPDraftModel,
+        recent: RecentRows,
+        parallel_layout: Any,
+        drawn: bool,
+    ) -> None:
+        """drawn: whether sampled requests get drawn proposals."""
+        self._runner, self._model, self._recent, self._layout = runner, model, recent, parallel_layout
+        self._table = runner.req_to_token_pool.req_to_token
+        self._drawn = drawn
+        self._drawn_at: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures; greedy requests, [bs] each
+        shape, count = (len(recent.hidden), recent.layers), DRAWN_FROM if drawn else 1
+        # Of the latest forward: candidates, their probabilities, the likeliest one's logprob, what is proposed.
+        self._ids = torch.zeros((*shape, count), dtype=torch.int64, device=runner.device)
+        self._probs = torch.zeros((*shape, count), dtype=torch.float32, device=runner.device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=runner.device)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=runner.device)
+        self._tp_sync = SpecTpSync(get_dp_tp_group())
+        model.chooses(count, self._choose)
+        recent.bind(self._run_prompt)
+
+    def draft_rows(self, width: int) -> int:
+        return self._model.spec.draft_rows(width) if width > 1 else 0
+
+    def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
+        """Drawn proposals are for sampled requests without seeds: a seed's output must not depend on them."""
+        info, requests, prefix_lens = batch.sampling_info, block.requests.long(), block.prefix_lens
+        drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
+        self._drawn_at = (info.temperatures.view(-1), info.top_ks <= 1) if drawn else None
+        window = self._recent.window(requests, prefix_lens, block.ids[:, 0])
+        with torch.inference_mode(), draft_tp_context(self._layout):
+            self._runner.forward(self._window_batch(batch, block, window.ids, window.positions, window.start))
+        ids, tokens = self._ids[: block.batch_size], self._tokens[: block.batch_size]
+        self._recent.propose(requests, prefix_lens, tokens)
+        block.ids[:, 1:] = tokens
+        logprobs = self._logprobs[: block.batch_size]
+        if self._drawn_at is None:
+            return Proposals.certain(block.ids, logprobs=logprobs)
+        return Proposals(block.ids, ids, self._probs[: block.batch_size], logprobs)
+
+    def _choose(self, i: int, candidates: Candidates) -> torch.Tensor:
+        """Layer i's proposals [bs, 1], drawn from the softmax of its candidates at the request's temperature, or
+        the likeliest: layer i + 1 scores its own given these."""
+        ids, logprobs = candidates
+        bs, tokens = len(ids), ids[:, :1]
+        if self._drawn_at is not None:
+            of_step = Proposals.drawn(ids.new_empty((bs, 2)), ids[:, None], logprobs[:, None], *self._drawn_at)
+            tokens, self._probs[:bs, i] = of_step.tokens[:, 1:].contiguous(), of_step.probs[:, 0]
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)  # every rank draws
+        self._ids[:bs, i], self._logprobs[:bs, i], self._tokens[:bs, i] = ids, logprobs[:, 0], tokens[:, 0]
+        return tokens
+
+    def propose_idle(self, batch: ScheduleBatch, width: int) -> None:
+        """Nothing: no collective of `propose` spans ranks with other batches."""
+
+    def examples(self, width: int) -> list[Proposals]:
+        tokens = torch.zeros((1, width), dtype=torch.int64, device=self._runner.device)
+        kinds = [Proposals.certain(tokens)] if self.draft_rows(width) else []
+        if kinds and self._drawn:
+            ids = tokens[:, 1:, None].repeat(1, 1, DRAWN_FROM)
+            kinds.append(Proposals(tokens, ids, torch.full(ids.shape, 1 / DRAWN_FROM, device=ids.device)))
+        return kinds
+
+    def _window_batch(
+        self, batch: ScheduleBatch, block: Block, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor
+    ) -> ForwardBatch:
+        rows = self._recent.rows
+        # Rows behind the last committed one are in the block's slots, which the row may end before.
+        columns = positions.clamp(max=self._table.shape[1] - 1)
+        slots = self._table[block.requests.long()[:, None], columns].long().flatten()
+        bounds = block.kv_len_bounds  # no window ends behind its block
+        translator = self._runner.kv_index_translator
+        plan = translator.plan(
+            req_pool_indices=block.requests,
+            seq_lens=start,
+            seq_lens_cpu=bounds - rows,
+            write_virtual=slots,
+            read_extent=rows,
+        )
+        nothing = ids.new_empty(0)
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=block.batch_size,
+            input_ids=ids.flatten(),
+            req_pool_indices=block.requests,
+            seq_lens=start,
+            out_cache_loc=slots,
+            seq_lens_sum=block.prefix_bounds_sum,
+            seq_lens_cpu=bounds,
+            positions=positions.flatten(),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=DFlashVerifyInput(
+                draft_token=nothing,
+                positions=nothing,
+                draft_token_num=rows,
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+            ),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            global_num_token_non_padded_cpu=ids.numel(),
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        plan.bind(forward_batch, translator)
+        return forward_batch
+
+    def _run_prompt(self, batch: ScheduleBatch, plan: KVLocPlan, positions: torch.Tensor, prompt: Prompt) -> None:
+        """The layers over the new tokens of a prefill, for their keys and values."""
+        lens, prefixes = batch.extend_lens, batch.prefix_lens
+        extend = torch.tensor(lens, dtype=torch.int32, device=positions.device)
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(lens),
+            input_ids=prompt.tokens[0],
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            out_cache_loc=batch.out_cache_loc,
+            seq_lens_sum=batch.seq_lens_sum,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            positions=positions,
+            extend_num_tokens=sum(lens),
+            extend_seq_lens=extend,
+            extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int32, device=positions.device),
+            extend_start_loc=(extend.cumsum(0) - extend).int(),
+            extend_seq_lens_cpu=list(lens),
+            extend_prefix_lens_cpu=list(prefixes),
+            is_extend_in_batch=True,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            global_num_token_non_padded_cpu=sum(lens),
+        )
+        plan.bind(forward_batch, self._runner.kv_index_translator)
+        self._model.reads(prompt)
+        try:
+            with torch.inference_mode(), draft_tp_context(self._layout):
+                self._runner.forward(forward_batch)
+        finally:
+            self._model.reads(None)

@@ -1,0 +1,1 @@
+"""Multi-token-prediction layers of a target's checkpoint, as a draft."""

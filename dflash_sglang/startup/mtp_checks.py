@@ -1,0 +1,83 @@
+"""What of a launch cannot be served with a target's own multi-token-prediction layers as the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dflash_sglang.checkpoint.files import tensor_facts
+from dflash_sglang.checkpoint.mtp import MtpSpec
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
+from dflash_sglang.startup.facts import Problem, ServingFacts
+from dflash_sglang.startup.launch_checks import Unserved
+
+_WITH = "with multi-token-prediction layers as the draft"
+_NOT_TESTED = f"{_WITH} it is not tested"
+_NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
+
+UNSERVED_WITH_MTP = (
+    Unserved("device", "cpu", f"{_WITH} nothing has run on a GPU", _NO_WAY, instead="'cpu'"),
+    Unserved("attn_dp_size", 1, _NOT_TESTED),
+    Unserved("dp_size", 1, _NOT_TESTED),
+    Unserved("disaggregation_mode", "null", f"{_WITH} no hidden states are sent"),
+    Unserved("enable_mixed_chunk", False, f"{_WITH} a step commits a block, or a prompt's tokens"),
+    Unserved("enable_hierarchical_cache", False, _NOT_TESTED),
+    Unserved("enable_streaming_session", False, _NOT_TESTED),
+    Unserved("enable_lora", None, _NOT_TESTED),
+    Unserved("speculative_token_map", None, f"{_WITH} heads are its own"),
+    Unserved("speculative_draft_window_size", None, f"{_WITH} windows are the layers' own"),
+    Unserved("speculative_draft_kv_cache_dtype", None, _NOT_TESTED),
+    Unserved("speculative_draft_load_format", None, _NOT_TESTED),
+    Unserved("speculative_draft_model_quantization", None, f"{_WITH} weights are in the model's dtype"),
+    Unserved("kv_cache_dtype", "auto", _NOT_TESTED),
+    Unserved("json_model_override_args", "{}", f"{_WITH} config.json is read as it is"),
+)
+
+
+def mtp_problems(
+    spec: MtpSpec,
+    serving: ServingFacts,
+    settings: Mapping[str, object],
+    config: PluginConfig,
+    target: Path,
+    draft: Path,
+) -> Iterator[Problem]:
+    """settings: values by the fields of UNSERVED_WITH_MTP. target, draft: directories of their weights."""
+    for row in UNSERVED_WITH_MTP:
+        if settings[row.field] != row.off:
+            yield row.problem(settings[row.field])
+    if target.resolve() != draft.resolve():
+        yield Problem(
+            "--speculative-draft-model-path",
+            serving.draft_path,
+            "the target's own checkpoint, whose multi-token-prediction layers are the draft",
+            "Give it the path of --model-path.",
+        )
+    if serving.block_size not in (None, spec.block_size):
+        yield Problem(
+            serving.block_flag,
+            serving.block_size,
+            f"{spec.block_size}: the last token and a proposal of each of {spec.num_layers} layers",
+            "Leave it out.",
+        )
+    for field, value, only in (
+        ("width trees", config.width.trees, ()),
+        ("context_kv", config.context_kv, "auto"),
+        ("draft_head fp8", config.draft_head == "fp8", False),
+    ):
+        if value != only:
+            yield Problem(f"{CONFIG_ENV} {field}", value, f"none {_WITH}", "Leave it out.")
+    names = tensor_facts(draft)
+    missing = [i for i in range(spec.num_layers) if f"{spec.prefix(i)}eh_proj.weight" not in names]
+    if missing:
+        yield Problem(
+            "--speculative-draft-model-path",
+            serving.draft_path,
+            f"safetensors files with {spec.prefix(missing[0])}eh_proj.weight, of a multi-token-prediction layer",
+            "Serve a checkpoint that holds them.",
+        )
+    for name, facts in names.items():
+        of_mtp = any(name.startswith(spec.prefix(i)) for i in range(spec.num_layers))
+        if of_mtp and facts.dtype not in ("BF16", "F16", "F32"):
+            yield Problem(f"tensor {name}", facts.dtype, "BF16, F16 or F32", _NO_WAY)
+            return

@@ -1,0 +1,129 @@
+"""RecentRows: what a window reads, whatever was verified and committed before."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
+
+LAYERS, ROWS, HIDDEN = 3, 4, 2
+ROW = 2  # of req_to_token
+
+
+def recent() -> RecentRows:
+    return RecentRows(5, ROWS, LAYERS, HIDDEN, torch.float32, "cpu")
+
+
+def features(positions: torch.Tensor, of: int = 0) -> torch.Tensor:
+    """A hidden state that tells its position and whose it is."""
+    return torch.stack([positions.float(), torch.full(positions.shape, float(of))], dim=-1)
+
+
+def text(length: int) -> list[int]:
+    return [100 + position for position in range(length)]
+
+
+def prefill(rows: RecentRows, ids: list[int], start: int, end: int, sampled: int = 7, rid: str = "a") -> Prompt:
+    """Of the tokens from `start` to `end` of a prompt."""
+    ran: list[Prompt] = []
+    rows.bind(lambda batch, plan, positions, prompt: ran.append(prompt))
+    batch: Any = SimpleNamespace(
+        reqs=[SimpleNamespace(rid=rid, full_untruncated_fill_ids=array("q", ids))],
+        req_pool_indices=torch.tensor([ROW]),
+        req_pool_indices_cpu=torch.tensor([ROW]),
+        prefix_lens=[start],
+        extend_lens=[end - start],
+        input_ids=torch.tensor(ids[start:end]),
+    )
+    positions = torch.arange(start, end)
+    plan: Any = None
+    rows.write_prefill(features(positions), positions, plan, batch, torch.tensor([sampled]))
+    (prompt,) = ran
+    return prompt
+
+
+def test_layers_read_the_tokens_behind_theirs_across_the_ends_of_chunks() -> None:
+    rows, ids = recent(), text(8)
+    assert prefill(rows, ids, 0, 5).tokens.tolist() == [
+        [101, 102, 103, 104, 105],
+        [102, 103, 104, 105, 106],
+        [103, 104, 105, 106, 107],
+    ]
+    assert prefill(rows, ids, 5, 8).tokens.tolist() == [[106, 107, 7], [107, 7, 7], [7, 7, 7]]
+
+
+def test_requests_of_one_prefill_read_their_own_tokens() -> None:
+    rows, ran = recent(), list[Prompt]()
+    rows.bind(lambda batch, plan, positions, prompt: ran.append(prompt))
+    batch: Any = SimpleNamespace(
+        reqs=[
+            SimpleNamespace(rid="a", full_untruncated_fill_ids=array("q", text(2))),
+            SimpleNamespace(rid="b", full_untruncated_fill_ids=array("q", [51, 52, 53, 54, 55])),
+        ],
+        req_pool_indices=torch.tensor([1, 3]),
+        req_pool_indices_cpu=torch.tensor([1, 3]),
+        prefix_lens=[0, 1],
+        extend_lens=[2, 3],
+        input_ids=torch.tensor([100, 101, 52, 53, 54]),
+    )
+    positions = torch.tensor([0, 1, 1, 2, 3])
+    plan: Any = None
+    rows.write_prefill(features(positions), positions, plan, batch, torch.tensor([8, 9]))
+    assert ran[0].tokens.tolist() == [[101, 8, 53, 54, 55], [8, 8, 54, 55, 9], [8, 8, 55, 9, 9]]
+    assert rows.known_from[[1, 3]].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "first", "last"), [(0, 9, 5, 3), (0, 2, 0, 1), (6, 9, 6, 2), (8, 9, 8, 0)]
+)
+def test_a_window_starts_behind_a_prefix_that_the_cache_had(start: int, end: int, first: int, last: int) -> None:
+    rows = recent()
+    prefill(rows, text(end), start, end)
+    window = rows.window(torch.tensor([ROW]), torch.tensor([end]), torch.tensor([7]))
+    assert window.positions.tolist() == [list(range(first, first + ROWS))]
+    assert window.last.tolist() == [last] == rows.last[[ROW]].tolist()
+    committed = slice(0, last + 1)
+    assert window.ids[0, committed].tolist() == [*text(end)[first + 1 :], 7]
+    read = rows.hidden_of(torch.tensor([ROW]), window.positions)[committed]
+    assert read.tolist() == features(window.positions[0, committed]).tolist()
+
+
+def test_a_window_reaches_into_the_chunk_before() -> None:
+    rows = recent()
+    prefill(rows, text(9), 0, 8)
+    prefill(rows, text(9), 8, 9)
+    assert rows.window(torch.tensor([ROW]), torch.tensor([9]), torch.tensor([7])).start.tolist() == [5]
+
+
+def test_a_window_does_not_reach_into_another_request() -> None:
+    rows = recent()
+    prefill(rows, text(9), 0, 8, rid="a")
+    prefill(rows, text(9), 8, 9, rid="b")  # at the same row, with a prefix that the cache had
+    assert rows.window(torch.tensor([ROW]), torch.tensor([9]), torch.tensor([7])).start.tolist() == [8]
+
+
+def test_windows_read_what_was_committed_and_no_rejected_row() -> None:
+    rows, requests = recent(), torch.tensor([ROW])
+    prefill(rows, text(20), 0, 20)
+    n, tokens = 20, text(20) + [7]  # the last one has no hidden state yet
+    generator = torch.Generator().manual_seed(0)
+    for step in range(200):
+        window = rows.window(requests, torch.tensor([n]), torch.tensor([tokens[-1]]))
+        read = rows.hidden_of(requests, window.positions)
+        assert window.positions[0].tolist() == list(range(n - ROWS, n))
+        assert read.tolist() == features(window.positions[0]).tolist()
+        assert window.ids[0].tolist() == tokens[n - ROWS + 1 :]
+        proposed = torch.randint(200, 900, (1, LAYERS), generator=generator)
+        rows.propose(requests, torch.tensor([n]), proposed)
+        accepted = step % (LAYERS + 1)
+        positions = torch.arange(n, n + ROWS)
+        verified = features(positions)
+        verified[accepted + 1 :] = -1  # of rejected rows
+        rows.write(verified, positions, positions, requests)
+        tokens += proposed[0, :accepted].tolist() + [1000 + step]
+        n += accepted + 1
