@@ -6,24 +6,19 @@ build_step           the same
 check_attention      attention backends exist
 add_widths           graphs of whole blocks exist
 build_controller     graphs of every width exist
-
-`startup_line` and `memory_line` tell operators what was built.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_sglang import __version__
 from dflash_sglang.attention.visibility import check_visibility
-from dflash_sglang.checkpoint.dspark import VANILLA
 from dflash_sglang.checkpoint.files import fingerprint, weights_directory
-from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.base import ProposalSource
@@ -89,8 +84,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_OF_DRAFTING = ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino")
-GB = 1 << 30
 
 
 @dataclass
@@ -110,6 +103,11 @@ class LoadedDraft:
     draws_proposals: bool  # to sampled requests
     proposed_tokens: int | None  # of --speculative-token-map, None without
     rings: RingPool | str  # of its KV, or why its pool is as large as the target's
+
+    @property
+    def quantization(self) -> str:
+        """Of the checkpoint or of the flags; "none" without."""
+        return self.model.spec.quantization or get_spec().speculative_draft_model_quantization or "none"
 
     @property
     def has_rings(self) -> bool:
@@ -452,123 +450,5 @@ def causes(draft: LoadedDraft, target: ModelRunner) -> Causes:
     """What the acceptance alarm asks operators to check of this pair."""
     facts = TargetFacts.from_config(target.model_config.hf_text_config)
     return Causes(
-        draft.model.spec, draft.feature_layer_ids, facts.num_layers, facts.vocab_size, draft_quantization(draft)
+        draft.model.spec, draft.feature_layer_ids, facts.num_layers, facts.vocab_size, draft.quantization
     )
-
-
-def draft_quantization(draft: LoadedDraft) -> str:
-    """Of the checkpoint or of the flags; "none" without."""
-    return draft.model.spec.quantization or get_spec().speculative_draft_model_quantization or "none"
-
-
-def startup_line(draft: LoadedDraft, context_len: int) -> str:
-    """`dflash_sglang <version> worker active:` and a line `  key: value` for each thing that was read or decided.
-
-    context_len: the target's.
-    """
-    if isinstance(draft.model.spec, MtpSpec):
-        return _lines(_mtp_decisions(draft, draft.model.spec))
-    spec = draft.model.spec
-    role = get_disagg().disaggregation_mode
-    decisions = {
-        "draft": f"{spec.architecture} ({spec.num_layers} layers)",
-        "layers": layers_read(spec),
-        "rope": rope_read(spec),
-        "block": f"{draft.block_size} (trained {spec.block_size})",
-        "target_layers": list(draft.feature_layer_ids),
-        "mask_token_id": spec.mask_token_id,
-        "own_modules": draft.model.own_modules,
-        "draft_attention": draft.attention_backend,
-        "draft_quantization": draft_quantization(draft),
-        "context_kv": draft.context_kv.reason,
-        "head": draft.borrowed.head_form,
-    }
-    if role != "null":
-        decisions["role"] = role
-    if draft.proposed_tokens is not None:
-        tokens = f"{draft.proposed_tokens} tokens ({get_spec().speculative_token_map})"
-        decisions["head"] = f"{tokens}, {draft.borrowed.head_form}"
-    if context_len > spec.max_position_embeddings:
-        decisions["positions"] = f"{context_len} (max_position_embeddings {spec.max_position_embeddings})"
-    if get_spec().speculative_draft_window_size is not None and draft.drafts:
-        sinks = get_spec().speculative_draft_sink_size or 0
-        decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
-    decisions["draft_kv"] = draft_kv_in_words(draft.rings)
-    if spec.dflash2 is not None:
-        conv, selector = spec.dflash2.convolution, spec.dflash2
-        decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
-        decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
-    if spec.dspark is not None or spec.domino is not None:
-        decisions["proposals_from"] = f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"
-    if spec.dspark is not None:
-        rank, kind = spec.dspark.rank, spec.dspark.kind
-        decisions["markov_head"] = f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
-    if spec.domino is not None:
-        decisions["domino"] = f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
-    if spec.laguna is not None:
-        decisions["attention_gates"] = f"{spec.laguna.gates} per head"
-    if draft.model.edges is not None:
-        decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
-    if not draft.drafts:
-        for of_drafting in _OF_DRAFTING:
-            decisions.pop(of_drafting, None)
-    return _lines(decisions)
-
-
-def _mtp_decisions(draft: LoadedDraft, spec: MtpSpec) -> dict[str, Any]:
-    kinds = ", ".join(layer.kind.removesuffix("_attention") for layer in spec.layers)
-    return {
-        "draft": f"MTP({spec.num_layers} layers: {kinds}; own heads)",
-        "layers": layers_read(spec),
-        "block": f"{draft.block_size} (trained {spec.block_size})",
-        "draft_attention": draft.attention_backend,
-        "features": draft.context_kv.reason,
-        "head": draft.borrowed.head_form,
-        "draft_kv": draft_kv_in_words(draft.rings),
-        "proposals": "drawn" if draft.draws_proposals else "argmax",
-    }
-
-
-def _lines(decisions: Mapping[str, Any]) -> str:
-    lines = (f"\n  {key}: {value}" for key, value in decisions.items())
-    return f"dflash_sglang {__version__} worker active:{''.join(lines)}"
-
-
-def draft_kv_in_words(rings: RingPool | str) -> str:
-    """For the start-up line, before the pools are sized."""
-    if isinstance(rings, str):
-        return f"whole ({rings})"
-    return f"rings of {rings.shape.size} tokens (window {rings.shape.window})"
-
-
-def memory_line(draft: LoadedDraft, tables: Tables | None = None) -> str:
-    """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
-
-    Weights are those it does not borrow, KV its own pool, tables what verification keeps of requests, graphs what
-    SGLang saw those of whole blocks take. What other widths took, target and draft, is in a line of their own.
-    tables: None on a server that only prefills, which has no graphs of the draft either.
-    """
-    runner, model, head_copy = draft.runner, draft.model, draft.borrowed.head_copy
-    # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
-    tensors = [*model.parameters(), *model.buffers(), *(() if head_copy is None else head_copy.tensors)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    pool = runner.token_to_kv_pool
-    kv = sum(pool.get_kv_size_bytes())
-    line = (
-        f"dflash_sglang memory of this rank's draft: weights {sum(storages.values()) / GB:.3f} GB, "
-        f"KV {kv / GB:.3f} GB for {_kept(draft, pool)}"
-    )
-    if tables is None:
-        return line
-    return (
-        f"{line}, tables {tables.nbytes / GB:.3f} GB for {tables.requests} requests, "
-        f"graphs of whole blocks {sum(runner.graph_memory_usage.values()):.3f} GB"
-    )
-
-
-def _kept(draft: LoadedDraft, pool: Any) -> str:
-    if isinstance(draft.rings, str):
-        return f"{pool.size} tokens"
-    if draft.rings.rings is None:
-        return f"{pool.size} tokens ({draft.rings.why_whole})"
-    return f"{draft.rings.rings} rings of {draft.rings.shape.size} tokens"

@@ -25,6 +25,7 @@ from dflash_sglang.sglang_names.scheduler import (
     get_dp_tp_group,
     get_parallel,
 )
+from dflash_sglang.startup import lines
 from dflash_sglang.verify.adjustments import Adjustments
 from dflash_sglang.verify.step_result import idle_result
 from dflash_sglang.verify.tables import most_rows
@@ -67,7 +68,7 @@ class PrefillWorker(BaseSpecWorker):
         self._adjustments = Adjustments(most_rows(), self.block_size, model_config.vocab_size, self.device)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         if get_parallel().tp_rank == 0:
-            logger.info(assembly.startup_line(self._draft, model_config.context_len))
+            logger.info(lines.worker_line(self._draft, model_config.context_len))
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
@@ -100,7 +101,7 @@ class PrefillWorker(BaseSpecWorker):
         """Of the draft: none."""
         target = self.target_worker.model_runner
         self._rehearsal = Rehearsal(target, self._reservation, self._rehearsed_prefill)
-        logger.info(assembly.memory_line(self._draft))
+        logger.info(lines.memory_line(self._draft))
 
     def _rehearsed_prefill(self, batch: ScheduleBatch) -> None:
         self._extend(batch, None)

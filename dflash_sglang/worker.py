@@ -25,6 +25,7 @@ from dflash_sglang.sglang_names.scheduler import (
     get_disagg,
     get_parallel,
 )
+from dflash_sglang.startup import lines
 from dflash_sglang.verify.rows import Shape, VerifyRows
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.step_result import StepResult
@@ -97,7 +98,7 @@ class DFlashWorker(PrefillWorker):
         self.width, self._learns = self._widths.choices[-1], self._widths.learns
         if get_disagg().disaggregation_mode == "decode":
             arrivals.hand_to(self._arrive)
-        logger.info(assembly.memory_line(draft, self._tables))
+        logger.info(lines.memory_line(draft, self._tables))
 
     def _rehearsed_step(self, batch: ScheduleBatch, shape: Shape) -> None:
         self._start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)

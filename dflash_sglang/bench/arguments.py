@@ -98,7 +98,7 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         )
     kinds, skipped = _kinds(options.servers, pair, gpu)
     if OURS in kinds:
-        _check_config()
+        check_config()
     tokens = max((*concurrency, *profile)) * (longest + new + 2 * max(widths) + 64)
     together, why = _together(
         options, pair, gpu, [kind for kind in kinds for _ in (widths if kind != PLAIN else "-")]
@@ -170,7 +170,8 @@ def _texts(options: argparse.Namespace) -> tuple[str, ...]:
         raise BadSetting(f"--prompts {options.prompts}: expected a file with a text a line ({error})") from error
 
 
-def _check_config() -> None:
+def check_config() -> None:
+    """Raises BadSetting where DFLASH_SGLANG_CONFIG, which servers inherit, cannot be read."""
     try:
         environment(OURS)
     except PluginConfigError as error:

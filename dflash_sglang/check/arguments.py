@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench import checkpoints
+from dflash_sglang.bench.arguments import check_config
 from dflash_sglang.bench.checkpoints import Pair
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import prompts
 from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
-from dflash_sglang.demo.launch import OURS, environment
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.settings.plugin_config import PluginConfigError
 
 SET_HERE = (
     "--model",
@@ -89,7 +88,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
     baseline = read_baseline(options.baseline) if options.baseline else None
     if not options.target and options.prompts is None and baseline is None:
         baseline = packaged_baseline()
-    _check_config()
+    check_config()
     tokenizer = _tokenizer(pair.target, "--trust-remote-code" in shared)
     given = held_out_prompts() if options.prompts is None else prompts.read(options.prompts)
     ids = prompts.tokens(given, tokenizer, pair.vocabulary, options.prompts)
@@ -138,13 +137,6 @@ def _check_writable(path: Path) -> None:
     directory = path.absolute().parent
     if path.is_dir() or not directory.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
         raise BadSetting(f"--html {path}: expected a file that can be written")
-
-
-def _check_config() -> None:
-    try:
-        environment(OURS)
-    except PluginConfigError as error:
-        raise BadSetting(str(error)) from error
 
 
 def _tokenizer(target: str, trusted: bool) -> Any:

@@ -134,7 +134,7 @@ def test_a_verify_that_keeps_rows_has_the_launch_of_one_that_keeps_states(
 
 
 def test_a_27b_on_one_h200_runs_four_times_the_requests(settings, sglang):
-    """66 GB beside bf16 weights, default flags. docs/guide/recurrent-targets.md has a measured launch."""
+    """66 GB beside bf16 weights, default flags. docs/results/step.md has a measured launch."""
     kept_slots, kept_requests, kept_left = sized(settings, 66.0)
     assert replayed_states.install(SimpleNamespace(model_config=None))
     slots, requests, left = sized(settings, 66.0)
