@@ -25,6 +25,7 @@ from dflash_sglang.checkpoint.files import fingerprint, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.block import BlockBuilder
+from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 from dflash_sglang.drafting.rings import DraftRings, RingContext
@@ -57,6 +58,7 @@ from dflash_sglang.sglang_names.scheduler import (
     model_draft_parallel_spec,
     resolve_draft_parallel_layout,
 )
+from dflash_sglang.startup.copying import copies_in_words, renamed_slots_problem
 from dflash_sglang.startup.draft_kv import needs_whole_pool, ring_shape
 from dflash_sglang.startup.facts import Problem, StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
@@ -260,6 +262,7 @@ class StepParts(NamedTuple):
     tail: VerifyTail  # of the target's graphs
     context: ContextWriter
     rings: DraftRings | None
+    copies: Copies | None
 
 
 def build_step(
@@ -280,6 +283,11 @@ def build_step(
     rings = _rings(draft, target, table, own_table, reservation.page_size)
     context: ContextWriter = draft.context_kv if rings is None else RingContext(draft.context_kv, rings)
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
+    copies = None
+    if copies_of(config) == "block":
+        if not names_slots_alike(target, runner):
+            raise StartupError([renamed_slots_problem()])
+        copies = Copies(target, block_size)
     return StepParts(
         reservation,
         BlockBuilder(
@@ -306,6 +314,7 @@ def build_step(
         tail,
         context,
         rings,
+        copies,
     )
 
 
@@ -357,7 +366,8 @@ def add_widths(
     ragged = startup.can_be_ragged(asked, target, group)
     free = startup.free_memory(target)
     served = startup.add_widths(asked, states, block_size, free, ragged)
-    trees = TreeVerify(target, draft.runner, block_size, parts.rings)
+    history = None if parts.copies is None else parts.copies.history
+    trees = TreeVerify(target, draft.runner, block_size, parts.rings, history)
     reason = why_no_candidates(draft.model)
     if not tables.acceptor.knows_trees:
         reason = "acceptance is forced by a profile, which says nothing of a tree's branches"
@@ -410,7 +420,13 @@ def draft_quantization(draft: LoadedDraft) -> str:
     return draft.model.spec.quantization or get_spec().speculative_draft_model_quantization or "none"
 
 
-def startup_line(draft: LoadedDraft, context_len: int) -> str:
+def copies_of(config: PluginConfig) -> str:
+    """ "block", or "off" and why."""
+    needs_texts = needs_whole_pool(get_memory().enable_hierarchical_cache, get_disagg().disaggregation_mode)
+    return copies_in_words(config, needs_texts)
+
+
+def startup_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> str:
     """`dflash_sglang <version> worker active:` and a line `  key: value` for each thing that was read or decided.
 
     context_len: the target's.
@@ -441,6 +457,7 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     decisions["draft_kv"] = draft_kv_in_words(draft.rings)
+    decisions["copy"] = copies_of(config)
     if spec.dflash2 is not None:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
@@ -453,7 +470,15 @@ def startup_line(draft: LoadedDraft, context_len: int) -> str:
     if draft.model.edges is not None:
         decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
     if not draft.drafts:
-        for of_drafting in ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head"):
+        for of_drafting in (
+            "draft_attention",
+            "head",
+            "selector",
+            "proposals",
+            "proposals_from",
+            "markov_head",
+            "copy",
+        ):
             decisions.pop(of_drafting, None)
     lines = (f"\n  {key}: {value}" for key, value in decisions.items())
     return f"dflash_sglang {__version__} worker active:{''.join(lines)}"

@@ -67,7 +67,7 @@ class PrefillWorker(BaseSpecWorker):
         self._adjustments = Adjustments(most_rows(), self.block_size, model_config.vocab_size, self.device)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         if get_parallel().tp_rank == 0:
-            logger.info(assembly.startup_line(self._draft, model_config.context_len))
+            logger.info(assembly.startup_line(self._draft, model_config.context_len, self._config))
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 

@@ -74,7 +74,7 @@ class DFlashWorker(PrefillWorker):
         self._blocks: BlockBuilder = parts.blocks
         self._proposer: Proposer = parts.proposer
         self._verifier: Verifier = parts.verifier
-        self._context = parts.context
+        self._context, self._copies = parts.context, parts.copies
 
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), self._draft.rows():
@@ -119,6 +119,8 @@ class DFlashWorker(PrefillWorker):
         self.width = self._widths.choices[-1]
         self._slots.forget_steps()
         self._tables.sampler.forget_steps()
+        if self._copies is not None:
+            self._copies.forget_steps()
         return result
 
     # ---- What SGLang asks of a worker --------------------------------------------------------------------
@@ -132,7 +134,8 @@ class DFlashWorker(PrefillWorker):
         self._widths.verified(num_correct_drafts_per_req)
 
     def dflash_state(self) -> dict[str, Any]:
-        return self._widths.snapshot()
+        copies = {} if self._copies is None else {"dflash_copy": self._copies.snapshot()}
+        return {**self._widths.snapshot(), **copies}
 
     def report_decode(self, reporter: Any) -> None:
         """After SGLang's decode line, see `patches.results`."""
@@ -156,6 +159,8 @@ class DFlashWorker(PrefillWorker):
         self.width = shape.width
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
+        if self._copies is not None:
+            self._copies.propose(block, proposals)
         proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)
         self._split.drafted()
         rows = self._rows(batch, block, proposals, shape)
@@ -180,6 +185,11 @@ class DFlashWorker(PrefillWorker):
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self._widths.prefill(batch)
         return super()._prefill(batch, on_publish, grammar_barrier)
+
+    def _extend(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+        if self._copies is not None:
+            self._copies.prefill(batch)
+        return super()._extend(batch, on_publish)
 
     def _start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._tables.acceptor.start(requests, last_tokens, seq_lens)

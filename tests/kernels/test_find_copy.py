@@ -178,7 +178,9 @@ def test_copied_proposals_are_certain_and_others_stay(twin, device):
         )
         for first, value in ((300, 0.25), (400, -2.0))
     )
-    rows = case.rows._replace(drawn=drawn, best=best, logprobs=torch.full((2, steps), -1.0, device=device))
+    logprobs = torch.full((2, steps, count), -1.0, device=device)[..., 0]
+    drawn.ids[0, 1, 2] = best.ids[0, 1, 3] = 71
+    rows = case.rows._replace(drawn=drawn, best=best, logprobs=logprobs)
     case.tables.record[:, 1], case.tables.record[:, 3] = 1000.0, 1000.0
     find(twin, case)
     run(twin, "write", rows, case.tables)
@@ -189,6 +191,7 @@ def test_copied_proposals_are_certain_and_others_stay(twin, device):
     assert rows.logprobs.tolist() == [pytest.approx([certain] * 3 + [-1.0] * 4, abs=1e-6), [-1.0] * 7]
     for of, first, (one, other, was) in ((drawn, 300, (1, 0, 0.25)), (best, 400, (certain, -math.inf, -2.0))):
         ids = torch.arange(2 * steps * count).view(2, steps, count) + first
+        ids[0, 1, 2 if of is drawn else 3] = first + count  # candidates stay distinct
         ids[0, :3, 0] = torch.tensor([70, 71, 72])
         assert of.ids.tolist() == ids.tolist()
         assert of.logprobs[0].tolist() == [pytest.approx([one, *[other] * 3], abs=1e-6)] * 3 + [[was] * 4] * 4

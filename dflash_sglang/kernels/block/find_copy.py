@@ -67,7 +67,7 @@ class CopyRows(NamedTuple):
     prefix_lens: Tensor  # [bs]
     requests: Tensor  # [bs] rows of req_to_token
     drawn: Candidates | None  # [bs, block - 1, K] what proposals were drawn from, with probabilities as `logprobs`
-    logprobs: Tensor | None  # [bs, block - 1] float32
+    logprobs: Tensor | None  # [bs, block - 1] float32, of any stride between positions
     best: Candidates | None  # [bs, block - 1, K]
 
 
@@ -141,6 +141,8 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
         logprobs[:] = torch.where(copied, right.log()[:, None], logprobs)
     for candidates, certain, never in ((drawn, torch.zeros_like(right), 0.0), (best, right.log(), float("-inf"))):
         if candidates is not None:
+            same = (candidates.ids == copy[..., None]) & copied[..., None]  # candidates are distinct
+            candidates.ids[:] = torch.where(same, candidates.ids[..., :1], candidates.ids)
             candidates.ids[..., 0] = torch.where(copied, copy, candidates.ids[..., 0])
             first = torch.arange(candidates.ids.shape[2], device=tokens.device) == 0
             value = torch.where(first, (certain.exp() if never == 0.0 else certain)[:, None, None], never)
@@ -241,6 +243,7 @@ def write_copies_triton(rows: CopyRows, tables: CopyTables) -> None:
     _write_copies_kernel[(bs,)](
         tokens, slots, prefix_lens, requests, *(drawn or (None, None)), logprobs, *(best or (None, None)),
         *tables, tokens.stride(0), tables.req_to_token.stride(0), tables.last.stride(0),
+        1 if logprobs is None else logprobs.stride(1),
         STEPS=block - 1, MOST=most, LANES=triton.next_power_of_2(most + 1),
         DRAWN=0 if drawn is None else drawn.ids.shape[2], BEST=0 if best is None else best.ids.shape[2],
         LEAST=LEAST, GAIN=GAIN, FADE=FADE, FIRST_FAILED=FIRST_FAILED, FIRST_EXPECTED=FIRST_EXPECTED,
@@ -253,7 +256,7 @@ def _write_copies_kernel(
     tokens_ptr, slots_ptr, prefix_ptr, requests_ptr,
     drawn_ptr, probs_ptr, logprobs_ptr, best_ptr, best_logprobs_ptr,
     history_ptr, req_to_token_ptr, matches_ptr, record_ptr, last_ptr, chances_ptr, counts_ptr,
-    token_stride, row_stride, last_stride,
+    token_stride, row_stride, last_stride, logprob_stride,
     STEPS: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr, DRAWN: tl.constexpr, BEST: tl.constexpr,
     LEAST: tl.constexpr, GAIN: tl.constexpr, FADE: tl.constexpr,
     FIRST_FAILED: tl.constexpr, FIRST_EXPECTED: tl.constexpr,
@@ -328,18 +331,11 @@ def _write_copies_kernel(
     at = request * STEPS + lane
     log_right = tl.log(right)
     if logprobs_ptr is not None:
-        tl.store(logprobs_ptr + at, log_right + tl.zeros((LANES,), tl.float32), mask=copied)
-    for rank in tl.static_range(DRAWN):
-        if rank == 0:
-            tl.store(drawn_ptr + at * DRAWN, copy, mask=copied)
-        tl.store(
-            probs_ptr + at * DRAWN + rank, tl.full((LANES,), 1.0 if rank == 0 else 0.0, tl.float32), mask=copied
-        )
-    for rank in tl.static_range(BEST):
-        if rank == 0:
-            tl.store(best_ptr + at * BEST, copy, mask=copied)
-        value = log_right if rank == 0 else float("-inf")
-        tl.store(best_logprobs_ptr + at * BEST + rank, value + tl.zeros((LANES,), tl.float32), mask=copied)
+        tl.store(logprobs_ptr + at * logprob_stride, log_right + tl.zeros((LANES,), tl.float32), mask=copied)
+    if DRAWN > 0:
+        _make_certain(drawn_ptr, probs_ptr, at, copy, copied, 1.0, 0.0, DRAWN)
+    if BEST > 0:
+        _make_certain(best_ptr, best_logprobs_ptr, at, copy, copied, log_right, float("-inf"), BEST)
 
     kind = tl.where(count > 0, 2, 1) if STEPS > 0 else 0
     tl.store(last, tl.zeros((), tl.int64) + kind)
@@ -350,3 +346,16 @@ def _write_copies_kernel(
         tl.atomic_add(counts_ptr, tl.full((), 1, tl.int64))
         tl.atomic_add(counts_ptr + 1, count)
         tl.atomic_add(counts_ptr + 3, length)
+
+
+@triton.jit
+def _make_certain(ids_ptr, values_ptr, at, copy, copied, certain, never, COUNT: tl.constexpr):
+    """The copy becomes the first candidate, and the first one takes its place: candidates are distinct."""
+    none = tl.zeros_like(copy).to(tl.float32)
+    first = tl.load(ids_ptr + at * COUNT, mask=copied, other=0)
+    tl.store(ids_ptr + at * COUNT, copy, mask=copied)
+    tl.store(values_ptr + at * COUNT, none + certain, mask=copied)
+    for rank in range(1, COUNT):
+        candidate = tl.load(ids_ptr + at * COUNT + rank, mask=copied, other=0)
+        tl.store(ids_ptr + at * COUNT + rank, first, mask=copied & (candidate == copy))
+        tl.store(values_ptr + at * COUNT + rank, none + never, mask=copied)
