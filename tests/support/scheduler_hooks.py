@@ -19,7 +19,8 @@ shares     how many tokens a step verifies together is drawn, and what the draft
 trees      with widths: trees are as likely as all chains; "always trees": steps verify trees wherever they can
 grown      of every request's tree, its tokens, parents and accepted nodes go to grown.jsonl in DFLASH_TEST_RECORDS
 copies     with copy: block: whether a match of any length is copied is drawn; "always copies": every match is.
-           Steps check that the tokens of slots are those of the requests
+           Steps check that the tokens of slots are those of the requests. A rank's blocks with their copies go to
+           copies.RANK.jsonl in DFLASH_TEST_RECORDS
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
@@ -709,8 +710,10 @@ def _state_slots(batch: Any) -> set[int]:
 
 
 def _copies(worker: Any, always: bool = False) -> None:
+    from dflash_sglang.drafting.copies import Copies
     from dflash_sglang.drafting.proposer import Proposer
     from dflash_sglang.kernels.block import find_copy
+    from dflash_sglang.sglang_names.scheduler import get_parallel
 
     generator = torch.Generator().manual_seed(0)
 
@@ -733,6 +736,15 @@ def _copies(worker: Any, always: bool = False) -> None:
         return propose(self, batch, block)
 
     worker._step, Proposer.propose = then_look, after_look
+    rank = get_parallel().tp_rank
+    path, copy = Path(os.environ[RECORDS_ENV]) / f"copies.{rank}.jsonl", Copies.propose
+
+    def and_tell(self: Any, block: Any, proposals: Any) -> None:
+        copy(self, block, proposals)
+        with path.open("a") as lines:
+            print(json.dumps(proposals.tokens.tolist()), file=lines)
+
+    Copies.propose = and_tell
 
 
 def _buffers(pool: Any) -> list[torch.Tensor]:
