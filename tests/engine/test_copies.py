@@ -106,6 +106,20 @@ def test_outputs_equal_plain_decoding_whatever_is_copied(plain, tmp_path, name):
             lossless.assert_all_shapes_are_drawn(server, repeating())
 
 
+@pytest.mark.full
+def test_two_ranks_copy_alike(plain, tmp_path):
+    greedy = [one for one in plain["asked"] if one["sampling_params"]["temperature"] == 0]
+    flags = dict(tp_size=2, skip_tokenizer_init=None, mem_fraction_static=0.2, max_total_tokens=6000)
+    with copying(tmp_path, hooks="copies", **flags) as server:
+        lossless.assert_equal(lossless.ask_at_once(server, greedy), plain)
+        for seed in range(3):
+            sampling = dict(temperature=0.9, max_new_tokens=60, ignore_eos=True, n=2)
+            server.generate(input_ids=repeating()[seed], sampling_params=sampling)
+        assert told(server)["request_steps"] > 100
+    first, second = ((tmp_path / f"copies.{rank}.jsonl").read_text() for rank in range(2))
+    assert first.count("\n") > 100 and first == second
+
+
 @pytest.mark.parametrize("proposals", ["drawn", pytest.param("argmax", marks=pytest.mark.full)])
 def test_samples_follow_the_plain_servers_distribution_where_copies_are_confidently_wrong(tmp_path, proposals):
     """Every match is copied, if only of the last byte: most copies are wrong, and said to be certain."""
