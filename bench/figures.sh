@@ -6,7 +6,7 @@
 #                    width_good_admission_64 width_good_shares like_for_like like_for_like_poor memory
 #                    width_mixed width_mixed_busy
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
-#                    pair proposals quantised long_context long_128k house observe
+#                    pair proposals quantised long_context long_128k copy_kernels house observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode
 #   on two, "0,1"    tp2 tp2_again dpa2
 #
@@ -119,6 +119,7 @@ for name in "$@"; do
     quantised) part wild_quantised quantised ;;
     long_context) part wild_long_context long_context ;;
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
+    copy_kernels) part copy_kernels copy_kernels ;;
     house) paired house "" ;;
     observe)
       [ -e "$logs/unobserved" ] || "$python" -m bench.unobserved "$logs/unobserved"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dflash_sglang import assembly
+from dflash_sglang.assembly import lines, loading
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
 from dflash_sglang.drafting.window import is_imposed
 from dflash_sglang.models.context_kv.base import ContextWriter
@@ -25,7 +25,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_dp_tp_group,
     get_parallel,
 )
-from dflash_sglang.startup import lines
 from dflash_sglang.verify.adjustments import Adjustments
 from dflash_sglang.verify.step_result import idle_result
 from dflash_sglang.verify.tables import most_rows
@@ -59,7 +58,7 @@ class PrefillWorker(BaseSpecWorker):
         super().__init__()
         self._target_worker, self.device = target_worker, target_worker.device
         self._config = PluginConfig.from_env()
-        self._draft = assembly.load_draft(server_args, gpu_id, nccl_port, target_worker, self._config, self.drafts)
+        self._draft = loading.load_draft(server_args, gpu_id, nccl_port, target_worker, self._config, self.drafts)
         self._draft_worker, self.draft_parallel_layout = self._draft.worker, self._draft.parallel_layout
         self._context: ContextWriter = self._draft.context_kv
         self.block_size = self._draft.block_size
@@ -68,7 +67,7 @@ class PrefillWorker(BaseSpecWorker):
         self._adjustments = Adjustments(most_rows(), self.block_size, model_config.vocab_size, self.device)
         self._tp_sync = SpecTpSync(get_dp_tp_group())
         if get_parallel().tp_rank == 0:
-            logger.info(lines.worker_line(self._draft, model_config.context_len))
+            logger.info(lines.worker_line(self._draft, model_config.context_len, self._config))
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
@@ -91,8 +90,8 @@ class PrefillWorker(BaseSpecWorker):
             )
         page_size = token_to_kv_pool_allocator.page_size
         target = self.target_worker.model_runner
-        self._reservation = assembly.bind_pools(self._draft, target, page_size)
-        assembly.agree(self._draft, target, self._config)
+        self._reservation = loading.bind_pools(self._draft, target, page_size)
+        loading.agree(self._draft, target, self._config)
 
     def init_attention_backends(self) -> None:
         """Of the draft: none, as it never runs."""

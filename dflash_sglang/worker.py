@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dflash_sglang import assembly
+from dflash_sglang.assembly import lines, steps
 from dflash_sglang.drafting.base import ProposalSource
 from dflash_sglang.drafting.block import Block, BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
@@ -25,7 +25,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_disagg,
     get_parallel,
 )
-from dflash_sglang.startup import lines
 from dflash_sglang.verify.rows import Shape, VerifyRows
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.step_result import StepResult
@@ -70,17 +69,17 @@ class DFlashWorker(PrefillWorker):
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        parts = assembly.build_step(self._draft, self.target_worker, self._tables, self._reservation, self._config)
+        parts = steps.build_step(self._draft, self.target_worker, self._tables, self._reservation, self._config)
         self._parts = parts
         self._blocks: BlockBuilder = parts.blocks
         self._proposer: ProposalSource = parts.proposer
         self._verifier: Verifier = parts.verifier
-        self._context = parts.context
+        self._context, self._copies = parts.context, parts.copies
 
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), self._draft.rows():
             self._draft_worker.init_attention_backends()
-        assembly.check_attention(self._draft, self.target_worker.model_runner, self._verifier)
+        steps.check_attention(self._draft, self.target_worker.model_runner, self._verifier)
         self._captures.enter_context(heap_left_alone())  # the target's come next
 
     def init_cuda_graphs(self) -> None:
@@ -89,10 +88,10 @@ class DFlashWorker(PrefillWorker):
         with self._captures:
             with draft.scope():
                 self._draft_worker.init_cuda_graphs()
-            served = assembly.add_widths(draft, target, self._parts, self._tables, self._config)
+            served = steps.add_widths(draft, target, self._parts, self._tables, self._config)
             self._states, self._ragged, self._trees = served.states, served.ragged, served.trees
             self._rehearsal = Rehearsal(target, self._reservation, self._rehearsed_prefill, self._rehearsed_step)
-            self._widths: WidthController = assembly.build_controller(
+            self._widths: WidthController = steps.build_controller(
                 draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit, self._split
             )
         self.width, self._learns = self._widths.choices[-1], self._widths.learns
@@ -120,6 +119,8 @@ class DFlashWorker(PrefillWorker):
         self.width = self._widths.choices[-1]
         self._slots.forget_steps()
         self._tables.sampler.forget_steps()
+        if self._copies is not None:
+            self._copies.forget_steps()
         return result
 
     # ---- What SGLang asks of a worker --------------------------------------------------------------------
@@ -133,7 +134,8 @@ class DFlashWorker(PrefillWorker):
         self._widths.verified(num_correct_drafts_per_req)
 
     def dflash_state(self) -> dict[str, Any]:
-        return self._widths.snapshot()
+        copies = {} if self._copies is None else {"dflash_copy": self._copies.snapshot()}
+        return {**self._widths.snapshot(), **copies}
 
     def report_decode(self, reporter: Any) -> None:
         """After SGLang's decode line, see `patches.results`."""
@@ -157,6 +159,8 @@ class DFlashWorker(PrefillWorker):
         self.width = shape.width
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
+        if self._copies is not None:
+            self._copies.propose(block, proposals)
         proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)
         self._split.drafted()
         rows = self._rows(batch, block, proposals, shape)
@@ -181,6 +185,11 @@ class DFlashWorker(PrefillWorker):
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self._widths.prefill(batch)
         return super()._prefill(batch, on_publish, grammar_barrier)
+
+    def _extend(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+        if self._copies is not None:
+            self._copies.prefill(batch)
+        return super()._extend(batch, on_publish)
 
     def _start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._tables.acceptor.start(requests, last_tokens, seq_lens)

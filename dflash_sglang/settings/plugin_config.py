@@ -22,6 +22,7 @@ Profile = Sequence[float]
 SimulatedAcceptance = Sequence[Profile] | Path
 ProposalKind = Literal["auto", "argmax", "drawn"]
 PrefillServers = Literal["same", "any"]
+Copy = Literal["off", "block"]
 
 
 class PluginConfigError(ValueError):
@@ -55,6 +56,9 @@ class PluginConfig:
     ``width``: a number, or "block" for the served block, is the width of every step; "auto" chooses a width for
     each step; an object has the settings of WidthConfig.
 
+    ``copy``: whether the text after an earlier place of a request's last tokens is proposed, where it promises
+    more than the draft ("block"), or never ("off").
+
     ``prefill``: from which prefill servers a decode server takes requests: those of this package with the same
     draft ("same"), or also those that send no context KV ("any"), for whose requests fewer proposals are accepted.
 
@@ -68,6 +72,7 @@ class PluginConfig:
     proposals: ProposalKind = "auto"
     simulated_acceptance: SimulatedAcceptance | None = None
     width: WidthConfig = WidthConfig()
+    copy: Copy = "off"
     prefill: PrefillServers = "same"
     accept_patches: tuple[str, ...] = ()
 

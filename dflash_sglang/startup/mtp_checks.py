@@ -62,6 +62,7 @@ def mtp_problems(
         )
     for field, value, only in (
         ("width trees", config.width.trees, ()),
+        ("copy", config.copy, "off"),
         ("context_kv", config.context_kv, "auto"),
         ("draft_head fp8", config.draft_head == "fp8", False),
     ):

@@ -57,13 +57,18 @@ class TreeVerify:
     """Grows the trees of a step from the likeliest tokens of each position."""
 
     def __init__(
-        self, target: ModelRunner, draft: ModelRunner, block_size: int, rings: DraftRings | None = None
+        self,
+        target: ModelRunner,
+        draft: ModelRunner,
+        block_size: int,
+        rings: DraftRings | None = None,
+        history: torch.Tensor | None = None,
     ) -> None:
         """Both name slots alike, or the draft has them in rings. Their pools can move them
-        (`attention.trees.why_no_trees`)."""
+        (`attention.trees.why_no_trees`). history [slots] int32: the tokens of slots, which move with them."""
         self._runner, self._block_size = target, block_size
         self._target_pool, self._draft_pool = target.token_to_kv_pool, draft.token_to_kv_pool
-        self._rings = rings
+        self._rings, self._history = rings, history
         self._table = target.req_to_token_pool.req_to_token
         self._trees: dict[int, Trees] = {}
 
@@ -90,6 +95,8 @@ class TreeVerify:
         place_nodes(tree.depths, block.prefix_lens, block.requests, self._table, Places(positions, slots))
         if self._rings is not None:
             self._rings.assign(block.requests, block.prefix_lens, slots)
+        if self._history is not None:
+            self._history[rows.slots] = rows.ids.int()
         loc_plan = plan_rows(self._runner, batch, block, rows.slots, nodes)
         return VerifyRows(rows, loc_plan, nodes, self._block_size, paths=trees.paths(rows.slots))
 
@@ -98,6 +105,8 @@ class TreeVerify:
         have been written."""
         targets, sources = paths.targets, paths.sources
         self._target_pool.move_kv_cache(targets, sources)
+        if self._history is not None:
+            self._history[targets] = self._history[sources]
         if self._rings is not None:
             targets, sources = self._rings.named(targets), self._rings.named(sources)
         self._draft_pool.move_kv_cache(targets, sources)

@@ -17,7 +17,7 @@ with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(sys.argv[1:]), file=calls)
 """
 # Parts whose result is still to come.
-TO_COME = {"pd_decode", "recurrent_9b", "recurrent_first_batches"} | {
+TO_COME = {"copy_kernels", "pd_decode", "recurrent_9b", "recurrent_first_batches"} | {
     f"rows_{part}" for part in ("fp8", "alike", "mixed", "trees")
 }
 # Directories, ports and devices; whether rounds came at once.

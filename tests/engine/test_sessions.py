@@ -34,6 +34,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "synchronous_pages_of_16_retracting": dict(
         hooks="poison,oracle", disable_overlap_schedule=True, page_size=16, env=RETRACTING
     ),
+    "copies": dict(hooks="poison,copies", env={CONFIG_ENV: '{"copy": "block"}'}),
     "recurrent": dict(recurrent=True, hooks="oracle,widths", env=EVERY_WIDTH),
     "recurrent_synchronous_retracting": dict(
         recurrent=True, hooks="oracle,widths", disable_overlap_schedule=True, env={**EVERY_WIDTH, **RETRACTING}

@@ -24,6 +24,7 @@ from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.attention import tree_keys
 from dflash_sglang.kernels.block import (
     accept,
+    find_copy,
     grouped_conv,
     grow_tree,
     pack_rows,
@@ -154,6 +155,20 @@ def trees() -> None:
                 accept.accept_triton(verified, outcomes, relay, forced, paths)
 
 
+def copies() -> None:
+    tables = find_copy.CopyTables.allocate(4096, counts(ROWS, 4096), BLOCK)
+    for width in (1, 6, BLOCK):
+        steps = (BS, width - 1)
+        blocks = find_copy.CopyRows(ids(BS, width), ids(BS, width), ids(BS), ids(BS), None, None, None)
+        find_copy.find_copies_triton(blocks, tables, 4000)
+        find_copy.write_copies_triton(blocks, tables)
+        for drawn, best in ((16, None), (None, 8)):
+            both = [c and find_copy.Candidates(ids(*steps, c), torch.zeros(*steps, c)) for c in (drawn, best)]
+            find_copy.write_copies_triton(
+                blocks._replace(drawn=both[0], logprobs=torch.zeros(steps), best=both[1]), tables
+            )
+
+
 def rows_of_layers() -> None:
     grouped_conv.grouped_conv_triton(halves(2 * BLOCK, HIDDEN), halves(2 * BLOCK, 3, 64), halves(3, HIDDEN), BLOCK)
 
@@ -246,7 +261,7 @@ def draft_rings() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
     for launches in (
-        blocks, accepts, trees, rows_of_layers, heads, walks, samples, states, tree_attention, draft_rings,
+        blocks, accepts, trees, copies, rows_of_layers, heads, walks, samples, states, tree_attention, draft_rings,
     ):  # fmt: skip
         launches()
     context(torch.float8_e5m2)

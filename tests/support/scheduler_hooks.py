@@ -22,6 +22,9 @@ probes     widths that look worse are tried for a tenth of the time
 shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
 trees      with widths: trees are as likely as all chains; "always trees": steps verify trees wherever they can
 grown      of every request's tree, its tokens, parents and accepted nodes go to grown.jsonl in DFLASH_TEST_RECORDS
+copies     with copy: block: whether a match of any length is copied is drawn; "always copies": every match is.
+           Steps check that the tokens of slots are those of the requests. A rank's blocks with their copies go to
+           copies.RANK.jsonl in DFLASH_TEST_RECORDS
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
@@ -750,6 +753,44 @@ def _state_slots(batch: Any) -> set[int]:
     return slots
 
 
+def _copies(worker: Any, always: bool = False) -> None:
+    from dflash_sglang.drafting.copies import Copies
+    from dflash_sglang.drafting.proposer import Proposer
+    from dflash_sglang.kernels.block import find_copy
+    from dflash_sglang.sglang_names.scheduler import get_parallel
+
+    generator = torch.Generator().manual_seed(0)
+
+    def worth(record: torch.Tensor, lengths: torch.Tensor, right: torch.Tensor, steps: int) -> torch.Tensor:
+        return (lengths > 0) & (always | (torch.rand(lengths.shape, generator=generator) < 0.5))
+
+    find_copy.worth_copying = worth
+    step, propose = worker._step, Proposer.propose
+
+    def then_look(self: Any, batch: Any, *args: Any) -> Any:
+        self._proposer.history = self._copies.history
+        return step(self, batch, *args)
+
+    def after_look(self: Any, batch: Any, block: Any) -> Any:
+        for req, row, prefix in zip(batch.reqs, block.requests.tolist(), block.prefix_lens.tolist(), strict=True):
+            known = [*req.origin_input_ids, *req.output_ids][:prefix]  # overlap scheduling knows less than a step
+            slots = self._runner.req_to_token_pool.req_to_token[row, : len(known)].long()
+            held = self.history[slots].tolist()
+            assert not req.rid or held == known, (req.rid, held, known)
+        return propose(self, batch, block)
+
+    worker._step, Proposer.propose = then_look, after_look
+    rank = get_parallel().tp_rank
+    path, copy = Path(os.environ[RECORDS_ENV]) / f"copies.{rank}.jsonl", Copies.propose
+
+    def and_tell(self: Any, block: Any, proposals: Any) -> None:
+        copy(self, block, proposals)
+        with path.open("a") as lines:
+            print(json.dumps(proposals.tokens.tolist()), file=lines)
+
+    Copies.propose = and_tell
+
+
 def _buffers(pool: Any) -> list[torch.Tensor]:
     pool = getattr(pool, "full_kv_pool", pool)  # of a recurrent target
     return [*pool.k_buffer, *pool.v_buffer]
@@ -773,6 +814,8 @@ _HOOKS = {
     "always trees": functools.partial(_trees, always=True),
     "grown": _grown,
     "probes": _probes,
+    "copies": _copies,
+    "always copies": functools.partial(_copies, always=True),
     "rehearsals": _rehearsals,
     "firsts": _firsts,
     "seeds": _seeds,

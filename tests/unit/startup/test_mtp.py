@@ -164,6 +164,7 @@ def test_a_gpu_is_refused(checkpoint: Path, launcher: None, monkeypatch: pytest.
     ("settings", "message"),
     [
         (dict(width={"trees": [8]}), "width trees=(8,): expected none"),
+        (dict(copy="block"), "copy='block': expected none"),
         (dict(context_kv="stacked"), "context_kv='stacked': expected none"),
         (dict(draft_head="fp8"), "draft_head fp8=True: expected none"),
     ],

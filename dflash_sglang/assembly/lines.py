@@ -9,19 +9,23 @@ from dflash_sglang.checkpoint.dspark import VANILLA
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.sglang_names.scheduler import get_disagg, get_spec
+from dflash_sglang.startup.copying import copies_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dflash_sglang.assembly import LoadedDraft
+    from dflash_sglang.assembly.loading import LoadedDraft
     from dflash_sglang.patches.draft_pool import RingPool
+    from dflash_sglang.settings.plugin_config import PluginConfig
     from dflash_sglang.verify.tables import Tables
 
 GB = 1 << 30
-_OF_DRAFTING = ("draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino")
+_OF_DRAFTING = (
+    "draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino", "copy",
+)  # fmt: skip
 
 
-def worker_line(draft: LoadedDraft, context_len: int) -> str:
+def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> str:
     """`dflash_sglang <version> worker active:` and a line `  key: value` for each thing that was read or decided.
 
     context_len: the target's.
@@ -54,6 +58,7 @@ def worker_line(draft: LoadedDraft, context_len: int) -> str:
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     decisions["draft_kv"] = _kv_planned(draft.rings)
+    decisions["copy"] = copies_of(config)
     if spec.dflash2 is not None:
         conv, selector = spec.dflash2.convolution, spec.dflash2
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"

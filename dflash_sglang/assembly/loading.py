@@ -1,48 +1,24 @@
-"""Builds the worker's parts from a launch, in the order in which SGLang has what they need.
-
-load_draft           the target is loaded; KV pools are not sized yet
-bind_pools           request table and KV pools exist
-build_step           the same
-check_attention      attention backends exist
-add_widths           graphs of whole blocks exist
-build_controller     graphs of every width exist
-"""
+"""What start-up loads: the draft, what it borrows of the target, and its pool."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from dflash_sglang.attention.visibility import check_visibility
 from dflash_sglang.checkpoint.files import fingerprint, weights_directory
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.checkpoint.token_map import read_token_map
-from dflash_sglang.drafting.base import ProposalSource
-from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.draft_input import SlotReservation
-from dflash_sglang.drafting.mtp.source import MtpSource
-from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
-from dflash_sglang.drafting.rings import DraftRings, RingContext
-from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.kernels.context.rings import RingShape
-from dflash_sglang.models.context_kv.base import ContextWriter
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.mtp.recent_rows import RecentRows
-from dflash_sglang.observe.alarm import Alarm
-from dflash_sglang.observe.causes import Causes
-from dflash_sglang.observe.counts import Counts
-from dflash_sglang.observe.observer import Observer
-from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches import agreement, draft_pool, replayed_states, retracted_rows, weight_updates
-from dflash_sglang.patches.flash3 import spare_launches
-from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.patches.target_features import deliver_hidden_states, ensure_capture
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
-from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
     build_draft_tp_worker,
     draft_pp_context,
@@ -59,28 +35,15 @@ from dflash_sglang.sglang_names.scheduler import (
 )
 from dflash_sglang.startup.draft_kv import needs_whole_pool, ring_shape
 from dflash_sglang.startup.facts import Problem, StartupError, TargetFacts
-from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
-from dflash_sglang.verify.ragged import RaggedVerify
-from dflash_sglang.verify.step_clock import StepClock
-from dflash_sglang.verify.tables import Tables, most_rows
-from dflash_sglang.verify.target_logits import TargetLogits
-from dflash_sglang.verify.tree import TreeVerify
-from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.width import startup
-from dflash_sglang.width.controller import WidthController
-from dflash_sglang.width.group import Group
-from dflash_sglang.width.ranks import width_group
-from dflash_sglang.width.runtime_states import RuntimeStates, most_requests
+from dflash_sglang.verify.tables import most_rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
-    from torch import Tensor
 
     from dflash_sglang.models.draft import Borrowed, DFlashDraftModel
     from dflash_sglang.patches.draft_pool import RingPool
-    from dflash_sglang.warmup.dummy_batches import Rehearsal
 
 
 logger = logging.getLogger(__name__)
@@ -281,174 +244,3 @@ def _any_problem(draft_layers: int, target_layers: int) -> Problem:
         "comes without a draft's for that of a part of the layers"
     )
     return Problem(f"{CONFIG_ENV} prefill", "any", expected, "Leave it out.")
-
-
-class StepParts(NamedTuple):
-    """What a decode step runs, in its order."""
-
-    reservation: SlotReservation
-    blocks: BlockBuilder
-    proposer: ProposalSource
-    verifier: Verifier
-    tail: VerifyTail  # of the target's graphs
-    context: ContextWriter
-    rings: DraftRings | None
-
-
-def build_step(
-    draft: LoadedDraft,
-    target_worker: TpModelWorker,
-    tables: Tables,
-    reservation: SlotReservation,
-    config: PluginConfig,
-) -> StepParts:
-    """Build the parts of a decode step, with the tail of the target's graphs."""
-    target, runner, block_size = target_worker.model_runner, draft.runner, draft.block_size
-    table = target.req_to_token_pool.req_to_token
-    slots = tables.acceptor.slots
-    slots.fit(len(table))
-    logits = TargetLogits(target)
-    own_table = runner.req_to_token_pool.req_to_token
-    rings = _rings(draft, target, table, own_table, reservation.page_size)
-    context: ContextWriter = draft.context_kv
-    if rings is not None:
-        assert isinstance(draft.context_kv, ContextKV)
-        context = RingContext(draft.context_kv, rings)
-    mask = draft.model.spec.mask_token_id  # None: of no meaning to a source that reads no row of the block
-    tail = VerifyTail(target, runner, logits, tables.acceptor, context)
-    return StepParts(
-        reservation,
-        BlockBuilder(
-            target,
-            block_size,
-            0 if mask is None else mask,
-            slots,
-            in_place=names_slots_alike(target, runner)
-            and not is_imposed()
-            and rings is None
-            and not draft.model.spec.has_row_less,
-            draft_slots=None if rings is None else rings.assign_block,
-        ),
-        _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table)),
-        Verifier(target_worker, block_size, logits, tables, tail),
-        tail,
-        context,
-        rings,
-    )
-
-
-def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | DraftRings | None) -> ProposalSource:
-    if isinstance(draft.context_kv, RecentRows):
-        return MtpSource(
-            draft.runner, draft.model, draft.context_kv, draft.parallel_layout, drawn=draft.draws_proposals
-        )
-    return Proposer(
-        draft.runner,
-        draft.model,
-        draft.block_size,
-        draft.parallel_layout,
-        drawn=draft.draws_proposals,
-        tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
-        window=window,
-    )
-
-
-def _rings(
-    draft: LoadedDraft, target: ModelRunner, table: Tensor, own_table: Tensor, page_size: int
-) -> DraftRings | None:
-    """table, own_table: req_to_token of target and draft."""
-    pool = draft.rings
-    if isinstance(pool, str) or pool.rings is None:
-        return None
-    slots = target.token_to_kv_pool_allocator.size_full + page_size
-    return DraftRings(
-        pool.shape, pool.rings, draft.block_size, slots, draft.runner.token_to_kv_pool, table, own_table
-    )
-
-
-def check_attention(draft: LoadedDraft, target: ModelRunner, verifier: Verifier) -> None:
-    """Check that the attention backends show the draft and the target what they should see.
-
-    Raises StartupError where they do not.
-    """
-    for runner in (target, draft.runner):
-        spare_launches(runner.attn_backend)
-        plan_windows(runner.attn_backend)
-    if isinstance(draft.context_kv, RecentRows):
-        verifier.bind_attention_backends()  # the layers are of the target's classes, and see what those see
-        return
-    with draft.scope():
-        rows = draft.model.spec.draft_rows(draft.block_size)
-        check_visibility(draft.runner, draft.model, rows, draft.attention_backend)
-    verifier.bind_attention_backends()
-
-
-class ServedWidths(NamedTuple):
-    """The widths that steps can have, and how ranks agree on one."""
-
-    states: RuntimeStates
-    ragged: RaggedVerify
-    trees: TreeVerify
-    config: WidthConfig
-    group: Group
-
-
-def add_widths(
-    draft: LoadedDraft, target: ModelRunner, parts: StepParts, tables: Tables, config: PluginConfig
-) -> ServedWidths:
-    """Make attention backends and graphs for the widths of the settings, as far as memory allows, and compile
-    what sampled steps launch at each."""
-    block_size, group = draft.block_size, width_group()
-    is_mtp = isinstance(draft.context_kv, RecentRows)
-    one_width = "multi-token-prediction layers have one width" if is_mtp else None
-    asked = startup.servable(config.width, target, block_size, one_width)
-    states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
-    ragged = startup.can_be_ragged(asked, target, group)
-    free = startup.free_memory(target)
-    served = startup.add_widths(asked, states, block_size, free, ragged)
-    trees = TreeVerify(target, draft.runner, block_size, parts.rings)
-    reason = why_no_candidates(draft.model)
-    if not tables.acceptor.knows_trees:
-        reason = "acceptance is forced by a profile, which says nothing of a tree's branches"
-    if startup.can_verify_trees(asked, target, draft.runner, group, reason):
-        startup.add_trees(asked, states, trees, parts.tail, free)
-        parts.reservation.serve_trees(states.trees)
-    parts.verifier.after_capture(
-        [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]
-    )
-    return ServedWidths(states, RaggedVerify(target, block_size, states.captured_requests), trees, served, group)
-
-
-def build_controller(
-    draft: LoadedDraft,
-    target: ModelRunner,
-    widths: ServedWidths,
-    rehearsal: Rehearsal,
-    set_max_commit: Callable[..., None],
-    split: StepSplit,
-) -> WidthController:
-    """Build what chooses each step's width, with step times as they are measured now, and what counts steps."""
-    block, states = draft.block_size, widths.states
-    config = startup.without_misplaced_states(widths.config, states, target, rehearsal, widths.group, block)
-    policy = startup.policy_of(config, target, block, widths.group, states)
-    chooses = config.fixed is None
-    if chooses:
-        startup.measure(policy, target, rehearsal, widths.group)
-    speaks = get_parallel().tp_rank == 0
-    observer = Observer(
-        Counts(block, ragged=policy.budgets is not None, chooses=chooses),
-        Alarm(block),
-        causes(draft, target),
-        policy.metrics.gains if chooses else None,
-        split,
-        policy.confidence.snapshot if chooses else None,
-    )
-    return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
-
-
-def causes(draft: LoadedDraft, target: ModelRunner) -> Causes:
-    """What the acceptance alarm asks operators to check of this pair."""
-    facts = TargetFacts.from_config(target.model_config.hf_text_config)
-    return Causes(
-        draft.model.spec, draft.feature_layer_ids, facts.num_layers, facts.vocab_size, draft.quantization
-    )

@@ -1,0 +1,80 @@
+"""Copies: proposals from a request's own text, where they promise more than the draft's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.kernels.block.find_copy import CopyRows, CopyTables, find_copies, write_copies
+from dflash_sglang.kernels.head.pack_shard import Candidates
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from dflash_sglang.drafting.block import Block
+
+
+class Copies:
+    """The token of every KV slot, and what each request's steps have shown of copies and of the draft.
+
+    A slot keeps its token as long as its KV. So the radix cache, chunks, sessions and retracted requests need
+    nothing more. A wrong token would cost acceptance, and never change the output.
+    """
+
+    def __init__(self, target: ModelRunner, block_size: int) -> None:
+        """Target and draft write to the slots that req_to_token names. block_size: of the widest blocks."""
+        allocator, self._vocab = target.token_to_kv_pool_allocator, target.model_config.vocab_size
+        slots = allocator.size_full + allocator.page_size
+        self._tables = CopyTables.allocate(slots, target.req_to_token_pool.req_to_token, block_size)
+
+    @property
+    def history(self) -> Tensor:
+        """[slots] int32: the token of each slot, as of keys and values: see `CopyTables`."""
+        return self._tables.history
+
+    def prefill(self, batch: ScheduleBatch) -> None:
+        """Keep the tokens of a batch before it is prefilled. The records of its new requests begin.
+
+        Placeholders of images are tokens outside of the vocabulary, which match nothing.
+        """
+        if batch.forward_mode.is_idle():
+            return
+        ids = batch.input_ids
+        inside = (ids >= 0) & (ids < self._vocab)
+        self.history[batch.out_cache_loc] = ids.where(inside, -1).int()
+        rows, new = batch.req_pool_indices, len(batch.reqs) - len(batch.decoding_reqs or ())
+        self._tables.last[rows] = 0
+        self._tables.record[rows[:new]] = 0
+
+    def propose(self, block: Block, proposals: Proposals) -> None:
+        """Replace the proposals of requests whose text promises more; in place, in two launches."""
+        drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
+        rows = CopyRows(
+            proposals.tokens,
+            block.slots,
+            block.prefix_lens,
+            block.requests,
+            Candidates(proposals.candidates, proposals.probs) if drawn else None,
+            proposals.logprobs,
+            proposals.best,
+        )
+        if block.size > 1:
+            find_copies(rows, self._tables, int(block.kv_len_bounds.max()) - block.size)
+        write_copies(rows, self._tables)
+
+    def forget_steps(self) -> None:
+        """Count from zero, as if there had been no step."""
+        self._tables.counts.zero_()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What /server_info tells, since start-up. Waits for the device."""
+        steps, proposed, accepted, matched = self._tables.counts.tolist()
+        return {
+            "request_steps": steps,
+            "proposed": proposed,
+            "accepted": accepted,
+            "mean_match": matched / steps if steps else 0.0,
+        }

@@ -1,0 +1,361 @@
+"""Copies: where a request's last tokens stood before in its own text, and the tokens after them as proposals.
+
+Two launches per step: `find_copies` searches, `write_copies` learns from the step before and proposes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash_sglang.kernels.head.pack_shard import Candidates
+
+LONGEST = 32  # tokens of a match that are compared
+LEAST = 8  # tokens of a match from which a copy is proposed
+GAIN = 1.1  # by so much a copy has to promise more than the draft
+# A record is sums that fade by this factor with each new observation, and starts as if it had these.
+FADE = 1 - 1 / 32
+FIRST_FAILED, FIRST_EXPECTED = 10.5, 3.0
+FIRST_COMMITTED, FIRST_DRAFTED = 8.0, 2.0
+DRAFTED, COPIED = 1, 2  # what a step verified
+_PROPOSED_BY, _PREFIX, _LENGTH, _TOKENS = range(4)  # columns of `CopyTables.last`
+_CHUNK = 1024  # positions searched by one program
+_CHANCES = ((1, 0.55), (2, 0.38), (3, 0.25), (4, 0.16), (6, 0.11), (8, 0.08), (12, 0.055), (16, 0.04), (32, 0.015))
+
+
+class CopyTables(NamedTuple):
+    """What steps keep for copies."""
+
+    history: Tensor  # [slots] int32, the token whose KV a slot holds; -1 matches nothing and ends a copy
+    req_to_token: Tensor  # [rows, row_width] int32 slots
+    matches: Tensor  # [max_requests] int64, of the batch: length << 32 | position after the match; 0 between steps
+    # [rows, 4] float32, faded sums: failed copies, failures expected of the prior; tokens committed by steps of
+    # the draft's proposals, such steps
+    record: Tensor
+    # [rows, 3 + block - 1] int64, of the step before: DRAFTED, COPIED or 0; prefix; match length; copy, then -1
+    last: Tensor
+    chances: Tensor  # [LONGEST + 1] float32, the prior chance that a copied token is wrong, by length of the match
+    counts: Tensor  # [4] int64 ever: copies proposed, their tokens, those accepted, their match lengths
+
+    @classmethod
+    def allocate(cls, slots: int, req_to_token: Tensor, block_size: int) -> CopyTables:
+        """Tables for slots 0 to slots - 1 that have seen nothing. block_size: of the widest blocks."""
+        rows, device = req_to_token.shape[0], req_to_token.device
+        chances = torch.ones(LONGEST + 1)
+        for shortest, chance in _CHANCES:
+            chances[shortest:] = chance
+        return cls(
+            torch.full((slots,), -1, dtype=torch.int32, device=device),
+            req_to_token,
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros((rows, 4), device=device),
+            torch.zeros((rows, _TOKENS + block_size - 1), dtype=torch.int64, device=device),
+            chances.to(device),
+            torch.zeros(4, dtype=torch.int64, device=device),
+        )
+
+
+class CopyRows(NamedTuple):
+    """The blocks of a step. `write_copies` writes tokens, and the rest as far as it is given."""
+
+    tokens: Tensor  # [bs, block] last committed token + proposals
+    slots: Tensor  # [bs, block]
+    prefix_lens: Tensor  # [bs]
+    requests: Tensor  # [bs] rows of req_to_token
+    drawn: Candidates | None  # [bs, block - 1, K] what proposals were drawn from, with probabilities as `logprobs`
+    logprobs: Tensor | None  # [bs, block - 1] float32, of any stride between positions
+    best: Candidates | None  # [bs, block - 1, K]
+
+
+def find_copies(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
+    """Write to `tables.matches` where the longest match of each request's last tokens ends, the latest of equals.
+
+    A match ends before the last token, and has LONGEST tokens at most. longest_prefix: no prefix is longer.
+    """
+    (find_copies_triton if rows.tokens.is_cuda else find_copies_torch)(rows, tables, longest_prefix)
+
+
+def write_copies(rows: CopyRows, tables: CopyTables) -> None:
+    """Propose the tokens after each match that promises more than the draft, and write the blocks to the history.
+
+    First each request's record learns from what the step before has committed: how far its copy came true,
+    proposed or not, and how many tokens the draft's proposals gave. A copy that reaches the end of the text goes
+    on with its own tokens. A copied proposal is certain. Matches are 0 afterwards.
+    """
+    (write_copies_triton if rows.tokens.is_cuda else write_copies_torch)(rows, tables)
+
+
+def find_copies_torch(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
+    """The definition of `find_copies` in torch operations."""
+    places = torch.arange(longest_prefix, device=rows.tokens.device)
+    text = _text(rows, tables, places.expand(len(rows.tokens), -1))
+    prefix_lens = rows.prefix_lens[:, None]
+    lengths = torch.zeros_like(text)
+    alive = (places < prefix_lens) & (rows.tokens[:, :1] >= 0)
+    own = rows.tokens[:, :1]
+    for back in range(LONGEST):
+        alive = alive & (text.roll(back, dims=1) == own) & (places >= back)
+        lengths += alive
+        before = prefix_lens - back - 1
+        own = _text(rows, tables, before.clamp(min=0))
+        alive = alive & (before >= 0) & (own >= 0)
+    keys = torch.where(lengths > 0, (lengths << 32) | (places + 1), 0)
+    tables.matches[: len(keys)] = keys.amax(dim=1) if longest_prefix else 0
+
+
+def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
+    """The definition of `write_copies` in torch operations."""
+    tokens, slots, prefix_lens, requests, drawn, logprobs, best = rows
+    steps = tokens.shape[1] - 1
+    lane = torch.arange(steps, device=tokens.device)
+    _learn(rows, tables)
+    keys = tables.matches[: len(tokens)].clone()
+    tables.matches[: len(tokens)] = 0
+    lengths, after = keys >> 32, keys & 0xFFFFFFFF
+    distance = (prefix_lens + 1 - after).clamp(min=1)[:, None]
+    copy = _text(rows, tables, after[:, None] + lane % distance)
+    copy = torch.where((lengths[:, None] > 0) & ((copy < 0).cumsum(dim=1) == 0), copy, -1)
+    right = 1 - chance_of_failure(tables.record[requests], tables.chances[lengths])
+    proposed = worth_copying(tables.record[requests], lengths, right, steps)
+    copied = proposed[:, None] & (copy >= 0)
+    tables.last[requests] = torch.cat(
+        [
+            torch.where(copied.any(dim=1), COPIED, DRAFTED if steps else 0)[:, None],
+            prefix_lens[:, None],
+            lengths[:, None],
+            copy,
+            copy.new_full((len(copy), tables.last.shape[1] - _TOKENS - steps), -1),
+        ],
+        dim=1,
+    )
+    tables.counts[0] += copied.any(dim=1).sum()
+    tables.counts[1] += copied.sum()
+    tables.counts[3] += torch.where(copied.any(dim=1), lengths, 0).sum()
+    tokens[:, 1:] = torch.where(copied, copy, tokens[:, 1:])
+    tables.history[slots] = tokens.int()
+    if logprobs is not None:
+        logprobs[:] = torch.where(copied, right.log()[:, None], logprobs)
+    for candidates, certain, never in ((drawn, torch.zeros_like(right), 0.0), (best, right.log(), float("-inf"))):
+        if candidates is not None:
+            same = (candidates.ids == copy[..., None]) & copied[..., None]  # candidates are distinct
+            candidates.ids[:] = torch.where(same, candidates.ids[..., :1], candidates.ids)
+            candidates.ids[..., 0] = torch.where(copied, copy, candidates.ids[..., 0])
+            first = torch.arange(candidates.ids.shape[2], device=tokens.device) == 0
+            value = torch.where(first, (certain.exp() if never == 0.0 else certain)[:, None, None], never)
+            candidates.logprobs[:] = torch.where(copied[..., None], value, candidates.logprobs)
+
+
+def chance_of_failure(record: Tensor, prior: Tensor) -> Tensor:
+    """[n] float32, that a copied token is wrong. record [n, 4] of requests, prior [n] of their matches."""
+    failed, expected = record[:, 0] + FIRST_FAILED, record[:, 1] + FIRST_EXPECTED
+    return (prior * (failed / expected)).clamp(max=1)
+
+
+def worth_copying(record: Tensor, lengths: Tensor, right: Tensor, steps: int) -> Tensor:
+    """[n] bool: whether a copy of so many steps promises GAIN times what the draft commits. record [n, 4] and
+    match lengths [n] of requests, right [n]: the chance that a copied token is right."""
+    power, promised = torch.ones_like(right), torch.ones_like(right)
+    for _ in range(steps):
+        power = power * right
+        promised = promised + power
+    committed, drafted = record[:, 2] + FIRST_COMMITTED, record[:, 3] + FIRST_DRAFTED
+    return (lengths >= LEAST) & (promised * drafted >= GAIN * committed)
+
+
+def _learn(rows: CopyRows, tables: CopyTables) -> None:
+    last, record = tables.last[rows.requests], tables.record[rows.requests]
+    committed = rows.prefix_lens - last[:, _PREFIX]
+    copy = last[:, _TOKENS:]
+    lane = torch.arange(copy.shape[1], device=copy.device)
+    truth = _text(rows, tables, torch.minimum(last[:, _PREFIX, None] + 1 + lane, rows.prefix_lens[:, None]))
+    live = (last[:, _PROPOSED_BY] > 0) & (committed > 0)
+    told = live[:, None] & (lane < committed[:, None]) & (copy >= 0)
+    right = told & ((~told | (copy != truth)).cumsum(dim=1) == 0)
+    failed = (told & ~right).any(dim=1)
+    tried = right.sum(dim=1) + failed
+    seen = torch.stack(
+        [failed, tables.chances[last[:, _LENGTH]] * tried, committed, torch.ones_like(failed)], dim=1
+    )
+    of_copy, of_draft = tried > 0, live & (last[:, _PROPOSED_BY] == DRAFTED)
+    learns = torch.stack([of_copy, of_copy, of_draft, of_draft], dim=1)
+    tables.record[rows.requests] = torch.where(learns, record * FADE + seen, record)
+    tables.counts[2] += torch.where(last[:, _PROPOSED_BY] == COPIED, right.sum(dim=1), 0).sum()
+
+
+def _text(rows: CopyRows, tables: CopyTables, places: Tensor) -> Tensor:
+    """Tokens [bs, n] int64 at the positions [bs, n] of each request, up to its last token. -1 beyond it."""
+    prefix_lens = rows.prefix_lens[:, None]
+    inside = places.clamp(max=tables.req_to_token.shape[1] - 1)
+    text = tables.history[tables.req_to_token[rows.requests[:, None], inside].long()].long()
+    return torch.where(places < prefix_lens, text, torch.where(places == prefix_lens, rows.tokens[:, :1], -1))
+
+
+def find_copies_triton(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
+    """`find_copies` as one Triton launch, one program per request and chunk of its text."""
+    if longest_prefix:
+        grid = (len(rows.tokens), triton.cdiv(longest_prefix, _CHUNK))
+        _find_copies_kernel[grid](
+            rows.tokens, rows.prefix_lens, rows.requests, tables.req_to_token, tables.history, tables.matches,
+            rows.tokens.stride(0), tables.req_to_token.stride(0), CHUNK=_CHUNK, LONGEST=LONGEST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["token_stride"])
+def _find_copies_kernel(
+    tokens_ptr, prefix_ptr, requests_ptr, req_to_token_ptr, history_ptr, matches_ptr,
+    token_stride, row_stride,
+    CHUNK: tl.constexpr, LONGEST: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    prefix = tl.load(prefix_ptr + request).to(tl.int64)
+    first = tl.program_id(1).to(tl.int64) * CHUNK
+    if first < prefix:
+        row_ptr = req_to_token_ptr + tl.load(requests_ptr + request).to(tl.int64) * row_stride
+        place = first + tl.arange(0, CHUNK)
+        own = tl.load(tokens_ptr + request * token_stride).to(tl.int32)
+        alive = (place < prefix) & (own >= 0)
+        slot = tl.load(row_ptr + place, mask=alive, other=0).to(tl.int64)
+        alive = alive & (tl.load(history_ptr + slot, mask=alive, other=-1) == own)
+        length = alive.to(tl.int64)
+        back = 1
+        while (back < LONGEST) & (tl.max(alive.to(tl.int32), axis=0) > 0):
+            # Lanes that are alive stand before the prefix's end, so there is a token of the prefix for them.
+            there = back <= prefix
+            own = tl.load(history_ptr + tl.load(row_ptr + prefix - back, mask=there, other=0).to(tl.int64))
+            alive = alive & (place >= back) & (own >= 0)
+            slot = tl.load(row_ptr + place - back, mask=alive, other=0).to(tl.int64)
+            alive = alive & (tl.load(history_ptr + slot, mask=alive, other=-1) == own)
+            length += alive.to(tl.int64)
+            back += 1
+        key = tl.max(tl.where(length > 0, (length << 32) | (place + 1), 0), axis=0)
+        if key > 0:
+            tl.atomic_max(matches_ptr + request, key)
+
+
+def write_copies_triton(rows: CopyRows, tables: CopyTables) -> None:
+    """`write_copies` as one Triton launch, one program per request."""
+    tokens, slots, prefix_lens, requests, drawn, logprobs, best = rows
+    (bs, block), most = tokens.shape, tables.last.shape[1] - _TOKENS
+    _write_copies_kernel[(bs,)](
+        tokens, slots, prefix_lens, requests, *(drawn or (None, None)), logprobs, *(best or (None, None)),
+        *tables, tokens.stride(0), tables.req_to_token.stride(0), tables.last.stride(0),
+        1 if logprobs is None else logprobs.stride(1),
+        STEPS=block - 1, MOST=most, LANES=triton.next_power_of_2(most + 1),
+        DRAWN=0 if drawn is None else drawn.ids.shape[2], BEST=0 if best is None else best.ids.shape[2],
+        LEAST=LEAST, GAIN=GAIN, FADE=FADE, FIRST_FAILED=FIRST_FAILED, FIRST_EXPECTED=FIRST_EXPECTED,
+        FIRST_COMMITTED=FIRST_COMMITTED, FIRST_DRAFTED=FIRST_DRAFTED, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["token_stride"])
+def _write_copies_kernel(
+    tokens_ptr, slots_ptr, prefix_ptr, requests_ptr,
+    drawn_ptr, probs_ptr, logprobs_ptr, best_ptr, best_logprobs_ptr,
+    history_ptr, req_to_token_ptr, matches_ptr, record_ptr, last_ptr, chances_ptr, counts_ptr,
+    token_stride, row_stride, last_stride, logprob_stride,
+    STEPS: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr, DRAWN: tl.constexpr, BEST: tl.constexpr,
+    LEAST: tl.constexpr, GAIN: tl.constexpr, FADE: tl.constexpr,
+    FIRST_FAILED: tl.constexpr, FIRST_EXPECTED: tl.constexpr,
+    FIRST_COMMITTED: tl.constexpr, FIRST_DRAFTED: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    row = tl.load(requests_ptr + request).to(tl.int64)
+    prefix = tl.load(prefix_ptr + request).to(tl.int64)
+    row_ptr = req_to_token_ptr + row * row_stride
+    anchor = tl.load(tokens_ptr + request * token_stride).to(tl.int64)
+
+    # What the step before has shown.
+    last = last_ptr + row * last_stride
+    record = record_ptr + row * 4
+    failed_sum, expected = tl.load(record), tl.load(record + 1)
+    committed_sum, drafted = tl.load(record + 2), tl.load(record + 3)
+    proposed_by, last_prefix, last_length = tl.load(last), tl.load(last + 1), tl.load(last + 2)
+    committed = prefix - last_prefix
+    live = (proposed_by > 0) & (committed > 0)
+    copy = tl.load(last + 3 + lane, mask=lane < MOST, other=-1)
+    told = live & (lane < committed) & (copy >= 0)
+    place = last_prefix + 1 + lane
+    slot = tl.load(row_ptr + place, mask=told & (place < prefix), other=0).to(tl.int64)
+    truth = tl.load(history_ptr + slot, mask=told & (place < prefix), other=-1).to(tl.int64)
+    truth = tl.where(place == prefix, anchor, truth)
+    end = tl.min(tl.where(told & (copy == truth), LANES, lane), axis=0)  # of the run that came true
+    failed = tl.sum((told & (lane == end)).to(tl.int32), axis=0)
+    tried = end + failed
+    if tried > 0:
+        failed_sum = failed_sum * FADE + failed.to(tl.float32)
+        expected = expected * FADE + tl.load(chances_ptr + last_length) * tried.to(tl.float32)
+    if live & (proposed_by == 1):
+        committed_sum = committed_sum * FADE + committed.to(tl.float32)
+        drafted = drafted * FADE + 1.0
+    if (proposed_by == 2) & (end > 0):
+        tl.atomic_add(counts_ptr + 2, end.to(tl.int64))
+    tl.store(record, failed_sum)
+    tl.store(record + 1, expected)
+    tl.store(record + 2, committed_sum)
+    tl.store(record + 3, drafted)
+
+    # The copy, and whether it promises enough.
+    key = tl.load(matches_ptr + request)
+    tl.store(matches_ptr + request, tl.zeros((), tl.int64))
+    length, after = key >> 32, key & 0xFFFFFFFF
+    place = after + lane % tl.maximum(prefix + 1 - after, 1)
+    inside = (length > 0) & (lane < STEPS)
+    slot = tl.load(row_ptr + place, mask=inside & (place < prefix), other=0).to(tl.int64)
+    copy = tl.load(history_ptr + slot, mask=inside & (place < prefix), other=-1).to(tl.int64)
+    copy = tl.where(inside & (place == prefix), anchor, copy)
+    end = tl.min(tl.where(copy < 0, lane, LANES), axis=0)
+    copy = tl.where(lane < end, copy, -1)
+    level = (failed_sum + FIRST_FAILED) / (expected + FIRST_EXPECTED)
+    right = 1.0 - tl.minimum(tl.load(chances_ptr + length) * level, 1.0)
+    power, promised = right * 0.0 + 1.0, right * 0.0 + 1.0
+    for _ in range(STEPS):
+        power *= right
+        promised += power
+    enough = promised * (drafted + FIRST_DRAFTED) >= GAIN * (committed_sum + FIRST_COMMITTED)
+    copied = (length >= LEAST) & enough & (copy >= 0)
+    count = tl.sum(copied.to(tl.int64), axis=0)
+
+    own = tokens_ptr + request * token_stride + lane
+    proposal = tl.load(own + 1, mask=lane < STEPS, other=0).to(tl.int64)
+    proposal = tl.where(copied, copy, proposal)
+    tl.store(own + 1, proposal, mask=copied)
+    slots = slots_ptr + request * (STEPS + 1)
+    tl.store(history_ptr + tl.load(slots), anchor.to(tl.int32))
+    slot = tl.load(slots + 1 + lane, mask=lane < STEPS, other=0)
+    tl.store(history_ptr + slot, proposal.to(tl.int32), mask=lane < STEPS)
+    at = request * STEPS + lane
+    log_right = tl.log(right)
+    if logprobs_ptr is not None:
+        tl.store(logprobs_ptr + at * logprob_stride, log_right + tl.zeros((LANES,), tl.float32), mask=copied)
+    if DRAWN > 0:
+        _make_certain(drawn_ptr, probs_ptr, at, copy, copied, 1.0, 0.0, DRAWN)
+    if BEST > 0:
+        _make_certain(best_ptr, best_logprobs_ptr, at, copy, copied, log_right, float("-inf"), BEST)
+
+    kind = tl.where(count > 0, 2, 1) if STEPS > 0 else 0
+    tl.store(last, tl.zeros((), tl.int64) + kind)
+    tl.store(last + 1, prefix)
+    tl.store(last + 2, length)
+    tl.store(last + 3 + lane, copy, mask=lane < MOST)
+    if count > 0:
+        tl.atomic_add(counts_ptr, tl.full((), 1, tl.int64))
+        tl.atomic_add(counts_ptr + 1, count)
+        tl.atomic_add(counts_ptr + 3, length)
+
+
+@triton.jit
+def _make_certain(ids_ptr, values_ptr, at, copy, copied, certain, never, COUNT: tl.constexpr):
+    """The copy becomes the first candidate, and the first one takes its place: candidates are distinct."""
+    none = tl.zeros_like(copy).to(tl.float32)
+    first = tl.load(ids_ptr + at * COUNT, mask=copied, other=0)
+    tl.store(ids_ptr + at * COUNT, copy, mask=copied)
+    tl.store(values_ptr + at * COUNT, none + certain, mask=copied)
+    for rank in range(1, COUNT):
+        candidate = tl.load(ids_ptr + at * COUNT + rank, mask=copied, other=0)
+        tl.store(ids_ptr + at * COUNT + rank, first, mask=copied & (candidate == copy))
+        tl.store(values_ptr + at * COUNT + rank, none + never, mask=copied)

@@ -1,0 +1,236 @@
+"""Copies: the search equals a plain one, and what is proposed and learned equals a plain account of texts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_sglang.kernels.block import find_copy as kernels
+from dflash_sglang.kernels.head.pack_shard import Candidates
+
+BLOCK, ROWS, WIDTH = 8, 6, 96
+PROPERTY = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Case(NamedTuple):
+    texts: list[list[int]]  # the last token of each is committed and has no slot yet
+    tables: kernels.CopyTables
+    rows: kernels.CopyRows
+
+
+def new_case(texts: list[list[int]], device: str, page: int = 1, width: int = BLOCK, seed: int = 0) -> Case:
+    """Texts whose pages lie anywhere; the tokens 900, 901, ... are the draft's proposals."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(ROWS * WIDTH // page, generator=generator).view(ROWS, -1)
+    table = (pages[..., None] * page + torch.arange(page)).view(ROWS, -1).int()
+    tables = kernels.CopyTables.allocate(ROWS * WIDTH, table.to(device), BLOCK)
+    requests = torch.randperm(ROWS, generator=generator)[: len(texts)]
+    tokens = 900 + torch.arange(len(texts) * width).view(-1, width)
+    slots = torch.empty_like(tokens)
+    for row, (request, text) in enumerate(zip(requests.tolist(), texts, strict=True)):
+        prefix = len(text) - 1
+        tables.history[table[request, :prefix].long()] = torch.tensor(text[:-1], dtype=torch.int32, device=device)
+        tokens[row, 0], slots[row] = text[-1], table[request, prefix : prefix + width]
+    lens = torch.tensor([len(text) - 1 for text in texts])
+    tensors = (of.to(device) for of in (tokens, slots, lens, requests))
+    return Case(texts, tables, kernels.CopyRows(*tensors, None, None, None))
+
+
+def run(twin: str, name: str, *arguments: Any) -> None:
+    getattr(kernels, f"{name}_copies_{twin}")(*arguments)
+
+
+def find(twin: str, case: Case) -> list[tuple[int, int]]:
+    """(length, position after it) of each request's match."""
+    run(twin, "find", case.rows, case.tables, max(len(text) - 1 for text in case.texts))
+    keys = case.tables.matches[: len(case.texts)].tolist()
+    return [(key >> 32, key & 0xFFFFFFFF) for key in keys]
+
+
+def plain_match(text: list[int]) -> tuple[int, int]:
+    best = (0, 0)
+    for after in range(1, len(text)):
+        length = 0
+        while (
+            length < min(after, kernels.LONGEST) and text[after - 1 - length] == text[len(text) - 1 - length] >= 0
+        ):
+            length += 1
+        if length:
+            best = max(best, (length, after))
+    return best
+
+
+def plain_copy(text: list[int], after: int, count: int) -> list[int]:
+    """What a match foretells: the text after it, which goes on in what it foretells itself."""
+    copy: list[int] = []
+    for token in range(after, after + count):
+        copy.append(text[token] if token < len(text) else copy[token - len(text)])
+        if copy[-1] < 0:
+            return copy[:-1]
+    return copy
+
+
+few = st.integers(-1, 2)
+texts = st.lists(
+    st.one_of(
+        st.lists(few, max_size=70),
+        st.tuples(st.lists(few, min_size=1, max_size=9), st.integers(2, 7)).map(lambda of: of[0] * of[1]),
+        st.tuples(st.lists(few, min_size=8, max_size=24), st.lists(few, max_size=9)).map(
+            lambda of: of[0] + of[1] + of[0]
+        ),
+    ).map(lambda text: [*text, 1]),
+    min_size=1,
+    max_size=ROWS,
+)
+
+
+@pytest.mark.parametrize("page", [1, 16, 32])
+@settings(max_examples=20, **PROPERTY)
+@given(texts=texts, seed=st.integers(0, 99))
+def test_the_longest_match_is_found_and_of_equals_the_latest(twin, device, page, texts, seed):
+    assert find(twin, new_case(texts, device, page, seed=seed)) == [plain_match(text) for text in texts]
+
+
+def test_a_match_in_a_later_chunk_of_pages_of_64_is_found(twin, device, monkeypatch):
+    monkeypatch.setattr(kernels, "_CHUNK", 16)
+    monkeypatch.setitem(globals(), "WIDTH", 128)
+    phrase = [5, 6, 7, 8]
+    long = [*range(100, 130), *phrase, *range(200, 215), *phrase, 1, *phrase]
+    assert find(twin, new_case([long, [*phrase, 9], phrase * 20], device, 64)) == [(4, 53), (0, 0), (32, 76)]
+
+
+def test_tokens_of_other_requests_and_of_rows_that_were_rejected_are_not_found(twin, device):
+    case = new_case([[1, 2, 3, 4], [9, 9, 3]], device)
+    case.tables.history[case.rows.slots] = 3  # rejected by the step before
+    case.rows.tokens[0, 0] = 9
+    assert find(twin, case) == [(0, 0), (0, 0)]
+
+
+@settings(max_examples=40, **PROPERTY)
+@given(texts=texts, seed=st.integers(0, 99), width=st.sampled_from([1, 2, 5, BLOCK]))
+def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, texts, seed, width):
+    case = new_case(texts, device, width=width, seed=seed)
+    case.tables.record[:, 3] = 1000.0  # the draft commits next to nothing
+    case.tables.record[:, 1] = 1000.0  # copies never fail
+    before, slots = case.rows.tokens.tolist(), case.rows.slots.tolist()
+    matches = find(twin, case)
+    run(twin, "write", case.rows, case.tables)
+    for row, text in enumerate(texts):
+        length, after = matches[row]
+        copy = plain_copy(text, after, width - 1) if length else []
+        used = copy if length >= kernels.LEAST else []
+        after_step = [text[-1], *used, *before[row][1 + len(used) :]]
+        assert case.rows.tokens[row].tolist() == after_step
+        assert case.tables.history[slots[row]].tolist() == after_step
+        kind = 0 if width == 1 else kernels.COPIED if used else kernels.DRAFTED
+        copy += [-1] * (BLOCK - 1 - len(copy))
+        assert case.tables.last[case.rows.requests[row]].tolist() == [kind, len(text) - 1, length, *copy]
+    assert not case.tables.matches.any()
+
+
+def step(twin: str, device: str, text: list[int], record: list[float], width: int = BLOCK) -> Case:
+    case = new_case([text], device, width=width)
+    case.tables.record[:] = torch.tensor(record)
+    find(twin, case)
+    run(twin, "write", case.rows, case.tables)
+    return case
+
+
+def repeated(length: int) -> list[int]:
+    """A text whose match has this length, and goes on with 70, 71, ..."""
+    phrase = list(range(10, 10 + length))
+    return [*phrase, *range(70, 90), 3, *phrase]
+
+
+@pytest.mark.parametrize(
+    "length, prior", [(8, 0.08), (11, 0.08), (12, 0.055), (16, 0.04), (31, 0.04), (32, 0.015)]
+)
+def test_a_copy_is_proposed_where_it_promises_a_tenth_more_than_the_draft(twin, device, length, prior):
+    right = 1 - prior * (1.5 + kernels.FIRST_FAILED) / (2.0 + kernels.FIRST_EXPECTED)
+    promised = sum(right**rows for rows in range(BLOCK))
+    for share, proposed in ((0.999, True), (1.001, False)):
+        drafted = promised / kernels.GAIN * share  # tokens a step of the draft
+        steps = 20.0 - kernels.FIRST_DRAFTED
+        case = step(twin, device, repeated(length), [1.5, 2.0, 20 * drafted - kernels.FIRST_COMMITTED, steps])
+        assert (case.rows.tokens[0, 1].item() == 70) is proposed, (share, case.rows.tokens)
+
+
+def test_no_copy_of_a_short_match_is_proposed_whatever_it_promises(twin, device):
+    sure = [0.0, 1e6, 0.0, 1e6]
+    assert step(twin, device, repeated(kernels.LEAST), sure).rows.tokens[0, 1] == 70
+    assert step(twin, device, repeated(kernels.LEAST - 1), sure).rows.tokens[0, 1] == 901
+
+
+def test_copied_proposals_are_certain_and_others_stay(twin, device):
+    text = repeated(8)
+    text[8 + 3] = -1  # the copy has three tokens
+    case = new_case([text, [1, 2, 3]], device)
+    steps, count = BLOCK - 1, 4
+    drawn, best = (
+        Candidates(
+            torch.arange(2 * steps * count, device=device).view(2, steps, count) + first,
+            torch.full((2, steps, count), value, device=device),
+        )
+        for first, value in ((300, 0.25), (400, -2.0))
+    )
+    logprobs = torch.full((2, steps, count), -1.0, device=device)[..., 0]
+    drawn.ids[0, 1, 2] = best.ids[0, 1, 3] = 71
+    rows = case.rows._replace(drawn=drawn, best=best, logprobs=logprobs)
+    case.tables.record[:, 1], case.tables.record[:, 3] = 1000.0, 1000.0
+    find(twin, case)
+    run(twin, "write", rows, case.tables)
+    chance = 0.08 * kernels.FIRST_FAILED / (1000 + kernels.FIRST_EXPECTED)
+    certain = math.log(1 - chance)
+    assert rows.tokens.tolist()[0] == [17, 70, 71, 72, 904, 905, 906, 907]
+    assert rows.tokens.tolist()[1] == [3, *range(909, 916)]
+    assert rows.logprobs.tolist() == [pytest.approx([certain] * 3 + [-1.0] * 4, abs=1e-6), [-1.0] * 7]
+    for of, first, (one, other, was) in ((drawn, 300, (1, 0, 0.25)), (best, 400, (certain, -math.inf, -2.0))):
+        ids = torch.arange(2 * steps * count).view(2, steps, count) + first
+        ids[0, 1, 2 if of is drawn else 3] = first + count  # candidates stay distinct
+        ids[0, :3, 0] = torch.tensor([70, 71, 72])
+        assert of.ids.tolist() == ids.tolist()
+        assert of.logprobs[0].tolist() == [pytest.approx([one, *[other] * 3], abs=1e-6)] * 3 + [[was] * 4] * 4
+        assert of.logprobs[1].tolist() == [[was] * 4] * 7
+
+
+@pytest.mark.parametrize("kind", [0, kernels.DRAFTED, kernels.COPIED])
+@pytest.mark.parametrize(
+    "committed, copy, tried, failed",
+    [
+        ([70, 71, 5], [70, 71, 72, 73], 3, 1),
+        ([70, 71], [70, 71, 72], 2, 0),
+        ([70, 71, 5], [70, 71], 2, 0),
+        ([5], [70, 71], 1, 1),
+        ([70, 5, 72], [70, 71, 72], 2, 1),
+        ([5, 6], [], 0, 0),
+        ([70, 71, 72, 73, 74, 75, 76, 5], [70, 71, 72, 73, 74, 75, 76], 7, 0),
+    ],
+)
+def test_the_record_learns_how_far_a_copy_came_true_proposed_or_not(
+    twin, device, kind, committed, copy, tried, failed
+):
+    case = new_case([[1, 2, 3, *committed]], device)
+    (request,) = case.rows.requests.tolist()
+    padded = copy + [-1] * (BLOCK - 1 - len(copy))
+    case.tables.last[request] = torch.tensor([kind, 2, 9, *padded], device=device)
+    case.tables.record[request] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    find(twin, case)
+    run(twin, "write", case.rows, case.tables)
+    expected = [1.0, 2.0, 3.0, 4.0]
+    if kind and tried:
+        expected[:2] = [kernels.FADE * 1 + failed, kernels.FADE * 2 + 0.08 * tried]
+    if kind == kernels.DRAFTED:
+        expected[2:] = [kernels.FADE * 3 + len(committed), kernels.FADE * 4 + 1]
+    assert case.tables.record[request].tolist() == pytest.approx(expected)
+    assert case.tables.counts[2].item() == (tried - failed if kind == kernels.COPIED else 0)
+
+
+def test_what_was_proposed_is_counted(twin, device):
+    case = step(twin, device, repeated(12), [0.0, 1e6, 0.0, 1e6])
+    assert case.tables.counts.tolist() == [1, BLOCK - 1, 0, 12]
+    assert step(twin, device, [1, 2, 3], [0.0, 1e6, 0.0, 1e6]).tables.counts.tolist() == [0, 0, 0, 0]

@@ -1,0 +1,54 @@
+"""What a prefill leaves for copies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from dflash_sglang.drafting.copies import Copies
+
+
+def copies() -> Copies:
+    allocator = SimpleNamespace(size_full=12, page_size=4)
+    table = SimpleNamespace(req_to_token=torch.zeros((3, 8), dtype=torch.int32))
+    target: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator,
+        req_to_token_pool=table,
+        model_config=SimpleNamespace(vocab_size=100),
+    )
+    return Copies(target, 4)
+
+
+def prefill(ids: list[int], slots: list[int], rows: list[int], decoding: int = 0, idle: bool = False) -> Any:
+    requests = [object() for _ in rows]
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: idle),
+        input_ids=torch.tensor(ids),
+        out_cache_loc=torch.tensor(slots),
+        req_pool_indices=torch.tensor(rows),
+        reqs=requests,
+        decoding_reqs=requests[len(rows) - decoding :] if decoding else None,
+    )
+
+
+def test_slots_hold_the_tokens_of_a_prefill_and_placeholders_match_nothing() -> None:
+    kept = copies()
+    kept.prefill(prefill([5, 99, 100, 1 << 40, -3, 0], [15, 2, 7, 1, 3, 9], [1]))
+    assert kept.history.tolist() == [-1, -1, 99, -1, -1, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, 5]
+
+
+def test_records_begin_with_a_prefill_and_go_on_for_requests_that_decode_beside_it() -> None:
+    kept = copies()
+    kept._tables.record.fill_(3.0)
+    kept._tables.last.fill_(2)
+    kept.prefill(prefill([5, 6], [1, 2], [2, 1], decoding=1))
+    assert kept._tables.record[:, 0].tolist() == [3.0, 3.0, 0.0]
+    assert kept._tables.last[:, 0].tolist() == [2, 0, 0]  # what the step before the prefill proposed is not judged
+
+
+def test_a_rank_without_requests_keeps_nothing() -> None:
+    kept = copies()
+    kept.prefill(prefill([5], [1], [1], idle=True))
+    assert (kept.history == -1).all()
