@@ -23,7 +23,8 @@ FIRST_FAILED, FIRST_EXPECTED = 10.5, 3.0
 FIRST_COMMITTED, FIRST_DRAFTED = 8.0, 2.0
 DRAFTED, COPIED = 1, 2  # what a step verified
 _PROPOSED_BY, _PREFIX, _LENGTH, _TOKENS = range(4)  # columns of `CopyTables.last`
-_CHUNK = 1024  # positions searched by one program
+_CHUNK = 256  # positions searched by one program
+_AT_ONCE = 8  # tokens before each of them that are compared at once: each comparison waits for two reads
 _CHANCES = ((1, 0.55), (2, 0.38), (3, 0.25), (4, 0.16), (6, 0.11), (8, 0.08), (12, 0.055), (16, 0.04), (32, 0.015))
 
 
@@ -201,6 +202,7 @@ def find_copies_triton(rows: CopyRows, tables: CopyTables, longest_prefix: int) 
         _find_copies_kernel[grid](
             rows.tokens, rows.prefix_lens, rows.requests, tables.req_to_token, tables.history, tables.matches,
             rows.tokens.stride(0), tables.req_to_token.stride(0), CHUNK=_CHUNK, LONGEST=LONGEST,
+            AT_ONCE=_AT_ONCE,
         )  # fmt: skip
 
 
@@ -208,7 +210,7 @@ def find_copies_triton(rows: CopyRows, tables: CopyTables, longest_prefix: int) 
 def _find_copies_kernel(
     tokens_ptr, prefix_ptr, requests_ptr, req_to_token_ptr, history_ptr, matches_ptr,
     token_stride, row_stride,
-    CHUNK: tl.constexpr, LONGEST: tl.constexpr,
+    CHUNK: tl.constexpr, LONGEST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     prefix = tl.load(prefix_ptr + request).to(tl.int64)
@@ -221,16 +223,21 @@ def _find_copies_kernel(
         slot = tl.load(row_ptr + place, mask=alive, other=0).to(tl.int64)
         alive = alive & (tl.load(history_ptr + slot, mask=alive, other=-1) == own)
         length = alive.to(tl.int64)
+        lane = tl.arange(0, AT_ONCE)
         back = 1
         while (back < LONGEST) & (tl.max(alive.to(tl.int32), axis=0) > 0):
-            # Lanes that are alive stand before the prefix's end, so there is a token of the prefix for them.
-            there = back <= prefix
-            own = tl.load(history_ptr + tl.load(row_ptr + prefix - back, mask=there, other=0).to(tl.int64))
-            alive = alive & (place >= back) & (own >= 0)
-            slot = tl.load(row_ptr + place - back, mask=alive, other=0).to(tl.int64)
-            alive = alive & (tl.load(history_ptr + slot, mask=alive, other=-1) == own)
-            length += alive.to(tl.int64)
-            back += 1
+            behind = back + lane
+            there = (behind <= prefix) & (behind < LONGEST)
+            own_slots = tl.load(row_ptr + prefix - behind, mask=there, other=0).to(tl.int64)
+            suffix = tl.load(history_ptr + own_slots, mask=there, other=-1)
+            before = place[:, None] - behind[None, :]
+            seen = alive[:, None] & (before >= 0) & (suffix >= 0)[None, :]
+            slots = tl.load(row_ptr + before, mask=seen, other=0).to(tl.int64)
+            same = seen & (tl.load(history_ptr + slots, mask=seen, other=-1) == suffix[None, :])
+            run = tl.min(tl.where(same, AT_ONCE, lane[None, :]), axis=1)
+            length += tl.where(alive, run, 0)
+            alive = alive & (run == AT_ONCE)
+            back += AT_ONCE
         key = tl.max(tl.where(length > 0, (length << 32) | (place + 1), 0), axis=0)
         if key > 0:
             tl.atomic_max(matches_ptr + request, key)
