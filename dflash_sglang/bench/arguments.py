@@ -91,7 +91,7 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
     if options.chat:
         longest += 256
     new = max(output, PROFILED_TOKENS) if profile else output
-    if pair.context and any((n or 0) + new > pair.context for n in inputs) and not _sets_context(options.flags):
+    if pair.context and any((n or 0) + new > pair.context for n in inputs) and not sets_context(options.flags):
         raise BadSetting(
             f"--input {max(n or 0 for n in inputs)} and {new} new tokens: expected at most {pair.context} "
             f"together, the context of {pair.target}"
@@ -178,7 +178,8 @@ def check_config() -> None:
         raise BadSetting(str(error)) from error
 
 
-def _sets_context(flags: Sequence[str]) -> bool:
+def sets_context(flags: Sequence[str]) -> bool:
+    """Whether these flags of a launch say how long its context is."""
     return any(flag.startswith("--context-length") for flag in flags)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench import checkpoints
-from dflash_sglang.bench.arguments import check_config
+from dflash_sglang.bench.arguments import check_config, sets_context
 from dflash_sglang.bench.checkpoints import Pair
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import prompts
@@ -93,7 +93,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
     given = held_out_prompts() if options.prompts is None else prompts.read(options.prompts)
     ids = prompts.tokens(given, tokenizer, pair.vocabulary, options.prompts)
     longest = max(map(len, ids))
-    if pair.context and longest + options.max_new_tokens > pair.context and "--context-length" not in shared:
+    if pair.context and longest + options.max_new_tokens > pair.context and not sets_context(shared):
         raise BadSetting(
             f"--prompts {options.prompts}: {longest} tokens and {options.max_new_tokens} new ones: expected at "
             f"most {pair.context} together, the context of {pair.target}; shorten it or lower --max-new-tokens"

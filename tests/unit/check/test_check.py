@@ -293,6 +293,15 @@ def test_options_that_cannot_be_checked_end_with_2_and_one_line(tmp_path, monkey
     assert line.startswith(f"dflash-sglang check: {said}")
 
 
+@pytest.mark.parametrize("flag", [["--context-length", "5000"], ["--context-length=5000"]])
+def test_a_longer_context_that_is_asked_for_takes_longer_prompts(tmp_path, monkeypatch, capsys, flag):
+    monkeypatch.chdir(tmp_path)
+    Path("p.json").write_text(json.dumps([[65] * 4000]))
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["check", "--url", url, "--prompts", "p.json", *flag]) == 1  # no server is there
+    assert "4000 tokens" not in capsys.readouterr().err
+
+
 def test_a_running_server_that_does_not_answer_ends_with_1_and_its_address(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     url = f"http://127.0.0.1:{free_port()}"
