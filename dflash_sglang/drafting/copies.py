@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
@@ -49,6 +50,7 @@ class Copies:
         self._tables.last[rows] = 0
         self._tables.record[rows[:new]] = 0
 
+    @torch.inference_mode()  # in which candidates are drawn
     def propose(self, block: Block, proposals: Proposals) -> None:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
