@@ -29,7 +29,7 @@ class MtpSpec:
 
     ``num_target_layers``: which precede them in the checkpoint. ``layers``: their attention. ``quantization``:
     of the checkpoint, None where there is none. ``mask_token_id``: no row of the draft is masked.
-    ``anchor_proposes``: a block's own rows are not the draft's.
+    ``anchor_proposes``, ``has_row_less``: a block's own rows are not the draft's.
     """
 
     architecture: str
@@ -41,6 +41,7 @@ class MtpSpec:
     quantization: str | None = None
     mask_token_id: None = None
     anchor_proposes: bool = True
+    has_row_less: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MtpSpec:
