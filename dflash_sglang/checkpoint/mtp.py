@@ -107,10 +107,11 @@ class MtpSpec:
         return self.num_layers + 1
 
     def draft_rows(self, width: int) -> int:
-        """Rows of one request in the draft's forward, for a block of `width` tokens, more than one: the last
-        committed ones. As many as a step commits, or as there are layers, and every row's keys and values are
-        those of the committed text."""
-        return max(width, self.num_layers)
+        """Rows of one request in the draft's forward, for blocks of any width: the last committed ones. As many as
+        the step before has committed, or as there are layers, and every row's keys and values are those of the
+        committed text."""
+        del width
+        return self.block_size
 
     def prefix(self, layer: int) -> str:
         """Of the names of a layer's tensors in the checkpoint; layer: counted from 0."""
