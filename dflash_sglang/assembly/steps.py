@@ -181,10 +181,10 @@ def add_widths(
     what sampled steps launch at each."""
     block_size, group = draft.block_size, width_group()
     is_mtp = isinstance(draft.context_kv, RecentRows)
-    one_width = "multi-token-prediction layers have one width" if is_mtp else None
-    asked = startup.servable(config.width, target, block_size, one_width)
+    full_blocks = "multi-token-prediction layers keep as many rows of each request" if is_mtp else None
+    asked = startup.servable(config.width, target, block_size)
     states = RuntimeStates(target, draft.runner, draft.model, block_size, draft.scope)
-    ragged = startup.can_be_ragged(asked, target, group)
+    ragged = startup.can_be_ragged(asked, target, group, full_blocks)
     free = startup.free_memory(target)
     served = startup.add_widths(asked, states, block_size, free, ragged)
     history = None if parts.copies is None else parts.copies.history

@@ -29,7 +29,7 @@ class MtpSpec:
 
     ``num_target_layers``: which precede them in the checkpoint. ``layers``: their attention. ``quantization``:
     of the checkpoint, None where there is none. ``mask_token_id``: no row of the draft is masked.
-    ``anchor_proposes``: a block's own rows are not the draft's.
+    ``anchor_proposes``, ``has_row_less``: a block's own rows are not the draft's.
     """
 
     architecture: str
@@ -41,6 +41,7 @@ class MtpSpec:
     quantization: str | None = None
     mask_token_id: None = None
     anchor_proposes: bool = True
+    has_row_less: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MtpSpec:
@@ -106,10 +107,11 @@ class MtpSpec:
         return self.num_layers + 1
 
     def draft_rows(self, width: int) -> int:
-        """Rows of one request in the draft's forward, for a block of `width` tokens, more than one: the last
-        committed ones. As many as a step commits, or as there are layers, and every row's keys and values are
-        those of the committed text."""
-        return max(width, self.num_layers)
+        """Rows of one request in the draft's forward, for blocks of any width: the last committed ones. As many as
+        the step before has committed, or as there are layers, and every row's keys and values are those of the
+        committed text."""
+        del width
+        return self.block_size
 
     def prefix(self, layer: int) -> str:
         """Of the names of a layer's tensors in the checkpoint; layer: counted from 0."""

@@ -49,13 +49,12 @@ MOST_SECONDS = 10.0  # after which only batches of the smallest size are still m
 EAGER_CONTEXT, EAGER_TOKENS = 512, 1024  # where nothing is captured; the second ones are verified at once at most
 
 
-def servable(config: WidthConfig, runner: ModelRunner, block: int, one_width: str | None = None) -> WidthConfig:
+def servable(config: WidthConfig, runner: ModelRunner, block: int) -> WidthConfig:
     """These settings, or those of the block's width alone where a launch has but one width; the log says why.
 
-    one_width: why the draft has but one, or None.
     Raises StartupError if another width was asked for.
     """
-    reason = one_width or _only_the_block(runner)
+    reason = _only_the_block(runner)
     unasked = config.fixed is None and config.widths is None
     if reason is None and unasked and runner.server_args.disable_cuda_graph_padding:
         reason = "without padding, graphs of other widths fit few batches"
@@ -176,11 +175,13 @@ def free_memory(runner: ModelRunner) -> Callable[[], float]:
     )
 
 
-def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group) -> bool:
-    """Whether steps can be ragged; the log says why not."""
+def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group, full_blocks: str | None = None) -> bool:
+    """Whether steps can be ragged; the log says why not.
+
+    full_blocks: why the draft needs as many rows of each request; None if it does not."""
     if config.fixed is not None:
         return False
-    reason = _why_not_ragged(runner, group)
+    reason = full_blocks or _why_not_ragged(runner, group)
     if reason is not None and get_parallel().tp_rank == 0:
         logger.info("dflash_sglang verify width: not ragged: %s", reason)
     return reason is None

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import RANKS, RANKS_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy, greedy_params, serve
@@ -68,8 +69,10 @@ def next_prompts(outputs: list[list[int]]) -> list[list[int]]:
 
 
 @contextmanager
-def ours(directory: Path, hooks: str, *modules: str, **arguments: Any) -> Iterator[tuple[Server, Path]]:
-    """modules: see `scheduler_hooks.install`."""
+def ours(
+    directory: Path, hooks: str, *modules: str, config: dict[str, Any] | None = None, **arguments: Any
+) -> Iterator[tuple[Server, Path]]:
+    """modules: see `scheduler_hooks.install`; config: the plugin's."""
     records = directory / "records"
     records.mkdir()
     environment = {
@@ -78,6 +81,7 @@ def ours(directory: Path, hooks: str, *modules: str, **arguments: Any) -> Iterat
         scheduler_hooks.HOOKS_ENV: hooks,
         scheduler_hooks.RECORDS_ENV: str(records),
         RANKS_ENV: str(records),
+        CONFIG_ENV: json.dumps(config or {}),
     }
     with serve(checkpoint(), checkpoint(), environment=environment, **{**COMMON, **arguments}) as server:
         yield server, records
@@ -105,7 +109,8 @@ def wrong_proposals(blocks: Sequence[Noted], texts: dict[str, list[int]]) -> int
     for block in blocks:
         text = texts[block.rid][: block.prefix + 1]
         if len(text) == block.prefix + 1:  # else the step began behind the request's end
-            count += block.likeliest != expected(tuple(text), tuple(block.chosen))
+            chosen = (*block.chosen, *[0] * (MTP_LAYERS - len(block.chosen)))
+            count += block.likeliest != expected(tuple(text), chosen)[: len(block.likeliest)]
     return count
 
 

@@ -18,6 +18,7 @@ candidates the widest blocks of up to `TREE_REQUESTS` requests, as graphs pad th
            requests, prefix lengths, tokens, logprobs and candidates of every block go to candidates.jsonl in
            DFLASH_TEST_RECORDS
 widths     every decode step's blocks have a width of its own, where the policy is on
+stretches  behind widths: some steps of width 1 are followed by up to 11 others
 probes     widths that look worse are tried for a tenth of the time
 shares     how many tokens a step verifies together is drawn, and what the draft thinks of its proposals
 trees      with widths: trees are as likely as all chains; "always trees": steps verify trees wherever they can
@@ -328,7 +329,7 @@ def _mtp(worker: Any) -> None:
         for row, following in enumerate(known):
             if i < len(following):
                 tokens[row] = following[i]
-        self._tokens[: len(tokens), i] = tokens[:, 0]
+        self._tokens[: len(tokens), i] = tokens
         return tokens
 
     MtpSource.propose, MtpSource._choose = noting, chosen
@@ -340,7 +341,7 @@ def _mtp_short(worker: Any) -> None:
     window = RecentRows.window
 
     def shorter(self: Any, *args: Any) -> Any:
-        if len(self._offsets) == self.size // 2:
+        if len(self._offsets) == self.size // 3:
             self.rows, self._offsets = self.rows - 1, self._offsets[:-1]
         return window(self, *args)
 
@@ -378,6 +379,22 @@ def _widths(worker: Any) -> None:
         return Choice(draws.choice(allowed), "gain")
 
     Chooser.choose = some
+
+
+def _stretches(worker: Any) -> None:
+    from dflash_sglang.width.choice import Choice, Chooser
+
+    choose, draws, left = Chooser.choose, random.Random(2), [0]
+
+    def stretched(self: Any, bucket: int, allowed: Sequence[int], *load: Any) -> Choice:
+        if left[0] == 0:
+            choice = choose(self, bucket, allowed, *load)
+            left[0] = draws.randrange(12) if choice.kind == 0 else 0
+            return choice
+        left[0] -= 1
+        return Choice(0, "gain")
+
+    Chooser.choose = stretched
 
 
 def _probes(worker: Any) -> None:
@@ -813,6 +830,7 @@ _HOOKS = {
     "trees": _trees,
     "always trees": functools.partial(_trees, always=True),
     "grown": _grown,
+    "stretches": _stretches,
     "probes": _probes,
     "copies": _copies,
     "always copies": functools.partial(_copies, always=True),

@@ -10,6 +10,7 @@ from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
+from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
@@ -36,6 +37,9 @@ class MtpSource:
 
     Its forward runs over the last committed rows of each request, as many as `draft_rows`, and so renews the keys
     and values of every row that an earlier step had made with a proposal that was rejected.
+
+    A step of width 1 proposes nothing and runs no forward. After `draft_rows` such steps, or before a step that
+    proposes again, a forward without heads runs over the rows before the last `draft_rows`.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class MtpSource:
         self._runner, self._model, self._recent, self._layout = runner, model, recent, parallel_layout
         self._table = runner.req_to_token_pool.req_to_token
         self._drawn = drawn
+        self._behind = 0  # steps of width 1 since a forward
         self._drawn_at: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures; greedy requests, [bs] each
         shape, count = (len(recent.hidden), recent.layers), DRAWN_FROM if drawn else 1
         # Of the latest forward: candidates, their probabilities, the likeliest one's logprob, what is proposed.
@@ -62,34 +67,44 @@ class MtpSource:
         recent.bind(self._run_prompt)
 
     def draft_rows(self, width: int) -> int:
-        return self._model.spec.draft_rows(width) if width > 1 else 0
+        return self._model.spec.draft_rows(width)
 
     def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
         """Drawn proposals are for sampled requests without seeds: a seed's output must not depend on them."""
-        info, requests, prefix_lens = batch.sampling_info, block.requests.long(), block.prefix_lens
+        info, width, rows = batch.sampling_info, block.size, self._recent.rows
+        self._recent.set_tokens(block.requests.long(), block.prefix_lens, block.ids[:, 0])
+        if self._behind == rows or (self._behind and width > PLAIN):
+            self._forward(batch, block, block.prefix_lens - rows, PLAIN)
+            self._behind = 0
+        if width == PLAIN:
+            self._behind += 1
+            return Proposals.certain(block.ids)
         drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
         self._drawn_at = (info.temperatures.view(-1), info.top_ks <= 1) if drawn else None
-        window = self._recent.window(requests, prefix_lens, block.ids[:, 0])
-        with torch.inference_mode(), draft_tp_context(self._layout):
-            self._runner.forward(self._window_batch(batch, block, window.ids, window.positions, window.start))
-        ids, tokens = self._ids[: block.batch_size], self._tokens[: block.batch_size]
-        self._recent.propose(requests, prefix_lens, tokens)
-        block.ids[:, 1:] = tokens
-        logprobs = self._logprobs[: block.batch_size]
+        self._forward(batch, block, block.prefix_lens, width)
+        proposed = slice(block.batch_size), slice(width - 1)
+        block.ids[:, 1:], logprobs = self._tokens[proposed], self._logprobs[proposed]
         if self._drawn_at is None:
             return Proposals.certain(block.ids, logprobs=logprobs)
-        return Proposals(block.ids, ids, self._probs[: block.batch_size], logprobs)
+        return Proposals(block.ids, self._ids[proposed], self._probs[proposed], logprobs)
+
+    def _forward(self, batch: ScheduleBatch, block: Block, ends: torch.Tensor, width: int) -> None:
+        """Over each request's window before `ends` [bs], with the proposals of blocks of `width`."""
+        positions = self._recent.window(block.requests.long(), ends)
+        self._model.serve_blocks_of(width)
+        with torch.inference_mode(), draft_tp_context(self._layout):
+            self._runner.forward(self._window_batch(batch, block, positions))
 
     def _choose(self, i: int, candidates: Candidates) -> torch.Tensor:
-        """Layer i's proposals [bs, 1], drawn from the softmax of its candidates at the request's temperature, or
+        """Layer i's proposals [bs], drawn from the softmax of its candidates at the request's temperature, or
         the likeliest: layer i + 1 scores its own given these."""
         ids, logprobs = candidates
-        bs, tokens = len(ids), ids[:, :1]
+        bs, tokens = len(ids), ids[:, 0]
         if self._drawn_at is not None:
             of_step = Proposals.drawn(ids.new_empty((bs, 2)), ids[:, None], logprobs[:, None], *self._drawn_at)
-            tokens, self._probs[:bs, i] = of_step.tokens[:, 1:].contiguous(), of_step.probs[:, 0]
+            tokens, self._probs[:bs, i] = of_step.tokens[:, 1].contiguous(), of_step.probs[:, 0]
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)  # every rank draws
-        self._ids[:bs, i], self._logprobs[:bs, i], self._tokens[:bs, i] = ids, logprobs[:, 0], tokens[:, 0]
+        self._ids[:bs, i], self._logprobs[:bs, i], self._tokens[:bs, i] = ids, logprobs[:, 0], tokens
         return tokens
 
     def propose_idle(self, batch: ScheduleBatch, width: int) -> None:
@@ -97,20 +112,18 @@ class MtpSource:
 
     def examples(self, width: int) -> list[Proposals]:
         tokens = torch.zeros((1, width), dtype=torch.int64, device=self._runner.device)
-        kinds = [Proposals.certain(tokens)] if self.draft_rows(width) else []
+        kinds = [Proposals.certain(tokens)] if width > PLAIN else []
         if kinds and self._drawn:
             ids = tokens[:, 1:, None].repeat(1, 1, DRAWN_FROM)
             kinds.append(Proposals(tokens, ids, torch.full(ids.shape, 1 / DRAWN_FROM, device=ids.device)))
         return kinds
 
-    def _window_batch(
-        self, batch: ScheduleBatch, block: Block, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor
-    ) -> ForwardBatch:
-        rows = self._recent.rows
+    def _window_batch(self, batch: ScheduleBatch, block: Block, positions: torch.Tensor) -> ForwardBatch:
+        rows, start = positions.shape[1], positions[:, 0].contiguous()
         # Rows behind the last committed one are in the block's slots, which the row may end before.
         columns = positions.clamp(max=self._table.shape[1] - 1)
         slots = self._table[block.requests.long()[:, None], columns].long().flatten()
-        bounds = block.kv_len_bounds  # no window ends behind its block
+        bounds = block.kv_len_bounds - block.size + rows  # no window ends behind a block of as many rows
         translator = self._runner.kv_index_translator
         plan = translator.plan(
             req_pool_indices=block.requests,
@@ -119,11 +132,11 @@ class MtpSource:
             write_virtual=slots,
             read_extent=rows,
         )
-        nothing = ids.new_empty(0)
+        nothing = positions.new_empty(0)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=block.batch_size,
-            input_ids=ids.flatten(),
+            input_ids=positions.flatten(),  # nobody's: the layers find their tokens by position
             req_pool_indices=block.requests,
             seq_lens=start,
             out_cache_loc=slots,
@@ -138,7 +151,7 @@ class MtpSource:
                 capture_hidden_mode=CaptureHiddenMode.NULL,
             ),
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            global_num_token_non_padded_cpu=ids.numel(),
+            global_num_token_non_padded_cpu=positions.numel(),
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
         plan.bind(forward_batch, translator)

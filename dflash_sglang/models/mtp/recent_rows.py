@@ -22,21 +22,13 @@ class Prompt(NamedTuple):
     tokens: Tensor  # [layers, T] int64: layer i, counted from 1, reads at position p the token p + i
 
 
-class Window(NamedTuple):
-    """The rows of a draft's forward, the last committed ones of each request."""
-
-    ids: Tensor  # [bs, rows] int64: at position p the token p + 1
-    positions: Tensor  # [bs, rows] int64
-    start: Tensor  # [bs] int64, the first position
-    last: Tensor  # [bs] int64, index of the last committed row with KV; rows behind it are nobody's
-
-
 class RecentRows:
     """The `ContextWriter` of multi-token-prediction layers.
 
-    They read the target's hidden states as they are, and their own keys and values are made by their forwards. A
-    row is at its position modulo `size`. A step writes every row that it verifies, accepted or not: `size` is
-    such that a rejected one overwrites nothing that the next window reads, and the next step overwrites it.
+    They read the target's hidden states as they are, and their own keys and values are made by their forwards over
+    windows of `rows` positions. A row is at its position modulo `size`. A step writes every row that it verifies,
+    accepted or not: `size` is such that a rejected one overwrites nothing that the next two windows read, and the
+    next step overwrites it.
 
     A prefix that the cache had has no hidden states: windows start behind it.
     """
@@ -45,8 +37,8 @@ class RecentRows:
         self, requests: int, rows: int, layers: int, hidden: int, dtype: torch.dtype, device: Any
     ) -> None:
         """requests: rows of req_to_token, or more; rows: of a window, and at most of a verified block; layers: of
-        the draft."""
-        self.rows, self.layers, self.size = rows, layers, 2 * rows
+        the draft, fewer."""
+        self.rows, self.layers, self.size = rows, layers, 3 * rows
         self.hidden = torch.zeros((requests, self.size, hidden), dtype=dtype, device=device)
         self.ids = torch.zeros((requests, self.size), dtype=torch.int64, device=device)
         self.known_from = torch.zeros(requests, dtype=torch.int64, device=device)
@@ -66,22 +58,24 @@ class RecentRows:
 
     # ---- The step ----------------------------------------------------------------------------------------
 
-    def window(self, requests: Tensor, prefix_lens: Tensor, last_tokens: Tensor) -> Window:
-        """The window of each request before a step; requests, prefix_lens, last_tokens [bs] int64."""
-        self.ids[requests, prefix_lens % self.size] = last_tokens
-        start = torch.maximum(prefix_lens - self.rows, self.known_from[requests])
-        positions = start[:, None] + self._offsets
-        last = self.last[requests] = prefix_lens - 1 - start
-        return Window(self.ids[requests[:, None], (positions + 1) % self.size], positions, start, last)
+    def window(self, requests: Tensor, ends: Tensor) -> Tensor:
+        """The positions [bs, rows] of a forward, the last ones before `ends` [bs] int64; or more, where fewer are
+        known. `last` then has the index of ends - 1."""
+        start = torch.maximum(ends - self.rows, self.known_from[requests])
+        self.last[requests] = ends - 1 - start
+        return start[:, None] + self._offsets
+
+    def set_tokens(self, requests: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """requests, positions, tokens [bs]: the last tokens, and those that a step proposes behind them."""
+        self.ids[requests, positions % self.size] = tokens
+
+    def tokens_of(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """requests [bs], positions [bs, rows] -> [bs * rows] int64."""
+        return self.ids[requests[:, None], positions % self.size].flatten()
 
     def hidden_of(self, requests: Tensor, positions: Tensor) -> Tensor:
         """requests [bs], positions [bs, rows] -> the target's hidden states [bs * rows, hidden]."""
         return self.hidden[requests[:, None], positions % self.size].flatten(0, 1)
-
-    def propose(self, requests: Tensor, prefix_lens: Tensor, tokens: Tensor) -> None:
-        """Keep what is proposed behind the last tokens, [bs, layers], of which a step commits some."""
-        places = prefix_lens[:, None] + 1 + self._offsets[: self.layers]
-        self.ids[requests[:, None], places % self.size] = tokens
 
     # ---- ContextWriter -----------------------------------------------------------------------------------
 

@@ -78,6 +78,11 @@ class Step3p5MTPDraftModel(nn.Module):
         self.borrowed: Borrowed | None = None
         self._loaded = False
         self._prompt: Prompt | None = None
+        self.serve_blocks_of(self.spec.block_size)
+
+    def serve_blocks_of(self, block_size: int) -> None:
+        """From now on a window's forward proposes the other tokens of blocks of this size; of 1 none."""
+        self._proposed = block_size - 1
 
     def bind_target(self, target_model: nn.Module, recent: RecentRows) -> Borrowed:
         """Borrows the target's embedding; once, after loading. recent: what windows' rows read."""
@@ -105,7 +110,7 @@ class Step3p5MTPDraftModel(nn.Module):
         return max(windows) - 1 if windows else None
 
     def chooses(self, count: int, choose: Callable[[int, Candidates], Tensor]) -> None:
-        """choose: layer i's proposals [bs, 1] among the `count` likeliest tokens [bs, count], which the next layer
+        """choose: layer i's proposals [bs] among the `count` likeliest tokens [bs, count], which the next layer
         reads."""
         self._count, self._choose = count, choose
 
@@ -123,12 +128,12 @@ class Step3p5MTPDraftModel(nn.Module):
         get_embedding: bool = False,
         pp_proxy_tensors: Any = None,
     ) -> LogitsProcessorOutput:
-        """input_ids, positions [rows]: those of `Window`, or of a prefill.
+        """positions [rows]: of `RecentRows.window`, or of a prefill.
 
-        `input_embeds`, `get_embedding` and `pp_proxy_tensors` are the runner's and have no meaning here.
+        The other arguments are the runner's and have no meaning here.
         """
         if forward_batch.forward_mode.is_target_verify():
-            hidden = self._propose(input_ids, positions, forward_batch)
+            hidden = self._propose(positions, forward_batch)
         else:
             assert self._prompt is not None
             hidden, embed = self._prompt.hidden, self._bound().embedding
@@ -136,15 +141,19 @@ class Step3p5MTPDraftModel(nn.Module):
                 hidden = layer(embed(tokens), hidden, positions, forward_batch)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
 
-    def _propose(self, ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Tensor:
+    def _propose(self, positions: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        """All layers, because later windows read their keys and values; as many heads as there are proposals."""
         bs, requests, embed = forward_batch.batch_size, forward_batch.req_pool_indices, self._bound().embedding
-        hidden = self._recent.hidden_of(requests, positions.view(bs, -1))
-        last, ids = self._recent.last[requests][:, None], ids.view(bs, -1)
+        recent, rows = self._recent, positions.view(bs, -1)
+        hidden, last = recent.hidden_of(requests, rows), recent.last[requests][:, None]
         for i, (layer, head) in enumerate(zip(self.layers, self._heads, strict=True)):
-            hidden = layer(embed(ids.flatten()), hidden, positions, forward_batch)
-            row = hidden.view(bs, ids.shape[1], -1).take_along_dim(last[..., None], dim=1)[:, 0]
-            candidates = head.likeliest(layer.head_norm(row.contiguous()), self._count)
-            ids = ids.roll(-1, dims=1).scatter(1, last, self._choose(i, candidates))
+            tokens = recent.tokens_of(requests, rows + i + 1)
+            hidden = layer(embed(tokens), hidden, positions, forward_batch)
+            if i < self._proposed:
+                row = hidden.view(*rows.shape, -1).take_along_dim(last[..., None], dim=1)[:, 0]
+                candidates = head.likeliest(layer.head_norm(row.contiguous()), self._count)
+                place = rows.take_along_dim(last, dim=1)[:, 0] + i + 2
+                recent.set_tokens(requests, place, self._choose(i, candidates))
         return hidden
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -84,7 +84,7 @@ def test_what_is_read(checkpoint: Path) -> None:
     assert holds_mtp(config)
     assert (spec.num_layers, spec.num_target_layers, spec.block_size) == (3, 5, 4)
     assert [(layer.kind, layer.window) for layer in spec.layers] == [("sliding_attention", 25)] * 3
-    assert [spec.draft_rows(width) for width in (2, 3, 4)] == [3, 3, 4]
+    assert [spec.draft_rows(width) for width in (2, 3, 4)] == [4, 4, 4]
     assert "layers.5." in spec.prefix(0)
 
 

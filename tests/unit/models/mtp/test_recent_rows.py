@@ -82,48 +82,55 @@ def test_requests_of_one_prefill_read_their_own_tokens() -> None:
     ("start", "end", "first", "last"), [(0, 9, 5, 3), (0, 2, 0, 1), (6, 9, 6, 2), (8, 9, 8, 0)]
 )
 def test_a_window_starts_behind_a_prefix_that_the_cache_had(start: int, end: int, first: int, last: int) -> None:
-    rows = recent()
+    rows, requests = recent(), torch.tensor([ROW])
     prefill(rows, text(end), start, end)
-    window = rows.window(torch.tensor([ROW]), torch.tensor([end]), torch.tensor([7]))
-    assert window.positions.tolist() == [list(range(first, first + ROWS))]
-    assert window.last.tolist() == [last] == rows.last[[ROW]].tolist()
+    rows.set_tokens(requests, torch.tensor([end]), torch.tensor([7]))
+    window = rows.window(requests, torch.tensor([end]))
+    assert window.tolist() == [list(range(first, first + ROWS))]
+    assert rows.last[[ROW]].tolist() == [last]
     committed = slice(0, last + 1)
-    assert window.ids[0, committed].tolist() == [*text(end)[first + 1 :], 7]
-    read = rows.hidden_of(torch.tensor([ROW]), window.positions)[committed]
-    assert read.tolist() == features(window.positions[0, committed]).tolist()
+    assert rows.tokens_of(requests, window + 1)[committed].tolist() == [*text(end)[first + 1 :], 7]
+    assert rows.hidden_of(requests, window)[committed].tolist() == features(window[0, committed]).tolist()
 
 
 def test_a_window_reaches_into_the_chunk_before() -> None:
     rows = recent()
     prefill(rows, text(9), 0, 8)
     prefill(rows, text(9), 8, 9)
-    assert rows.window(torch.tensor([ROW]), torch.tensor([9]), torch.tensor([7])).start.tolist() == [5]
+    assert rows.window(torch.tensor([ROW]), torch.tensor([9]))[:, 0].tolist() == [5]
 
 
 def test_a_window_does_not_reach_into_another_request() -> None:
     rows = recent()
     prefill(rows, text(9), 0, 8, rid="a")
     prefill(rows, text(9), 8, 9, rid="b")  # at the same row, with a prefix that the cache had
-    assert rows.window(torch.tensor([ROW]), torch.tensor([9]), torch.tensor([7])).start.tolist() == [8]
+    assert rows.window(torch.tensor([ROW]), torch.tensor([9]))[:, 0].tolist() == [8]
 
 
 def test_windows_read_what_was_committed_and_no_rejected_row() -> None:
+    """The window behind which a step proposes, and the one before, after steps of all widths."""
     rows, requests = recent(), torch.tensor([ROW])
     prefill(rows, text(20), 0, 20)
-    n, tokens = 20, text(20) + [7]  # the last one has no hidden state yet
+    n, tokens = 20, text(20) + [7]  # the last token has no hidden state yet
     generator = torch.Generator().manual_seed(0)
-    for step in range(200):
-        window = rows.window(requests, torch.tensor([n]), torch.tensor([tokens[-1]]))
-        read = rows.hidden_of(requests, window.positions)
-        assert window.positions[0].tolist() == list(range(n - ROWS, n))
-        assert read.tolist() == features(window.positions[0]).tolist()
-        assert window.ids[0].tolist() == tokens[n - ROWS + 1 :]
-        proposed = torch.randint(200, 900, (1, LAYERS), generator=generator)
-        rows.propose(requests, torch.tensor([n]), proposed)
-        accepted = step % (LAYERS + 1)
-        positions = torch.arange(n, n + ROWS)
+    for step in range(400):
+        rows.set_tokens(requests, torch.tensor([n]), torch.tensor([tokens[-1]]))
+        for end in (n - ROWS, n):
+            window = rows.window(requests, torch.tensor([end]))
+            assert window[0].tolist() == list(range(end - ROWS, end))
+            assert rows.hidden_of(requests, window).tolist() == features(window[0]).tolist()
+            for ahead in range(1, LAYERS + 1):
+                read = rows.tokens_of(requests, window + ahead).tolist()
+                known = tokens[end - ROWS + ahead :][:ROWS]
+                assert read[: len(known)] == known and len(known) == min(ROWS, n + 1 - end + ROWS - ahead)
+        width = int(torch.randint(1, LAYERS + 2, (), generator=generator))
+        proposed = torch.randint(200, 900, (width - 1,), generator=generator)
+        for i, token in enumerate(proposed):
+            rows.set_tokens(requests, torch.tensor([n + 1 + i]), token[None])
+        accepted = step % width
+        positions = torch.arange(n, n + width)
         verified = features(positions)
         verified[accepted + 1 :] = -1  # of rejected rows
         rows.write(verified, positions, positions, requests)
-        tokens += proposed[0, :accepted].tolist() + [1000 + step]
+        tokens += proposed[:accepted].tolist() + [1000 + step]
         n += accepted + 1
