@@ -46,5 +46,5 @@ def requests_of_rows(requests: Tensor, number: int, starts: Tensor | None) -> Te
     if starts is None:
         return requests.repeat_interleave(number // max(len(requests), 1), output_size=number)
     rows = torch.arange(number, dtype=starts.dtype, device=starts.device)
-    # While a graph is captured no request has rows.
+    # Rows behind those of all requests are nobody's. A graph is captured with such.
     return requests[torch.searchsorted(starts[1:], rows, right=True).clamp(max=len(requests) - 1)]
