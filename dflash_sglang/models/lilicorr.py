@@ -268,7 +268,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         token_map: Tensor | None = None,
         draft_head: DraftHeadForm = "as_is",
     ) -> Borrowed:
-        """As of every draft. The head reads candidates as the target embeds them, also beside a table of the draft's own."""
+        """As of every draft. The head reads candidates by the target's embedding, whatever the draft's own."""
         table = find_embedding(target_model, same_batch)
         self._embed = lambda ids: table(ids)  # no module of the draft's
         return super().bind_target(target_model, same_batch, token_map, draft_head)
