@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 GB = 1 << 30
 _OF_DRAFTING = (
-    "draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino", "copy",
+    "draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino", "lilicorr",
+    "copy",
 )  # fmt: skip
 
 
@@ -70,6 +71,9 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
         decisions["markov_head"] = f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
     if spec.domino is not None:
         decisions["domino"] = f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
+    if spec.lilicorr is not None:
+        head = spec.lilicorr
+        decisions["lilicorr"] = f"{head.num_layers} layers of {head.hidden_size} over {head.candidates} candidates"
     if spec.laguna is not None:
         decisions["attention_gates"] = f"{spec.laguna.gates} per head"
     if draft.model.edges is not None:

@@ -20,6 +20,7 @@ from dflash_sglang.checkpoint.fields import (
 )
 from dflash_sglang.checkpoint.laguna import LagunaSpec, is_laguna, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
+from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec, is_lilicorr, lilicorr
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
 from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
@@ -53,7 +54,7 @@ class DraftSpec:
     ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
     activation differs from SwiGLU, or None.
     ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
-    ``domino``, ``laguna``: what makes it a draft of that family, or None.
+    ``domino``, ``laguna``, ``lilicorr``: what makes it a draft of that family, or None.
     """
 
     architecture: str
@@ -84,6 +85,7 @@ class DraftSpec:
     dspark: DSparkSpec | None
     domino: DominoSpec | None
     laguna: LagunaSpec | None
+    lilicorr: LiLiCorrSpec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
@@ -137,6 +139,7 @@ class DraftSpec:
             dspark=of_dspark,
             domino=domino(fields, vocab_size) if is_domino(config) else None,
             laguna=laguna(fields, head_dim) if is_laguna(config) else None,
+            lilicorr=lilicorr(fields, hidden_size, vocab_size) if is_lilicorr(config) else None,
         )
 
     @property

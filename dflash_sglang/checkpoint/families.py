@@ -14,6 +14,7 @@ from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspa
 from dflash_sglang.checkpoint.fields import shown
 from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.laguna import LAGUNA_ARCHITECTURE, is_laguna
+from dflash_sglang.checkpoint.lilicorr import LILICORR_ARCHITECTURE, is_lilicorr
 from dflash_sglang.checkpoint.mtp import holds_mtp
 from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
 from dflash_sglang.checkpoint.speculators import DSPARK_ARCHITECTURE
@@ -23,7 +24,6 @@ BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
 
 # Architectures that are served under the DFLASH name and are neither plain DFlash nor DFlash2 drafts.
 FOREIGN_ARCHITECTURES = {
-    "LiLiCorrDraftModel": "LiLiCorr: a candidate scorer beside the draft",
     "MuseGlimmerAssistantModel": "Muse: tensors of other names, and no vocabulary in the config",
     "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
     "Lfm2DSparkDraftModel": "DSpark: a Markov head and a confidence head",
@@ -67,7 +67,7 @@ _ROWS = (
     ),
     _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=is_dflash2),
     _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=is_dflash2),
-    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer"),
+    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=is_lilicorr),
     _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
     _Row(
         "markov_head_type",
@@ -121,7 +121,8 @@ def mixed_up(target: Path, draft: Path) -> str | None:
 
 def _known(config: Mapping[str, Any]) -> set[str]:
     """Architectures of the drafts that some worker serves, in the format of this config."""
-    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *DSPARK_ARCHITECTURES, LAGUNA_ARCHITECTURE}
+    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *DSPARK_ARCHITECTURES}
+    known |= {LAGUNA_ARCHITECTURE, LILICORR_ARCHITECTURE}
     known |= FOREIGN_ARCHITECTURES.keys()
     return known.union(SPECULATORS_ARCHITECTURES, (DSPARK_ARCHITECTURE,)) if is_speculators(config) else known
 
@@ -150,10 +151,12 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
         expected = (*DSPARK_ARCHITECTURES, *((DSPARK_ARCHITECTURE,) if is_speculators(config) else ()))
     elif is_laguna(config):
         expected = (LAGUNA_ARCHITECTURE,)
+    elif is_lilicorr(config):
+        expected = (LILICORR_ARCHITECTURE,)
     elif is_speculators(config):
         expected = SPECULATORS_ARCHITECTURES
     if names and not set(expected) & set(names):
-        return Foreign("draft config architectures", names[0], "no plain DFlash, DFlash2, DSpark or Laguna draft")
+        return Foreign("draft config architectures", names[0], "no draft of a family of ours")
     nested = config.get("dflash_config")
     if not isinstance(nested, Mapping):
         nested = {}

@@ -16,6 +16,7 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.models.block_embedding import BlockEmbedding
+from dflash_sglang.models.context_kv.last_rows import LastRows
 from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import HeadCopy, build_draft_head
@@ -97,6 +98,7 @@ class DFlashDraftModel(nn.Module):
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
         self.borrowed: Borrowed | None = None
+        self.last_rows: LastRows | None = None  # of a draft whose edges read them
         self._loaded = False
 
     @staticmethod

@@ -54,18 +54,20 @@ class VerifyTail:
     def _capture(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """SGLang's capture hook. Padding rows belong to request 0 and slot 0, which are nobody's."""
         del runner
+        layout = forward_batch.spec_info.ragged_verify_layout  # its tensors are renewed before each replay
         if self.writes_context:
             self._context.write(
                 out.hidden_states[:num_tokens],
                 forward_batch.positions,
                 forward_batch.out_cache_loc[:num_tokens],
                 forward_batch.req_pool_indices,
+                None if layout is None else layout.qo_indptr_device,
             )
         ids, target_ids = forward_batch.input_ids, self._logits.best(out.next_token_logits[:num_tokens])
-        layout, ragged = forward_batch.spec_info.ragged_verify_layout, None
+        ragged = None
         if layout is None:
             ids, target_ids = (of.view(forward_batch.batch_size, -1) for of in (ids, target_ids))
-        else:  # its tensors are the capture's: SGLang renews them before each replay
+        else:
             ragged = Ragged(layout.qo_indptr_device, layout.verify_lens, self._acceptor.block_size)
         slots = forward_batch.out_cache_loc[:num_tokens]
         paths = None if self._trees is None else self._trees.paths(slots)

@@ -94,8 +94,8 @@ def test_a_file_that_no_run_wrote_is_not_drawn(text, tmp_path, capsys):
 
 def test_a_draft_that_another_worker_serves_is_refused(tmp_path):
     config = json.loads((Path(pair_directories()["draft"]) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LiLiCorrDraftModel"]}))
-    with pytest.raises(checkpoints.BadSetting, match="--draft .*LiLiCorr: a candidate scorer"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Lfm2DSparkDraftModel"]}))
+    with pytest.raises(checkpoints.BadSetting, match="--draft .*DSpark: a Markov head and a confidence head"):
         settings_of("--target", pair_directories()["target"], "--draft", str(tmp_path))
 
 

@@ -56,7 +56,7 @@ PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "intermediate_size": (512, 2048),
     "num_hidden_layers": (1, 2, 4),
     "hidden_act": ("gelu", "swigluoai"),
-    "architectures": (["Qwen3ForCausalLM"], ["LiLiCorrDraftModel"]),
+    "architectures": (["Qwen3ForCausalLM"], ["Lfm2DSparkDraftModel"]),
     "model_type": ("llama",),
     "dtype": ("float32", "float16"),
 }

@@ -10,10 +10,11 @@ rank without requests then gets an IDLE batch, and its sizes are those of the ra
               context KV         -       nothing: column-parallel
     decode    draft's layers     ATP     embedding, attention, MLP          nothing: all of ATP are IDLE
               draft's head       ATP     one gather of packed tokens        nothing: all of ATP are IDLE
-              Domino's walk      ATP     embedding, once a proposal         nothing: all of ATP are IDLE
                 or, sharded
                 over all ranks   TP      rows of all ranks (`RowGather`),   the same, on no rows
                                          one gather of packed tokens
+              Domino's walk      ATP     embedding, once a proposal         nothing: all of ATP are IDLE
+              LiLiCorr's edges   ATP     embedding of the candidates        nothing: all of ATP are IDLE
               target             TP      its layers, head                   the same, on no tokens
               accepted tokens    ATP     broadcast (tp_sync)                nothing: all of ATP are IDLE
     widths    loads              TP      gather, answered a step later      the same, of no requests

@@ -79,12 +79,21 @@ class RecentRows:
 
     # ---- ContextWriter -----------------------------------------------------------------------------------
 
-    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor) -> None:
-        del slots
+    def write(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        requests: Tensor,
+        starts: Tensor | None = None,
+    ) -> None:
+        del slots, starts  # blocks have one width
         of_rows = requests.repeat_interleave(len(positions) // len(requests)) if len(requests) else requests
         self.hidden[of_rows, positions % self.size] = features
 
-    def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
+    def write_planned(
+        self, features: Tensor, positions: Tensor, plan: KVLocPlan, starts: Tensor | None = None
+    ) -> None:
         self.write(features, positions, positions, plan.req_pool_indices)
 
     def write_prefill(

@@ -65,7 +65,7 @@ def test_every_family_of_the_table_passes_and_is_a_model_of_sglang() -> None:
     modules = [importlib.import_module(f"sglang.srt.models.{name}") for name in MODULES]
     entries = [module.EntryClass for module in modules]
     models = {model.__name__ for entry in entries for model in (entry if isinstance(entry, list) else [entry])}
-    served = [*FOREIGN_ARCHITECTURES, "DFlashDraftModel", "DFlash2DraftModel"]
+    served = [*FOREIGN_ARCHITECTURES, "DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel"]
     assert set(served) <= models
     for name in served:
         check_family(draft_config(architectures=[name]))

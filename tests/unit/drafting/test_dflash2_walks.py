@@ -207,7 +207,7 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     spec = SimpleNamespace(
         draft_rows=lambda width: width - fewer, has_row_less=fewer, anchor_proposes=rows != "all but the anchor's"
     )
-    proposer._model = SimpleNamespace(spec=spec)
+    proposer._model = SimpleNamespace(spec=spec, last_rows=None)
     proposer._blocks = torch.empty(ids.numel() if fewer else 0, dtype=torch.long)
     proposer._reader, proposer._drawn, proposer._layout = walker._proposals, drawn, None
     proposer._ones, proposer._width = torch.ones((bs + 3) * (STEPS + 1)), STEPS + 1
@@ -217,8 +217,9 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     info = sampling_info(bs, 2.0, **({"top_k": 1} if kind == "greedy" else {}))
     if kind == "seeded":
         info.sampling_seed = torch.arange(bs)
-    block = SimpleNamespace(ids=ids, batch_size=bs)
-    block.without_last = lambda _: SimpleNamespace(ids=ids[:, :-1], batch_size=bs)
+    unread = dict(batch_size=bs, requests=None, prefix_lens=None)
+    block = SimpleNamespace(ids=ids, **unread)
+    block.without_last = lambda _: SimpleNamespace(ids=ids[:, :-1], **unread)
     proposals = [proposer.propose(SimpleNamespace(sampling_info=info), block) for _ in range(2)]
     tokens, sent = rank.sent[::2], rank.sent[1::2]
     expected = [walker.likeliest(int(token), chances=True) for token in last]

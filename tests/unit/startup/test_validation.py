@@ -542,9 +542,9 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         ["quantization_config='awq'", "need a CUDA GPU"],
     ),
     "required": (
-        {"architectures": ["LiLiCorrDraftModel"]},
+        {"architectures": ["Lfm2DSparkDraftModel"]},
         [],
-        ["DFLASH_SGLANG_REQUIRE=1", "LiLiCorrDraftModel", "built-in DFlashWorkerV2 serves it"],
+        ["DFLASH_SGLANG_REQUIRE=1", "Lfm2DSparkDraftModel", "built-in DFlashWorkerV2 serves it"],
     ),
 }
 

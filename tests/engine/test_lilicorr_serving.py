@@ -1,0 +1,177 @@
+"""A LiLiCorr draft behind a real server in float32: lossless at every width, accepted as the reference loop
+accepts (C18), sampled output of the target's distribution (C16), tensor parallel (C21).
+
+The draft is the trained plain one with a random head that favours the likeliest candidates.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.engine import test_parallel
+from tests.engine.test_dflash2_serving import (
+    BLOCK,
+    LOOPED,
+    NEW_TOKENS,
+    PLAIN_DRAFT,
+    TARGET,
+    assert_distributed,
+    draws,
+    prompts,
+    request,
+    target,
+    three_tokens,
+)
+from tests.support import recorded_graphs, scheduler_hooks, tiny
+from tests.support.engines import serve
+from tests.support.reference_lilicorr import (
+    SIZES,
+    ReferenceLiLiCorr,
+    added_tensors,
+    lilicorr_config,
+    lilicorr_tensors,
+)
+from tests.support.tiny import write_checkpoint
+from training.reference import generate, plain_generate
+
+__all__ = ["target"]
+pytestmark = pytest.mark.slow
+works = pytest.mark.matrix(target="Qwen3", draft="LiLiCorr", kv="model dtype", outcome="works")
+
+
+def config_and_tensors() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The head's rank embeddings turn a candidate's in-vector away from what out-vectors have in common."""
+    config = json.loads((PLAIN_DRAFT / "config.json").read_text())
+    config["architectures"] = ["LiLiCorrDraftModel"]
+    config["dflash_config"] |= SIZES
+    added = added_tensors(config)
+    angles = torch.linspace(0, 1.5, SIZES["lilicorr_candidate_topk"])
+    added["lilicorr.rank_embedding"][0, 0, 0, :, :2] += 3 * torch.stack((angles.cos(), angles.sin()), dim=-1)
+    added["lilicorr.factor_input_proj.weight"][:2, :2] += torch.eye(2)
+    added["lilicorr.in_head.weight"][:2, :2] += torch.eye(2)
+    for name in ("out_head", "anchor_out_head"):
+        added[f"lilicorr.{name}.bias"][0] += 2
+    added = {name: tensor.bfloat16() for name, tensor in added.items()}
+    return config, {**load_file(PLAIN_DRAFT / "model.safetensors"), **added}
+
+
+@pytest.fixture(scope="module")
+def expected(target: Any) -> list[list[int]]:
+    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("lilicorr") / "draft", *config_and_tensors())
+
+
+@pytest.fixture(scope="module")
+def ours(
+    draft: Path, tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]]
+) -> Iterator[tuple[Server, Path]]:
+    """(server, directory of the oracle's records): blocks of any width, in graphs; rejected rows are poisoned
+    after every step."""
+    records, graphs = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("graphs")
+    environment = {
+        **recorded_graphs.recording(graphs),
+        scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
+        scheduler_hooks.RECORDS_ENV: str(records),
+        CONFIG_ENV: '{"width": {}}',
+    }
+    with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
+        yield server, records
+        print(server.log_tail(60))  # shown with a failure
+    replayed = recorded_graphs.replays(graphs)
+    assert sum(one.role == "draft" for one in replayed) > 100
+
+
+@works
+def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours, expected):
+    server, records = ours
+    assert "\n  lilicorr: 2 layers of 48 over 8 candidates\n  proposals: drawn" in server.log_text()
+    for prompt, output in zip(prompts(), expected, strict=True):
+        scheduler_hooks.record(records, prompt, output)
+    with ThreadPoolExecutor(len(expected)) as pool:
+        answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+    answers += [server.generate(**request(prompt)) for prompt in prompts()]
+    for path in records.iterdir():
+        path.unlink()
+    assert [answer["output_ids"] for answer in answers] == expected * 2
+    histogram = [0] * BLOCK
+    for answer in answers:
+        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+            histogram[accepted] += count
+    assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
+    (state,) = server.get("/server_info")["internal_states"]
+    assert min(state["dflash_width"]["steps"].values()) > 0
+
+
+@works
+def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, target, expected):
+    server, _ = ours
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: [server.generate(**request(prompt))["output_ids"] for prompt in prompts()])
+        sampled = draws(server)
+        assert beside.result() == expected
+    assert_distributed(sampled, three_tokens(target), often=0.02)
+
+
+@works
+@pytest.mark.parametrize("graphs", [True, False], ids=["in graphs", "eager"])
+def test_blocks_are_accepted_as_the_reference_loop_accepts_them(draft, target, expected, tmp_path, graphs):
+    """Another context row than the last committed token's would be accepted otherwise."""
+    reference = ReferenceLiLiCorr.of_target(*config_and_tensors(), target.get_input_embeddings())
+    environment = recorded_graphs.recording(tmp_path) if graphs else {"DFLASH_SGLANG_REQUIRE": "1"}
+    with serve(TARGET, draft, environment=environment, max_running_requests=48) as server:
+        with ThreadPoolExecutor(len(expected)) as pool:
+            answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+    assert [answer["output_ids"] for answer in answers] == expected
+    lengths: list[int] = []
+    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
+        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
+        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
+        lengths += result.accept_lengths
+    assert sum(lengths) / len(lengths) > 1.5, "the draft is of use"
+
+
+@pytest.mark.full
+@pytest.mark.matrix(target="Qwen3", draft="LiLiCorr", kv="model dtype, two ranks", outcome="works")
+def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
+    """Random models, whose tokens lie in the shards of both ranks."""
+    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
+    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
+    config = lilicorr_config(**shape)
+    draft = write_checkpoint(tmp_path / "draft", config, lilicorr_tensors(config))
+    ids = random.Random(0)
+    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
+    outputs = test_parallel.continuations(target, [one["input_ids"] for one in asked])
+    with serve(
+        target, draft, environment=test_parallel.watched(tmp_path), tp_size=2, **test_parallel.RANKS
+    ) as server:
+        test_parallel.assert_ranks_take_the_same_walks(server, asked, outputs, tmp_path)
+
+
+@pytest.mark.full
+def test_ranks_with_batches_of_their_own_embed_their_own_candidates(draft, expected):
+    """Data-parallel attention with a head that all ranks share: requests on one rank beside few and none on the
+    other."""
+    layout = dict(tp_size=2, dp_size=2, enable_dp_attention=True)
+    asked = [dict(request(prompt), routed_dp_rank=int(i > 1)) for i, prompt in enumerate(prompts())]
+    environment = {"DFLASH_SGLANG_REQUIRE": "1", CONFIG_ENV: '{"width": {}}'}
+    with serve(TARGET, draft, environment=environment, **layout, **test_parallel.RANKS) as server:
+        alone = test_parallel.ask(server, asked[-1:], together=True)
+        together = test_parallel.ask(server, asked, together=True)
+    assert [one["output_ids"] for one in (*alone, *together)] == [expected[-1], *expected]
+    steps = sum(one["meta_info"]["spec_verify_ct"] for one in together)
+    assert sum(len(one["output_ids"]) for one in together) > 1.2 * steps
