@@ -190,6 +190,11 @@ def test_steps_commit_what_the_reference_loop_commits_with_the_same_copies(tmp_p
         answers = [server.generate(input_ids=text, sampling_params=greedy_params(NEW_TOKENS)) for text in texts]
         counts = told(server)
         assert "copy: block" in server.log_text()
+        forbidding = {"custom_params": {"dflash": {"copy": False}}}
+        for text, answer in zip(texts, answers, strict=True):
+            same = server.generate(input_ids=text, sampling_params=greedy_params(NEW_TOKENS) | forbidding)
+            assert same["output_ids"] == answer["output_ids"]
+        assert told(server) == counts
     reference, copied, fewer = CopyingReference(draft.model), 0, 0
     for text, answer in zip(texts, answers, strict=True):
         # A block that ends beyond the output is not judged by what follows there.

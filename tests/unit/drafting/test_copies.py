@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.drafting.copies import Copies
+from dflash_sglang.kernels.block.find_copy import FADE, worth_copying
 
 
 def copies() -> Copies:
@@ -21,8 +22,19 @@ def copies() -> Copies:
     return Copies(target, 4)
 
 
-def prefill(ids: list[int], slots: list[int], rows: list[int], decoding: int = 0, idle: bool = False) -> Any:
-    requests = [object() for _ in rows]
+def prefill(
+    ids: list[int],
+    slots: list[int],
+    rows: list[int],
+    decoding: int = 0,
+    idle: bool = False,
+    asked: tuple[Any, ...] = (None, None, None),
+) -> Any:
+    """asked: in the custom_params of each request."""
+    requests = [
+        SimpleNamespace(sampling_params=SimpleNamespace(custom_params=of), to_finish=None)
+        for _, of in zip(rows, asked, strict=False)
+    ]
     return SimpleNamespace(
         forward_mode=SimpleNamespace(is_idle=lambda: idle),
         input_ids=torch.tensor(ids),
@@ -52,3 +64,20 @@ def test_a_rank_without_requests_keeps_nothing() -> None:
     kept = copies()
     kept.prefill(prefill([5], [1], [1], idle=True))
     assert (kept.history == -1).all()
+
+
+def test_a_request_that_forbids_copies_gets_none_however_well_they_do_and_the_next_one_in_its_row_does() -> None:
+    kept, forbids = copies(), {"dflash": {"copy": False}}
+    lengths, right = torch.full((2,), 32), torch.ones(2)
+
+    def copied() -> list[bool]:
+        return worth_copying(kept._tables.record[1:], lengths, right, 15).tolist()
+
+    kept.prefill(prefill([5, 6], [1, 2], [2, 1], asked=(forbids, {"dflash": {"max_width": 3}})))
+    assert copied() == [True, False]
+    kept._tables.record[:] = kept._tables.record * FADE + 1.0  # a step
+    assert copied() == [True, False]
+    refused = prefill([5], [1], [2], asked=({"dflash": 3},))
+    refused.reqs[0].to_finish = "refused"
+    kept.prefill(refused)
+    assert copied() == [True, True]
