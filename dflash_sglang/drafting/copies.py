@@ -39,6 +39,11 @@ class Copies:
         """[slots] int32: the token of each slot, as of keys and values: see `CopyTables`."""
         return self._tables.history
 
+    @property
+    def nbytes(self) -> int:
+        """Of the device; req_to_token is the target's."""
+        return sum(tensor.nbytes for tensor in self._tables) - self._tables.req_to_token.nbytes
+
     def prefill(self, batch: ScheduleBatch) -> None:
         """Keep the tokens of a batch before it is prefilled. The records of its new requests begin.
 
