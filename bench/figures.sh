@@ -6,7 +6,7 @@
 #                    width_good_admission_64 width_good_shares like_for_like like_for_like_poor memory
 #                    width_mixed width_mixed_busy
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
-#                    pair proposals quantised long_context long_128k copy_kernels house observe
+#                    pair proposals quantised long_context long_128k copy_kernels copy_edits copy_plain house observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode
 #   on two, "0,1"    tp2 tp2_again dpa2
 #
@@ -68,6 +68,10 @@ paired() { # NAME MORE_FLAGS ARGUMENTS...
   with_pair "$1" paired --before "${BEFORE:?the other checkout}" "--flags=$serving$2" --mem-fraction 0.9 "${@:3}"
 }
 
+copies() { # NAME ARGUMENTS...
+  with_pair "copy_$1" copies "--flags=$serving 2048" --mem-fraction 0.9 "${@:2}"
+}
+
 recurrent() { # NAME SHAPE MODULE FLAGS ARGUMENTS...
   weights "$pair-$2" "hybrid-$2"
   part "recurrent_$1" "$3" --target "$pair-$2/target" --draft "$pair-$2/draft" "--dflash-flags=$draft" \
@@ -119,6 +123,8 @@ for name in "$@"; do
     quantised) part wild_quantised quantised ;;
     long_context) part wild_long_context long_context ;;
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
+    copy_edits) copies edits --texts rewrite edits ;;
+    copy_plain) copies plain --texts code prose ;;
     copy_kernels) part copy_kernels copy_kernels ;;
     house) paired house "" ;;
     observe)

@@ -92,12 +92,18 @@ class DFlashWorker(PrefillWorker):
             self._states, self._ragged, self._trees = served.states, served.ragged, served.trees
             self._rehearsal = Rehearsal(target, self._reservation, self._rehearsed_prefill, self._rehearsed_step)
             self._widths: WidthController = steps.build_controller(
-                draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit, self._split
+                draft,
+                target,
+                served,
+                self._rehearsal,
+                self._tables.acceptor.set_max_commit,
+                self._split,
+                self._copies,
             )
         self.width, self._learns = self._widths.choices[-1], self._widths.learns
         if get_disagg().disaggregation_mode == "decode":
             arrivals.hand_to(self._arrive)
-        logger.info(lines.memory_line(draft, self._tables))
+        logger.info(lines.memory_line(draft, self._tables, self._copies))
 
     def _rehearsed_step(self, batch: ScheduleBatch, shape: Shape) -> None:
         self._start(batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens)
@@ -159,6 +165,7 @@ class DFlashWorker(PrefillWorker):
         self.width = shape.width
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
+        self._tables.acceptor.foretell(batch, block, proposals)
         if self._copies is not None:
             self._copies.propose(block, proposals)
         proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dflash_sglang.assembly.loading import LoadedDraft
+    from dflash_sglang.drafting.copies import Copies
     from dflash_sglang.patches.draft_pool import RingPool
     from dflash_sglang.settings.plugin_config import PluginConfig
     from dflash_sglang.verify.tables import Tables
@@ -110,12 +111,13 @@ def _kv_planned(rings: RingPool | str) -> str:
     return f"rings of {rings.shape.size} tokens (window {rings.shape.window})"
 
 
-def memory_line(draft: LoadedDraft, tables: Tables | None = None) -> str:
+def memory_line(draft: LoadedDraft, tables: Tables | None = None, copies: Copies | None = None) -> str:
     """`dflash_sglang memory ...`: what the draft takes of this rank's device, in GB (2**30 bytes).
 
     Weights are those it does not borrow, KV its own pool, tables what verification keeps of requests, graphs what
     SGLang saw those of whole blocks take. What other widths took, target and draft, is in a line of their own.
-    tables: None on a server that only prefills, which has no graphs of the draft either.
+    tables: None on a server that only prefills, which has no graphs of the draft either. copies: they keep the
+    token of each slot, and only the sized pools tell how many there are.
     """
     runner, model, head_copy = draft.runner, draft.model, draft.borrowed.head_copy
     # Of the storages: layers may share one, and K and V rows that were stacked are slices of it.
@@ -129,8 +131,9 @@ def memory_line(draft: LoadedDraft, tables: Tables | None = None) -> str:
     )
     if tables is None:
         return line
+    of_copies = "" if copies is None else f"copies {copies.nbytes / GB:.3f} GB, "
     return (
-        f"{line}, tables {tables.nbytes / GB:.3f} GB for {tables.requests} requests, "
+        f"{line}, tables {tables.nbytes / GB:.3f} GB for {tables.requests} requests, {of_copies}"
         f"graphs of whole blocks {sum(runner.graph_memory_usage.values()):.3f} GB"
     )
 

@@ -208,6 +208,7 @@ def build_controller(
     rehearsal: Rehearsal,
     set_max_commit: Callable[..., None],
     split: StepSplit,
+    copies: Copies | None,
 ) -> WidthController:
     """Build what chooses each step's width, with step times as they are measured now, and what counts steps."""
     block, states = draft.block_size, widths.states
@@ -224,6 +225,7 @@ def build_controller(
         policy.metrics.gains if chooses else None,
         split,
         policy.confidence.snapshot if chooses else None,
+        None if copies is None else copies.snapshot,
     )
     return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels.block.find_copy import CopyRows, CopyTables, find_copies, write_copies
+from dflash_sglang.kernels.block.find_copy import COMMITTED, CopyRows, CopyTables, find_copies, write_copies
 from dflash_sglang.kernels.head.pack_shard import Candidates
+from dflash_sglang.requests.limits import may_copy
+from dflash_sglang.sglang_names.scheduler import async_h2d
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -36,10 +39,16 @@ class Copies:
         """[slots] int32: the token of each slot, as of keys and values: see `CopyTables`."""
         return self._tables.history
 
+    @property
+    def nbytes(self) -> int:
+        """Of the device; req_to_token is the target's."""
+        return sum(tensor.nbytes for tensor in self._tables) - self._tables.req_to_token.nbytes
+
     def prefill(self, batch: ScheduleBatch) -> None:
         """Keep the tokens of a batch before it is prefilled. The records of its new requests begin.
 
-        Placeholders of images are tokens outside of the vocabulary, which match nothing.
+        Placeholders of images are tokens outside of the vocabulary, which match nothing. Of a request that
+        forbids copies the draft is said to commit so much that no copy promises more.
         """
         if batch.forward_mode.is_idle():
             return
@@ -49,6 +58,14 @@ class Copies:
         rows, new = batch.req_pool_indices, len(batch.reqs) - len(batch.decoding_reqs or ())
         self._tables.last[rows] = 0
         self._tables.record[rows[:new]] = 0
+        forbid = [
+            at
+            for at, req in enumerate(batch.reqs[:new])
+            if not (req.to_finish or may_copy(req.sampling_params.custom_params))
+        ]
+        if forbid:
+            index = async_h2d(forbid, dtype=torch.int64, device=ids.device)
+            self._tables.record[rows[index], COMMITTED] = math.inf
 
     @torch.inference_mode()  # in which candidates are drawn
     def propose(self, block: Block, proposals: Proposals) -> None:

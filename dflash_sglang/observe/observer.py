@@ -30,11 +30,14 @@ class Observer:
         gains: Callable[[], tuple[float, float]] | None,
         split: StepSplit,
         calibration: Callable[[], Mapping[str, Sequence[float]]] | None = None,
+        copies: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         """gains: the width policy's estimates of tokens per second, over plain decoding and over whole blocks;
-        calibration: of the draft's probabilities (`Confidence.snapshot`). None where the width is fixed."""
+        calibration: of the draft's probabilities (`Confidence.snapshot`). None where the width is fixed.
+        copies: what came of them (`Copies.snapshot`), None where nothing is copied."""
         self.split, self.counts = split, counts
         self._alarm, self._causes, self._gains, self._calibration = alarm, causes, gains, calibration
+        self._copies = copies
         self._series: Series | None = None
         self._told = self.counts.totals()  # of the latest line
         self._told_shapes = self.counts.shapes
@@ -75,6 +78,8 @@ class Observer:
             self._series.update(now, steps, shapes, self.split, gains, self._alarm)
             if self._calibration is not None:
                 self._series.calibrate(self._calibration())
+            if self._copies is not None:
+                self._series.count_copies(self._copies())
         self._told, self._told_shapes = now, shapes
 
     def snapshot(self) -> dict[str, Any]:

@@ -23,6 +23,8 @@ COUNTERS: dict[str, tuple[str, Sequence[str]]] = {
     "chance_verified": ("Proposals verified, by the chance that the draft gave them.", ("at_least",)),
     "chance_expected": ("Proposals that come true by that chance.", ("at_least",)),
     "chance_accepted": ("Proposals that came true.", ("at_least",)),
+    "copied_proposals": ("Proposals copied from the text of their request.", ()),
+    "accepted_copies": ("Copied proposals accepted.", ()),
     "timed_steps": ("Decode steps that were timed.", ()),
     "timed_step_seconds": ("Seconds of timed steps, by part.", ("part",)),
 }
@@ -103,6 +105,11 @@ class Series:
         for name in ("verified", "expected", "accepted"):
             for least, proposals in zip(calibration["from"], calibration[name], strict=True):
                 self._count(f"chance_{name}", proposals, least)
+
+    def count_copies(self, copies: Mapping[str, float]) -> None:
+        """copies: see `Copies.snapshot`."""
+        self._count("copied_proposals", copies["proposed"])
+        self._count("accepted_copies", copies["accepted"])
 
     def _count(self, name: str, value: float, *own: Any) -> None:
         """Raise a counter to its value since start-up."""

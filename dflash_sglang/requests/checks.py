@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_sglang.requests.errors import RequestError, shown
-from dflash_sglang.requests.width_bounds import KEY, MAX, MIN, check_width
+from dflash_sglang.requests.limits import COPY, KEY, LIMITS, check_width, may_copy
 from dflash_sglang.settings.width import WidthConfig
 
 
@@ -17,6 +17,7 @@ def request_error(req: Any, widths: WidthConfig) -> str | None:
     try:
         _check_placed(req)
         check_width(req.sampling_params.custom_params, widths)
+        may_copy(req.sampling_params.custom_params)
         _check_served(req)
     except RequestError as refused:
         return str(refused)
@@ -26,9 +27,9 @@ def request_error(req: Any, widths: WidthConfig) -> str | None:
 def _check_placed(req: Any) -> None:
     """A custom logit processor may have parameters of these names."""
     params = req.sampling_params.custom_params
-    for name in (MIN, MAX):
+    for name in LIMITS:
         if isinstance(params, dict) and name in params and req.custom_logit_processor is None:
-            place = f'{{"{KEY}": {{"{name}": N}}}}'
+            place = f'{{"{KEY}": {{"{name}": {"false" if name == COPY else "N"}}}}}'
             raise RequestError(f"custom_params {name}={shown(params[name])}: expected in {place}. Move it there.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dflash_sglang.requests.width_bounds import KEY, MAX, MIN
+from dflash_sglang.requests.limits import KEY, LIMITS, MAX
 
 CUSTOM = "custom_params"
 _OBJECTS = ("sampling_params", "extra_body", CUSTOM)  # in which clients put fields
@@ -26,7 +26,7 @@ def _limits(fields: Any, path: str) -> Iterator[str]:
     if not isinstance(fields, dict):
         return
     for name, value in fields.items():
-        if name in (KEY, MIN, MAX):
+        if name in (KEY, *LIMITS):
             yield path + name
         elif name in _OBJECTS:
             yield from _limits(value, f"{path}{name}.")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from dflash_sglang.settings.schema import known_settings
 from dflash_sglang.settings.width import AUTO, WidthConfig, WidthConfigError
@@ -19,7 +19,15 @@ ContextKVForm = Literal["auto", "stacked", "per_layer"]
 DraftKV = Literal["auto", "whole"]
 DraftHeadForm = Literal["auto", "as_is", "fp8"]
 Profile = Sequence[float]
-SimulatedAcceptance = Sequence[Profile] | Path
+
+
+class Texts(NamedTuple):
+    """A file of texts that the target is said to write, see `verify.simulated_texts`."""
+
+    path: Path
+
+
+SimulatedAcceptance = Sequence[Profile] | Path | Texts
 ProposalKind = Literal["auto", "argmax", "drawn"]
 PrefillServers = Literal["same", "any"]
 Copy = Literal["off", "block"]
@@ -51,7 +59,8 @@ class PluginConfig:
     ``simulated_acceptance``: for measurements without a trained draft: the probability that proposal 1, 2, ... is
     accepted once those before it are; one such list, or several that requests take by the row that SGLang gives
     them, modulo their number. Or {"record": PATH}: what a trained draft proposed and a target accepted, token by
-    token (`verify.record`). Outputs then follow neither the draft nor the target.
+    token (`verify.record`). Or {"texts": PATH}: the same of texts that the target is said to write, of which
+    copies are proposed for real. Outputs then follow neither the draft nor the target.
 
     ``width``: a number, or "block" for the served block, is the width of every step; "auto" chooses a width for
     each step; an object has the settings of WidthConfig.
@@ -147,22 +156,27 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _simulated(value: Any) -> SimulatedAcceptance:
-    """The path of a record; or one list of probabilities, one for each proposal of a block, or several."""
+    """A record or texts; or one list of probabilities, one for each proposal of a block, or several."""
     if isinstance(value, dict):
-        path = value.get("record")
-        if list(value) != ["record"] or not isinstance(path, str) or not Path(path).is_file():
+        kind, path = next(iter(value.items()), ("", None))
+        if (
+            len(value) > 1
+            or kind not in ("record", "texts")
+            or not isinstance(path, str)
+            or not Path(path).is_file()
+        ):
             raise PluginConfigError(
-                f'{CONFIG_ENV}: simulated_acceptance={value!r}: expected {{"record": PATH}}, the path of a file; '
-                "`python -m bench.record` writes one."
+                f'{CONFIG_ENV}: simulated_acceptance={value!r}: expected {{"record": PATH}} or {{"texts": PATH}}, '
+                "the path of a file; `python -m bench.record` and `python -m bench.copies` write one."
             )
-        return Path(path)
+        return Path(path) if kind == "record" else Texts(Path(path))
     lists = value if isinstance(value, list) and value and all(isinstance(one, list) for one in value) else [value]
     for one in lists:
         numbers = one if isinstance(one, list) else []
         if not numbers or not all(type(p) in (int, float) and 0 <= p <= 1 for p in numbers):
             raise PluginConfigError(
                 f"{CONFIG_ENV}: simulated_acceptance={value!r}: expected a list of probabilities, 0 to 1, "
-                'one for each proposal of a block, a list of such lists, or {"record": PATH}.'
+                'one for each proposal of a block, a list of such lists, {"record": PATH} or {"texts": PATH}.'
             )
     return tuple(tuple(map(float, one)) for one in lists)
 

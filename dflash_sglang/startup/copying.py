@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, Texts
 from dflash_sglang.sglang_names.scheduler import get_disagg, get_memory
 from dflash_sglang.startup.draft_kv import needs_whole_pool
 from dflash_sglang.startup.facts import Problem
@@ -19,7 +19,7 @@ def copies_in_words(config: PluginConfig, without_tokens: str | None) -> str:
     (`needs_whole_pool`)."""
     if config.copy == "off":
         return 'off (copy is "off")'
-    if config.simulated_acceptance is not None:
+    if not isinstance(config.simulated_acceptance, Texts | None):
         return "off (acceptance is forced, whatever is proposed)"
     if without_tokens is not None:
         return f"off ({without_tokens} brings KV without its tokens)"

@@ -14,7 +14,8 @@ import numpy as np
 
 from dflash_sglang.startup.facts import LoadError
 
-SETTING = "simulated_acceptance.record"
+SETTING, OF_TEXTS = "simulated_acceptance.record", "simulated_acceptance.texts"
+_WRITERS = {SETTING: "python -m bench.record", OF_TEXTS: "python -m bench.copies"}
 
 
 class AcceptanceRecord(NamedTuple):
@@ -28,23 +29,23 @@ class AcceptanceRecord(NamedTuple):
     prompts: np.ndarray  # [starts] uint8: the prompt whose text it is
 
     @classmethod
-    def load(cls, path: Path) -> AcceptanceRecord:
-        """Raises LoadError for a file that is no record, naming what is wrong with it."""
+    def load(cls, path: Path, setting: str = SETTING) -> AcceptanceRecord:
+        """setting: that names the path. Raises LoadError for a file that is no record, with what is wrong."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 record = cls(*(arrays[field] for field in cls._fields))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise _refused(path, f"an .npz file of {', '.join(cls._fields)}", error) from error
+            raise refused(path, f"an .npz file of {', '.join(cls._fields)}", error, setting) from error
         shape = record.ranks.shape
         if len(shape) != 2 or 0 in shape:
-            raise _refused(path, "ranks of shape [starts, proposals], one start or more", shape)
+            raise refused(path, "ranks of shape [starts, proposals], one start or more", shape, setting)
         if record.logprobs.ndim != 3 or record.logprobs.shape[:2] != shape:
-            raise _refused(path, f"logprobs of shape {[*shape, 'K']}", record.logprobs.shape)
+            raise refused(path, f"logprobs of shape {[*shape, 'K']}", record.logprobs.shape, setting)
         if record.prompts.shape != shape[:1]:
-            raise _refused(path, f"prompts of shape {[*shape[:1]]}", record.prompts.shape)
+            raise refused(path, f"prompts of shape {[*shape[:1]]}", record.prompts.shape, setting)
         if record.logprobs.dtype.kind != "f" or record.ranks.dtype.kind != "u":
             types = f"{record.logprobs.dtype} and {record.ranks.dtype}"
-            raise _refused(path, "logprobs in floating point and ranks as unsigned integers", types)
+            raise refused(path, "logprobs in floating point and ranks as unsigned integers", types, setting)
         return record
 
     @property
@@ -53,7 +54,18 @@ class AcceptanceRecord(NamedTuple):
         return (self.ranks == 0).cumprod(axis=1, dtype=np.int64).sum(axis=1)
 
 
-def _refused(path: Path, expected: str, found: object) -> LoadError:
+def check_width(record: AcceptanceRecord, block_size: int, path: Path, setting: str = SETTING) -> None:
+    """Raises LoadError for a record of fewer proposals than a block has."""
+    recorded, proposals = record.ranks.shape[1], block_size - 1
+    if recorded < proposals:
+        raise LoadError(
+            f"{setting}={str(path)!r}: expected at least {proposals} proposals, for a block of {block_size}, "
+            f"found {recorded}. Write one with a draft whose blocks are as wide, or lower the block size."
+        )
+
+
+def refused(path: Path, expected: str, found: object, setting: str) -> LoadError:
+    """Of a file that is no record."""
     return LoadError(
-        f"{SETTING}={str(path)!r}: expected {expected}, found {found}. Write it with `python -m bench.record`."
+        f"{setting}={str(path)!r}: expected {expected}, found {found}. Write it with `{_WRITERS[setting]}`."
     )

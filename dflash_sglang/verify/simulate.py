@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dflash_sglang.kernels.block.accept import COIN_BITS, GOLDEN, Forced, Recorded
-from dflash_sglang.settings.plugin_config import Profile, SimulatedAcceptance
+from dflash_sglang.settings.plugin_config import Profile, SimulatedAcceptance, Texts
 from dflash_sglang.sglang_names.scheduler import (
     SIMULATE_ACC_LEN,
     SIMULATE_ACC_METHOD,
@@ -18,14 +18,15 @@ from dflash_sglang.sglang_names.scheduler import (
     check_simulate_acc_token_mode,
 )
 from dflash_sglang.startup.facts import LoadError
-from dflash_sglang.verify.record import SETTING, AcceptanceRecord
+from dflash_sglang.verify.record import AcceptanceRecord, check_width
+from dflash_sglang.verify.simulated_texts import SimulatedTexts
 
 FIXED_TOKEN_ID = 100  # what SGLang's workers emit in its token mode "fixed"
 
 
 def forced_acceptance(
     block_size: int, simulated: SimulatedAcceptance | None, rows: int, device: str
-) -> Forced | Recorded | None:
+) -> Forced | Recorded | SimulatedTexts | None:
     """What forces accept lengths in this process: SGLANG_SIMULATE_ACC_LEN, `simulated_acceptance`, or None.
 
     simulated: see `PluginConfig.simulated_acceptance`; each request has a length of its own. SGLang's variable
@@ -41,6 +42,8 @@ def forced_acceptance(
             f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected unset beside simulated_acceptance={simulated}."
         )
     fixed = None if SIMULATE_ACC_TOKEN_MODE == "real-draft-token" else FIXED_TOKEN_ID
+    if isinstance(simulated, Texts):
+        return SimulatedTexts(simulated.path, block_size, rows, device)
     if isinstance(simulated, Path):
         return _of_record(simulated, block_size, rows, device, fixed)
     if simulated is None:
@@ -54,15 +57,10 @@ def forced_acceptance(
 def _of_record(path: Path, block_size: int, rows: int, device: str, token_id: int | None) -> Recorded:
     """The likeliest tokens of a record, and the places in it from which rows of req_to_token start."""
     record, proposals = AcceptanceRecord.load(path), block_size - 1
-    starts, recorded = record.ranks.shape
-    if recorded < proposals:
-        raise LoadError(
-            f"{SETTING}={str(path)!r}: expected at least {proposals} proposals, for a block of {block_size}, "
-            f"found {recorded}. Write one with a draft whose blocks are as wide, or lower the block size."
-        )
+    check_width(record, block_size, path)
     candidates = torch.from_numpy(record.logprobs[:, :proposals].astype("float32")).to(device)
     ranks = torch.from_numpy(record.ranks[:, :proposals].astype("int64")).to(device)
-    spread = torch.arange(rows) * GOLDEN % (1 << COIN_BITS) * starts >> COIN_BITS
+    spread = torch.arange(rows) * GOLDEN % (1 << COIN_BITS) * len(record.ranks) >> COIN_BITS
     accepted = torch.from_numpy(record.accepted)
     return Recorded(accepted.to(device), spread.to(device), token_id, candidates, ranks)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dflash_sglang.requests.width_bounds import width_bounds
+from dflash_sglang.requests.limits import width_bounds
 from dflash_sglang.settings.width import PLAIN
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ what a plain account of matches and records foretells."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from bench.copies import Texts
 from dflash_sglang.demo.server import Server
 from dflash_sglang.kernels.block import find_copy
 from dflash_sglang.pair import held_out_prompts, pair_directories
@@ -133,6 +135,28 @@ def test_samples_follow_the_plain_servers_distribution_where_copies_are_confiden
         assert counts["request_steps"] > 4000 and counts["accepted"] < 0.5 * counts["proposed"], counts
 
 
+def test_steps_of_every_shape_commit_the_texts_that_the_target_is_said_to_write(tmp_path):
+    """With those of `bench.copies`, and both series of copies."""
+    texts = Texts(("rewrite",), 300, NEW_TOKENS + 20, range(40, 250))
+    texts.write(tmp_path / "texts.npz", "alike")
+    settings = {"simulated_acceptance": {"texts": str(tmp_path / "texts.npz")}, "width": {}}
+    reported = dict(enable_metrics=True, decode_log_interval=1)
+    with copying(tmp_path, hooks="widths,shares,copies", graphs=True, settings=settings, **reported) as server:
+        prompts = texts.prompts["rewrite"][:12]
+        asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
+        for prompt, answer in zip(prompts, lossless.ask_at_once(server, asked), strict=True):
+            text = texts.tokens[prompt[0]][len(prompt) :]
+            assert answer["output_ids"][1:] == text[1:NEW_TOKENS]  # the first is the target's own
+        counts = told(server)
+        assert counts["proposed"] > counts["accepted"] > 200, counts
+        names = ("copied_proposals", "accepted_copies")
+        found = [re.search(rf"dflash_{name}_total{{[^}}]*}} (\S+)", server.text("/metrics")) for name in names]
+        proposed, accepted = (float(one[1]) for one in found if one)
+        assert counts["proposed"] >= proposed > 0.9 * counts["proposed"]
+        assert counts["accepted"] >= accepted > 0.9 * counts["accepted"]
+        assert 'form="ragged"' in server.text("/metrics")
+
+
 class CopyingReference(ReferenceDraft):
     """The reference draft, and copies of `text`, which is a prompt with its greedy output."""
 
@@ -190,6 +214,11 @@ def test_steps_commit_what_the_reference_loop_commits_with_the_same_copies(tmp_p
         answers = [server.generate(input_ids=text, sampling_params=greedy_params(NEW_TOKENS)) for text in texts]
         counts = told(server)
         assert "copy: block" in server.log_text()
+        forbidding = {"custom_params": {"dflash": {"copy": False}}}
+        for text, answer in zip(texts, answers, strict=True):
+            same = server.generate(input_ids=text, sampling_params=greedy_params(NEW_TOKENS) | forbidding)
+            assert same["output_ids"] == answer["output_ids"]
+        assert told(server) == counts
     reference, copied, fewer = CopyingReference(draft.model), 0, 0
     for text, answer in zip(texts, answers, strict=True):
         # A block that ends beyond the output is not judged by what follows there.

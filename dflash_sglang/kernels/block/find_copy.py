@@ -23,6 +23,7 @@ FIRST_FAILED, FIRST_EXPECTED = 10.5, 3.0
 FIRST_COMMITTED, FIRST_DRAFTED = 8.0, 2.0
 DRAFTED, COPIED = 1, 2  # what a step verified
 _PROPOSED_BY, _PREFIX, _LENGTH, _TOKENS = range(4)  # columns of `CopyTables.last`
+COMMITTED = 2  # column of `CopyTables.record`; infinite: nothing is copied
 _CHUNK = 256  # positions searched by one program
 _AT_ONCE = 8  # tokens before each of them that are compared at once: each comparison waits for two reads
 _CHANCES = ((1, 0.55), (2, 0.38), (3, 0.25), (4, 0.16), (6, 0.11), (8, 0.08), (12, 0.055), (16, 0.04), (32, 0.015))

@@ -368,6 +368,10 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
             r"simulated_acceptance=.*nowhere.npz.*the path of",
         ),
         (
+            '{"simulated_acceptance": {"texts": "pyproject.toml", "record": "pyproject.toml"}}',
+            r"simulated_acceptance=.*: expected \{\"record\": PATH\} or \{\"texts\": PATH\}, the path of",
+        ),
+        (
             '{"simulated_acceptance": {"record": 1}}',
             r"simulated_acceptance=\{'record': 1\}: expected .*the path of",
         ),

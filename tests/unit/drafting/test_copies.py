@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.drafting.copies import Copies
+from dflash_sglang.kernels.block.find_copy import FADE, worth_copying
 
 
 def copies() -> Copies:
@@ -21,8 +22,19 @@ def copies() -> Copies:
     return Copies(target, 4)
 
 
-def prefill(ids: list[int], slots: list[int], rows: list[int], decoding: int = 0, idle: bool = False) -> Any:
-    requests = [object() for _ in rows]
+def prefill(
+    ids: list[int],
+    slots: list[int],
+    rows: list[int],
+    decoding: int = 0,
+    idle: bool = False,
+    asked: tuple[Any, ...] = (None, None, None),
+) -> Any:
+    """asked: in the custom_params of each request."""
+    requests = [
+        SimpleNamespace(sampling_params=SimpleNamespace(custom_params=of), to_finish=None)
+        for _, of in zip(rows, asked, strict=False)
+    ]
     return SimpleNamespace(
         forward_mode=SimpleNamespace(is_idle=lambda: idle),
         input_ids=torch.tensor(ids),
@@ -39,6 +51,12 @@ def test_slots_hold_the_tokens_of_a_prefill_and_placeholders_match_nothing() -> 
     assert kept.history.tolist() == [-1, -1, 99, -1, -1, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, 5]
 
 
+def test_the_memory_is_that_of_a_token_a_slot_and_of_a_record_a_request() -> None:
+    rows, block = 3, 4
+    matches, record, last = rows * 8, rows * 4 * 4, rows * (3 + block - 1) * 8
+    assert copies().nbytes == 16 * 4 + matches + record + last + 33 * 4 + 4 * 8
+
+
 def test_records_begin_with_a_prefill_and_go_on_for_requests_that_decode_beside_it() -> None:
     kept = copies()
     kept._tables.record.fill_(3.0)
@@ -52,3 +70,20 @@ def test_a_rank_without_requests_keeps_nothing() -> None:
     kept = copies()
     kept.prefill(prefill([5], [1], [1], idle=True))
     assert (kept.history == -1).all()
+
+
+def test_a_request_that_forbids_copies_gets_none_however_well_they_do_and_the_next_one_in_its_row_does() -> None:
+    kept, forbids = copies(), {"dflash": {"copy": False}}
+    lengths, right = torch.full((2,), 32), torch.ones(2)
+
+    def copied() -> list[bool]:
+        return worth_copying(kept._tables.record[1:], lengths, right, 15).tolist()
+
+    kept.prefill(prefill([5, 6], [1, 2], [2, 1], asked=(forbids, {"dflash": {"max_width": 3}})))
+    assert copied() == [True, False]
+    kept._tables.record[:] = kept._tables.record * FADE + 1.0  # a step
+    assert copied() == [True, False]
+    refused = prefill([5], [1], [2], asked=({"dflash": 3},))
+    refused.reqs[0].to_finish = "refused"
+    kept.prefill(refused)
+    assert copied() == [True, True]

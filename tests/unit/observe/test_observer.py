@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_log_has_the_alarms_state_too(caplog):
 
 
 @pytest.mark.parametrize("gains", [None, (1.5, 2.0)])
-def test_a_server_with_a_fixed_width_has_no_series_of_gains(gains):
+def test_a_server_has_series_only_of_gains_that_it_estimates_and_of_copies_that_it_proposes(gains):
     registry = CollectorRegistry()
     collector = SimpleNamespace(
         labels={"model_name": "M"},
@@ -63,13 +63,16 @@ def test_a_server_with_a_fixed_width_has_no_series_of_gains(gains):
     counts = Counts(BLOCK, ragged=False, chooses=gains is not None)
     bins = {"from": [0.9, 0.0], "verified": [5.0, 3.0], "expected": [4.8, 0.5], "accepted": [4.0, 1.0]}
     told = [None, None] if gains is None else [lambda: gains, lambda: bins]
-    observer = Observer(counts, Alarm(BLOCK), causes, told[0], StepSplit(Clock()), told[1])
+    copied = None if gains is None else lambda: {"proposed": 30, "accepted": 20, "mean_match": 9.5}
+    observer = Observer(counts, Alarm(BLOCK), causes, told[0], StepSplit(Clock()), told[1], copied)
     observer.verified(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK), None, 100, None)
     observer.report(reporter)
     found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
     assert found["dflash_accept_length"] == 2 and "dflash_accept_length_after_warm_up" not in found
     names = ("dflash_gain_over_plain", "dflash_gain_over_whole_blocks")
     assert tuple(found.get(name) for name in names) == (gains or (None, None))
+    of_copies = found.get("dflash_copied_proposals_total"), found.get("dflash_accepted_copies_total")
+    assert of_copies == ((None, None) if gains is None else (30, 20))
     chances = {
         (sample.name.split("_")[2], sample.labels["at_least"]): sample.value
         for metric in registry.collect()

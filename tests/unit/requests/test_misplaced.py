@@ -20,6 +20,7 @@ LIMITS: dict[str, Any] = {"dflash": {"max_width": 2}}
     [
         ({"max_width": 2}, NATIVE, "max_width"),
         ({"min_width": 2}, OPENAI, "min_width"),
+        ({"copy": False}, NATIVE, "copy"),
         ({"dflash": {"max_width": 2}}, OPENAI, "dflash"),
         ({"custom_params": LIMITS}, NATIVE, "custom_params.dflash"),
         ({"sampling_params": {"custom_params": LIMITS}}, OPENAI, "sampling_params.custom_params.dflash"),
@@ -60,4 +61,15 @@ def test_a_limit_beside_dflash_is_refused_unless_a_logit_processor_may_read_it()
     error = request_error(request({"max_width": 2}), WidthConfig())
     assert error == 'custom_params max_width=2: expected in {"dflash": {"max_width": N}}. Move it there.'
     assert request_error(request({"max_width": 2}, processor="..."), WidthConfig()) is None
+    error = request_error(request({"copy": False}), WidthConfig())
+    assert error == 'custom_params copy=False: expected in {"dflash": {"copy": false}}. Move it there.'
     assert request_error(request(LIMITS), WidthConfig()) is None
+
+
+@pytest.mark.parametrize("value", [True, 0, None, "false", [False]])
+def test_a_request_may_only_forbid_copies(value: Any) -> None:
+    error = request_error(request({"dflash": {"copy": value}}), WidthConfig())
+    assert error == (
+        f"custom_params dflash: copy={value!r}: expected false. Leave it out to let the server copy as it is set."
+    )
+    assert request_error(request({"dflash": {"copy": False, "max_width": 2}}), WidthConfig()) is None

@@ -21,6 +21,7 @@ from dflash_sglang.startup.copying import copies_in_words, renamed_slots_problem
             None,
             "off (acceptance is forced, whatever is proposed)",
         ),
+        ({"copy": "block", "simulated_acceptance": {"texts": __file__}}, None, "block"),
         (
             {"copy": "block"},
             "--disaggregation-mode decode",

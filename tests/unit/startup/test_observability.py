@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,10 +71,10 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     runner = SimpleNamespace(token_to_kv_pool=pool, graph_memory_usage={"target_verify": 0.25, "decode": 0.5})
     head, kept = nn.Linear(512, 5000, bias=False), torch.arange(3000)
 
-    def said(head_copy: HeadCopy) -> str:
+    def said(head_copy: HeadCopy, copies: Any = None) -> str:
         borrowed = SimpleNamespace(head_copy=head_copy)
         draft = SimpleNamespace(runner=runner, model=model, borrowed=borrowed, rings="a layer sees all")
-        return memory_line(draft, tables)
+        return memory_line(draft, tables, copies)
 
     line, in_fp8 = said(HotRows(head, kept)), said(Fp8Head(head, kept))
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
@@ -87,3 +88,5 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     assert abs(tables.nbytes - counted) < 100
     of_tables = f"tables {tables.nbytes / GB:.3f} GB for 100 requests"
     assert line.endswith(f"GB for {SLOTS} tokens, {of_tables}, graphs of whole blocks 0.750 GB")
+    with_copies = said(HotRows(head, kept), SimpleNamespace(nbytes=GB // 4))
+    assert with_copies.endswith(f"{of_tables}, copies 0.250 GB, graphs of whole blocks 0.750 GB")

@@ -1,8 +1,9 @@
-"""A request's `custom_params={"dflash": {"min_width": N, "max_width": M}}`: its steps are not narrower than N, and
-commit at most M tokens of it."""
+"""A request's `custom_params={"dflash": {"min_width": N, "max_width": M, "copy": false}}`: its steps are not
+narrower than N, commit at most M tokens of it, and copy nothing of its text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dflash_sglang.requests.errors import RequestError, shown
@@ -10,20 +11,15 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.settings.width import WidthConfig
 
 KEY = "dflash"
-MIN, MAX = "min_width", "max_width"
+MIN, MAX, COPY = "min_width", "max_width", "copy"
+LIMITS = (MIN, MAX, COPY)
 
 
 def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
     """The `min_width` and the `max_width` that a request asks for, None without. Raises RequestError."""
-    if not isinstance(custom_params, dict) or KEY not in custom_params:
-        return None, None
-    asked = custom_params[KEY]
-    if not isinstance(asked, dict) or not asked or set(asked) - {MIN, MAX}:
-        raise RequestError(
-            f'custom_params {KEY}={shown(asked)}: expected {{"{MIN}": N, "{MAX}": M}}, one or both, and nothing '
-            "else."
-        )
-    for name, value in asked.items():
+    asked = _asked(custom_params)
+    for name in (MIN, MAX):
+        value = asked.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(
                 f"custom_params {KEY}: {name}={shown(value)}: expected a whole number from 1 (one token at a "
@@ -36,6 +32,29 @@ def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
             f"{MAX}."
         )
     return least, most
+
+
+def may_copy(custom_params: Any) -> bool:
+    """Whether a request lets steps propose copies of its text. Raises RequestError."""
+    asked = _asked(custom_params)
+    if asked.get(COPY, False) is not False:
+        raise RequestError(
+            f"custom_params {KEY}: {COPY}={shown(asked[COPY])}: expected false. Leave it out to let the server "
+            "copy as it is set."
+        )
+    return COPY not in asked
+
+
+def _asked(custom_params: Any) -> Mapping[str, Any]:
+    if not isinstance(custom_params, dict) or KEY not in custom_params:
+        return {}
+    asked = custom_params[KEY]
+    if not isinstance(asked, dict) or not asked or not asked.keys() <= set(LIMITS):
+        raise RequestError(
+            f'custom_params {KEY}={shown(asked)}: expected {{"{MIN}": N, "{MAX}": M, "{COPY}": false}}, one or '
+            "more of them, and nothing else."
+        )
+    return asked
 
 
 def check_width(custom_params: Any, allowed: WidthConfig) -> None:

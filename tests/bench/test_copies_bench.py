@@ -1,0 +1,82 @@
+"""`bench.copies`: what its texts are, what a draft is said to know of them, and which figures are claimed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import copies
+from dflash_sglang.drafting.step_slots import StepSlots
+from dflash_sglang.settings.plugin_config import Texts
+from dflash_sglang.verify.acceptance import Acceptor
+
+PROMPT, ANSWER = 300, 90
+
+
+def test_a_revision_changes_some_lines_and_its_edits_say_which() -> None:
+    lines = [f"line {at}, word{at}\n" for at in range(60)]
+    changes = copies.changed(lines, ["other\n"], random.Random(4))
+    assert 4 <= len(changes) <= 5
+    for at, new in changes:
+        assert new in ([], [lines[at], "other\n"]) or (len(new) == 1 and new[0] != lines[at])
+    revised, at = copies.rewritten(lines, changes), 0
+    edits = "".join(copies.as_edits(lines, changes)).split("<<<<<<< SEARCH\n")[1:]
+    assert len(edits) == len(changes)
+    text = "".join(lines)
+    for edit in edits:
+        search, replace = edit.removesuffix(">>>>>>> REPLACE\n\n").split("=======\n")
+        assert text.count(search) == 1
+        text = text.replace(search, replace)
+        at += 1
+    assert text == "".join(revised) != "".join(lines)
+
+
+@pytest.mark.parametrize("kind", copies.KINDS)
+def test_texts_are_the_same_every_time_and_as_long_as_asked_for(kind: str) -> None:
+    before, after = copies.text_of(kind, 3, PROMPT, ANSWER)
+    assert (before, after) == copies.text_of(kind, 3, PROMPT, ANSWER) != copies.text_of(kind, 4, PROMPT, ANSWER)
+    assert len(before) <= PROMPT and len(after) == ANSWER
+    if kind in ("code", "prose"):
+        whole = ["".join(copies.manual())] if kind == "prose" else ["".join(lines) for lines in copies.files()]
+        assert any("".join(before + after) in text for text in whole)
+
+
+def test_an_answer_that_no_module_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="edits of 20 tokens: found no answer of 9000 tokens. Raise --input"):
+        copies.text_of("edits", 0, 20, 9000)
+
+
+def test_a_token_repeats_where_it_and_those_before_it_stood_in_the_text() -> None:
+    phrase = list(range(copies.MATCH))
+    assert copies.repeats([*phrase, 50, *phrase, 50, 60]) == [False] * 16 + [True, True, False]
+
+
+def test_the_draft_is_better_where_a_text_repeats_itself_and_servers_read_the_file(tmp_path: Path) -> None:
+    texts = copies.Texts(copies.KINDS, PROMPT, ANSWER, range(1000, 100_000))
+    lengths: dict[str, list[float]] = {}
+    for inside in ("better", "alike"):
+        shares = texts.write(tmp_path / "texts.npz", inside)
+        assert shares["rewrite"] > 0.7 and shares["edits"] > 0.4 and max(shares["code"], shares["prose"]) < 0.2
+        acceptor = Acceptor(StepSlots(3, 16, "cpu"), Texts(tmp_path / "texts.npz"))
+        assert acceptor._texts is not None
+        again = np.concatenate([copies.repeats(text) for text in texts.tokens])
+        accepted = acceptor._texts._accepted.numpy()
+        lengths[inside] = [float(accepted[again].mean()), float(accepted[~again].mean())]
+        assert acceptor._texts._tokens.tolist() == [token for text in texts.tokens for token in text]
+    assert lengths["better"][0] > 1.3 * lengths["better"][1]
+    assert lengths["alike"][0] == pytest.approx(lengths["alike"][1], rel=0.1)
+    for number, prompt in enumerate(prompt for prompts in texts.prompts.values() for prompt in prompts):
+        assert prompt[0] == number and texts.tokens[number][: len(prompt)] == prompt
+
+
+def test_the_claims_are_the_issues_by_kind_and_load() -> None:
+    rates = {copies.WITH: [130.0, 1.0, 150.0], copies.WITHOUT: [100.0, 100.0, 900.0]}
+    of = {name: {"tokens_per_second": rate} for name, rate in rates.items()}
+    figures = {kind: dict.fromkeys(("1", "8", "32"), of) for kind in copies.KINDS}
+    claimed = copies.claims(figures)
+    assert [(one["value"], one["bound"], one["ok"]) for one in claimed] == [
+        (1.3, f">= {bound}", True) for bound in (1.3, 1.2, 1.1, 1.05, *[0.995] * 6)
+    ]
