@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dflash_sglang.models.loading.updates import DraftWeightUpdater, TargetWeightUpdater
+from dflash_sglang.models.loading.updates import (
+    CheckpointWeightUpdater,
+    DraftWeightUpdater,
+    TargetWeightUpdater,
+)
 from dflash_sglang.patches.apply import replace
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
 
@@ -21,8 +25,9 @@ def install(
 ) -> None:
     """Puts this package's updaters before those of both runners.
 
-    refresh_kv, refresh_head: take new weights over into copies, where there are any: of the draft's projections,
-    and of the head that proposes, the draft's own or the target's.
+    refresh_kv, refresh_head: take new weights over into copies: of the draft's projections, and, where there is
+    one, of the head that proposes, the draft's own or the target's. Without refresh_kv the draft is a part of the
+    target's checkpoint, and has no copies.
     """
     of_draft = [] if refresh_kv is None else [refresh_kv]
     of_target: list[Callable[[], None]] = []
@@ -33,7 +38,9 @@ def install(
         return isinstance(target.decode_cuda_graph_runner, DecodeCudaGraphRunner)
 
     replace("weight-updaters", target, TargetWeightUpdater(target.weight_updater, of_target, captured))
-    replace("weight-updaters", draft, DraftWeightUpdater(draft.weight_updater, draft.model, of_draft))
+    of_part = CheckpointWeightUpdater(draft.weight_updater)
+    own = of_part if refresh_kv is None else DraftWeightUpdater(draft.weight_updater, draft.model, of_draft)
+    replace("weight-updaters", draft, own)
 
 
 def select_runners(

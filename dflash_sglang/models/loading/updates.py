@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dflash_sglang.models.loading.checkpoint_form import quantised_layers
 from dflash_sglang.models.loading.weights import listed, of_others, unexpected_in_update
 from dflash_sglang.requests.errors import shown
+from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
     from dflash_sglang.models.draft import DFlashDraftModel
@@ -160,6 +161,28 @@ class DraftWeightUpdater:
     def _refresh_copies(self) -> None:
         for refresh in self._refresh:
             refresh()
+
+
+class CheckpointWeightUpdater:
+    """SGLang's weight updater of a draft's runner, where the draft is a part of the target's checkpoint.
+
+    The draft follows every update of the target: its model takes its own tensors, and leaves the target's.
+    """
+
+    def __init__(self, updater: Any) -> None:
+        self._updater = updater
+        self.with_target = False  # as of `DraftWeightUpdater`
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._updater, name)
+
+    def update_weights_from_tensor(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        """(success, message): tensors that do not fit are refused."""
+        try:
+            result: tuple[bool, str] = self._updater.update_weights_from_tensor(*args, **kwargs)
+        except LoadError as error:
+            return False, str(error)
+        return result
 
 
 def _names(named_tensors: Any, load_format: str | None) -> list[str]:
