@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.drafting.rings import DraftRings
+from dflash_sglang.drafting.rings import DraftRings, RingContext
 from dflash_sglang.kernels.context.rings import RingShape
 
 BLOCK, WINDOW, ROWS, WIDTH, SLOTS = 8, 24, 5, 600, 6000
@@ -212,3 +212,33 @@ def test_a_prefill_keeps_the_last_tokens_of_each_of_its_requests():
 def test_fewer_rings_than_rows_are_an_error():
     with pytest.raises(ValueError, match=r"rings=4: expected at least 5, the rows of req_to_token\."):
         Server(1, rings=4)
+
+
+def test_the_context_writer_of_rings_hands_on_whose_rows_a_step_writes_and_all_tokens_of_a_prefill():
+    """A ring may keep no more than some of a prefill's tokens; the last row of each request is found among all."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    context: Any = SimpleNamespace(
+        write=lambda *of: calls.append(("write", of)),
+        keep_last=lambda *of: calls.append(("keep_last", of)),
+        slots_of=lambda plan: plan.slots,
+    )
+    kept = torch.tensor([1, 2])
+    rings: Any = SimpleNamespace(
+        named=lambda slots: slots + 100,
+        admit=lambda batch: None,
+        assign_prefill=lambda batch, positions, slots: (kept, positions[kept], slots[kept]),
+    )
+    features, positions, slots = torch.randn(3, 4), torch.arange(3), torch.tensor([7, 8, 9])
+    requests, starts = torch.tensor([2, 5]), torch.tensor([0, 2, 3], dtype=torch.int32)
+    plan: Any = SimpleNamespace(slots=slots, req_pool_indices=requests)
+    writer = RingContext(context, rings)
+    writer.write_planned(features, positions, plan, starts)
+    ((name, of),) = calls
+    assert name == "write" and of[2].tolist() == [107, 108, 109]
+    assert of[3] is requests and of[4] is starts
+    calls.clear()
+    batch: Any = object()
+    writer.write_prefill(features, positions, plan, batch, torch.tensor([1, 2]))
+    assert [name for name, _ in calls] == ["keep_last", "write"]
+    assert calls[0][1] == (features, positions, batch)
+    assert calls[1][1][1].tolist() == [1, 2]
