@@ -34,6 +34,7 @@ from dflash_sglang.startup.copying import copies_of, renamed_slots_problem
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
+from dflash_sglang.verify.simulated_texts import SimulatedSource
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
@@ -91,6 +92,9 @@ def build_step(
         context = RingContext(draft.context_kv, rings)
     mask = draft.model.spec.mask_token_id  # None: of no meaning to a source that reads no row of the block
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
+    source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
+    if tables.acceptor.texts is not None:
+        source = SimulatedSource(source, tables.acceptor.texts)
     copies = None
     if copies_of(config) == "block":
         if not names_slots_alike(target, runner):
@@ -109,7 +113,7 @@ def build_step(
             and not draft.model.spec.has_row_less,
             draft_slots=None if rings is None else rings.assign_block,
         ),
-        _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table)),
+        source,
         Verifier(target_worker, block_size, logits, tables, tail),
         tail,
         context,

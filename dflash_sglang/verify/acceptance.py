@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
@@ -15,11 +13,6 @@ from dflash_sglang.sglang_names.scheduler import async_h2d
 from dflash_sglang.verify.simulate import forced_acceptance
 from dflash_sglang.verify.simulated_texts import SimulatedTexts
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from dflash_sglang.drafting.block import Block
-
 
 class Acceptor:
     """Accepts blocks into the slot of the step that runs. All its buffers keep their place, so that a captured
@@ -30,7 +23,7 @@ class Acceptor:
         self.slots = slots
         self.block_size, rows, device = slots.block_size, slots.max_requests, slots.device
         forced = forced_acceptance(self.block_size, simulated_acceptance, rows, device)
-        self._texts = forced if isinstance(forced, SimulatedTexts) else None
+        self.texts = forced if isinstance(forced, SimulatedTexts) else None  # what the target is said to write
         self._forced = None if isinstance(forced, SimulatedTexts) else forced
         if isinstance(self._forced, Recorded):
             slots.relay.new_seq_lens.zero_()  # `start` reads it, on every rank the same
@@ -41,12 +34,7 @@ class Acceptor:
     @property
     def knows_trees(self) -> bool:
         """Whether it is the target that accepts, or a record of candidates and which of them came true."""
-        return self._texts is None and (self._forced is None or isinstance(self._forced, Recorded))
-
-    def foretell(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> None:
-        """Of texts that the target is said to write, replace what the draft proposes by what was recorded."""
-        if self._texts is not None:
-            self._texts.foretell(batch, block, proposals)
+        return self.texts is None and (self._forced is None or isinstance(self._forced, Recorded))
 
     def start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """As `StepSlots.start`. A recorded acceptance goes on for these requests where it stopped for those that
@@ -80,8 +68,8 @@ class Acceptor:
         forced = self._forced
         if paths is not None and isinstance(forced, Recorded):
             target_ids, forced = forced.answers(requests, prefix_lens, paths.tree.depths), None
-        if self._texts is not None:
-            target_ids = self._texts.answers(tokens, prefix_lens, requests, ragged)
+        if self.texts is not None:
+            target_ids = self.texts.answers(tokens, prefix_lens, requests, ragged)
         blocks = Verification(
             tokens, target_ids, prefix_lens, requests, self.slots.current, self._max_commit, ragged
         )

@@ -785,7 +785,7 @@ def _copies(worker: Any, always: bool = False) -> None:
     step, propose = worker._step, Proposer.propose
 
     def then_look(self: Any, batch: Any, *args: Any) -> Any:
-        self._proposer.history = self._copies.history
+        Proposer.history = self._copies.history
         return step(self, batch, *args)
 
     def after_look(self: Any, batch: Any, block: Any) -> Any:

@@ -48,7 +48,8 @@ class Step:
         reqs = [SimpleNamespace(origin_input_ids=[first, 5]) for first in firsts]
         batch: Any = SimpleNamespace(req_pool_indices_cpu=self.rows, reqs=reqs)
         block: Any = SimpleNamespace(requests=self.rows, prefix_lens=self.lens, size=width)
-        acceptor.foretell(batch, block, self.proposals)
+        assert acceptor.texts is not None
+        acceptor.texts.foretell(batch, block, self.proposals)
 
     def commit(self, ragged: Ragged | None = None) -> list[list[int]]:
         slots, tokens = self.acceptor.slots, self.proposals.tokens
