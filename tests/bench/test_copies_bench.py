@@ -61,11 +61,11 @@ def test_the_draft_is_better_where_a_text_repeats_itself_and_servers_read_the_fi
         shares = texts.write(tmp_path / "texts.npz", inside)
         assert shares["rewrite"] > 0.7 and shares["edits"] > 0.4 and max(shares["code"], shares["prose"]) < 0.2
         acceptor = Acceptor(StepSlots(3, 16, "cpu"), Texts(tmp_path / "texts.npz"))
-        assert acceptor._texts is not None
+        assert acceptor.texts is not None
         again = np.concatenate([copies.repeats(text) for text in texts.tokens])
-        accepted = acceptor._texts._accepted.numpy()
+        accepted = acceptor.texts._accepted.numpy()
         lengths[inside] = [float(accepted[again].mean()), float(accepted[~again].mean())]
-        assert acceptor._texts._tokens.tolist() == [token for text in texts.tokens for token in text]
+        assert acceptor.texts._tokens.tolist() == [token for text in texts.tokens for token in text]
     assert lengths["better"][0] > 1.3 * lengths["better"][1]
     assert lengths["alike"][0] == pytest.approx(lengths["alike"][1], rel=0.1)
     for number, prompt in enumerate(prompt for prompts in texts.prompts.values() for prompt in prompts):
