@@ -62,7 +62,7 @@ def decodes(served: Any) -> list[tuple[Step, ...]]:
 def test_all_ranks_choose_one_width_for_every_step_and_not_always_the_same(served):
     widths = [{of_rank.width for of_rank in step} for step in decodes(served)]
     assert [number for number, of_step in enumerate(widths) if len(of_step) > 1] == []
-    assert len(set.union(*widths)) > 1
+    assert len(set.union(*widths)) >= 3
     if served[0] != "tensor parallel":
         assert any(of_rank.mode == "idle" for step in decodes(served) for of_rank in step)
 
