@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
-    from dflash_sglang.models.draft import Borrowed, DFlashDraftModel
+    from dflash_sglang.models.borrowed import Borrowed
+    from dflash_sglang.models.draft import DFlashDraftModel
     from dflash_sglang.patches.draft_pool import RingPool
 
 

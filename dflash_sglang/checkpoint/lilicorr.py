@@ -13,6 +13,10 @@ LILICORR_ARCHITECTURE = "LiLiCorrDraftModel"
 MAX_CANDIDATES = 16
 """Candidates per position; the scores of a step are their square."""
 
+FEATURES = 5
+"""Of a candidate: its log-probability, its probability, its log-probability less the likeliest one's, its rank
+from 0 to 1, and whether it is the likeliest."""
+
 
 @dataclass(frozen=True)
 class LiLiCorrSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +15,12 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.models.block_embedding import BlockEmbedding
+from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
 from dflash_sglang.models.context_kv.last_rows import LastRows
 from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
-from dflash_sglang.models.head.draft_head import HeadCopy, build_draft_head
-from dflash_sglang.models.head.target_head import TargetHead, find_embedding, find_head
+from dflash_sglang.models.head.draft_head import build_draft_head
+from dflash_sglang.models.head.target_head import find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer, rms_norm
 from dflash_sglang.models.loading.stacking import STACKED, still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
@@ -40,27 +40,14 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-@dataclass(frozen=True)
-class Borrowed:
-    """What the draft embeds and proposes with. Held by a plain object, so that the target's modules are no
-    submodules of the draft: its state dict and its weight updates must not reach them.
-
-    ``head_copy``: the head's weights where they are a copy, to be refreshed after an update of what was copied.
-    ``head_form``: what they are and why, for the start-up line.
-    """
-
-    embedding: BlockEmbedding
-    head: TargetHead
-    head_copy: HeadCopy | None
-    head_form: str
-
-
-class DFlashDraftModel(nn.Module):
+class DFlashDraftModel(BorrowingDraft):
     """A plain DFlash draft, or a Domino one, which has the same architecture and a head that corrects proposals.
     `bind_target` lends it the target's embedding and head after loading, unless its checkpoint holds its own.
 
     Raises DraftConfigError for a config that cannot be served.
     """
+
+    spec: DraftSpec
 
     draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
     packed_modules_mapping = {
@@ -97,9 +84,7 @@ class DFlashDraftModel(nn.Module):
             self.embed_proj = embed_proj(spec.domino, spec.hidden_size, spec.vocab_size)
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
-        self.borrowed: Borrowed | None = None
         self.last_rows: LastRows | None = None  # of a draft whose edges read them
-        self._loaded = False
 
     @staticmethod
     def layer_class(spec: DraftSpec) -> type[DraftLayer]:
@@ -215,19 +200,6 @@ class DFlashDraftModel(nn.Module):
         ]
         return ", ".join(part for part in parts if part is not None) or "none"
 
-    @property
-    def head(self) -> TargetHead:
-        """The head that proposals come from."""
-        return self._bound().head
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self._bound().embedding.table
-
-    def get_attention_sliding_window_size(self) -> int | None:
-        """Keys to the left of a query that a sliding layer sees; None without sliding layers."""
-        windows = [layer.window for layer in self.spec.layers if layer.window is not None]
-        return max(windows) - 1 if windows else None
-
     def forward_embed(self, input_ids: Tensor) -> Tensor:
         """Block ids [T] -> [T, hidden]. Its presence makes SGLang's graph runner embed inside of the graph."""
         return self._bound().embedding(input_ids).to(self.norm.weight.dtype)
@@ -282,17 +254,6 @@ class DFlashDraftModel(nn.Module):
             elif isinstance(module, GemmaRMSNorm):
                 shapes[f"{name}.weight"] = tuple(module.weight.shape)
         return {**shapes, **layer_shapes(self.spec)}
-
-    def post_load_weights(self) -> None:
-        """Called by the loaders that fill the parameters without `load_weights` (dummy, sharded state)."""
-        self._loaded = True
-
-    def _bound(self) -> Borrowed:
-        if self.borrowed is None:
-            raise RuntimeError(
-                "The draft has no embedding and no head of its own: call bind_target(target_model) first."
-            )
-        return self.borrowed
 
 
 def _one_scale(of_draft: float, of_target: float, target_model: nn.Module) -> float:

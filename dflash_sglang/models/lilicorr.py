@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,12 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec
+from dflash_sglang.checkpoint.lilicorr import FEATURES, LiLiCorrSpec
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
+from dflash_sglang.models.borrowed import Borrowed
 from dflash_sglang.models.context_kv.last_rows import Context
-from dflash_sglang.models.draft import Borrowed, DFlashDraftModel
+from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.head.target_head import find_embedding
 from dflash_sglang.models.layers import of_checkpoint
 from dflash_sglang.settings.plugin_config import DraftHeadForm
@@ -23,19 +25,8 @@ from dflash_sglang.settings.plugin_config import DraftHeadForm
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
-FEATURES = 5
-"""Of a candidate: its log-probability, its probability, its log-probability less the likeliest one's, its rank
-from 0 to 1, and whether it is the likeliest."""
-
-
-class _Makes:
-    """Linear layers of one quantisation."""
-
-    def __init__(self, quant_config: QuantizationConfig | None) -> None:
-        self._quant_config = quant_config
-
-    def linear(self, inputs: int, outputs: int, prefix: str) -> ReplicatedLinear:
-        return ReplicatedLinear(inputs, outputs, quant_config=self._quant_config, prefix=prefix)
+Make = Callable[..., ReplicatedLinear]
+"""(inputs, outputs, prefix=...) -> a layer of one quantisation."""
 
 
 def _apply(layer: ReplicatedLinear, rows: Tensor) -> Tensor:
@@ -45,10 +36,10 @@ def _apply(layer: ReplicatedLinear, rows: Tensor) -> Tensor:
 class LatticeMLP(nn.Module):
     """down_proj silu(up_proj x)"""
 
-    def __init__(self, make: _Makes, inputs: int, width: int, outputs: int, prefix: str) -> None:
+    def __init__(self, make: Make, inputs: int, width: int, outputs: int, prefix: str) -> None:
         super().__init__()
-        self.up_proj = make.linear(inputs, width, f"{prefix}.up_proj")
-        self.down_proj = make.linear(width, outputs, f"{prefix}.down_proj")
+        self.up_proj = make(inputs, width, prefix=f"{prefix}.up_proj")
+        self.down_proj = make(width, outputs, prefix=f"{prefix}.down_proj")
 
     def forward(self, rows: Tensor) -> Tensor:
         return _apply(self.down_proj, functional.silu(_apply(self.up_proj, rows)))
@@ -57,13 +48,13 @@ class LatticeMLP(nn.Module):
 class LatticeAttention(nn.Module):
     """Every candidate of a block attends to all of them. Weights have the names of torch's MultiheadAttention."""
 
-    def __init__(self, make: _Makes, spec: LiLiCorrSpec, prefix: str) -> None:
+    def __init__(self, make: Make, spec: LiLiCorrSpec, prefix: str) -> None:
         super().__init__()
         size = spec.hidden_size
         self.heads = spec.num_heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * size, size))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * size))
-        self.out_proj = make.linear(size, size, f"{prefix}.out_proj")
+        self.out_proj = make(size, size, prefix=f"{prefix}.out_proj")
 
     def forward(self, rows: Tensor, bias: Tensor) -> Tensor:
         """rows [bs * n, size]; bias [heads, n, n], added to the scores -> [bs * n, size]"""
@@ -75,7 +66,7 @@ class LatticeAttention(nn.Module):
 
 
 class LatticeLayer(nn.Module):
-    def __init__(self, make: _Makes, spec: LiLiCorrSpec, norm_eps: float, prefix: str) -> None:
+    def __init__(self, make: Make, spec: LiLiCorrSpec, norm_eps: float, prefix: str) -> None:
         super().__init__()
         size = spec.hidden_size
         self.attn_norm = RMSNorm(size, eps=norm_eps)
@@ -116,16 +107,16 @@ class LiLiCorrHead(nn.Module):
         """hidden_size, block_size: of the draft, as it was trained."""
         super().__init__()
         self.spec, self.block_size = spec, block_size
-        size, make = spec.hidden_size, _Makes(quant_config)
+        size, make = spec.hidden_size, partial(ReplicatedLinear, quant_config=quant_config)
 
         def linear(name: str, outputs: int, inputs: int = hidden_size) -> ReplicatedLinear:
-            return make.linear(inputs, outputs, f"{prefix}.{name}")
+            return make(inputs, outputs, prefix=f"{prefix}.{name}")
 
         self.token_proj = None if size == hidden_size else linear("token_proj", size)
         self.pass_hidden_proj = linear("pass_hidden_proj", size)
         self.context_proj = linear("context_proj", size)
         self.feature_norm = nn.LayerNorm(FEATURES)
-        self.feature_mlp = LatticeMLP(_Makes(None), FEATURES, size, size, f"{prefix}.feature_mlp")
+        self.feature_mlp = LatticeMLP(ReplicatedLinear, FEATURES, size, size, f"{prefix}.feature_mlp")
         self.slot_embedding = nn.Parameter(torch.empty(1, 1, block_size - 1, 1, size))
         self.rank_embedding = nn.Parameter(torch.empty(1, 1, 1, spec.candidates, size))
         self.relative_slot_bias = nn.Parameter(torch.empty(spec.num_heads, 2 * block_size - 1))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.dspark import GATED, RNN
 from dflash_sglang.checkpoint.files import TensorFacts
-from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec
+from dflash_sglang.checkpoint.lilicorr import FEATURES, LiLiCorrSpec
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
 from dflash_sglang.startup.facts import Problem
 from dflash_sglang.startup.tensor_checks import MLA_MODULES, UNPACKED_DTYPES, layer_shapes
@@ -123,7 +123,7 @@ def _lilicorr_shapes(spec: LiLiCorrSpec, hidden: int, block_size: int) -> dict[s
         **({"token_proj": (size, hidden)} if size != hidden else {}),
         "pass_hidden_proj": (size, hidden),
         "context_proj": (size, hidden),
-        "feature_mlp.up_proj": (size, 5),
+        "feature_mlp.up_proj": (size, FEATURES),
         "feature_mlp.down_proj": (size, size),
         "factor_input_proj": (size, 3 * size),
         "out_head": (factor, size),
@@ -131,8 +131,8 @@ def _lilicorr_shapes(spec: LiLiCorrSpec, hidden: int, block_size: int) -> dict[s
         "anchor_out_head": (factor, size),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "feature_norm.weight": (5,),
-        "feature_norm.bias": (5,),
+        "feature_norm.weight": (FEATURES,),
+        "feature_norm.bias": (FEATURES,),
         "slot_embedding": (1, 1, block_size - 1, 1, size),
         "rank_embedding": (1, 1, 1, spec.candidates, size),
         "relative_slot_bias": (spec.num_heads, 2 * block_size - 1),

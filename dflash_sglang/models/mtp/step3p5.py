@@ -19,7 +19,7 @@ from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.models.block_embedding import BlockEmbedding
-from dflash_sglang.models.draft import Borrowed
+from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
 from dflash_sglang.models.head.target_head import TargetHead, find_embedding
 from dflash_sglang.models.loading.stacking import stacked, still_missing
 from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
@@ -54,7 +54,7 @@ class MtpLayer(nn.Module):
         return output
 
 
-class Step3p5MTPDraftModel(nn.Module):
+class Step3p5MTPDraftModel(BorrowingDraft):
     """The chain. `bind_target` lends it the target's embedding after loading.
 
     A forward over windows (a verify, to SGLang) runs every layer over the last committed rows of each request, and
@@ -63,6 +63,7 @@ class Step3p5MTPDraftModel(nn.Module):
     Raises DraftConfigError for a config that is not served.
     """
 
+    spec: MtpSpec
     draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
     edges = None  # between candidates: a layer scores its token given the one before
     has_own_head = True
@@ -75,8 +76,6 @@ class Step3p5MTPDraftModel(nn.Module):
         self.spec = MtpSpec.from_config(draft_config(config._name_or_path, getattr(config, "_commit_hash", None)))
         base = f"{prefix}." if prefix else ""
         self.layers = nn.ModuleList(MtpLayer(config, i, f"{base}layers.{i}.") for i in range(self.spec.num_layers))
-        self.borrowed: Borrowed | None = None
-        self._loaded = False
         self._prompt: Prompt | None = None
         self.serve_blocks_of(self.spec.block_size)
 
@@ -95,19 +94,6 @@ class Step3p5MTPDraftModel(nn.Module):
             head_form=f"{len(self._heads)} of its own, as_is",
         )
         return self.borrowed
-
-    @property
-    def head(self) -> TargetHead:
-        """Of the first proposal; all of them are sharded alike."""
-        return self._bound().head
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self._bound().embedding.table
-
-    def get_attention_sliding_window_size(self) -> int | None:
-        """Keys to the left of a query that a sliding layer sees; None without sliding layers."""
-        windows = [layer.window for layer in self.spec.layers if layer.window is not None]
-        return max(windows) - 1 if windows else None
 
     def chooses(self, count: int, choose: Callable[[int, Candidates], Tensor]) -> None:
         """choose: layer i's proposals [bs] among the `count` likeliest tokens [bs, count], which the next layer
@@ -189,17 +175,6 @@ class Step3p5MTPDraftModel(nn.Module):
                 "--speculative-algorithm DFLASH."
             )
         self._loaded = True
-
-    def post_load_weights(self) -> None:
-        """Called by the loaders that fill the parameters without `load_weights`."""
-        self._loaded = True
-
-    def _bound(self) -> Borrowed:
-        if self.borrowed is None:
-            raise RuntimeError(
-                "The draft has no embedding of its own: call bind_target(target_model, recent) first."
-            )
-        return self.borrowed
 
     def _place(self, name: str) -> tuple[str | None, str | int | None]:
         """(parameter, shard) of a checkpoint's tensor; None: not of these layers."""
