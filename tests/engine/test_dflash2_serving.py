@@ -44,6 +44,7 @@ TOP_K, TEMPERATURE, DRAWS = 3, 1.6, 800
 SAMPLING = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=3, ignore_eos=True)
 LOOPED = slice(2, 5)  # of the prompts, those that the reference decodes too
 SAMPLED_PROMPT = list(held_out_prompts()[2].encode())  # no near tie at the edge of the top-k
+TINY = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)  # tokens in the shards of two ranks
 works = pytest.mark.matrix(target="Qwen3", draft="DFlash2", kv="model dtype", outcome="works")
 
 
@@ -123,16 +124,11 @@ def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(
     server, records = ours
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
-    with ThreadPoolExecutor(len(expected)) as pool:
-        answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+    answers = asked_together(server)
     for path in records.iterdir():
         path.unlink()
     assert [answer["output_ids"] for answer in answers] == expected
-    histogram = [0] * BLOCK
-    for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
+    assert_accept_lengths(answers, BLOCK, at_least=8)
 
 
 @pytest.mark.full
@@ -145,22 +141,54 @@ def test_blocks_of_any_width_are_plain_decodings_and_distributed_as_the_targets(
         CONFIG_ENV: '{"width": {}}',
     }
     with serve(TARGET, draft, environment=environment, max_running_requests=48) as server:
-        with ThreadPoolExecutor(len(expected)) as pool:
-            answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
-        assert [answer["output_ids"] for answer in answers] == expected
+        assert [answer["output_ids"] for answer in asked_together(server)] == expected
         assert_distributed(draws(server), three_tokens(target))
-        (state,) = server.get("/server_info")["internal_states"]
-    assert min(state["dflash_width"]["steps"].values()) > 0
+        assert_every_width_ran(server)
 
 
 @works
 def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, target, expected):
-    server, _ = ours
+    assert_sampled_beside_greedy(ours[0], target, expected)
+
+
+def asked_together(server: Server) -> list[dict[str, Any]]:
+    """The answers to all prompts."""
+    with ThreadPoolExecutor(len(prompts())) as pool:
+        return list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+
+
+def assert_accept_lengths(answers: list[dict[str, Any]], block: int, at_least: int) -> None:
+    """Steps of these answers accepted so many different numbers of proposals."""
+    histogram = [0] * block
+    for answer in answers:
+        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+            histogram[accepted] += count
+    assert sum(count > 0 for count in histogram) >= at_least, f"accepted proposals per step: {histogram}"
+
+
+def assert_every_width_ran(server: Server) -> None:
+    (state,) = server.get("/server_info")["internal_states"]
+    assert min(state["dflash_width"]["steps"].values()) > 0
+
+
+def assert_plain_at_every_width(server: Server, expected: list[list[int]], block: int, at_least: int) -> None:
+    """All prompts together, then one by one; at_least: as of `assert_accept_lengths`."""
+    answers = asked_together(server) + [server.generate(**request(prompt)) for prompt in prompts()]
+    assert [answer["output_ids"] for answer in answers] == expected * 2
+    assert_accept_lengths(answers, block, at_least)
+    assert_every_width_ran(server)
+
+
+def assert_sampled_beside_greedy(
+    server: Server, target: Any, expected: list[list[int]], often: float = 0.1
+) -> None:
+    """Sampled output follows the target's distribution, and greedy requests in its batches are plain decoding's;
+    often: as of `assert_distributed`."""
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(lambda: [server.generate(**request(prompt))["output_ids"] for prompt in prompts()])
         sampled = draws(server)
         assert beside.result() == expected
-    assert_distributed(sampled, three_tokens(target))
+    assert_distributed(sampled, three_tokens(target), often)
 
 
 def draws(server: Server) -> list[dict[str, Any]]:
@@ -204,21 +232,26 @@ def three_tokens(target: Any) -> dict[tuple[int, ...], float]:
     return distribution
 
 
+def assert_ranks_walk_alike(draft: Path, directory: Path) -> None:
+    """Two ranks that draw apart take the same walks of a random draft in the shape of TINY, beside a target of it,
+    and output what plain decoding does."""
+    target, _ = tiny.make_pair(directory / "pair", target=TINY)
+    ids = random.Random(0)
+    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
+    expected = test_parallel.continuations(target, [one["input_ids"] for one in asked])
+    environment = test_parallel.watched(directory)
+    with serve(target, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
+        test_parallel.assert_ranks_take_the_same_walks(server, asked, expected, directory)
+
+
 @pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="speculators DFlash2", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
     """Random models, whose tokens lie in the shards of both ranks: keys and values of a walk that only one of them
     took would be wrong. The draft is in the speculators format."""
-    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
-    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
-    config = dflash2_config(**shape)
+    config = dflash2_config(**TINY)
     draft = write_checkpoint(tmp_path / "draft", speculators_dflash2(config), dflash2_tensors(config))
-    ids = random.Random(0)
-    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
-    expected = test_parallel.continuations(target, [one["input_ids"] for one in asked])
-    environment = test_parallel.watched(tmp_path)
-    with serve(target, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
-        test_parallel.assert_ranks_take_the_same_walks(server, asked, expected, tmp_path)
+    assert_ranks_walk_alike(draft, tmp_path)
 
 
 @pytest.mark.gpu

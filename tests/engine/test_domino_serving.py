@@ -9,12 +9,9 @@ is accepted now and then.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,28 +29,25 @@ from tests.engine.test_dflash2_serving import (
     SAMPLED_PROMPT,
     SAMPLING,
     TARGET,
-    assert_distributed,
-    draws,
+    TINY,
+    assert_plain_at_every_width,
+    assert_ranks_walk_alike,
+    assert_sampled_beside_greedy,
+    expected,
     prompts,
     request,
     target,
-    three_tokens,
 )
-from tests.support import recorded_graphs, scheduler_hooks, tiny
+from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import serve
 from tests.support.reference_domino import OF_DOMINO, domino_config, domino_tensors
 from tests.support.tiny import write_checkpoint
 from training.reference import plain_generate
 
-__all__ = ["target"]
+__all__ = ["expected", "target"]
 pytestmark = pytest.mark.slow
 STATE, RANK = 192, 96
 works = pytest.mark.matrix(target="Qwen3", draft="Domino", kv="model dtype", outcome="works")
-
-
-@pytest.fixture(scope="module")
-def expected(target: Any) -> list[list[int]]:
-    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
 
 
 def domino_draft(directory: Path, shifted: bool) -> Path:
@@ -126,17 +120,7 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     first = "anchor" if shifted else "first mask"
     lines = f"\n  proposals_from: the {first}'s row\n  domino: GRU of {STATE}, rank {RANK}\n  proposals: drawn"
     assert lines in ours.log_text()
-    with ThreadPoolExecutor(len(expected)) as pool:
-        answers = list(pool.map(lambda prompt: ours.generate(**request(prompt)), prompts()))
-    answers += [ours.generate(**request(prompt)) for prompt in prompts()]
-    assert [answer["output_ids"] for answer in answers] == expected * 2
-    histogram = [0] * BLOCK
-    for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
-    (state,) = ours.get("/server_info")["internal_states"]
-    assert min(state["dflash_width"]["steps"].values()) > 0
+    assert_plain_at_every_width(ours, expected, BLOCK, at_least=8)
 
 
 @works
@@ -150,28 +134,16 @@ def test_walks_of_graphs_are_accepted(ours, shifted, target):
 
 @works
 def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, shifted, target, expected):
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(lambda: [ours.generate(**request(prompt))["output_ids"] for prompt in prompts()])
-        sampled = draws(ours)
-        assert beside.result() == expected
-    assert_distributed(sampled, three_tokens(target), often=0.1 * (not shifted))
+    assert_sampled_beside_greedy(ours, target, expected, often=0.1 * (not shifted))
 
 
 @pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="Domino", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, shifted):
     """Random models, whose tokens lie in the shards of both ranks."""
-    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
-    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
-    config = domino_config(**shape, dflash_config=dict(shift_label=shifted))
+    config = domino_config(**TINY, dflash_config=dict(shift_label=shifted))
     draft = write_checkpoint(tmp_path / "draft", config, domino_tensors(config))
-    ids = random.Random(0)
-    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
-    outputs = test_parallel.continuations(target, [one["input_ids"] for one in asked])
-    with serve(
-        target, draft, environment=test_parallel.watched(tmp_path), tp_size=2, **test_parallel.RANKS
-    ) as server:
-        test_parallel.assert_ranks_take_the_same_walks(server, asked, outputs, tmp_path)
+    assert_ranks_walk_alike(draft, tmp_path)
 
 
 @pytest.mark.full

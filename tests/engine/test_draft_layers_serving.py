@@ -12,30 +12,31 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_parallel
 from tests.engine.test_dflash2_serving import (
-    NEW_TOKENS,
+    BLOCK,
     PLAIN_DRAFT,
     TARGET,
+    assert_accept_lengths,
     assert_distributed,
+    assert_every_width_ran,
     draws,
+    expected,
     prompts,
     request,
+    target,
     three_tokens,
 )
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, laguna_tensors
 from tests.support.tiny import write_checkpoint
-from training.reference import plain_generate
 
+__all__ = ["expected", "target"]
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-
-BLOCK = 16
 
 
 class Served(NamedTuple):
@@ -75,16 +76,6 @@ def family(name: str, make: Any) -> Any:
     return pytest.param(make, id=name, marks=works)
 
 
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def expected(target: Any) -> list[list[int]]:
-    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -115,13 +106,8 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(serve
     answers = test_parallel.ask(served.server, asked, together=True)
     assert [answer["output_ids"] for answer in unaided] == expected
     assert [answer["output_ids"] for answer in answers] == expected
-    histogram = [0] * BLOCK
-    for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert sum(count > 0 for count in histogram) >= 6, f"accepted proposals per step: {histogram}"
-    (state,) = served.server.get("/server_info")["internal_states"]
-    assert min(state["dflash_width"]["steps"].values()) > 0
+    assert_accept_lengths(answers, BLOCK, at_least=6)
+    assert_every_width_ran(served.server)
     whole = dict(sampled=[*unaided, *answers], directory=served.records)
     test_parallel.assert_same_tokens_on(range(2), whole)
 

@@ -8,12 +8,9 @@ their own place and propose the next one, so that the head decides, and is accep
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,34 +19,27 @@ from safetensors.torch import load_file
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from tests.engine import test_parallel
 from tests.engine.test_dflash2_serving import (
-    NEW_TOKENS,
     PLAIN_DRAFT,
     TARGET,
-    assert_distributed,
-    draws,
+    TINY,
+    assert_plain_at_every_width,
+    assert_ranks_walk_alike,
+    assert_sampled_beside_greedy,
+    expected,
     prompts,
-    request,
     target,
-    three_tokens,
 )
-from tests.support import scheduler_hooks, tiny
+from tests.support import scheduler_hooks
 from tests.support.draft_formats import speculators_config
 from tests.support.engines import serve
 from tests.support.reference_dspark import added_tensors, dspark_config, dspark_tensors
 from tests.support.tiny import write_checkpoint
-from training.reference import plain_generate
 
-__all__ = ["target"]
+__all__ = ["expected", "target"]
 pytestmark = pytest.mark.slow
 ROWS, RANK = 7, 32
 works = pytest.mark.matrix(target="Qwen3", draft="DSpark", kv="model dtype", outcome="works")
-
-
-@pytest.fixture(scope="module")
-def expected(target: Any) -> list[list[int]]:
-    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
 
 
 def dspark_draft(directory: Path, kind: str = "vanilla") -> Path:
@@ -112,35 +102,19 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     assert f"block: {ROWS + 1} (trained {ROWS + 1})" in ours.log_text()
     head = "rank 32" if kind == "vanilla" else f"{kind}, rank 32"
     assert f"\n  proposals_from: the anchor's row\n  markov_head: {head}\n  proposals: drawn" in ours.log_text()
-    with ThreadPoolExecutor(len(expected)) as pool:
-        answers = list(pool.map(lambda prompt: ours.generate(**request(prompt)), prompts()))
-    answers += [ours.generate(**request(prompt)) for prompt in prompts()]
-    assert [answer["output_ids"] for answer in answers] == expected * 2
-    histogram = [0] * (ROWS + 1)
-    for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert sum(count > 0 for count in histogram) >= 6, f"accepted proposals per step: {histogram}"
-    (state,) = ours.get("/server_info")["internal_states"]
-    assert min(state["dflash_width"]["steps"].values()) > 0
+    assert_plain_at_every_width(ours, expected, ROWS + 1, at_least=6)
 
 
 @works
 def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, target, expected):
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(lambda: [ours.generate(**request(prompt))["output_ids"] for prompt in prompts()])
-        sampled = draws(ours)
-        assert beside.result() == expected
-    assert_distributed(sampled, three_tokens(target))
+    assert_sampled_beside_greedy(ours, target, expected)
 
 
 @pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="speculators DSpark", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, kind):
     """Random models, whose tokens lie in the shards of both ranks."""
-    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
-    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
-    config = dspark_config(**shape, markov_head_type=kind)
+    config = dspark_config(**TINY, markov_head_type=kind)
     fields = dict(
         speculators_model_type="dspark",
         architectures=["Qwen3DSparkModel"],
@@ -149,10 +123,4 @@ def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, kind):
         sample_from_anchor=True,
     )
     draft = write_checkpoint(tmp_path / "draft", speculators_config(config, **fields), dspark_tensors(config))
-    ids = random.Random(0)
-    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
-    outputs = test_parallel.continuations(target, [one["input_ids"] for one in asked])
-    with serve(
-        target, draft, environment=test_parallel.watched(tmp_path), tp_size=2, **test_parallel.RANKS
-    ) as server:
-        test_parallel.assert_ranks_take_the_same_walks(server, asked, outputs, tmp_path)
+    assert_ranks_walk_alike(draft, tmp_path)

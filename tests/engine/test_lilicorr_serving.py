@@ -7,9 +7,7 @@ The draft is the trained plain one with a random head that favours the likeliest
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,17 @@ from tests.engine.test_dflash2_serving import (
     NEW_TOKENS,
     PLAIN_DRAFT,
     TARGET,
-    assert_distributed,
-    draws,
+    TINY,
+    asked_together,
+    assert_plain_at_every_width,
+    assert_ranks_walk_alike,
+    assert_sampled_beside_greedy,
+    expected,
     prompts,
     request,
     target,
-    three_tokens,
 )
-from tests.support import recorded_graphs, scheduler_hooks, tiny
+from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import serve
 from tests.support.reference_lilicorr import (
     SIZES,
@@ -43,9 +44,9 @@ from tests.support.reference_lilicorr import (
     lilicorr_tensors,
 )
 from tests.support.tiny import write_checkpoint
-from training.reference import generate, plain_generate
+from training.reference import generate
 
-__all__ = ["target"]
+__all__ = ["expected", "target"]
 pytestmark = pytest.mark.slow
 works = pytest.mark.matrix(target="Qwen3", draft="LiLiCorr", kv="model dtype", outcome="works")
 
@@ -64,11 +65,6 @@ def config_and_tensors() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         added[f"lilicorr.{name}.bias"][0] += 2
     added = {name: tensor.bfloat16() for name, tensor in added.items()}
     return config, {**load_file(PLAIN_DRAFT / "model.safetensors"), **added}
-
-
-@pytest.fixture(scope="module")
-def expected(target: Any) -> list[list[int]]:
-    return [plain_generate(target, prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts()]
 
 
 @pytest.fixture(scope="module")
@@ -102,29 +98,14 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     assert "\n  lilicorr: 2 layers of 48 over 8 candidates\n  proposals: drawn" in server.log_text()
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
-    with ThreadPoolExecutor(len(expected)) as pool:
-        answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
-    answers += [server.generate(**request(prompt)) for prompt in prompts()]
+    assert_plain_at_every_width(server, expected, BLOCK, at_least=8)
     for path in records.iterdir():
         path.unlink()
-    assert [answer["output_ids"] for answer in answers] == expected * 2
-    histogram = [0] * BLOCK
-    for answer in answers:
-        for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert sum(count > 0 for count in histogram) >= 8, f"accepted proposals per step: {histogram}"
-    (state,) = server.get("/server_info")["internal_states"]
-    assert min(state["dflash_width"]["steps"].values()) > 0
 
 
 @works
 def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, target, expected):
-    server, _ = ours
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(lambda: [server.generate(**request(prompt))["output_ids"] for prompt in prompts()])
-        sampled = draws(server)
-        assert beside.result() == expected
-    assert_distributed(sampled, three_tokens(target), often=0.02)
+    assert_sampled_beside_greedy(ours[0], target, expected, often=0.02)
 
 
 @works
@@ -134,8 +115,7 @@ def test_blocks_are_accepted_as_the_reference_loop_accepts_them(draft, target, e
     reference = ReferenceLiLiCorr.of_target(*config_and_tensors(), target.get_input_embeddings())
     environment = recorded_graphs.recording(tmp_path) if graphs else {"DFLASH_SGLANG_REQUIRE": "1"}
     with serve(TARGET, draft, environment=environment, max_running_requests=48) as server:
-        with ThreadPoolExecutor(len(expected)) as pool:
-            answers = list(pool.map(lambda prompt: server.generate(**request(prompt)), prompts()))
+        answers = asked_together(server)
     assert [answer["output_ids"] for answer in answers] == expected
     lengths: list[int] = []
     for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
@@ -149,17 +129,9 @@ def test_blocks_are_accepted_as_the_reference_loop_accepts_them(draft, target, e
 @pytest.mark.matrix(target="Qwen3", draft="LiLiCorr", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path):
     """Random models, whose tokens lie in the shards of both ranks."""
-    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
-    target, _ = tiny.make_pair(tmp_path / "pair", target=shape)
-    config = lilicorr_config(**shape)
+    config = lilicorr_config(**TINY)
     draft = write_checkpoint(tmp_path / "draft", config, lilicorr_tensors(config))
-    ids = random.Random(0)
-    asked = [request([ids.randrange(4, 40) for _ in range(length)]) for length in (3, 17, 64)]
-    outputs = test_parallel.continuations(target, [one["input_ids"] for one in asked])
-    with serve(
-        target, draft, environment=test_parallel.watched(tmp_path), tp_size=2, **test_parallel.RANKS
-    ) as server:
-        test_parallel.assert_ranks_take_the_same_walks(server, asked, outputs, tmp_path)
+    assert_ranks_walk_alike(draft, tmp_path)
 
 
 @pytest.mark.full

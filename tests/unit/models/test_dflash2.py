@@ -86,23 +86,28 @@ VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
 def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_accept_lengths(
     tmp_path, overrides, block
 ):
-    from dflash_sglang.drafting.row_reader import RowReader
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
     config = dflash2_config(**{**overrides})
     model = make_draft(tmp_path, config)
-    target = Target()
-    model.bind_target(target)
     model.serve_blocks_of(block)
     served = dict(config, dflash_config={**config["dflash_config"], "block_size": block})
     reference = ReferenceDFlash2.from_weights(served, dflash2_tensors(config))
-    proposals = RowReader(model.head, model.edges, 2, block - 1, drawn=False, device="cpu")
-    pool = layers.make_pool(model)
-    context = ContextKV(model)
+    assert_steps_equal(model, reference, block)
+
+
+def assert_steps_equal(model: Any, reference: Any, block: int) -> None:
+    """Rows and proposals over three steps of two requests. As verify does, steps write context KV of all rows of a
+    block, accepted or not."""
+    from dflash_sglang.drafting.row_reader import RowReader
+    from dflash_sglang.models.context_kv.projection import ContextKV
+
+    target = Target()
+    model.bind_target(target)
+    reader = RowReader(model.head, model.edges, 2, block - 1, drawn=False, device="cpu")
+    pool, context = layers.make_pool(model), ContextKV(model)
     context.bind(pool)
     generator = torch.Generator().manual_seed(3)
     table = 1 + torch.randperm(200, generator=generator).view(2, 100)  # slot of each request's positions
-    features = torch.randn(2, 100, 3 * config["hidden_size"], generator=generator)  # of the committed text
+    features = torch.randn(2, 100, model.fc.input_size, generator=generator)  # of the committed text
     lengths = list(PREFIXES)
     for request, length in enumerate(lengths):
         context.write(features[request, :length], torch.arange(length), table[request, :length])
@@ -114,14 +119,13 @@ def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_ac
         attention = layers.PlainAttention(pool, list(zip(table, lengths, strict=True)), block)
         hidden = layers.run_draft(model, embeds.flatten(0, 1).clone(), torch.cat(rows), attention)
         hidden = hidden.view(2, block, -1)
-        proposals.write(hidden[:, 1:], tokens)
+        reader.write(hidden[:, 1:], tokens)
         for request, length in enumerate(lengths):
             known = reference.context_kv(features[request, :length], torch.arange(length))
             expected = reference.block(embeds[request], rows[request], known)
             torch.testing.assert_close(hidden[request], expected, rtol=1e-4, atol=1e-4)
             anchor = int(tokens[request, 0])
             assert tokens[request, 1:].tolist() == reference.propose(expected, target.lm_head, anchor)
-        # The verify writes context KV of all rows: the committed ones, then those of rejected proposals.
         for request, accept in enumerate(accepts):
             new = features[request, rows[request]].clone()
             new[accept:] = 1e3

@@ -18,8 +18,7 @@ from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, layer_tensors, reference_draft
 from tests.support.tiny import draft_config, write_checkpoint
-from tests.unit.models.test_dflash2 import PREFIXES, Target
-from training.reference import ReferenceDraft
+from tests.unit.models.test_dflash2 import Target, assert_steps_equal
 
 pytestmark = layers.cpu_only
 
@@ -70,44 +69,6 @@ def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_ac
     assert foreign(config) is None
     tensors = layer_tensors(config)
     assert_steps_equal(make_draft(tmp_path, config, tensors), reference_draft(config, tensors), block)
-
-
-def assert_steps_equal(model: Any, reference: ReferenceDraft, block: int) -> None:
-    """Two requests, context KV of all rows of each block, accepted or not."""
-    from dflash_sglang.drafting.row_reader import RowReader
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
-    target = Target()
-    model.bind_target(target)
-    reader = RowReader(model.head, model.edges, 2, block - 1, drawn=False, device="cpu")
-    pool, context = layers.make_pool(model), ContextKV(model)
-    context.bind(pool)
-    generator = torch.Generator().manual_seed(3)
-    table = 1 + torch.randperm(200, generator=generator).view(2, 100)  # slot of each request's positions
-    features = torch.randn(2, 100, model.fc.input_size, generator=generator)  # of the committed text
-    lengths = list(PREFIXES)
-    for request, length in enumerate(lengths):
-        context.write(features[request, :length], torch.arange(length), table[request, :length])
-
-    for accepts in ((1, block), (4, 3), (block, 1)):
-        tokens = torch.randint(0, 320, (2, block), generator=generator)
-        embeds = model.forward_embed(tokens)
-        rows = [torch.arange(length, length + block) for length in lengths]
-        attention = layers.PlainAttention(pool, list(zip(table, lengths, strict=True)), block)
-        hidden = layers.run_draft(model, embeds.flatten(0, 1).clone(), torch.cat(rows), attention)
-        hidden = hidden.view(2, block, -1)
-        reader.write(hidden[:, 1:], tokens)
-        for request, length in enumerate(lengths):
-            known = reference.context_kv(features[request, :length], torch.arange(length))
-            expected = reference.block(embeds[request], rows[request], known)
-            torch.testing.assert_close(hidden[request], expected, rtol=1e-4, atol=1e-4)
-            anchor = int(tokens[request, 0])
-            assert tokens[request, 1:].tolist() == reference.propose(expected, target.lm_head, anchor)
-        for request, accept in enumerate(accepts):
-            new = features[request, rows[request]].clone()
-            new[accept:] = 1e3
-            context.write(new, rows[request], table[request, rows[request]])
-            lengths[request] += accept
 
 
 @pytest.mark.parametrize("fields", families())
