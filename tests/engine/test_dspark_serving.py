@@ -91,7 +91,7 @@ def pairs_of_letters(vocab: int) -> dict[str, torch.Tensor]:
     text, counts = list("\n".join(held_out_prompts()).encode()), torch.full((vocab, vocab), 0.05)
     for before, after in pairwise(text):
         counts[before, after] += 1
-    u, s, v = torch.linalg.svd(2 * (counts / counts.sum(1, keepdim=True)).log())
+    u, s, v = torch.linalg.svd(3 * (counts / counts.sum(1, keepdim=True)).log())
     kept = s[:RANK].sqrt()
     w1, w2 = u[:, :RANK] * kept, v[:RANK].T * kept
     return {"markov_head.markov_w1.weight": w1.contiguous(), "markov_head.markov_w2.weight": w2.contiguous()}
