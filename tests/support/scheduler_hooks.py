@@ -53,7 +53,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -219,22 +219,25 @@ def _features(worker: Any) -> None:
     from dflash_sglang.verify.verifier import Verifier
 
     directory = Path(os.environ[RECORDS_ENV])
-    write, forward = ContextKV.write_planned, Verifier._forward
+    forward = Verifier._forward
     count = itertools.count()
 
     def note(features: torch.Tensor, positions: torch.Tensor) -> None:
         torch.save((positions.cpu(), features.float().cpu()), directory / f"{next(count)}.features")
 
-    def noting(self: Any, features: torch.Tensor, positions: torch.Tensor, loc_plan: Any) -> None:
-        if not (directory / "borrowed").exists():
-            model = self._model
-            ids = torch.tensor([model.spec.mask_token_id, 7], device=features.device)
-            with torch.no_grad():
-                embeddings = model.forward_embed(ids)
-                tensors = (ids, embeddings, model.head.logits(embeddings))
-            torch.save(tuple(tensor.cpu() for tensor in tensors), directory / "borrowed")
-        note(features, positions)
-        write(self, features, positions, loc_plan)
+    def noting(write: Callable[..., None]) -> Callable[..., None]:
+        def noted(self: Any, features: torch.Tensor, positions: torch.Tensor, *of: Any) -> None:
+            if not (directory / "borrowed").exists():
+                model = self._model
+                ids = torch.tensor([model.spec.mask_token_id, 7], device=features.device)
+                with torch.no_grad():
+                    embeddings = model.forward_embed(ids)
+                    tensors = (ids, embeddings, model.head.logits(embeddings))
+                torch.save(tuple(tensor.cpu() for tensor in tensors), directory / "borrowed")
+            note(features, positions)
+            write(self, features, positions, *of)
+
+        return noted
 
     def then_note(self: Any, batch: Any, block: Any, of: Any) -> Any:
         result = forward(self, batch, block, of)
@@ -242,7 +245,10 @@ def _features(worker: Any) -> None:
             note(result.logits_output.hidden_states[: len(of.rows.positions)], of.rows.positions)
         return result
 
-    ContextKV.write_planned, Verifier._forward = noting, then_note
+    ContextKV.write_prefill, ContextKV.write_planned = map(
+        noting, (ContextKV.write_prefill, ContextKV.write_planned)
+    )
+    Verifier._forward = then_note
 
 
 def _blindfold(worker: Any) -> None:
