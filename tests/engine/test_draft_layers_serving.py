@@ -57,9 +57,13 @@ def gemma_norms() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def gemma_norms_and_swigluoai() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The same with an activation that it was not trained with."""
+    """The same, written down for gate * sigmoid(alpha * gate) * (up + 1), where silu(gate) * up is what it was
+    trained with: with gates a part of alpha as large and `up` four times, it is silu(gate) * (up + 1 / 4)."""
     config, tensors = gemma_norms()
-    return {**config, **SWIGLU}, tensors
+    alpha, times = SWIGLU["swiglu_alpha"], 4
+    scales = {"gate_proj": 1 / alpha, "up_proj": times, "down_proj": alpha / times}
+    tensors = {name: tensor * scales.get(name.split(".")[-2], 1) for name, tensor in tensors.items()}
+    return {**config, **SWIGLU, "swiglu_limit": 4.0}, tensors
 
 
 def laguna() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
