@@ -1,11 +1,13 @@
-"""How SGLang's graph runners capture: at which sizes, and without collecting the whole heap's garbage."""
+"""How SGLang's graph runners capture: at which sizes, after how many runs, and without collecting the whole heap's
+garbage."""
 
 from __future__ import annotations
 
 import gc
 import math
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
@@ -13,10 +15,11 @@ from dflash_sglang.patches.apply import replaced
 from dflash_sglang.sglang_names.scheduler import (
     get_cuda_graph_batch_size_alignment,
     get_exec,
+    get_flags,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -37,6 +40,19 @@ def shared_evenly(sizes: Sequence[int], runner: ModelRunner, width: int) -> list
     ranks = get_cuda_graph_batch_size_alignment(gathered_buffer_required=gathers)
     multiple = ranks // math.gcd(ranks, width)
     return sorted({-(-size // multiple) * multiple for size in sizes})
+
+
+def capture_one(
+    capture: Callable[..., None], backend: Any, key: Any, forward: Callable[[], Any], *args: Any, **kwargs: Any
+) -> None:
+    """Hook around `FullCudaGraphBackend.capture_one`: a forward runs once before it is captured, not twice.
+
+    One run is needed: Triton loads a kernel at its first launch, which CUDA forbids in a capture. A backend's
+    first forward runs twice, as does each that torch.compile compiles.
+    """
+    twice = not backend._graphs or get_flags().capture.enable_torch_compile
+    runs = chain([] if twice else [lambda: None], repeat(forward))
+    capture(backend, key, lambda: next(runs)(), *args, **kwargs)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import (
     get_disagg,
     get_exec,
+    get_flags,
     get_memory,
     get_model,
     get_observability,
@@ -172,6 +173,7 @@ __all__ = [
     "get_disagg",
     "get_dp_tp_group",
     "get_exec",
+    "get_flags",
     "get_memory",
     "get_model",
     "get_observability",
