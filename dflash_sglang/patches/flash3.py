@@ -4,7 +4,7 @@ Schedules: for blocks, each layer launches a kernel that finds the same tile sch
 forward makes it once, as SGLang's backend does for decode, with one query per request.
 Queries: the backend first copies the queries of each layer, a slice of the projection's rows. Here the kernel
 reads them where they lie.
-What both save of a step: `docs/internals/optimisations.md`.
+What both save of a step: `docs/reference/optimisations.md`.
 Trees: the kernel attends to the prefixes, and `add_tree_keys` lets the nodes attend to each other.
 """
 

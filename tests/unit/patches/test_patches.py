@@ -23,6 +23,7 @@ from dflash_sglang.patches.table import PATCHES, Patch
 from dflash_sglang.settings.plugin_config import PluginConfigError
 from dflash_sglang.sglang_names import probe
 from dflash_sglang.sglang_names.probe import SGLangMismatchError
+from tests.support.patches_table import PAGE, page
 
 OF_0_5_22 = Path(__file__).parents[2] / "support" / "sglang_0.5.22.json"
 HOOKS = [patch for patch in PATCHES if patch.kind == "hook around"]
@@ -109,9 +110,7 @@ def test_no_other_module_changes_sglang() -> None:
 
 
 def test_the_document_has_every_row() -> None:
-    page = Path(hooks.__file__).parents[1] / "docs" / "internals" / "patches.md"
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \| `(sglang\S+)` \|", page.read_text(), re.MULTILINE)
-    assert rows == [(patch.name, patch.target) for patch in PATCHES]
+    assert PAGE.read_text() == page(), "python -m tests.support.patches_table writes it"
 
 
 # ---- Breakages ---------------------------------------------------------------------------------------------
