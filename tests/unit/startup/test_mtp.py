@@ -18,7 +18,7 @@ from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import mtp_config
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from dflash_sglang.sglang_names.launcher import resolving_view
+from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from dflash_sglang.startup.facts import StartupError
 from tests.support.start_up import hook_config_parser
 from tests.unit.startup.test_validation import launch_arguments
@@ -86,6 +86,33 @@ def test_what_is_read(checkpoint: Path) -> None:
     assert [(layer.kind, layer.window) for layer in spec.layers] == [("sliding_attention", 25)] * 3
     assert [spec.draft_rows(width) for width in (2, 3, 4)] == [4, 4, 4]
     assert "layers.5." in spec.prefix(0)
+    assert spec.reach == 2 * 4 + 25
+
+
+FULL, SLIDING = step3p5.FULL, step3p5.SLIDING
+TARGET = step3p5.TYPES[: step3p5.LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("types", "flags", "groups"),
+    [
+        ([*TARGET, SLIDING, FULL, SLIDING], (), ([1], [0, 2])),
+        ([*TARGET, SLIDING, SLIDING, SLIDING], (), ([], [0, 1, 2])),
+        ([*TARGET, SLIDING, FULL, SLIDING], ("--disable-hybrid-swa-memory",), None),
+        ([*TARGET, FULL, FULL, FULL], (), None),
+        ([SLIDING] * 8, (), None),
+    ],
+)
+def test_sliding_layers_are_a_kv_group_where_the_targets_are(
+    types: list[str], flags: tuple[str, ...], groups: Any, tmp_path: Path, launcher: None
+) -> None:
+    target = step3p5.write(tmp_path / "target", types)
+    served = launch(target, target, *flags)
+    assert not isinstance(served, str), served
+    read = draft_model_config_of(served, str(target))
+    assert read.is_hybrid_swa == (groups is not None)
+    if groups is not None:
+        assert (read.full_attention_layer_ids, read.swa_attention_layer_ids) == groups
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
