@@ -230,3 +230,39 @@ def test_layers_in_fp8_are_refused(checkpoint: Path, tmp_path: Path, launcher: N
 
 def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
     assert "multi-token-prediction layers" in (mixed_up(checkpoint, checkpoint) or "")
+
+
+BUILT_IN: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
+    "EAGLE": (("EAGLE",), {}, True),
+    "NEXTN": (("NEXTN",), {}, True),
+    "another algorithm": (("EAGLE3",), {}, False),
+    "a draft of its own": (("EAGLE", "--speculative-draft-model-path", "other/draft"), {}, False),
+    "a flag that is not served": (("EAGLE", "--enable-streaming-session"), {}, False),
+    "a device that is not served": (("EAGLE", "--device", "cuda"), {}, False),
+    "another target": (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
+    "no layers": (("EAGLE",), dict(num_nextn_predict_layers=None), False),
+    "layers that are not served": (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),
+}
+
+
+@pytest.mark.parametrize("case", BUILT_IN)
+def test_a_launch_with_sglangs_algorithm_is_told_of_ours_and_is_left_alone(
+    case: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    (algorithm, *flags), fields, is_told = BUILT_IN[case]
+    target, seen, lines = changed(checkpoint, tmp_path / "target", **fields), list[Any](), list[str]()
+    monkeypatch.setattr(hooks.logger, "info", lambda text, *of: lines.append(text % of))
+    asked = prepare_server_args(
+        ["--model-path", str(target), "--device", "cpu", "--speculative-algorithm", algorithm, *flags]
+    )
+    before = vars(asked).copy()
+    hooks.handle_speculative_decoding(seen.append, asked)
+    assert seen == [asked] and vars(asked) == before
+    told = (
+        f"--speculative-algorithm {algorithm} runs SGLang's built-in worker. With --speculative-algorithm "
+        f"DFLASH --speculative-draft-model-path {target} dflash_sglang drafts with the same "
+        "multi-token-prediction layers."
+    )
+    assert lines == ([told] if is_told else [])
