@@ -13,10 +13,12 @@ from dflash_sglang.checkpoint import flattened, is_speculators, read_config
 from dflash_sglang.checkpoint.dspark import is_dspark
 from dflash_sglang.checkpoint.families import Foreign, foreign
 from dflash_sglang.checkpoint.files import draft_config
+from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, check_environment, required
 from dflash_sglang.sglang_names.probe import check_symbols
+from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP
 
 logger = logging.getLogger(__name__)
 
@@ -124,21 +126,46 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
 
 
 def _tell_of_dflash(server_args: Any) -> None:
-    """For a launch with DSPARK, which is SGLang's own: says so where this package would serve the draft."""
-    if (server_args.speculative_algorithm or "").upper() != "DSPARK":
+    """For a launch with an algorithm that is SGLang's own: says so where this package would serve the draft."""
+    algorithm = (server_args.speculative_algorithm or "").upper()
+    try:
+        if algorithm == "DSPARK":
+            instead = _instead_of_dspark(server_args)
+        elif algorithm in ("EAGLE", "NEXTN"):
+            instead = _instead_of_eagle(server_args)
+        else:
+            return
+    except (OSError, ValueError):  # a config.json that SGLang reports, or that this package does not serve
         return
+    if instead is not None:
+        logger.info("--speculative-algorithm %s runs SGLang's built-in worker. %s", algorithm, instead)
+
+
+def _instead_of_dspark(server_args: Any) -> str | None:
     path = server_args.speculative_draft_model_path
     if path is None:  # the target holds its draft
-        return
-    try:
-        config = draft_config(path, server_args.speculative_draft_model_revision)
-    except (OSError, ValueError):  # SGLang's to report
-        return
-    if is_dspark(config) and foreign(config) is None:
-        logger.info(
-            "--speculative-algorithm DSPARK runs SGLang's built-in worker. With --speculative-algorithm DFLASH "
-            "dflash_sglang serves this draft."
-        )
+        return None
+    config = draft_config(path, server_args.speculative_draft_model_revision)
+    if not is_dspark(config) or foreign(config) is not None:
+        return None
+    return "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
+
+
+def _instead_of_eagle(server_args: Any) -> str | None:
+    """Of a target whose own multi-token-prediction layers are the draft, in a launch that they could serve."""
+    path = server_args.model_path
+    if server_args.speculative_draft_model_path not in (None, path):
+        return None
+    config = draft_config(path, server_args.revision)
+    if not holds_mtp(config):
+        return None
+    MtpSpec.from_config(config)
+    if any(getattr(server_args, row.field) != row.off for row in UNSERVED_WITH_MTP):
+        return None
+    return (
+        f"With --speculative-algorithm DFLASH --speculative-draft-model-path {path} dflash_sglang drafts with the "
+        "same multi-token-prediction layers."
+    )
 
 
 @functools.cache

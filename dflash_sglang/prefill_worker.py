@@ -127,6 +127,11 @@ class PrefillWorker(BaseSpecWorker):
         """The draft's, which SGLang writes to `draft_url` of `save_remote_model`."""
         return self._draft.runner
 
+    @property
+    def draft_swa_window(self) -> int:
+        """Sliding slots behind the last committed token that the scheduler's prefix cache keeps."""
+        return self._draft.swa_window
+
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
         return [("draft", self._draft.runner)]
 

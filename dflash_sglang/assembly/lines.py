@@ -140,7 +140,8 @@ def memory_line(draft: LoadedDraft, tables: Tables | None = None, copies: Copies
 
 def _kv_kept(draft: LoadedDraft, pool: Any) -> str:
     if isinstance(draft.rings, str):
-        return f"{pool.size} tokens"
+        sliding = f", {pool.size_swa} of sliding layers" if draft.swa_window else ""
+        return f"{pool.size} tokens{sliding}"
     if draft.rings.rings is None:
         return f"{pool.size} tokens ({draft.rings.why_whole})"
     return f"{draft.rings.rings} rings of {draft.rings.shape.size} tokens"

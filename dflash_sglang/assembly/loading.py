@@ -79,6 +79,12 @@ class LoadedDraft:
         """Once the target's pool is sized."""
         return not isinstance(self.rings, str) and self.rings.rings is not None
 
+    @property
+    def swa_window(self) -> int:
+        """Sliding slots behind the last committed token that the draft needs; 0 where it has full slots only."""
+        spec = self.model.spec
+        return spec.reach if isinstance(spec, MtpSpec) and self.runner.model_config.is_hybrid_swa else 0
+
     def pool_config(self, of_target: Any) -> Any:
         """SGLang's MemoryPoolConfig of the draft's pool."""
         return of_target if isinstance(self.rings, str) else self.rings.config_of_draft(of_target)
@@ -171,6 +177,11 @@ def _load_mtp(bundle: Any, target: ModelRunner, layout: Any, config: PluginConfi
     recent = RecentRows(most_rows(), rows, spec.num_layers, spec.hidden_size, runner.dtype, runner.device)
     borrowed = model.bind_target(target.model, recent)
     weight_updates.install(target, runner, None, None)
+    slots = "multi-token-prediction layers have the target's slots"
+    if runner.model_config.is_hybrid_swa:
+        of_groups = runner.model_config.full_attention_layer_ids, runner.model_config.swa_attention_layer_ids
+        draft_pool.price_groups(*map(len, of_groups))
+        slots += ", sliding ones its sliding slots"
     return LoadedDraft(
         worker=bundle.draft_worker,
         runner=runner,
@@ -184,7 +195,7 @@ def _load_mtp(bundle: Any, target: ModelRunner, layout: Any, config: PluginConfi
         drafts=True,
         draws_proposals=config.draws(joint=True),
         proposed_tokens=None,
-        rings="multi-token-prediction layers have the target's slots",
+        rings=slots,
     )
 
 

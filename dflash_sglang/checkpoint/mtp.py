@@ -69,7 +69,7 @@ class MtpSpec:
             raise DraftConfigError(
                 "attention_other_setting.num_attention_groups",
                 of_sliding,
-                f"num_attention_groups={groups!r}: the layers share one KV pool",
+                f"num_attention_groups={groups!r}: SGLang's KV pools of this target have one number of heads",
                 _NO_WAY,
             )
         sparse = map(int, filter(None, str(config.get("moe_layers_enum") or "").split(",")))
@@ -113,14 +113,27 @@ class MtpSpec:
         del width
         return self.block_size
 
+    @property
+    def reach(self) -> int:
+        """Positions before the last token whose keys and values a forward of a sliding layer reads or writes. The
+        first window after steps of width 1 starts two windows back, and each row sees a sliding window."""
+        return 2 * self.block_size + max((layer.window or 0 for layer in self.layers), default=0)
+
     def prefix(self, layer: int) -> str:
         """Of the names of a layer's tensors in the checkpoint; layer: counted from 0."""
         return f"model.layers.{self.num_target_layers + layer}."
 
 
 def alone(config: Any, spec: MtpSpec) -> None:
-    """Make the target's transformers config that of its MTP layers: a model of these layers alone."""
+    """Make the target's transformers config that of its MTP layers: a model of these layers alone.
+
+    Beside a target with both kinds of layers SGLang gives them a pool of two KV groups, as the target has: sliding
+    layers at the target's sliding slots, others at its full ones.
+    """
     first, count = spec.num_target_layers, spec.num_layers
+    slides = [layer.kind == "sliding_attention" for layer in spec.layers]
+    if any(slides) and "full_attention" in config.layer_types[:first]:
+        config.is_hybrid_swa, config.hybrid_layer_pattern = True, list(map(int, slides))
     config.architectures = [ARCHITECTURE]
     for name in _PER_LAYER:
         values = getattr(config, name, None)

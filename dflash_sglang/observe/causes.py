@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_sglang.checkpoint.in_words import layers_read
+from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.observe.alarm import FELL, Raised, Window
 
 if TYPE_CHECKING:
     from dflash_sglang.checkpoint import DraftSpec
-    from dflash_sglang.checkpoint.mtp import MtpSpec
 
 PAGE = "docs/guide/troubleshooting.md"
 
@@ -51,7 +51,10 @@ class Causes:
             f"{self.spec.max_position_embeddings})",
         ]
         if raised.state == FELL:
-            return ["weights of the target were updated, and the draft's were not", pair, text, *facts]
+            update = "weights of the target were updated, and the draft's were not"
+            if isinstance(self.spec, MtpSpec):  # an update of the target reaches them
+                update = "weights of the target were updated without those of its multi-token-prediction layers"
+            return [update, pair, text, *facts]
         return [*facts, pair, text]
 
 

@@ -2,17 +2,20 @@
 
 SGLang gives the draft as many slots as the target. Here the bytes of the rings are taken off the budget, and a
 token costs the target's bytes. Where rings would not be smaller than the whole pool, SGLang's arithmetic stays.
+
+A draft with layers at the target's sliding slots has fewer of these than of full ones, and is priced by both.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from typing import Any
 
 from dflash_sglang.kernels.context.rings import RingShape
 from dflash_sglang.patches.apply import replace
-from dflash_sglang.sglang_names.scheduler import KVCacheConfigurator, get_schedule
+from dflash_sglang.sglang_names.scheduler import KVCacheConfigurator, SWARequestCapPoolConfigurator, get_schedule
 
 _LEAST = 1  # bytes that SGLang adds to a token for the draft: with none it takes a share of the target's layers
 
@@ -56,6 +59,30 @@ def install(shape: RingShape) -> RingPool:
 
     replace("draft-pool", KVCacheConfigurator, config_from_budget)
     return pool
+
+
+def price_groups(full: int, sliding: int) -> None:
+    """Before the target's pools are sized, for a draft with this many layers at full and at sliding slots: SGLang
+    prices all of them at full slots."""
+    sized = KVCacheConfigurator.config_from_budget
+
+    def config_from_budget(configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
+        of_token = configurator.dflash_draft_cell_size_per_token
+        if configurator.is_draft_worker or not configurator.is_hybrid_swa or of_token is None:
+            return sized(configurator, budget_bytes, cap_tokens=cap_tokens)
+        of_layer = of_token // (full + sliding)
+        fixed = SWARequestCapPoolConfigurator.is_applicable(configurator)
+        share = 0.0 if fixed else get_schedule().swa_full_tokens_ratio  # sliding slots by full slot
+        configurator.dflash_draft_cell_size_per_token = math.ceil(of_layer * (full + share * sliding))
+        try:
+            if fixed:
+                slots = sized(configurator, budget_bytes).swa_max_total_num_tokens
+                budget_bytes -= slots * sliding * of_layer
+            return sized(configurator, budget_bytes, cap_tokens=cap_tokens)
+        finally:
+            configurator.dflash_draft_cell_size_per_token = of_token
+
+    replace("draft-pool", KVCacheConfigurator, config_from_budget)
 
 
 def running_requests(configurator: Any) -> int | None:

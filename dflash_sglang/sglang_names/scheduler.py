@@ -52,6 +52,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.pool_configurator import SWARequestCapPoolConfigurator
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 from sglang.srt.models.utils import WeightsMapper
@@ -105,6 +106,7 @@ __all__ = [
     "SIMULATE_ACC_LEN",
     "SIMULATE_ACC_METHOD",
     "SIMULATE_ACC_TOKEN_MODE",
+    "SWARequestCapPoolConfigurator",
     "WEIGHT_LOADER_V2_SUPPORTED",
     "BaseSpecWorker",
     "CaptureHiddenMode",

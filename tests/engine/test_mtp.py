@@ -43,8 +43,8 @@ def checkpoint() -> Path:
 
 
 @functools.cache
-def reference() -> Reference:
-    return Reference(checkpoint())
+def reference(target: Path | None = None) -> Reference:
+    return Reference(target or checkpoint())
 
 
 def prompts() -> list[list[int]]:
@@ -103,20 +103,21 @@ def noted(records: Path) -> list[Noted]:
     return [block for block in (Noted(*json.loads(line)) for line in lines) if block.rid.startswith("text")]
 
 
-def wrong_proposals(blocks: Sequence[Noted], texts: dict[str, list[int]]) -> int:
-    """Blocks whose proposals are not the reference's for the text before them."""
+def wrong_proposals(blocks: Sequence[Noted], texts: dict[str, list[int]], target: Path | None = None) -> int:
+    """Blocks whose proposals are not the reference's for the text before them; target: another checkpoint."""
     count = 0
     for block in blocks:
         text = texts[block.rid][: block.prefix + 1]
         if len(text) == block.prefix + 1:  # else the step began behind the request's end
             chosen = (*block.chosen, *[0] * (MTP_LAYERS - len(block.chosen)))
-            count += block.likeliest != expected(tuple(text), chosen)[: len(block.likeliest)]
+            proposed = expected(tuple(text), chosen, target)
+            count += block.likeliest != proposed[: len(block.likeliest)]
     return count
 
 
 @functools.cache
-def expected(text: tuple[int, ...], chosen: tuple[int, ...]) -> list[int]:
-    return reference().propose(torch.tensor(text), torch.tensor(chosen))[0].tolist()
+def expected(text: tuple[int, ...], chosen: tuple[int, ...], target: Path | None) -> list[int]:
+    return reference(target).propose(torch.tensor(text), torch.tensor(chosen))[0].tolist()
 
 
 def ask(server: Server, records: Path) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:

@@ -354,6 +354,21 @@ def _mtp_short(worker: Any) -> None:
     RecentRows.window = shorter
 
 
+def _freed(worker: Any) -> None:
+    """Rows of freed sliding slots, all of them slot 0, outweigh all others that a layer of the draft sees."""
+    from dflash_sglang.drafting.mtp.source import MtpSource
+
+    forward = MtpSource._forward
+
+    def outweighed(self: Any, *args: Any) -> None:
+        pool = self._runner.token_to_kv_pool.swa_kv_pool
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[0] = 50.0
+        forward(self, *args)
+
+    MtpSource._forward = outweighed
+
+
 def _candidates(worker: Any) -> None:
     from dflash_sglang.drafting.proposer import Proposer
 
@@ -826,6 +841,7 @@ _HOOKS = {
     "oracle": _oracle,
     "mtp": _mtp,
     "mtp_short": _mtp_short,
+    "freed": _freed,
     "causal": _causal,
     "host_lengths": _host_lengths,
     "poison": _poison,

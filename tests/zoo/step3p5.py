@@ -9,7 +9,8 @@ The two disagree on `sliding_window`: transformers counts the query's own key, S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ EXPERTS, EXPERT_SIZE, SHARED_SIZE = 8, 32, 48
 SPARSE = (2, 3, 4)
 
 
-def hub_config() -> dict[str, Any]:
+def hub_config(types: Sequence[str] = TYPES) -> dict[str, Any]:
     """config.json: 5 layers, 2 dense and 3 sparse, gated heads, a clamped shared expert in the last layer.
+
+    types: of the target's layers, then of the MTP layers.
 
     Routed experts are not clamped: SGLang's torch experts do not clamp.
     """
@@ -44,7 +47,7 @@ def hub_config() -> dict[str, Any]:
         rms_norm_eps=1e-5,
         num_attention_groups=TEXT["num_key_value_heads"],
         num_nextn_predict_layers=MTP_LAYERS,
-        layer_types=TYPES,
+        layer_types=list(types),
         sliding_window=WINDOW,
         attention_other_setting=dict(
             attention_type=SLIDING,
@@ -53,8 +56,8 @@ def hub_config() -> dict[str, Any]:
             head_dim=TEXT["head_dim"],
         ),
         use_head_wise_attn_gate=True,
-        rope_theta=[rope[kind][0] for kind in TYPES],
-        partial_rotary_factors=[rope[kind][1] for kind in TYPES],
+        rope_theta=[rope[kind][0] for kind in types],
+        partial_rotary_factors=[rope[kind][1] for kind in types],
         rope_scaling=dict(
             rope_type="llama3",
             factor=8.0,
@@ -72,12 +75,12 @@ def hub_config() -> dict[str, Any]:
         use_moe_router_bias=True,
         need_fp32_gate=True,
         norm_expert_weight=True,
-        swiglu_limits=[0.0] * len(TYPES),
-        swiglu_limits_shared=[0.5 if i == LAYERS - 1 else 0.0 for i in range(len(TYPES))],
+        swiglu_limits=[0.0] * len(types),
+        swiglu_limits_shared=[0.5 if i == LAYERS - 1 else 0.0 for i in range(len(types))],
     )
 
 
-def write(directory: Path) -> Path:
+def write(directory: Path, types: Sequence[str] = TYPES) -> Path:
     """Writes the checkpoint: seeded weights that keep the scale of their input, float32.
 
     `per_layer_config` is not part of the hub's file. Without it, SGLang 0.5.23 fails on the config that
@@ -86,18 +89,18 @@ def write(directory: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
-        for name, shape in _shapes()
+        for name, shape in _shapes(types)
     }
-    return write_checkpoint(directory, hub_config() | dict(per_layer_config={}), tensors)
+    return write_checkpoint(directory, hub_config(types) | dict(per_layer_config={}), tensors)
 
 
-def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(types: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, vocab = TEXT["hidden_size"], TEXT["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (vocab, hidden)
-    for i in range(len(TYPES)):
-        for name, shape in _layer_shapes(i):
+    for i, kind in enumerate(types):
+        for name, shape in _layer_shapes(i, kind):
             yield f"model.layers.{i}.{name}", shape
         if i >= LAYERS:
             for name in ("enorm", "hnorm", "transformer.shared_head.norm"):
@@ -106,9 +109,9 @@ def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"model.layers.{i}.transformer.shared_head.output.weight", (vocab, hidden)
 
 
-def _layer_shapes(i: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_shapes(i: int, kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, dim = TEXT["hidden_size"], TEXT["head_dim"]
-    heads, kv_heads = HEADS[TYPES[i]], TEXT["num_key_value_heads"]
+    heads, kv_heads = HEADS[kind], TEXT["num_key_value_heads"]
     yield "self_attn.q_proj.weight", (heads * dim, hidden)
     yield "self_attn.k_proj.weight", (kv_heads * dim, hidden)
     yield "self_attn.v_proj.weight", (kv_heads * dim, hidden)
@@ -145,8 +148,10 @@ class Reference(nn.Module):
         super().__init__()
         self.window = window
         # One config of all layers, so that those of MTP are built as the target's are.
+        read = json.loads((checkpoint / "config.json").read_text())
+        self.types = types = read["layer_types"]
         config = Step3p7TextConfig(
-            **{**hub_config(), "num_hidden_layers": len(TYPES), "num_nextn_predict_layers": 0}
+            **{**hub_config(types), "num_hidden_layers": len(types), "num_nextn_predict_layers": 0}
         )
         config._attn_implementation = "eager"
         tensors = load_file(checkpoint / "model.safetensors")
@@ -158,11 +163,11 @@ class Reference(nn.Module):
 
         self.embedding = tensors["model.embed_tokens.weight"]
         self.rotary = modeling.Step3p7RotaryEmbedding(config)
-        self.layers = nn.ModuleList(modeling.Step3p7DecoderLayer(config, i) for i in range(len(TYPES)))
+        self.layers = nn.ModuleList(modeling.Step3p7DecoderLayer(config, i) for i in range(len(types)))
         for i, layer in enumerate(self.layers):
             layer.load_state_dict(_as_transformers_names(tensors, i))
         self.norm, self.head = norm("model.norm.weight"), tensors["lm_head.weight"]
-        prefixes = [f"model.layers.{i}." for i in range(LAYERS, len(TYPES))]
+        prefixes = [f"model.layers.{i}." for i in range(LAYERS, len(types))]
         self.enorms = nn.ModuleList(norm(f"{prefix}enorm.weight") for prefix in prefixes)
         self.hnorms = nn.ModuleList(norm(f"{prefix}hnorm.weight") for prefix in prefixes)
         self.projections = [tensors[f"{prefix}eh_proj.weight"] for prefix in prefixes]
@@ -225,10 +230,10 @@ class Reference(nn.Module):
         positions = torch.arange(len(rows))
         distance = positions[:, None] - positions
         visible = distance >= 0
-        if TYPES[i] == SLIDING:
+        if self.types[i] == SLIDING:
             visible &= distance < self.window
         mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
-        embeddings = self.rotary(rows[None], positions[None], TYPES[i])
+        embeddings = self.rotary(rows[None], positions[None], self.types[i])
         return self.layers[i](rows[None], attention_mask=mask[None, None], position_embeddings=embeddings)[0]
 
 

@@ -144,3 +144,10 @@ def test_the_line_names_no_features_of_layers_that_are_the_targets_own() -> None
     line = Causes(spec, (), 5, 320, "none").line(Raised(CHANCE, Window(*BROKEN), None), 10)
     assert "(1) vocabulary: draft 320" in line and "layers=0-2 sliding(25) causal" in line
     assert "target_layers" not in line and "mask_token_id" not in line
+
+
+def test_the_line_tells_of_an_update_without_layers_that_are_the_targets_own() -> None:
+    spec = MtpSpec.from_config(step3p5.hub_config())
+    line = Causes(spec, (), 5, 320, "none").line(Raised(FELL, Window(*BROKEN), Window(*GOOD)), 10)
+    assert "(1) weights of the target were updated without those of its multi-token-prediction layers" in line
+    assert "the draft's were not" not in line

@@ -125,3 +125,53 @@ def test_the_whole_pool_stays_where_rings_gain_nothing_or_cannot_be_sized(schedu
     assert pool.slots is None and pool.why_whole is not None and pool.why_whole.startswith(why)
     config = object()
     assert pool.config_of_draft(config) is config
+
+
+OF_LAYER = 2 * 8 * 128 * 2  # bytes a token: 8 heads of 128 for keys and for values, bfloat16
+FULL, SLIDING = 12, 33  # layers of Step-3.5-Flash
+
+
+@pytest.mark.parametrize(
+    "full, sliding, ratio, fixed, gain",
+    [
+        (0, 3, 0.8, None, 1.0147),
+        (0, 3, 0.1, None, 1.173),
+        (1, 2, 0.1, None, 1.109),
+        (0, 3, 0.8, 5000, 1.2463),
+    ],
+)
+def test_layers_at_sliding_slots_cost_these_and_the_budget_holds(
+    schedule, monkeypatch, full, sliding, ratio, fixed, gain
+):
+    """fixed: sliding slots, where SGLang takes as many as the running requests need."""
+    from sglang.srt.model_executor import pool_configurator
+
+    owner = pool_configurator.SWARequestCapPoolConfigurator
+    monkeypatch.setattr(owner, "is_applicable", staticmethod(lambda configurator: fixed is not None))
+    monkeypatch.setattr(pool_configurator, "compute_swa_request_cap", lambda **_: fixed)
+    schedule.swa_full_tokens_ratio = ratio
+    budget, of_heads = 20 * GB, dict(head_dim=128, v_head_dim=128, swa_head_dim=128, swa_v_head_dim=128)
+    changes = dict(
+        is_hybrid_swa=True,
+        sliding_window_size=512,
+        layer_info=SimpleNamespace(
+            full_attention_layer_ids=range(FULL), swa_attention_layer_ids=range(SLIDING)
+        ),
+        model_config=SimpleNamespace(
+            hf_config=None, attention_arch=None, get_num_kv_heads=lambda *_: 8,
+            get_swa_num_kv_heads=lambda *_: 8, **of_heads,
+        ),
+        dflash_draft_cell_size_per_token=3 * OF_LAYER,
+    )  # fmt: skip
+
+    def taken(config: Any) -> int:
+        slots = config.full_max_total_num_tokens, config.swa_max_total_num_tokens
+        return OF_LAYER * (slots[0] * (FULL + full) + slots[1] * (SLIDING + sliding))
+
+    whole = configurator(**changes).config_from_budget(budget)
+    draft_pool.price_groups(full, sliding)
+    ours = configurator(**changes)
+    for _ in range(2):  # the price is the same when SGLang sizes the pools once more
+        config = ours.config_from_budget(budget)
+        assert 0.999 * budget < taken(config) <= budget
+        assert config.max_total_num_tokens / whole.max_total_num_tokens == pytest.approx(gain, abs=0.001)

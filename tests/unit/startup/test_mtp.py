@@ -18,7 +18,7 @@ from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import mtp_config
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from dflash_sglang.sglang_names.launcher import resolving_view
+from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from dflash_sglang.startup.facts import StartupError
 from tests.support.start_up import hook_config_parser
 from tests.unit.startup.test_validation import launch_arguments
@@ -86,6 +86,33 @@ def test_what_is_read(checkpoint: Path) -> None:
     assert [(layer.kind, layer.window) for layer in spec.layers] == [("sliding_attention", 25)] * 3
     assert [spec.draft_rows(width) for width in (2, 3, 4)] == [4, 4, 4]
     assert "layers.5." in spec.prefix(0)
+    assert spec.reach == 2 * 4 + 25
+
+
+FULL, SLIDING = step3p5.FULL, step3p5.SLIDING
+TARGET = step3p5.TYPES[: step3p5.LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("types", "flags", "groups"),
+    [
+        ([*TARGET, SLIDING, FULL, SLIDING], (), ([1], [0, 2])),
+        ([*TARGET, SLIDING, SLIDING, SLIDING], (), ([], [0, 1, 2])),
+        ([*TARGET, SLIDING, FULL, SLIDING], ("--disable-hybrid-swa-memory",), None),
+        ([*TARGET, FULL, FULL, FULL], (), None),
+        ([SLIDING] * 8, (), None),
+    ],
+)
+def test_sliding_layers_are_a_kv_group_where_the_targets_are(
+    types: list[str], flags: tuple[str, ...], groups: Any, tmp_path: Path, launcher: None
+) -> None:
+    target = step3p5.write(tmp_path / "target", types)
+    served = launch(target, target, *flags)
+    assert not isinstance(served, str), served
+    read = draft_model_config_of(served, str(target))
+    assert read.is_hybrid_swa == (groups is not None)
+    if groups is not None:
+        assert (read.full_attention_layer_ids, read.swa_attention_layer_ids) == groups
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -203,3 +230,39 @@ def test_layers_in_fp8_are_refused(checkpoint: Path, tmp_path: Path, launcher: N
 
 def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
     assert "multi-token-prediction layers" in (mixed_up(checkpoint, checkpoint) or "")
+
+
+BUILT_IN: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
+    "EAGLE": (("EAGLE",), {}, True),
+    "NEXTN": (("NEXTN",), {}, True),
+    "another algorithm": (("EAGLE3",), {}, False),
+    "a draft of its own": (("EAGLE", "--speculative-draft-model-path", "other/draft"), {}, False),
+    "a flag that is not served": (("EAGLE", "--enable-streaming-session"), {}, False),
+    "a device that is not served": (("EAGLE", "--device", "cuda"), {}, False),
+    "another target": (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
+    "no layers": (("EAGLE",), dict(num_nextn_predict_layers=None), False),
+    "layers that are not served": (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),
+}
+
+
+@pytest.mark.parametrize("case", BUILT_IN)
+def test_a_launch_with_sglangs_algorithm_is_told_of_ours_and_is_left_alone(
+    case: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    (algorithm, *flags), fields, is_told = BUILT_IN[case]
+    target, seen, lines = changed(checkpoint, tmp_path / "target", **fields), list[Any](), list[str]()
+    monkeypatch.setattr(hooks.logger, "info", lambda text, *of: lines.append(text % of))
+    asked = prepare_server_args(
+        ["--model-path", str(target), "--device", "cpu", "--speculative-algorithm", algorithm, *flags]
+    )
+    before = vars(asked).copy()
+    hooks.handle_speculative_decoding(seen.append, asked)
+    assert seen == [asked] and vars(asked) == before
+    told = (
+        f"--speculative-algorithm {algorithm} runs SGLang's built-in worker. With --speculative-algorithm "
+        f"DFLASH --speculative-draft-model-path {target} dflash_sglang drafts with the same "
+        "multi-token-prediction layers."
+    )
+    assert lines == ([told] if is_told else [])

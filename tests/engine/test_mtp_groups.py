@@ -1,0 +1,96 @@
+"""Multi-token-prediction layers in two KV groups: one at the target's full slots, two at its sliding ones.
+
+There are few sliding slots, and texts are several windows long: the slots of a request's early tokens are freed,
+and taken again, while it decodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.demo.server import Server
+from tests.engine.test_mtp import noted, ours, wrong_proposals
+from tests.support import scheduler_hooks
+from tests.support.engines import greedy, greedy_params, serve
+from tests.zoo import step3p5
+from tests.zoo.step3p5 import FULL, LAYERS, SLIDING, TYPES, WINDOW
+
+pytestmark = pytest.mark.slow
+
+TYPES_OF_GROUPS = [*TYPES[:LAYERS], SLIDING, FULL, SLIDING]
+NEW_TOKENS = 4 * WINDOW
+LENGTHS = (5, 33, 200, 10 * WINDOW)
+COMMON: dict[str, Any] = dict(chunked_prefill_size=64, max_total_tokens=2048, swa_full_tokens_ratio=0.25)
+WIDTHS: dict[str, Any] = {"width": {"widths": [1, 2, 3, 4]}}
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mtp_groups")
+
+
+@functools.cache
+def checkpoint() -> Path:
+    return step3p5.write(Path(_directory().name) / "target", TYPES_OF_GROUPS)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(4, 250, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@functools.cache
+def both_turns() -> tuple[list[list[int]], list[list[int]]]:
+    """Without speculation: answers to the prompts, and to prompts that begin with these answers."""
+    with serve(checkpoint(), **COMMON) as server:
+        first = greedy(server, prompts(), NEW_TOKENS)
+        return first, greedy(server, next_prompts(first), NEW_TOKENS)
+
+
+def next_prompts(outputs: list[list[int]]) -> list[list[int]]:
+    return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(), outputs, strict=True)]
+
+
+@contextmanager
+def drafting(directory: Path, hooks: str, **arguments: Any) -> Iterator[tuple[Server, Path]]:
+    paths = dict(model_path=str(checkpoint()), speculative_draft_model_path=str(checkpoint()))
+    with ours(directory, hooks, **{**COMMON, **paths, **arguments}) as started:
+        yield started
+
+
+@pytest.mark.matrix(
+    target="Step-3.5", draft="its own MTP layers", kv="model dtype, two KV groups", outcome="works"
+)
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_every_block_is_the_references_while_sliding_slots_are_freed(
+    page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_SWA_EVICTION_INTERVAL", "1")  # as soon as nobody reads them
+    first, second = both_turns()
+    with drafting(tmp_path, "mtp,freed,widths,stretches", config=WIDTHS, page_size=page_size) as (server, records):
+        log = server.log_text()
+        assert "slots, sliding ones its sliding slots" in log
+        assert "GB for 2048 tokens, 512 of sliding layers" in log
+        together = greedy(server, prompts(), NEW_TOKENS)
+        after_hits = greedy(server, next_prompts(together), NEW_TOKENS)
+        server.post("/flush_cache?timeout=60")
+        texts: dict[str, list[int]] = {}
+        for prompt, output in zip(prompts(), first, strict=True):
+            rid = f"text {len(prompt)}"
+            scheduler_hooks.record(records, prompt, output)
+            answer = server.generate(input_ids=prompt, rid=rid, sampling_params=greedy_params(NEW_TOKENS))
+            assert answer["output_ids"] == output
+            texts[rid] = prompt + output
+    assert (together, after_hits) == (first, second)
+    blocks = noted(records)
+    assert len(blocks) > NEW_TOKENS
+    assert {len(block.chosen) + 1 for block in blocks} == {1, 2, 3, 4}
+    assert wrong_proposals(blocks, texts, checkpoint()) == 0
