@@ -165,8 +165,6 @@ class DFlashWorker(PrefillWorker):
         self.width = shape.width
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
-        if self._copies is not None:
-            self._copies.propose(block, proposals)
         proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)
         self._split.drafted()
         rows = self._rows(batch, block, proposals, shape)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from dflash_sglang.attention.visibility import check_visibility
-from dflash_sglang.drafting.base import ProposalSource
+from dflash_sglang.drafting.base import Changed, ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.draft_input import SlotReservation
@@ -27,14 +27,11 @@ from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.sglang_names.scheduler import (
-    get_parallel,
-)
+from dflash_sglang.sglang_names.scheduler import get_parallel
 from dflash_sglang.startup.copying import copies_of, renamed_slots_problem
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
-from dflash_sglang.verify.simulated_texts import SimulatedSource
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
@@ -94,12 +91,13 @@ def build_step(
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
     if tables.acceptor.texts is not None:
-        source = SimulatedSource(source, tables.acceptor.texts)
+        source = Changed(source, tables.acceptor.texts.foretell)
     copies = None
     if copies_of(config) == "block":
         if not names_slots_alike(target, runner):
             raise StartupError([renamed_slots_problem()])
         copies = Copies(target, block_size)
+        source = Changed(source, copies.propose)
     return StepParts(
         reservation,
         BlockBuilder(

@@ -68,8 +68,9 @@ class Copies:
             self._tables.record[rows[index], COMMITTED] = math.inf
 
     @torch.inference_mode()  # in which candidates are drawn
-    def propose(self, block: Block, proposals: Proposals) -> None:
+    def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> None:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
+        del batch
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
         rows = CopyRows(
             proposals.tokens,
