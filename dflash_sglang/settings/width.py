@@ -16,16 +16,6 @@ MAX_NODES = 64  # of a tree: the ancestors of a node are the bits of one int64
 DEFAULT_TREES: tuple[int, ...] = ()
 
 AUTO = "auto"  # a width chosen for every step
-GONE = {
-    "ragged": "steps are ragged wherever a launch can have such steps. Remove it",
-    "per_request": "steps are ragged wherever a launch can have such steps. Remove it",
-    "margin": "the policy has one margin, 2 %. Remove it",
-    "probe_budget": "probes always cost at most 1 % of the time. Remove it",
-    "prior_acceptance": "it only counted until the first steps were verified. Remove it",
-    "prior_strength": "a new request always starts as an average one. Remove it",
-    "memory": "a request always forgets its history over 64 steps. Remove it",
-    "exchange_every": "rank 0 decides for all ranks, which exchange no step times. Remove it",
-}
 
 
 class WidthConfigError(ValueError):
@@ -90,9 +80,6 @@ class WidthConfig:
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:
         """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
-        for key, why in GONE.items():
-            if isinstance(values, dict) and key in values:
-                raise WidthConfigError(f"width: {key}={values[key]!r}: expected no such key: {why}.")
         return cls(**known_settings(values, cls, "width", WidthConfigError))
 
     @property
