@@ -47,13 +47,7 @@ def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:
             "the rank of the Markov head",
             f"Add {rank_field} to the draft's config.json; 0 without a head.",
         )
-    field, size = fields.draft("draft_vocab_size")
-    if rank and size not in (None, vocab_size):
-        raise DraftConfigError(
-            field,
-            size,
-            f"none, or vocab_size={vocab_size}: the Markov head has a row for every token",
-            f"Correct {field} in the draft's config.json, or serve a DSpark draft of the whole vocabulary.",
-        )
+    if rank:
+        fields.check_whole_vocabulary(vocab_size, "the Markov head has a row for every token", "DSpark")
     kind = fields.draft("markov_head_type", VANILLA)[1]  # `families` lets only KINDS pass
     return DSparkSpec(as_int((rank_field, rank), 0), kind, as_bool(fields.draft("sample_from_anchor", True)))
