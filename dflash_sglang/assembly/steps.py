@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from torch import Tensor
+
+from dflash_sglang.assembly.loading import LoadedDraft
 from dflash_sglang.attention.visibility import check_visibility
 from dflash_sglang.drafting.base import Changed, ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
@@ -27,7 +30,7 @@ from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.sglang_names.scheduler import get_parallel
+from dflash_sglang.sglang_names.scheduler import ModelRunner, TpModelWorker, get_parallel
 from dflash_sglang.startup.copying import copies_of, renamed_slots_problem
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
@@ -37,20 +40,12 @@ from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
 from dflash_sglang.verify.tree import TreeVerify
 from dflash_sglang.verify.verifier import Verifier
+from dflash_sglang.warmup.dummy_batches import Rehearsal
 from dflash_sglang.width import startup
 from dflash_sglang.width.controller import WidthController
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.ranks import width_group
 from dflash_sglang.width.runtime_states import RuntimeStates, most_requests
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from torch import Tensor
-
-    from dflash_sglang.assembly.loading import LoadedDraft
-    from dflash_sglang.warmup.dummy_batches import Rehearsal
-
 
 logger = logging.getLogger(__name__)
 

@@ -9,21 +9,19 @@ With f_j the captured features of a token and h the input of a layer's attention
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.layers import DraftAttention, DraftLayer, of_checkpoint, rms_norm
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from dflash_sglang.sglang_names.scheduler import ForwardBatch
 
 
 class GatedAttention(DraftAttention):

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
 from dflash_sglang.patches.apply import replaced
 from dflash_sglang.sglang_names.scheduler import (
+    ModelRunner,
     get_cuda_graph_batch_size_alignment,
     get_exec,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 @contextmanager

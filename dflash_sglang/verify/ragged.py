@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
@@ -11,14 +11,8 @@ from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.pack_rows import Rows, pack_rows
 from dflash_sglang.kernels.block.share_rows import share_rows
-from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
+from dflash_sglang.sglang_names.scheduler import ModelRunner, RaggedVerifyLayout, ScheduleBatch
 from dflash_sglang.verify.rows import VerifyRows, plan_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class RaggedVerify:

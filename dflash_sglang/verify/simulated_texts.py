@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_sglang.drafting.block import Block
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Ragged
-from dflash_sglang.sglang_names.scheduler import async_h2d
+from dflash_sglang.sglang_names.scheduler import ScheduleBatch, async_h2d
 from dflash_sglang.verify.record import OF_TEXTS, AcceptanceRecord, check_width, refused
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
 
 
 class SimulatedTexts:

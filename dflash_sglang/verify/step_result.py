@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_sglang.drafting.draft_input import DFlashDraftInput
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.sglang_names.scheduler import GenerationBatchResult, async_d2h
-
-if TYPE_CHECKING:
-    from dflash_sglang.drafting.draft_input import DFlashDraftInput
-    from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.rows import VerifyRows
-    from dflash_sglang.verify.verifier import Verified
+from dflash_sglang.verify.rows import VerifyRows
+from dflash_sglang.verify.verifier import Verified
 
 
 @dataclass
