@@ -16,13 +16,9 @@ PROJECTOR = "domino"
 
 @dataclass(frozen=True)
 class DominoSpec:
-    """``state_size``: of the GRU. ``rank``: width of the vectors that tokens are scored with. ``shifted``: whether
-    each row proposes the token after its own, the row of the last committed token the first one; the last row of a
-    block then has no proposal."""
-
-    state_size: int
-    rank: int
-    shifted: bool
+    state_size: int  # of the GRU
+    rank: int  # width of the vectors that tokens are scored with
+    shifted: bool  # whether each row proposes the token after its own, the last committed token's the first one
 
 
 def is_domino(config: Mapping[str, Any]) -> bool:

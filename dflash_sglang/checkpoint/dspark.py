@@ -19,13 +19,9 @@ KINDS = (VANILLA, GATED, RNN)
 
 @dataclass(frozen=True)
 class DSparkSpec:
-    """``rank``: width of the Markov head's matrices, 0 without a head. ``kind``: one of KINDS.
-    ``from_anchor``: whether the row of the last committed token has a proposal, too, so that a block has one token
-    more than the draft has rows."""
-
-    rank: int
-    kind: str
-    from_anchor: bool
+    rank: int  # width of the Markov head's matrices, 0 without a head
+    kind: str  # one of KINDS
+    from_anchor: bool  # whether the last committed token's row proposes, too: a block has a token more than rows
 
 
 def is_dspark(config: Mapping[str, Any]) -> bool:

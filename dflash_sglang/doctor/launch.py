@@ -43,19 +43,17 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why the launch would end: a field, and the line that start-up writes of it."""
+    """One reason why the launch would end."""
 
     field: str
-    text: str
+    text: str  # the line that start-up writes of it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``worker``: OURS, BUILT_IN, or None where start-up refuses. ``reason``: why the built-in worker."""
-
-    worker: str | None
+    worker: str | None  # OURS, BUILT_IN, or None where start-up refuses
     refused: tuple[Refusal, ...] = ()
-    reason: str | None = None
+    reason: str | None = None  # why the built-in worker
 
 
 @dataclass(frozen=True)
