@@ -55,10 +55,7 @@ class GatedLayer(DraftLayer):
 
 
 class DFlashLagunaForCausalLM(DFlashDraftModel):
-    """A Laguna draft; a checkpoint without gates has the layers of a plain one.
-
-    Raises DraftConfigError for a config that cannot be served.
-    """
+    """A Laguna draft; a checkpoint without gates has the layers of a plain one."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
