@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench import report
-from bench.load import Load, take_turns
-from bench.servers import Candidate, add_options, parse, together
+from bench.load import take_turns
+from bench.servers import Candidate, add_load_options, add_options, at_each_concurrency, load_of, parse
 from dflash_sglang.demo.launch import BUILT_IN, OURS
-from dflash_sglang.demo.signals import signals_as_exit
+from dflash_sglang.demo.server import Server
 
 DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake")
 FAKE_HOST = "2.2.2.2"  # of a prefill server; a decode server ends where a request names none
@@ -51,33 +51,15 @@ def per_token(figure: Mapping[str, list[float]]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, [OURS, BUILT_IN], accept_length=6.4)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
-    parser.add_argument("--max-tokens", type=int, default=60_000, help="of a KV pool")
+    add_load_options(parser, [1, 8, 32])
     arguments = parse(parser)
     candidates = [Candidate(ONE_SERVER, OURS), *(Candidate(kind, kind, DECODE) for kind in arguments.kinds)]
-    figures: dict[str, Any] = {}
-    status = 1
-    with (
-        signals_as_exit(),
-        together(
-            candidates, arguments, requests=max(arguments.concurrency), tokens=arguments.max_tokens
-        ) as servers,
-    ):
-        for concurrency in arguments.concurrency:
-            load = Load(
-                concurrency,
-                max(4, 2 * concurrency),
-                arguments.input,
-                arguments.output,
-                token_ids=range(*arguments.token_ids),
-                waves=True,
-                fields=dict(bootstrap_host=FAKE_HOST),
-            )
-            figures[str(concurrency)] = take_turns(servers, load, arguments.rounds)
-            # What is there, should the next concurrency not come.
-            status = report.finish("bench.disaggregated", arguments.out, claims(figures), figures=figures)
-    return status
+
+    def measure(servers: Mapping[str, Server], concurrency: int) -> dict[str, Any]:
+        load = load_of(arguments, concurrency, fields=dict(bootstrap_host=FAKE_HOST))
+        return take_turns(servers, load, arguments.rounds)
+
+    return at_each_concurrency("bench.disaggregated", candidates, arguments, measure, claims)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 #
 #   on one GPU       wide wide_dense narrow long profile startup_widths startup
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
-#                    width_good_admission_64 width_good_shares like_for_like like_for_like_poor memory
-#                    width_mixed width_mixed_busy
+#                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
 #                    pair proposals quantised long_context long_128k copy_kernels copy_edits copy_plain house observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode
@@ -105,14 +104,11 @@ for name in "$@"; do
     # As SGLang serves DFLASH by itself: so many requests at most, admitted when four of them have ended.
     width_good_admission_64) width good_admission_64 --kinds ours built_in --concurrency 64 --fixed 8 4 \
       "--flags=$serving --min-free-slots-delay 4" ;;
-    width_good_shares) width good_shares --per-request --kinds ours --concurrency 8 64 128 --fixed 16 8 4 ;;
     like_for_like) alike like_for_like --concurrency 8 1 32 64 128 --whole 32 64 128 \
       --seconds 1.6 2.5 1.5 1.5 1.5 --profile 8 --groups defaults dense fp8_target fp8 ;;
     like_for_like_poor) alike like_for_like_poor --acceptance poor --groups defaults --concurrency 64 256 \
       --output 384 --seconds 2 ;;
     memory) with_pair memory memory "--flags=--load-format dummy" ;;
-    width_mixed) width mixed --per-request --kinds ours --concurrency 32 64 --fixed 16 8 6 4 ;;
-    width_mixed_busy) width mixed_busy --per-request --kinds ours plain --concurrency 32 64 --control 4 ;;
     rows_bf16) rows bf16 "" --concurrency 128 64 32 8 1 --fixed 16 8 4 ;;
     rows_fp8) rows fp8 " --quantization fp8" --concurrency 128 64 32 8 1 --fixed 16 8 4 --alike ;;
     rows_alike) rows alike "" --kinds ours built_in --alike --concurrency 128 64 32 8 1 --fixed ;;

@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench import report
-from bench.load import Load, take_turns
-from bench.servers import Candidate, add_options, parse, together
+from bench.load import take_turns
+from bench.servers import Candidate, add_load_options, add_options, at_each_concurrency, load_of, parse
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
-from dflash_sglang.demo.signals import signals_as_exit
 
 SAMPLING: Mapping[str, dict[str, float]] = {
     "greedy": dict(temperature=0.0),
@@ -33,21 +32,10 @@ SAMPLING: Mapping[str, dict[str, float]] = {
 
 def measure(servers: Mapping[str, Server], arguments: argparse.Namespace, concurrency: int) -> dict[str, Any]:
     """{sampling: {server: {figure: [one value per round]}}}"""
-    loads = {
-        name: Load(
-            concurrency,
-            max(4, 2 * concurrency),
-            arguments.input,
-            arguments.output,
-            token_ids=range(*arguments.token_ids),
-            waves=True,
-            **SAMPLING[name],
-        )
-        for name in arguments.sampling
-    }
     figures = {}
-    for name, load in loads.items():
+    for name in arguments.sampling:
         print(name, flush=True)
+        load = load_of(arguments, concurrency, **SAMPLING[name])
         figures[name] = take_turns(servers, load, arguments.rounds)
     return figures
 
@@ -100,8 +88,7 @@ def _bound(text: str) -> tuple[tuple[str, str], float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, [OURS, BUILT_IN, PLAIN], accept_length=6.4)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
+    add_load_options(parser, [1, 32])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])
     parser.add_argument("--bound", type=float, default=1.03, help="of the step-time ratio to the built-in worker")
     parser.add_argument(
@@ -114,23 +101,16 @@ def main() -> int:
     parser.add_argument(
         "--variants", type=_variant, nargs="+", default=[], metavar="NAME=FLAGS", help="of this package's worker"
     )
-    parser.add_argument("--max-tokens", type=int, default=60_000, help="of a KV pool")
     arguments = parse(parser)
     candidates = [*(Candidate(kind, kind) for kind in arguments.kinds), *arguments.variants]
-    figures: dict[str, Any] = {}
-    status = 1
-    with (
-        signals_as_exit(),
-        together(
-            candidates, arguments, requests=max(arguments.concurrency), tokens=arguments.max_tokens
-        ) as servers,
-    ):
-        for concurrency in arguments.concurrency:
-            figures[str(concurrency)] = measure(servers, arguments, concurrency)
-            claimed = claims(figures, arguments.bound, arguments.sampled_bound, dict(arguments.bounds))
-            # What is there, should the next concurrency not come.
-            status = report.finish("bench.serve", arguments.out, claimed, figures=figures)
-    return status
+    bounds = (arguments.bound, arguments.sampled_bound, dict(arguments.bounds))
+    return at_each_concurrency(
+        "bench.serve",
+        candidates,
+        arguments,
+        lambda servers, concurrency: measure(servers, arguments, concurrency),
+        lambda figures: claims(figures, *bounds),
+    )
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ import contextlib
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from bench import report
+from bench.load import Load
 from dflash_sglang.demo.launch import BUILT_IN, LAUNCH, ON_CPU, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.server import Server
+from dflash_sglang.demo.signals import signals_as_exit
 
 
 @dataclass(frozen=True)
@@ -118,3 +122,37 @@ def together(
             for server in servers.values():
                 print(server.log_tail(), file=sys.stderr)
             raise
+
+
+def add_load_options(parser: argparse.ArgumentParser, concurrency: Sequence[int]) -> None:
+    """The options of `at_each_concurrency`, with these numbers of requests by default."""
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(concurrency))
+    parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--max-tokens", type=int, default=60_000, help="of a KV pool")
+
+
+def load_of(arguments: argparse.Namespace, concurrency: int, **more: Any) -> Load:
+    """Waves of so many requests."""
+    count, token_ids = max(4, 2 * concurrency), range(*arguments.token_ids)
+    return Load(concurrency, count, arguments.input, arguments.output, token_ids=token_ids, waves=True, **more)
+
+
+def at_each_concurrency(
+    module: str,
+    candidates: Sequence[Candidate],
+    arguments: argparse.Namespace,
+    measure: Callable[[Mapping[str, Server], int], Any],
+    claims: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
+) -> int:
+    """Report {concurrency: what `measure` gives}, with claims, after each of them. Returns the exit status."""
+    figures: dict[str, Any] = {}
+    status, most = 1, max(arguments.concurrency)
+    with (
+        signals_as_exit(),
+        together(candidates, arguments, requests=most, tokens=arguments.max_tokens) as servers,
+    ):
+        for concurrency in arguments.concurrency:
+            figures[str(concurrency)] = measure(servers, concurrency)
+            # What is there, should the next concurrency not come.
+            status = report.finish(module, arguments.out, claims(figures), figures=figures)
+    return status

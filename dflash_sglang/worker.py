@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +21,9 @@ from dflash_sglang.patches.graph_captures import heap_left_alone
 from dflash_sglang.prefill_worker import PrefillWorker
 from dflash_sglang.sglang_names.scheduler import (
     GenerationBatchResult,
+    ScheduleBatch,
+    ServerArgs,
+    TpModelWorker,
     draft_pp_context,
     draft_tp_context,
     get_disagg,
@@ -32,13 +36,6 @@ from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.warmup.dummy_batches import Rehearsal
 from dflash_sglang.width.controller import WidthController
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +162,6 @@ class DFlashWorker(PrefillWorker):
         self.width = shape.width
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
-        if self._copies is not None:
-            self._copies.propose(block, proposals)
         proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)
         self._split.drafted()
         rows = self._rows(batch, block, proposals, shape)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from torch import Tensor
+
+from dflash_sglang.assembly.loading import LoadedDraft
 from dflash_sglang.attention.visibility import check_visibility
-from dflash_sglang.drafting.base import ProposalSource
+from dflash_sglang.drafting.base import Changed, ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.draft_input import SlotReservation
@@ -27,33 +30,22 @@ from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.sglang_names.scheduler import (
-    get_parallel,
-)
+from dflash_sglang.sglang_names.scheduler import ModelRunner, TpModelWorker, get_parallel
 from dflash_sglang.startup.copying import copies_of, renamed_slots_problem
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
-from dflash_sglang.verify.simulated_texts import SimulatedSource
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
 from dflash_sglang.verify.tree import TreeVerify
 from dflash_sglang.verify.verifier import Verifier
+from dflash_sglang.warmup.dummy_batches import Rehearsal
 from dflash_sglang.width import startup
 from dflash_sglang.width.controller import WidthController
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.ranks import width_group
 from dflash_sglang.width.runtime_states import RuntimeStates, most_requests
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from torch import Tensor
-
-    from dflash_sglang.assembly.loading import LoadedDraft
-    from dflash_sglang.warmup.dummy_batches import Rehearsal
-
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +86,13 @@ def build_step(
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
     if tables.acceptor.texts is not None:
-        source = SimulatedSource(source, tables.acceptor.texts)
+        source = Changed(source, tables.acceptor.texts.foretell)
     copies = None
     if copies_of(config) == "block":
         if not names_slots_alike(target, runner):
             raise StartupError([renamed_slots_problem()])
         copies = Copies(target, block_size)
+        source = Changed(source, copies.propose)
     return StepParts(
         reservation,
         BlockBuilder(

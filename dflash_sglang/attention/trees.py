@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_sglang.kernels.attention.tree_keys import HEAD_DIMS
+from dflash_sglang.kernels.block.grow_tree import Tree
 from dflash_sglang.patches import flash3
 from dflash_sglang.sglang_names.scheduler import (
     IdSpaceKind,
     MHATokenToKVPool,
+    ModelRunner,
     RadixAttention,
     mambaish_config,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.kernels.block.grow_tree import Tree
 
 
 def serve_trees(backend: Any, tree: Tree) -> None:

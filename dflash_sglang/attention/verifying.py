@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from dflash_sglang.patches import triton_ragged
 from dflash_sglang.patches.triton_ragged import takes_ragged_rows
-from dflash_sglang.sglang_names.scheduler import ForwardMode
+from dflash_sglang.sglang_names.scheduler import ForwardBatch, ForwardMode
 from dflash_sglang.startup.facts import Problem
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class VerifyingBackend(Protocol):

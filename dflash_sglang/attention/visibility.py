@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_sglang.checkpoint.layers import LayerAttention
+from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
@@ -17,15 +18,11 @@ from dflash_sglang.sglang_names.scheduler import (
     ForwardContext,
     ForwardMode,
     KVWriteLoc,
+    ModelRunner,
     SpeculativeAlgorithm,
     forward_context,
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, StartupError
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.models.draft import DFlashDraftModel
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """``length``: tokens committed in a verify step, the bonus token included; ``positions``: share of the steps
-    that accepted proposal 1, 2, ...; ``per_request``: accept length of each, None without a verify step."""
+    """Of all requests together, and of each."""
 
-    length: Estimate
-    positions: tuple[Estimate, ...]
+    length: Estimate  # tokens committed in a verify step, the bonus token included
+    positions: tuple[Estimate, ...]  # share of the steps that accepted proposal 1, 2, ...
     steps: int
-    per_request: tuple[float | None, ...]
+    per_request: tuple[float | None, ...]  # accept length of each, None without a verify step
 
     def share(self, proposals: float) -> float:
         """Accepted proposals over verified ones. `proposals`: verified in a step, on average."""

@@ -30,20 +30,17 @@ SPECULATIVE = "--speculative-"  # such a flag is for the server with DFLASH
 
 @dataclass(frozen=True)
 class Settings:
-    """``prompts``: token ids of each; ``flags``: of both servers; ``draft_flags``: of the server with DFLASH only;
-    ``url``: a running server with DFLASH, or None to launch one; ``decode``: the text of token ids."""
-
     pair: Pair
-    url: str | None
+    url: str | None  # a running server with DFLASH, or None to launch one
     gpu: bool
-    prompts: tuple[list[int], ...] = field(repr=False)
+    prompts: tuple[list[int], ...] = field(repr=False)  # token ids of each
     max_new_tokens: int
     concurrency: int
-    flags: tuple[str, ...]
-    draft_flags: tuple[str, ...]
+    flags: tuple[str, ...]  # of both servers
+    draft_flags: tuple[str, ...]  # of the server with DFLASH only
     baseline: Baseline | None
     html: Path
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[[Sequence[int]], str]  # the text of token ids
 
 
 def add_parser(commands: Any) -> None:

@@ -14,11 +14,10 @@ RANKED = 20  # likeliest tokens whose rank is known
 
 @dataclass(frozen=True)
 class Answer:
-    """One greedy completion. ``histogram``: how many verify steps accepted 0, 1, 2, ... proposals; empty without
-    speculation."""
+    """One greedy completion."""
 
     ids: list[int]
-    histogram: list[int]
+    histogram: list[int]  # how many verify steps accepted 0, 1, 2, ... proposals; empty without speculation
 
 
 def answers(

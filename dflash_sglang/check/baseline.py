@@ -16,11 +16,9 @@ POSITIONS = "acceptance_at_position_1_on"
 
 @dataclass(frozen=True)
 class Baseline:
-    """``positions``: share of the verify steps that accepted proposal 1, 2, ...; empty where it is not known."""
-
     source: str
     accept_length: float
-    positions: tuple[float, ...]
+    positions: tuple[float, ...]  # share of the verify steps that accepted proposal 1, 2, ...; or empty
 
 
 def read_baseline(path: Path) -> Baseline:

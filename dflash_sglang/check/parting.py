@@ -15,28 +15,21 @@ ROUNDING = {"float32": 1e-4, "float16": 2**-5, "bfloat16": 2**-2}
 
 @dataclass(frozen=True)
 class Likelihood:
-    """``rank``: 1 of the likeliest token; None of one beyond those that were ranked."""
-
     logprob: float
-    rank: int | None
+    rank: int | None  # 1 of the likeliest token; None of one beyond those that were ranked
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token at which the output of a prompt with DFLASH differs from plain decoding.
-
-    ``position``: in the output, from 0 on. ``plain``, ``dflash``: the tokens; None where that output has ended.
-    ``margin``: how far the less likely of them lies below the likeliest token of all, in log probability, by the
-    plain server after the prompt and the common output; None where an output has ended.
-    """
+    """The first token at which the output of a prompt with DFLASH differs from plain decoding."""
 
     prompt: int
-    position: int
-    plain: int | None
-    dflash: int | None
+    position: int  # in the output, from 0 on
+    plain: int | None  # the token; None where this output has ended
+    dflash: int | None  # the same
     plain_rank: int | None
     dflash_rank: int | None
-    margin: float | None
+    margin: float | None  # `margin` by the plain server; None where an output has ended
     near_tie: bool
 
 

@@ -32,13 +32,12 @@ DTYPES = {"half": "float16", "float": "float32"}  # other names of SGLang's
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server with DFLASH tells of itself. ``block``: tokens of the served block; ``ours``: whether this
-    package's worker runs; ``settings``: those of COPIED that are set."""
+    """What a server with DFLASH tells of itself."""
 
     dtype: str
-    block: int
-    ours: bool
-    settings: Mapping[str, Any]
+    block: int  # tokens of the served block
+    ours: bool  # whether this package's worker runs
+    settings: Mapping[str, Any]  # those of COPIED that are set
 
     def proposals(self, widths: Mapping[int, int]) -> float:
         """Proposals verified in a step, on average over these steps by width; a block's where they are unknown."""

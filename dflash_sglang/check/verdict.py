@@ -19,11 +19,8 @@ BROKEN_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Verdict:
-    """``name``: FINE, or the first of DEFECT, BROKEN_DRAFT and BELOW_BASELINE that holds; ``reasons``: a sentence
-    for each that holds."""
-
-    name: str
-    reasons: tuple[str, ...]
+    name: str  # FINE, or the first of DEFECT, BROKEN_DRAFT and BELOW_BASELINE that holds
+    reasons: tuple[str, ...]  # a sentence for each that holds
 
     @property
     def poor_acceptance(self) -> bool:

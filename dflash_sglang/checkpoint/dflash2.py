@@ -59,14 +59,7 @@ def dflash2(fields: Fields, hidden_size: int, vocab_size: int) -> DFlash2Spec:
             f"at most {expected} candidates per position",
             "Correct selector_top_k in the draft's config.json, or serve a checkpoint trained with fewer.",
         )
-    field, size = fields.draft("draft_vocab_size")
-    if size not in (None, vocab_size):
-        raise DraftConfigError(
-            field,
-            size,
-            f"none, or vocab_size={vocab_size}: the selector's codebooks hold every token",
-            f"Correct {field} in the draft's config.json, or serve a DFlash2 draft of the whole vocabulary.",
-        )
+    fields.check_whole_vocabulary(vocab_size, "the selector's codebooks hold every token", "DFlash2")
     return DFlash2Spec(_convolution(fields, hidden_size), selector_rank=rank, selector_top_k=top_k)
 
 

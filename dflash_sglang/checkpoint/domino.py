@@ -16,13 +16,9 @@ PROJECTOR = "domino"
 
 @dataclass(frozen=True)
 class DominoSpec:
-    """``state_size``: of the GRU. ``rank``: width of the vectors that tokens are scored with. ``shifted``: whether
-    each row proposes the token after its own, the row of the last committed token the first one; the last row of a
-    block then has no proposal."""
-
-    state_size: int
-    rank: int
-    shifted: bool
+    state_size: int  # of the GRU
+    rank: int  # width of the vectors that tokens are scored with
+    shifted: bool  # whether each row proposes the token after its own, the last committed token's the first one
 
 
 def is_domino(config: Mapping[str, Any]) -> bool:
@@ -40,14 +36,7 @@ def domino(fields: Fields, vocab_size: int) -> DominoSpec:
     prefix = fields.draft("pure_draft_prefix_len")
     if prefix[1] != 1 or isinstance(prefix[1], bool):
         raise DraftConfigError(*prefix, "1: the first proposal is the row's own, the GRU corrects the others")
-    field, size = fields.draft("draft_vocab_size")
-    if size not in (None, vocab_size):
-        raise DraftConfigError(
-            field,
-            size,
-            f"none, or vocab_size={vocab_size}: Domino's projector has a row for every token",
-            f"Correct {field} in the draft's config.json, or serve a Domino draft of the whole vocabulary.",
-        )
+    fields.check_whole_vocabulary(vocab_size, "Domino's projector has a row for every token", "Domino")
     return DominoSpec(
         state_size=as_int(fields.draft("gru_hidden_dim"), 1),
         rank=as_int(fields.draft("emb_dim"), 1),

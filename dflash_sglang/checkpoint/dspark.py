@@ -19,13 +19,9 @@ KINDS = (VANILLA, GATED, RNN)
 
 @dataclass(frozen=True)
 class DSparkSpec:
-    """``rank``: width of the Markov head's matrices, 0 without a head. ``kind``: one of KINDS.
-    ``from_anchor``: whether the row of the last committed token has a proposal, too, so that a block has one token
-    more than the draft has rows."""
-
-    rank: int
-    kind: str
-    from_anchor: bool
+    rank: int  # width of the Markov head's matrices, 0 without a head
+    kind: str  # one of KINDS
+    from_anchor: bool  # whether the last committed token's row proposes, too: a block has a token more than rows
 
 
 def is_dspark(config: Mapping[str, Any]) -> bool:
@@ -47,13 +43,7 @@ def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:
             "the rank of the Markov head",
             f"Add {rank_field} to the draft's config.json; 0 without a head.",
         )
-    field, size = fields.draft("draft_vocab_size")
-    if rank and size not in (None, vocab_size):
-        raise DraftConfigError(
-            field,
-            size,
-            f"none, or vocab_size={vocab_size}: the Markov head has a row for every token",
-            f"Correct {field} in the draft's config.json, or serve a DSpark draft of the whole vocabulary.",
-        )
+    if rank:
+        fields.check_whole_vocabulary(vocab_size, "the Markov head has a row for every token", "DSpark")
     kind = fields.draft("markov_head_type", VANILLA)[1]  # `families` lets only KINDS pass
     return DSparkSpec(as_int((rank_field, rank), 0), kind, as_bool(fields.draft("sample_from_anchor", True)))

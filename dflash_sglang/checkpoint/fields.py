@@ -96,6 +96,17 @@ class Fields:
         found = self.draft(name)
         return None if found[1] is None else read(found, *bounds)
 
+    def check_whole_vocabulary(self, vocab_size: int, why: str, family: str) -> None:
+        """Raise DraftConfigError for a draft of this family whose head has other tokens than its vocabulary."""
+        field, size = self.draft("draft_vocab_size")
+        if size not in (None, vocab_size):
+            raise DraftConfigError(
+                field,
+                size,
+                f"none, or vocab_size={vocab_size}: {why}",
+                f"Correct {field} in the draft's config.json, or serve a {family} draft of the whole vocabulary.",
+            )
+
 
 def class_default(fields: Fields, name: str) -> Any:
     """The value of field `name` in the transformers class of the draft's `model_type` (Qwen3's without one).

@@ -25,10 +25,8 @@ _BLOCK = 1 << 16  # bytes of a sample
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """``dtype``: the safetensors name (BF16, F8_E4M3, U8, ...); ``shape``: as stored."""
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # the safetensors name (BF16, F8_E4M3, U8, ...)
+    shape: tuple[int, ...]  # as stored
 
 
 def config_directory(path: str, revision: str | None) -> Path:

@@ -14,16 +14,11 @@ _FULL_LAYERS = 28  # max_window_layers of transformers' Qwen3 where a config has
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Attention of one draft layer.
-
-    ``window`` counts the query's own position, as Hugging Face does: causal -> keys in (q - window, q],
-    non-causal -> keys with |q - k| < window; None -> no window. ``causal`` False: every query of the
-    block sees the whole block (within the window).
-    """
+    """Attention of one draft layer."""
 
     kind: LayerKind
-    causal: bool
-    window: int | None
+    causal: bool  # else every query of the block sees the whole block, within the window
+    window: int | None  # with the query's own position: keys in (q - window, q], or |q - k| < window if not causal
 
 
 def layer_attention(fields: Fields, num_layers: int) -> tuple[LayerAttention, ...]:

@@ -53,14 +53,7 @@ def lilicorr(fields: Fields, hidden_size: int, vocab_size: int) -> LiLiCorrSpec:
             f"true or none in a draft of the architecture {LILICORR_ARCHITECTURE}",
             "Correct it, or name the architecture of the draft without its head: DFlashDraftModel.",
         )
-    field, size = fields.draft("draft_vocab_size")
-    if size not in (None, vocab_size):
-        raise DraftConfigError(
-            field,
-            size,
-            f"none, or vocab_size={vocab_size}: LiLiCorr was trained on the likeliest tokens of all",
-            f"Correct {field} in the draft's config.json, or serve a LiLiCorr draft of the whole vocabulary.",
-        )
+    fields.check_whole_vocabulary(vocab_size, "LiLiCorr was trained on the likeliest tokens of all", "LiLiCorr")
     width = as_int(fields.draft("lilicorr_hidden_size"), 0) or hidden_size
     heads = fields.draft("lilicorr_num_heads")
     if width % as_int(heads, 1):

@@ -30,25 +30,19 @@ TRAINING_TENSORS = (
 
 @dataclass(frozen=True)
 class MaskEmbedding:
-    """``row``: the embedding of a mask token as stored; ``token_id``: the id that it was trained as, or None."""
-
     source: str
-    row: Tensor
-    token_id: int | None = None
+    row: Tensor  # the embedding of a mask token as stored
+    token_id: int | None = None  # the id that it was trained as
 
 
 @dataclass(frozen=True)
 class OwnModules:
-    """``head`` and ``embedding``: facts of their weight (of any of their tensors, where it is packed).
+    """None: the target's serves."""
 
-    ``d2t`` [draft vocabulary]: offset from a row of the head to the target's id. ``t2d`` [target vocabulary]:
-    which ids of the target the head knows.
-    """
-
-    head: TensorFacts | None = None
-    embedding: TensorFacts | None = None
-    d2t: Tensor | None = None
-    t2d: Tensor | None = None
+    head: TensorFacts | None = None  # of its weight, or of any of its tensors where that is packed
+    embedding: TensorFacts | None = None  # the same
+    d2t: Tensor | None = None  # [draft vocabulary] offset from a row of the head to the target's id
+    t2d: Tensor | None = None  # [target vocabulary] which ids of the target the head knows
     mask_embedding: MaskEmbedding | None = None
 
     def target_ids(self) -> Tensor | None:

@@ -43,17 +43,12 @@ Given = Mapping[str, Mapping[str, Any]]  # rope parameters by the field that the
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of the draft; always one-dimensional.
+    """Rotary embedding of the draft; always one-dimensional."""
 
-    ``theta``: base. ``scaling``: arguments of the context extension with its ``rope_type``, or None for
-    plain RoPE. ``rotary_dim``: leading dimensions of a head that rotate. ``is_neox``: halves are rotated
-    against each other rather than interleaved pairs.
-    """
-
-    theta: float
-    scaling: dict[str, Any] | None
-    rotary_dim: int
-    is_neox: bool
+    theta: float  # base
+    scaling: dict[str, Any] | None  # arguments of the context extension with its `rope_type`, None for plain RoPE
+    rotary_dim: int  # leading dimensions of a head that rotate
+    is_neox: bool  # halves are rotated against each other rather than interleaved pairs
 
 
 def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:

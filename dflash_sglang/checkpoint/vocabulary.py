@@ -13,20 +13,14 @@ DRAWN_FROM = 16
 
 @dataclass(frozen=True)
 class VocabularySpec:
-    """Embedding, head and logits of a draft.
+    """Embedding, head and logits of a draft; None: the config does not say."""
 
-    ``draft_vocab_size``: rows of a head of the draft's own, None where the config does not say.
-    ``has_head``, ``has_embedding``: whether the checkpoint is to hold one, None where the config does not
-    say. ``embedding_scale``: factor on the block's embeddings. A logit x of the head becomes
-    ``logit_multiplier`` * x and then, with a ``logit_softcap`` c, c * tanh(x / c).
-    """
-
-    draft_vocab_size: int | None
-    has_head: bool | None
-    has_embedding: bool | None
-    embedding_scale: float
-    logit_multiplier: float
-    logit_softcap: float | None
+    draft_vocab_size: int | None  # rows of a head of the draft's own
+    has_head: bool | None  # whether the checkpoint is to hold one
+    has_embedding: bool | None  # the same
+    embedding_scale: float  # factor on the block's embeddings
+    logit_multiplier: float  # a logit x of the head becomes multiplier * x,
+    logit_softcap: float | None  # and then, with a softcap c, c * tanh(x / c)
 
 
 def vocabulary(fields: Fields) -> VocabularySpec:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dflash_sglang import hooks
 from dflash_sglang.checkpoint import DraftConfigError
 from dflash_sglang.checkpoint.families import mixed_up
 from dflash_sglang.checkpoint.fields import described, one_line, shown
@@ -25,7 +26,11 @@ from dflash_sglang.checkpoint.files import (
     read_config,
     tensor_facts,
 )
+from dflash_sglang.patches.apply import registered
 from dflash_sglang.platforms.cpu import NAME as CPU_PLATFORM
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV, PluginConfigError
+from dflash_sglang.sglang_names.probe import SGLangMismatchError
+from dflash_sglang.startup.facts import StartupError, TargetFacts
 
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _AT_LEAST_ONE = ("tp_size", "max_total_tokens")
@@ -38,19 +43,17 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why the launch would end: a field, and the line that start-up writes of it."""
+    """One reason why the launch would end."""
 
     field: str
-    text: str
+    text: str  # the line that start-up writes of it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``worker``: OURS, BUILT_IN, or None where start-up refuses. ``reason``: why the built-in worker."""
-
-    worker: str | None
+    worker: str | None  # OURS, BUILT_IN, or None where start-up refuses
     refused: tuple[Refusal, ...] = ()
-    reason: str | None = None
+    reason: str | None = None  # why the built-in worker
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,7 @@ def settle(server_args: Any) -> tuple[Refusal, ...]:
 
     Returns what ends the launch in them. Raises Unreadable for flags that SGLang refuses.
     """
-    from dflash_sglang.settings.plugin_config import PluginConfigError
     from dflash_sglang.sglang_names.launcher import settle_without_device
-    from dflash_sglang.sglang_names.probe import SGLangMismatchError
-    from dflash_sglang.startup.facts import StartupError
 
     given = {f"--{name.replace('_', '-')}": getattr(server_args, name) for name in _AT_LEAST_ONE}
     below = {flag: value for flag, value in given.items() if value is not None and value < 1}
@@ -144,7 +144,6 @@ def settle(server_args: Any) -> tuple[Refusal, ...]:
 def read_target(server_args: Any) -> Any:
     """SGLang's ModelConfig of the target. Raises Unreadable."""
     from dflash_sglang.sglang_names.launcher import model_config_of
-    from dflash_sglang.startup.facts import TargetFacts
 
     path, context = server_args.model_path, server_args.context_length
     try:
@@ -171,11 +170,6 @@ def read_target(server_args: Any) -> Any:
 
 def verdict_of(server_args: Any) -> Verdict:
     """What the checks of start-up say."""
-    from dflash_sglang import hooks
-    from dflash_sglang.settings.plugin_config import PluginConfigError
-    from dflash_sglang.sglang_names.probe import SGLangMismatchError
-    from dflash_sglang.startup.facts import StartupError
-
     try:
         other = hooks.check_launch(server_args)
     except (StartupError, PluginConfigError, SGLangMismatchError, SystemExit) as error:
@@ -185,9 +179,6 @@ def verdict_of(server_args: Any) -> Verdict:
 
 def _refusals(error: BaseException) -> tuple[Refusal, ...]:
     """Of an error that ends start-up."""
-    from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV, PluginConfigError
-    from dflash_sglang.startup.facts import StartupError
-
     if isinstance(error, StartupError):
         return tuple(Refusal(problem.field, str(problem)) for problem in error.problems)
     if isinstance(error, PluginConfigError):
@@ -211,8 +202,6 @@ def load_plugins() -> None:
 
 def plugin_refusal() -> Refusal | None:
     """Where SGLang did not load this package's plugin: its built-in worker would run without a word."""
-    from dflash_sglang.patches.apply import registered
-
     if registered():
         return None
     value = os.environ.get("SGLANG_PLUGINS")

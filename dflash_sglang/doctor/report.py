@@ -46,14 +46,13 @@ class Serving:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a rank. ``kv_bytes``: of --max-total-tokens, None without the flag; or of ``rings`` of ``ring_tokens``,
-    where the draft's pool has rings at most for the requests that may run."""
+    """Of a rank."""
 
     weight_bytes: int
     kv_bytes_per_token: int
     max_total_tokens: int | None
-    kv_bytes: int | None
-    rings: int | None = None
+    kv_bytes: int | None  # of --max-total-tokens, None without the flag; or of the rings
+    rings: int | None = None  # for the requests that may run at most, where the draft's pool has rings
     ring_tokens: int | None = None
 
 

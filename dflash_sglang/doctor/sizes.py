@@ -26,9 +26,9 @@ _NOT_OF_THE_SERVER = ("verifier_", "t2d", "d2t", "rotary_emb.")
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a target's mixture: ``of_a_token`` of ``all`` experts of a layer are read for a token."""
+    """Of a layer of a target's mixture."""
 
-    of_a_token: int
+    of_a_token: int  # that are read for a token
     all: int
 
     def share_read(self, tokens: int) -> float:

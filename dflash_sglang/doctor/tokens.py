@@ -12,15 +12,11 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """``differing``: ids that name different tokens, or a token in one of the two only; None where they were not
-    compared, and ``why_not`` says why. ``first``: some of them. ``mask_token``: its text in the target's
-    tokenizer, None for an id without one; ``mask_is_ordinary``: whether text can hold it."""
-
-    differing: int | None
-    why_not: str | None
-    first: tuple[str, ...]
-    mask_token: str | None
-    mask_is_ordinary: bool
+    differing: int | None  # ids that name different tokens, or one in one tokenizer only; None: not compared,
+    why_not: str | None  # which this explains
+    first: tuple[str, ...]  # some of them
+    mask_token: str | None  # its text in the target's tokenizer, None for an id without one
+    mask_is_ordinary: bool  # whether text can hold it
 
 
 def compare(target: Path, draft: Path, mask_token_id: int | None) -> Vocabularies:

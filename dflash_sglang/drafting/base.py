@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 from dflash_sglang.drafting.proposals import Proposals
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from dflash_sglang.drafting.block import Block
@@ -32,3 +34,16 @@ class ProposalSource(Protocol):
 
     def examples(self, width: int) -> list[Proposals]:
         """One request's proposals of each kind that steps of this width get, to compile what reads them."""
+
+
+class Changed:
+    """A `ProposalSource` whose proposals `change` writes over in place."""
+
+    def __init__(self, source: ProposalSource, change: Callable[[ScheduleBatch, Block, Proposals], None]) -> None:
+        self._source, self._change = source, change
+        self.draft_rows, self.propose_idle, self.examples = source.draft_rows, source.propose_idle, source.examples
+
+    def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
+        proposals = self._source.propose(batch, block)
+        self._change(batch, block, proposals)
+        return proposals

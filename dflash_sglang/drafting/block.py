@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dflash_sglang.drafting.step_slots import StepSlots
+from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
 from dflash_sglang.patches.graph_inputs import GraphInputs
 
@@ -28,14 +29,6 @@ def longest_prefix(runner: ModelRunner) -> int:
     return runner.model_config.context_len - 1
 
 
-class Rows(NamedTuple):
-    """A batch's blocks row by row."""
-
-    ids: torch.Tensor  # [rows], as the next two
-    positions: torch.Tensor
-    slots: torch.Tensor
-
-
 @dataclass
 class Block:
     """The blocks of one step, one per request."""
@@ -48,7 +41,7 @@ class Block:
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     prefix_bounds_sum: int  # of these, without the blocks: attention backends add them
     loc_plan: KVLocPlan  # the same slots in every pool's own ids
-    rows: Rows  # of ids, positions and slots
+    rows: Rows  # of ids, positions and slots, row by row
     draft_slots: torch.Tensor | None = None  # [bs, block] in rings; None: the draft names slots alike
     requests_cpu: torch.Tensor | None = None  # of a draft with rings
     exact: bool = False  # whether the bounds are the lengths

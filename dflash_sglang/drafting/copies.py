@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.find_copy import COMMITTED, CopyRows, CopyTables, find_copies, write_copies
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.requests.limits import may_copy
-from dflash_sglang.sglang_names.scheduler import async_h2d
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.drafting.block import Block
+from dflash_sglang.sglang_names.scheduler import ModelRunner, ScheduleBatch, async_h2d
 
 
 class Copies:
@@ -68,8 +63,9 @@ class Copies:
             self._tables.record[rows[index], COMMITTED] = math.inf
 
     @torch.inference_mode()  # in which candidates are drawn
-    def propose(self, block: Block, proposals: Proposals) -> None:
+    def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> None:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
+        del batch
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
         rows = CopyRows(
             proposals.tokens,

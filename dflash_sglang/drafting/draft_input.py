@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dflash_sglang.sglang_names.scheduler import DFlashDraftInputV2, alloc_for_spec_decode, is_pin_memory_available
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+from dflash_sglang.sglang_names.scheduler import (
+    DFlashDraftInputV2,
+    ScheduleBatch,
+    alloc_for_spec_decode,
+    is_pin_memory_available,
+)
 
 _ALIGNED = 4  # lengths in 16 bytes: Triton compiles a kernel anew for pointers between them
 _RING = 4  # batches whose pinned lengths may still be in flight; overlap scheduling keeps at most two

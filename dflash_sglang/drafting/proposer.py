@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.rings import DraftRings
 from dflash_sglang.drafting.row_reader import RowReader
+from dflash_sglang.drafting.window import DraftWindow, Seen
+from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
     ForwardBatch,
     ForwardMode,
+    ModelRunner,
+    ScheduleBatch,
     SpecTpSync,
     SpecTpSyncSite,
     SpeculativeAlgorithm,
@@ -20,15 +26,6 @@ from dflash_sglang.sglang_names.scheduler import (
     enable_num_token_non_padded,
     get_dp_tp_group,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.rings import DraftRings
-    from dflash_sglang.drafting.window import DraftWindow, Seen
-    from dflash_sglang.models.draft import DFlashDraftModel
 
 
 def why_no_candidates(model: DFlashDraftModel) -> str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.window import Seen
 from dflash_sglang.kernels.block.window_rows import WindowRows
 from dflash_sglang.kernels.context.rings import (
@@ -21,14 +22,8 @@ from dflash_sglang.kernels.context.rings import (
     ring_rows,
     take_over,
 )
-from dflash_sglang.sglang_names.scheduler import async_h2d, is_pin_memory_available
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
-
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.sglang_names.scheduler import KVLocPlan, ScheduleBatch, async_h2d, is_pin_memory_available
 
 
 class DraftRings:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.kernels.block.window_rows import Span, WindowRows, window_rows
 from dflash_sglang.sglang_names.scheduler import get_spec
-
-if TYPE_CHECKING:
-    from dflash_sglang.drafting.block import Block
 
 
 def is_imposed() -> bool:

@@ -19,16 +19,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Borrowed:
     """What the draft embeds and proposes with. Held by a plain object, so that the target's modules are no
-    submodules of the draft: its state dict and its weight updates must not reach them.
-
-    ``head_copy``: the head's weights where they are a copy, to be refreshed after an update of what was copied.
-    ``head_form``: what they are and why, for the start-up line.
-    """
+    submodules of the draft: its state dict and its weight updates must not reach them."""
 
     embedding: BlockEmbedding
     head: TargetHead
-    head_copy: HeadCopy | None
-    head_form: str
+    head_copy: HeadCopy | None  # the head's weights where they are a copy, to be refreshed with what was copied
+    head_form: str  # what they are and why, for the start-up line
 
 
 class BorrowingDraft(nn.Module):

@@ -96,10 +96,7 @@ class RecurrentMarkovHead(MarkovHead):
 
 
 class DSparkDraftModel(DFlashDraftModel):
-    """A DSpark draft. Its confidence head is left in the checkpoint: walks have logprobs.
-
-    Raises DraftConfigError for a config that cannot be served.
-    """
+    """A DSpark draft. Its confidence head is left in the checkpoint: walks have logprobs."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)

@@ -9,21 +9,19 @@ With f_j the captured features of a token and h the input of a layer's attention
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.layers import DraftAttention, DraftLayer, of_checkpoint, rms_norm
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from dflash_sglang.sglang_names.scheduler import ForwardBatch
 
 
 class GatedAttention(DraftAttention):
@@ -57,10 +55,7 @@ class GatedLayer(DraftLayer):
 
 
 class DFlashLagunaForCausalLM(DFlashDraftModel):
-    """A Laguna draft; a checkpoint without gates has the layers of a plain one.
-
-    Raises DraftConfigError for a config that cannot be served.
-    """
+    """A Laguna draft; a checkpoint without gates has the layers of a plain one."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)

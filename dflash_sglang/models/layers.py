@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_loader.weight_utils import sharded_weight_loader
@@ -17,11 +16,7 @@ from torch import Tensor, nn
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.draft_spec import SwigluClamp
 from dflash_sglang.models.rope import draft_rope
-from dflash_sglang.sglang_names.scheduler import swiglu_oai_split, table_qk_norm_rope_
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from dflash_sglang.sglang_names.scheduler import ForwardBatch, swiglu_oai_split, table_qk_norm_rope_
 
 
 def rms_norm(spec: DraftSpec, size: int) -> RMSNorm | GemmaRMSNorm:

@@ -64,15 +64,15 @@ class Totals(NamedTuple):
         return Totals(*map(operator.add, self, other))
 
 
-class _Step(NamedTuple):
-    """A step that came back, not added up yet."""
+class DoneStep(NamedTuple):
+    """A step with n requests that came back."""
 
     width: int
-    accepted: Sequence[int] | np.ndarray
-    most: np.ndarray
-    lens: np.ndarray | None
-    whole: str | None
-    nodes: int | None
+    accepted: Sequence[int] | np.ndarray  # [n] proposals
+    most: np.ndarray  # [n] tokens that a step may commit of each request, which bound what counts as verified
+    lens: np.ndarray | None = None  # [n] verified rows of each request; None: the width of each
+    whole: str | None = None  # why requests needed whole blocks, None where none did
+    nodes: int | None = None  # of each request's tree, whose positions all count as verified
 
 
 class Counts:
@@ -82,28 +82,14 @@ class Counts:
         """block: width of the widest blocks. ragged: steps may verify a part of each block. chooses: the width
         policy has more than one width."""
         self._block, self._ragged, self._chooses = block, ragged, chooses
-        self._pending: list[_Step] = []
+        self._pending: list[DoneStep] = []
         self._steps = self._requests = self._drafted = self._rows = 0
         # [block] request-steps with so many proposals verified, or accepted
         self._verified, self._accepted = np.zeros(block, np.int64), np.zeros(block, np.int64)
         self._shapes: defaultdict[Shape, int] = defaultdict(int)  # steps
 
-    def add(
-        self,
-        width: int,
-        accepted: Sequence[int] | np.ndarray,
-        most: np.ndarray,
-        lens: np.ndarray | None = None,
-        whole: str | None = None,
-        nodes: int | None = None,
-    ) -> None:
-        """A step of this width with requests came back.
-
-        accepted [n]: proposals. most [n]: tokens that a step may commit of each request, which bound what counts
-        as verified. lens [n]: verified rows of each request; None: the width of each. whole: why requests needed
-        whole blocks, None where none did. nodes: of each request's tree, whose positions all count as verified.
-        """
-        self._pending.append(_Step(width, accepted, most, lens, whole, nodes))
+    def add(self, step: DoneStep) -> None:
+        self._pending.append(step)
         if len(self._pending) == AT_ONCE:
             self._add_up()
 
@@ -134,7 +120,7 @@ class Counts:
         for step in steps:
             self._shapes[self._shape(step)] += 1
 
-    def _shape(self, step: _Step) -> Shape:
+    def _shape(self, step: DoneStep) -> Shape:
         if step.width == PLAIN:
             reason = "set" if not self._chooses else CHOSEN if int(step.most.max()) > PLAIN else "max_width"
             return Shape(step.width, PLAIN_STEP, reason)

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.causes import Causes
-from dflash_sglang.observe.counts import Counts
+from dflash_sglang.observe.counts import Counts, DoneStep
 from dflash_sglang.observe.decode_line import decode_line
 from dflash_sglang.observe.series import Series
 from dflash_sglang.observe.step_split import StepSplit
@@ -42,19 +40,10 @@ class Observer:
         self._told = self.counts.totals()  # of the latest line
         self._told_shapes = self.counts.shapes
 
-    def verified(
-        self,
-        width: int,
-        accepted: Sequence[int] | np.ndarray,
-        most: np.ndarray,
-        lens: np.ndarray | None,
-        context_tokens: int,
-        whole: str | None,
-        nodes: int | None = None,
-    ) -> None:
-        """A step came back, see `Counts.add`. context_tokens: of its requests together."""
+    def verified(self, step: DoneStep, context_tokens: int) -> None:
+        """context_tokens: of the step's requests together."""
         self._causes.context_tokens += context_tokens
-        self.counts.add(width, accepted, most, lens, whole, nodes)
+        self.counts.add(step)
 
     def report(self, reporter: Any) -> None:
         """Write the log line, judge acceptance and renew the Prometheus series, on the ranks on which SGLang does.

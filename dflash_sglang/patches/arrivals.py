@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from dflash_sglang.patches.apply import replace
-from dflash_sglang.sglang_names.scheduler import DFlashDraftInputV2, SpeculativeAlgorithm
-
-if TYPE_CHECKING:
-    import torch
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+from dflash_sglang.sglang_names.scheduler import DFlashDraftInputV2, ScheduleBatch, SpeculativeAlgorithm
 
 
 def hand_to(arrive: Callable[[ScheduleBatch, torch.Tensor], DFlashDraftInputV2]) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from dflash_sglang.patches.apply import replaced
-from dflash_sglang.sglang_names.scheduler import get_spec
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from dflash_sglang.sglang_names.scheduler import ModelRunner, get_spec
 
 
 @contextmanager

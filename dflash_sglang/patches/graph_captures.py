@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
 from dflash_sglang.patches.apply import replaced
 from dflash_sglang.sglang_names.scheduler import (
+    ModelRunner,
     get_cuda_graph_batch_size_alignment,
     get_exec,
     get_flags,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 @contextmanager

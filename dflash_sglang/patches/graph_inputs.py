@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dflash_sglang.patches.apply import replace
-from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner
 
 
 class GraphInputs(NamedTuple):

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace as with_fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +29,7 @@ from dflash_sglang.sglang_names.scheduler import (
     HybridReqToTokenPool,
     KVCacheConfigurator,
     MambaPool,
+    ModelRunner,
     envs,
     fused_sigmoid_gating_recurrent,
     gdn_replayssm_spec_fold,
@@ -36,11 +38,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_spec,
     hybrid_gdn_config,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_sglang.models.loading.updates import (
     CheckpointWeightUpdater,
@@ -11,10 +11,7 @@ from dflash_sglang.models.loading.updates import (
     TargetWeightUpdater,
 )
 from dflash_sglang.patches.apply import replace
-from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner
 
 
 def install(

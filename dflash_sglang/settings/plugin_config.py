@@ -39,51 +39,19 @@ class PluginConfigError(ValueError):
 
 @dataclass(frozen=True)
 class PluginConfig:
-    """Settings of the plugin.
+    """Settings of the plugin: docs/reference/settings.md has what each of their values does."""
 
-    ``context_kv``: how context K/V is projected: "stacked" (one GEMM over all draft layers),
-    "per_layer" (each layer's whole qkv_proj), or "auto" (stacked where the weights allow it, else K and V of
-    each layer where its quantisation can be sliced, else per layer).
-
-    ``draft_kv``: what the draft's KV pool keeps: "whole" (rows of every token that the target's has), or "auto":
-    the last window of each request where every layer of the draft sees a window only, else the whole pool.
-
-    ``draft_head``: the weights of the head that proposals come from, the target's or the draft's own: "as_is",
-    "fp8" (a copy for drafting alone, in float8_e4m3fn with a scale per row), or "auto": fp8 on a GPU that has fp8
-    GEMMs, for a head in bfloat16 or float16 that is large enough to gain from it.
-
-    ``proposals``: what is proposed to sampled requests: "argmax" (the draft's likeliest tokens), "drawn" (from
-    the draft's own distribution, verified against it), or "auto": drawn where a selector makes that a joint
-    distribution of the block (DFlash2), argmax where each position has one of its own (a plain draft).
-
-    ``simulated_acceptance``: for measurements without a trained draft: the probability that proposal 1, 2, ... is
-    accepted once those before it are; one such list, or several that requests take by the row that SGLang gives
-    them, modulo their number. Or {"record": PATH}: what a trained draft proposed and a target accepted, token by
-    token (`verify.record`). Or {"texts": PATH}: the same of texts that the target is said to write, of which
-    copies are proposed for real. Outputs then follow neither the draft nor the target.
-
-    ``width``: a number, or "block" for the served block, is the width of every step; "auto" chooses a width for
-    each step; an object has the settings of WidthConfig.
-
-    ``copy``: whether the text after an earlier place of a request's last tokens is proposed, where it promises
-    more than the draft ("block"), or never ("off").
-
-    ``prefill``: from which prefill servers a decode server takes requests: those of this package with the same
-    draft ("same"), or also those that send no context KV ("any"), for whose requests fewer proposals are accepted.
-
-    ``accept_patches``: rows of the table of patches (`dflash-sglang patches`) that are applied on trust where the
-    source of SGLang differs from the known one.
-    """
-
-    context_kv: ContextKVForm = "auto"
-    draft_kv: DraftKV = "whole"
-    draft_head: DraftHeadForm = "auto"
-    proposals: ProposalKind = "auto"
+    context_kv: ContextKVForm = "auto"  # how context K and V are projected
+    draft_kv: DraftKV = "whole"  # rows that the draft's KV pool keeps
+    draft_head: DraftHeadForm = "auto"  # weights of the head that proposes
+    proposals: ProposalKind = "auto"  # to sampled requests; auto: drawn from a draft with a joint distribution
+    # Measurements without a trained draft: the chance of proposal 1, 2, ... once those before it are accepted, of
+    # requests by their rows modulo the number of lists; or a file of `verify.record` or `verify.simulated_texts`.
     simulated_acceptance: SimulatedAcceptance | None = None
     width: WidthConfig = WidthConfig()
-    copy: Copy = "off"
-    prefill: PrefillServers = "same"
-    accept_patches: tuple[str, ...] = ()
+    copy: Copy = "off"  # proposals from the text of a request
+    prefill: PrefillServers = "same"  # from which a decode server takes requests
+    accept_patches: tuple[str, ...] = ()  # rows of the table of patches, applied where SGLang's source differs
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> PluginConfig:

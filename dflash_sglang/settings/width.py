@@ -16,16 +16,6 @@ MAX_NODES = 64  # of a tree: the ancestors of a node are the bits of one int64
 DEFAULT_TREES: tuple[int, ...] = ()
 
 AUTO = "auto"  # a width chosen for every step
-GONE = {
-    "ragged": "steps are ragged wherever a launch can have such steps. Remove it",
-    "per_request": "steps are ragged wherever a launch can have such steps. Remove it",
-    "margin": "the policy has one margin, 2 %. Remove it",
-    "probe_budget": "probes always cost at most 1 % of the time. Remove it",
-    "prior_acceptance": "it only counted until the first steps were verified. Remove it",
-    "prior_strength": "a new request always starts as an average one. Remove it",
-    "memory": "a request always forgets its history over 64 steps. Remove it",
-    "exchange_every": "rank 0 decides for all ranks, which exchange no step times. Remove it",
-}
 
 
 class WidthConfigError(ValueError):
@@ -34,30 +24,14 @@ class WidthConfigError(ValueError):
 
 @dataclass(frozen=True)
 class WidthConfig:
-    """Settings of the width policy.
+    """Settings of the width policy: docs/reference/settings.md has what each of their values does."""
 
-    ``widths``: the verify widths to choose from; by default those of 16, 12, 8, 6, 4, 2 that fit the block, and
-    the block itself. Width 1, plain decoding, is always among them: a request may ask for it.
-
-    ``fixed``: always this width, "block" for that of the served block; nothing is measured, estimated or probed.
-    "tree N": always trees of N nodes, and chains of the block where a batch cannot have them.
-
-    ``trees``: numbers of nodes of the trees that steps of few requests may verify.
-
-    ``memory_reserve``: GB (2**30 bytes) of the device that graphs of more widths must leave free.
-
-    ``highest_min_width``: the most that a request may ask for as its `min_width`, which widens the steps of all
-    requests beside it. 1: requests widen no step.
-
-    ``lowest_max_width``: the least that a request may ask for as its `max_width`. 1: any.
-    """
-
-    widths: tuple[int, ...] | None = None
-    fixed: int | str | None = None
-    trees: tuple[int, ...] = DEFAULT_TREES
-    memory_reserve: float = 2.0
-    highest_min_width: int = PLAIN
-    lowest_max_width: int = PLAIN
+    widths: tuple[int, ...] | None = None  # to choose from; None: those of `states`
+    fixed: int | str | None = None  # always this width, BLOCK, or TREE with its nodes; nothing is measured
+    trees: tuple[int, ...] = DEFAULT_TREES  # nodes of those that steps of few requests may verify
+    memory_reserve: float = 2.0  # GB (2**30 bytes) of the device that graphs of more widths must leave free
+    highest_min_width: int = PLAIN  # the most that a request may ask for, which widens steps of all beside it
+    lowest_max_width: int = PLAIN  # the least that a request may ask for
 
     def __post_init__(self) -> None:
         if self.widths is not None:
@@ -90,9 +64,6 @@ class WidthConfig:
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:
         """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
-        for key, why in GONE.items():
-            if isinstance(values, dict) and key in values:
-                raise WidthConfigError(f"width: {key}={values[key]!r}: expected no such key: {why}.")
         return cls(**known_settings(values, cls, "width", WidthConfigError))
 
     @property

@@ -17,26 +17,6 @@ from sglang.srt.utils import has_hf_quant_config
 from sglang.srt.utils.common import get_device
 from sglang.srt.utils.hf_transformers_utils import check_gguf_file
 
-__all__ = [
-    "PositionalEmbeds",
-    "check_gguf_file",
-    "current_platform",
-    "declare_resolution",
-    "draft_model_config_of",
-    "envs",
-    "fake_bootstrap_host",
-    "get_device",
-    "get_disagg",
-    "get_exec",
-    "has_hf_quant_config",
-    "hybrid_gdn_config",
-    "mambaish_config",
-    "model_config_of",
-    "prepare_server_args",
-    "resolving_view",
-    "settle_without_device",
-]
-
 
 def fake_bootstrap_host() -> str:
     """The `bootstrap_host` of requests without a transfer: warm-up, health checks, decode benchmarks."""

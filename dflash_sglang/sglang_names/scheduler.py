@@ -1,6 +1,6 @@
 """The unstable SGLang names that this package uses, imported in one place; `probe.py` checks that they exist.
 
-One import per source module, sorted; add a name here, to `__all__` too, before using it elsewhere.
+One import per source module, sorted; add a name here before using it elsewhere.
 """
 
 from sglang.kernels.ops.activation.minimax_m3_swiglu import swiglu_oai_split
@@ -31,10 +31,11 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear, cutlass_fp8_supported
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import (
     alloc_for_spec_decode,
@@ -42,7 +43,7 @@ from sglang.srt.mem_cache.allocation import (
     write_cache_indices,
 )
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind, KVLocPlan
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, KVWriteLoc, MambaPool, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -52,6 +53,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import SWARequestCapPoolConfigurator
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
@@ -70,6 +72,7 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
@@ -99,105 +102,3 @@ from sglang.srt.utils.common import (
     require_mlp_sync,
     require_mlp_tp_gather,
 )
-
-__all__ = [
-    "FINISH_ABORT",
-    "GPU_MEMORY_TYPE_KV_CACHE",
-    "SIMULATE_ACC_LEN",
-    "SIMULATE_ACC_METHOD",
-    "SIMULATE_ACC_TOKEN_MODE",
-    "SWARequestCapPoolConfigurator",
-    "WEIGHT_LOADER_V2_SUPPORTED",
-    "BaseSpecWorker",
-    "CaptureHiddenMode",
-    "CommonKVReceiver",
-    "DFlashDraftInputV2",
-    "DFlashVerifyInput",
-    "DecodeCudaGraphRunner",
-    "DisaggregationMode",
-    "DraftParallelSpec",
-    "DraftTPExecution",
-    "ForwardBatch",
-    "ForwardContext",
-    "ForwardMode",
-    "FutureRelayBuffers",
-    "GenerationBatchResult",
-    "GrammarTree",
-    "HybridReqToTokenPool",
-    "IdSpaceKind",
-    "KVCacheConfigurator",
-    "KVPoll",
-    "KVWriteLoc",
-    "LinearBase",
-    "LogitsProcessor",
-    "LogitsProcessorOutput",
-    "MHATokenToKVPool",
-    "MambaPool",
-    "ProcessorEntry",
-    "RadixAttention",
-    "RaggedVerifyLayout",
-    "Req",
-    "SamplingBatchInfo",
-    "SamplingMaskOutput",
-    "SamplingMaskStatus",
-    "SamplingParams",
-    "ScheduleBatch",
-    "SpecTpSync",
-    "SpecTpSyncSite",
-    "SpeculativeAlgorithm",
-    "UnquantizedLinearMethod",
-    "WeightsMapper",
-    "alloc_for_spec_decode",
-    "apply_custom_logit_processor",
-    "apply_fp8_linear",
-    "assign_req_to_token_pool_func",
-    "async_d2h",
-    "async_h2d",
-    "build_draft_tp_worker",
-    "build_grammar_vocab_mask",
-    "cast_to_float32_logits",
-    "check_simulate_acc_token_mode",
-    "commit_mamba_states_after_verify",
-    "compute_position",
-    "compute_spec_logprobs",
-    "cutlass_fp8_supported",
-    "disaggregation_prefill",
-    "draft_pp_context",
-    "draft_tp_context",
-    "enable_num_token_non_padded",
-    "envs",
-    "forward_context",
-    "fused_kv_norm_rope_write",
-    "fused_sigmoid_gating_recurrent",
-    "gdn_replayssm_spec_fold",
-    "get_available_gpu_memory",
-    "get_cuda_graph_batch_size_alignment",
-    "get_disagg",
-    "get_dp_tp_group",
-    "get_exec",
-    "get_flags",
-    "get_memory",
-    "get_model",
-    "get_observability",
-    "get_parallel",
-    "get_schedule",
-    "get_spec",
-    "get_tp_group",
-    "hybrid_gdn_config",
-    "is_pin_memory_available",
-    "mamba_track_grid",
-    "mambaish_config",
-    "maybe_remap_kv_scale_name",
-    "model_draft_parallel_spec",
-    "offer_future_relay_buffers",
-    "require_mlp_sync",
-    "require_mlp_tp_gather",
-    "resolve_draft_parallel_layout",
-    "sanitize_nan_logits",
-    "should_apply_lm_head_quant_method",
-    "swiglu_oai_split",
-    "table_qk_norm_rope_",
-    "track_mamba_states_all_layers",
-    "unwrap_lora_layer",
-    "write_cache_indices",
-]

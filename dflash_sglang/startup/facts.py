@@ -57,28 +57,18 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class ServingFacts:
-    """The operator's side.
-
-    ``block_size``: what ``block_flag`` asks for, None for the trained block. ``draft_attention_backend``:
-    --speculative-draft-attention-backend, None to follow the target's. ``supported_backends``: those that run the
-    draft on this platform. ``kv_dtype``: --kv-cache-dtype; ``draft_kv_dtype``: of the draft's KV pool, None to
-    follow it. ``draft_reader``: the attention backend that will read it, None where SGLang chooses.
-    ``draft_window``, ``draft_sinks``: --speculative-draft-window-size and --speculative-draft-sink-size, None
-    where unset. ``widest``: the widest block that DFLASH_SGLANG_CONFIG asks for by number. ``draft_as_gguf``:
-    whether SGLang would load the draft as the .gguf file that the target is. ``draft_ranks``: over which one draft
-    is split (the attention TP group).
-    """
+    """The operator's side; None: a flag that is unset."""
 
     draft_path: str | None
-    block_size: int | None = None
+    block_size: int | None = None  # that `block_flag` asks for
     block_flag: str = "--speculative-dflash-block-size"
-    draft_attention_backend: str | None = None
-    supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS
-    kv_dtype: str = "auto"
-    draft_kv_dtype: str | None = None
-    draft_reader: str | None = None
+    draft_attention_backend: str | None = None  # None: the target's
+    supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS  # those that run the draft on this platform
+    kv_dtype: str = "auto"  # --kv-cache-dtype
+    draft_kv_dtype: str | None = None  # None: as `kv_dtype`
+    draft_reader: str | None = None  # attention backend that will read the draft's KV, None where SGLang chooses
     draft_window: int | None = None
     draft_sinks: int | None = None
-    widest: int = 1
-    draft_as_gguf: bool = False
-    draft_ranks: int = 1
+    widest: int = 1  # block that DFLASH_SGLANG_CONFIG asks for by number
+    draft_as_gguf: bool = False  # whether SGLang would load the draft as the .gguf file that the target is
+    draft_ranks: int = 1  # over which one draft is split (the attention TP group)

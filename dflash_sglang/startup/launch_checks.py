@@ -14,18 +14,14 @@ ROLE = "disaggregation_mode"
 
 @dataclass(frozen=True)
 class Unserved:
-    """A setting of a launch that has to have one value with DFLASH.
+    """A setting of a launch that has to have one value with DFLASH."""
 
-    ``field``: of the server arguments, or an environment variable. ``off``: the one value; ``instead``: what to
-    set, where that value is not it. ``flag``: as the operator writes the field, where it is not the field's name.
-    """
-
-    field: str
-    off: object
+    field: str  # of the server arguments, or an environment variable
+    off: object  # the one value
     why: str
     fix: str = ""
-    instead: str = ""
-    flag: str = ""
+    instead: str = ""  # what to set, where that value is not it
+    flag: str = ""  # as the operator writes the field, where it is not the field's name
 
     @property
     def setting(self) -> str:

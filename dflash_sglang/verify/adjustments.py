@@ -9,16 +9,19 @@ only after the next one was launched; they are not used here.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_sglang.sglang_names.scheduler import GrammarTree, async_h2d, build_grammar_vocab_mask
+from dflash_sglang.sglang_names.scheduler import (
+    GrammarTree,
+    Req,
+    ScheduleBatch,
+    async_h2d,
+    build_grammar_vocab_mask,
+)
 from dflash_sglang.verify.custom_processors import CustomProcessors
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 AT_ONCE = 8  # requests, whose rows are copied two times over: 150 MiB of a block of 16 and 150000 tokens
 

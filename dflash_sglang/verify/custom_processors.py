@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dflash_sglang.sglang_names.scheduler import ProcessorEntry, apply_custom_logit_processor, async_h2d
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from dflash_sglang.sglang_names.scheduler import (
+    ProcessorEntry,
+    Req,
+    ScheduleBatch,
+    apply_custom_logit_processor,
+    async_h2d,
+)
 
 REQUEST_KEY = "__req__"  # under which SGLang puts the request into custom_params
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_sglang.kernels.block.accept import Ragged
-from dflash_sglang.sglang_names.scheduler import IdSpaceKind
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.models.context_kv.base import ContextWriter
-    from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.target_logits import TargetLogits
-    from dflash_sglang.verify.tree import Trees
+from dflash_sglang.models.context_kv.base import ContextWriter
+from dflash_sglang.sglang_names.scheduler import ForwardBatch, IdSpaceKind, ModelRunner
+from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.verify.target_logits import TargetLogits
+from dflash_sglang.verify.tree import Trees
 
 
 class VerifyTail:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
-from dflash_sglang.drafting.block import Block, Rows
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels.block import pack_rows as packing
 from dflash_sglang.kernels.block.accept import Ragged
+from dflash_sglang.kernels.block.pack_rows import Rows, pack_rows
 from dflash_sglang.kernels.block.share_rows import share_rows
-from dflash_sglang.sglang_names.scheduler import RaggedVerifyLayout
+from dflash_sglang.sglang_names.scheduler import ModelRunner, RaggedVerifyLayout, ScheduleBatch
 from dflash_sglang.verify.rows import VerifyRows, plan_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class RaggedVerify:
@@ -51,12 +45,7 @@ class RaggedVerify:
         lens, starts = self._lens[:padded], self._starts[: padded + 1]
         share_rows(proposals.logprobs, budget, lens, starts)
         rows = Rows(*(buffer[:budget] for buffer in self._buffers))
-        packing.pack_rows(
-            packing.Rows(proposals.tokens, block.positions, block.slots),
-            starts[:bs],
-            lens[:bs],
-            packing.Rows(*rows),
-        )
+        pack_rows(Rows(proposals.tokens, block.positions, block.slots), starts[:bs], lens[:bs], rows)
         layout = RaggedVerifyLayout(
             verify_lens=lens,
             graph_num_tokens=budget,

@@ -22,9 +22,8 @@ class AcceptanceRecord(NamedTuple):
     """Starts lie in the order of their texts. Ranks say what any chain or tree of the draft's K likeliest tokens
     commits: it goes on as long as the true token is among its nodes."""
 
-    logprobs: (
-        np.ndarray
-    )  # [starts, proposals, K] float16: of the K likeliest tokens at each place, likeliest first
+    # [starts, proposals, K] float16: of the K likeliest tokens at each place, likeliest first
+    logprobs: np.ndarray
     ranks: np.ndarray  # [starts, proposals] uint8: which of them the target commits there; K: none of them
     prompts: np.ndarray  # [starts] uint8: the prompt whose text it is
 

@@ -26,6 +26,9 @@ from dflash_sglang.patches.replayed_states import ReplayPool
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import (
     MambaPool,
+    ModelRunner,
+    ScheduleBatch,
+    TpModelWorker,
     commit_mamba_states_after_verify,
     envs,
     get_exec,
@@ -37,12 +40,8 @@ from dflash_sglang.sglang_names.scheduler import (
 )
 from dflash_sglang.startup.facts import Problem, StartupError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports kernels of recurrent layers
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
 
 _UNWRITTEN = 2.0**15  # exact in every dtype of states
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from dflash_sglang.drafting.block import Block, Rows
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths, Ragged
+from dflash_sglang.kernels.block.pack_rows import Rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -7,7 +7,7 @@ per-request parameter repeated for the rows of its request.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +15,12 @@ from torch import Tensor
 from dflash_sglang.kernels.sampled.tokens import RowFilters
 from dflash_sglang.sglang_names.scheduler import (
     LogitsProcessorOutput,
+    Sampler,
     SamplingBatchInfo,
     SamplingMaskOutput,
     SamplingMaskStatus,
     get_exec,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.sampler import Sampler
 
 # Of `sampling_mask_output`.
 AT_ONCE = 8  # requests, of whose rows a handful of copies is made

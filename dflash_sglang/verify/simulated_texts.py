@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_sglang.drafting.block import Block
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Ragged
-from dflash_sglang.sglang_names.scheduler import async_h2d
+from dflash_sglang.sglang_names.scheduler import ScheduleBatch, async_h2d
 from dflash_sglang.verify.record import OF_TEXTS, AcceptanceRecord, check_width, refused
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from dflash_sglang.drafting.base import ProposalSource
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
 
 
 class SimulatedTexts:
@@ -85,19 +79,6 @@ class SimulatedTexts:
 
     def _text(self, places: Tensor) -> Tensor:
         return self._tokens[places % len(self._tokens)]
-
-
-class SimulatedSource:
-    """The `ProposalSource` of simulated texts: the draft runs, and what is recorded takes its proposals' place."""
-
-    def __init__(self, source: ProposalSource, texts: SimulatedTexts) -> None:
-        self._source, self._texts = source, texts
-        self.draft_rows, self.propose_idle, self.examples = source.draft_rows, source.propose_idle, source.examples
-
-    def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
-        proposals = self._source.propose(batch, block)
-        self._texts.foretell(batch, block, proposals)
-        return proposals
 
 
 def _tokens(path: Path, starts: int) -> np.ndarray:

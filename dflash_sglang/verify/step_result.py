@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_sglang.drafting.draft_input import DFlashDraftInput
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.sglang_names.scheduler import GenerationBatchResult, async_d2h
-
-if TYPE_CHECKING:
-    from dflash_sglang.drafting.draft_input import DFlashDraftInput
-    from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.rows import VerifyRows
-    from dflash_sglang.verify.verifier import Verified
+from dflash_sglang.verify.rows import VerifyRows
+from dflash_sglang.verify.verifier import Verified
 
 
 @dataclass
@@ -60,12 +58,10 @@ class StepResult(GenerationBatchResult):
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         assert self.packed is not None
         packed = async_d2h(self.packed)
-        if self.logprobs is not None:
-            self.logprobs = async_d2h(self.logprobs)
-        if self.verified_lens is not None:
-            self.verified_lens = async_d2h(self.verified_lens)
-        if self.mass is not None:
-            self.mass = async_d2h(self.mass)
+        self.logprobs, self.verified_lens, self.mass = (
+            None if tensor is None else async_d2h(tensor)
+            for tensor in (self.logprobs, self.verified_lens, self.mass)
+        )
         self.accept_lens = packed.view(torch.int32)[: len(self.accept_lens)]
         self.next_token_ids = packed[len(packed) - len(self.next_token_ids) :]
         super().copy_to_cpu(return_logprob, return_hidden_states)  # what is on the host stays as it is

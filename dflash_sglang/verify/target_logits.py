@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,7 @@ from torch import Tensor
 from dflash_sglang.kernels.head.pack_shard import best_ids
 from dflash_sglang.models.head.target_head import TargetHead, find_head
 from dflash_sglang.patches.half_precision_logits import HalfPrecisionLogits, keep_half_precision, place, widen
-from dflash_sglang.sglang_names.scheduler import LogitsProcessor
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from dflash_sglang.sglang_names.scheduler import LogitsProcessor, ModelRunner
 
 
 class TargetLogits:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from dflash_sglang.sglang_names.scheduler import SamplingBatchInfo, SpecTpSync, SpecTpSyncSite, get_dp_tp_group
+from dflash_sglang.drafting.block import Block
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.sglang_names.scheduler import (
+    Sampler,
+    SamplingBatchInfo,
+    SpecTpSync,
+    SpecTpSyncSite,
+    get_dp_tp_group,
+)
+from dflash_sglang.verify.rejection import RejectionSampler
+from dflash_sglang.verify.rows import VerifyRows
 from dflash_sglang.verify.sampling import seeded_tokens
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.sampler import Sampler
-
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.rejection import RejectionSampler
-    from dflash_sglang.verify.rows import VerifyRows
-    from dflash_sglang.verify.target_logits import TargetLogits
+from dflash_sglang.verify.target_logits import TargetLogits
 
 
 class TargetTokens:

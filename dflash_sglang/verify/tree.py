@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.drafting.block import Block, Rows
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths
 from dflash_sglang.kernels.block.grow_tree import Tree, grow_tree
+from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.place_nodes import Places, place_nodes
 from dflash_sglang.verify.rows import VerifyRows, plan_rows
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from dflash_sglang.attention.verifying import verify_problems
+from dflash_sglang.drafting.block import Block
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import Accepted
 from dflash_sglang.patches.graph_inputs import load_inputs_once
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
     GrammarTree,
+    KVLocPlan,
+    ScheduleBatch,
+    TpModelWorker,
     compute_spec_logprobs,
     envs,
     get_exec,
@@ -24,21 +30,11 @@ from dflash_sglang.startup.facts import StartupError
 from dflash_sglang.startup.launch_checks import reported_rows_problems
 from dflash_sglang.verify.graph_tail import VerifyTail
 from dflash_sglang.verify.recurrent import RecurrentStates
+from dflash_sglang.verify.rows import VerifyRows
 from dflash_sglang.verify.sampling import sampling_mask_output
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
 from dflash_sglang.verify.target_tokens import TargetTokens
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
-
-    from dflash_sglang.drafting.block import Block
-    from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.rows import VerifyRows
 
 
 class Unwritten(NamedTuple):

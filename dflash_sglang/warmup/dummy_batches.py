@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from dflash_sglang.drafting.block import longest_prefix
 from dflash_sglang.drafting.draft_input import DFlashDraftInput, SlotReservation
 from dflash_sglang.sglang_names.scheduler import (
     ForwardMode,
+    ModelRunner,
     Req,
     SamplingBatchInfo,
     SamplingParams,
@@ -27,12 +28,8 @@ from dflash_sglang.sglang_names.scheduler import (
     require_mlp_tp_gather,
     write_cache_indices,
 )
+from dflash_sglang.verify.rows import Shape
 from dflash_sglang.verify.step_clock import StepClock
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.verify.rows import Shape
 
 _SPREAD = 7919  # a prime: tokens that differ from request to request, so that experts share the work
 

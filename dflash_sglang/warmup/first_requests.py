@@ -9,18 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dflash_sglang.sglang_names.scheduler import get_parallel, get_schedule
-from dflash_sglang.warmup.dummy_batches import GREEDY
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.verify.rows import Shape
-    from dflash_sglang.warmup.dummy_batches import Rehearsal
+from dflash_sglang.sglang_names.scheduler import ModelRunner, get_parallel, get_schedule
+from dflash_sglang.verify.rows import Shape
+from dflash_sglang.warmup.dummy_batches import GREEDY, Rehearsal
 
 logger = logging.getLogger(__name__)
 

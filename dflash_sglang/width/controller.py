@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dflash_sglang.observe.counts import DoneStep
 from dflash_sglang.requests.limits import width_bounds
 from dflash_sglang.settings.width import PLAIN
 
@@ -151,7 +152,8 @@ class WidthController:
         self._policy.verified(done.step, accepted, seconds, logprobs, lens, mass)
         if len(accepted) == len(done.most):  # else the policy has left it out
             width, _, nodes = done.step.decision.shape
-            self._observer.verified(width, accepted, done.most, lens, done.context_tokens, done.whole, nodes)
+            step = DoneStep(width, accepted, done.most, lens, done.whole, nodes)
+            self._observer.verified(step, done.context_tokens)
 
     def _log_change(self, kind: Kind, requests: int) -> None:
         """One line if the shape has changed, not more often than every `LOG_SECONDS`."""

@@ -12,19 +12,13 @@ Exchange = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that run a step together. The defaults are those of a rank alone.
+    """The ranks that run a step together. The defaults are those of a rank alone."""
 
-    ``decides``: whether this is the rank that decides.
-
-    ``broadcast``: takes a row of float64 [n], returns the deciding rank's. All ranks call it in the same order.
-    None: there are no others.
-
-    ``gather``: takes this rank's row [n], returns those of all ranks [ranks, n], one call late (`OneStepLate`).
-    Only where ranks hold requests of their own.
-    """
-
-    decides: bool = True
+    decides: bool = True  # whether this is the rank that decides
+    # Takes a row of float64 [n], returns the deciding rank's. All ranks call it in the same order.
     broadcast: Exchange | None = None
+    # Takes this rank's row [n], returns those of all ranks [ranks, n], one call late (`OneStepLate`). Only where
+    # ranks hold requests of their own.
     gather: Exchange | None = None
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import bisect
 import gc
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dflash_sglang.attention.trees import serve_trees
 from dflash_sglang.attention.verifying import serve_ragged
+from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.patches import runtime_state
 from dflash_sglang.patches.attention_room import room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
@@ -20,19 +22,11 @@ from dflash_sglang.patches.graph_captures import by_tokens, captured_at, shared_
 from dflash_sglang.patches.graph_inputs import leave_in_place, load_inputs_once
 from dflash_sglang.patches.replayed_states import move_states_in_forward
 from dflash_sglang.settings.width import PLAIN
-from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, get_spec
+from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner, get_spec
 from dflash_sglang.verify.recurrent import replays, states_of_width
 from dflash_sglang.verify.rows import Shape
+from dflash_sglang.verify.tree import Trees
 from dflash_sglang.width.options import least_budget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.models.draft import DFlashDraftModel
-    from dflash_sglang.verify.tree import Trees
 
 TREE_ROWS = 128  # of a step's trees together, at most: with more rows a step takes longer than a tree is worth
 TILE = 64  # rows: with fewer of them, GEMMs take as long

@@ -16,6 +16,7 @@ from dflash_sglang.attention.trees import why_no_trees
 from dflash_sglang.attention.verifying import verifies_parts, verifying
 from dflash_sglang.settings.width import BLOCK, PLAIN, WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
+    ModelRunner,
     get_available_gpu_memory,
     get_exec,
     get_observability,
@@ -24,23 +25,19 @@ from dflash_sglang.sglang_names.scheduler import (
     mambaish_config,
 )
 from dflash_sglang.startup.facts import Problem, StartupError
-from dflash_sglang.verify.graph_tail import names_slots_alike
+from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
 from dflash_sglang.verify.rows import Shape
+from dflash_sglang.verify.tree import TreeVerify
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.kinds import Kind
 from dflash_sglang.width.options import least_budget
 from dflash_sglang.width.policy import WidthPolicy
-from dflash_sglang.width.runtime_states import captured_sizes, most_requests, sparse
+from dflash_sglang.width.runtime_states import RuntimeStates, captured_sizes, most_requests, sparse
 from dflash_sglang.width.step_times import Sample, StepTimes, startup_cells
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from dflash_sglang.verify.graph_tail import VerifyTail
-    from dflash_sglang.verify.tree import TreeVerify
     from dflash_sglang.warmup.dummy_batches import Rehearsal
-    from dflash_sglang.width.runtime_states import RuntimeStates
 
 logger = logging.getLogger(__name__)
 

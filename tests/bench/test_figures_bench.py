@@ -20,6 +20,8 @@ with open(os.environ["CALLS"], "a") as calls:
 TO_COME = {"copy_edits", "copy_kernels", "copy_plain", "pd_decode", "recurrent_9b", "recurrent_first_batches"} | {
     f"rows_{part}" for part in ("fp8", "alike", "mixed", "trees")
 }
+# Results of an option that is gone, whose figures the docs have.
+NO_LONGER = {f"width_{part}.json" for part in ("good_shares", "mixed", "mixed_busy")}
 # Directories, ports and devices; whether rounds came at once.
 WHERE = {"--out", "--logs", "--port", "--gpus", "--target", "--draft", "--before", "--add"}
 DEFAULTS = {"--rounds": ["3"], "--output": ["512"]}
@@ -72,4 +74,6 @@ def test_the_parts_are_the_commands_of_the_results_that_a_gpu_gave(tmp_path):
     }
     assert len(made) == len(by_file) == len(parts)
     assert by_file.keys() - of_a_gpu.keys() == {f"{part}.json" for part in TO_COME}
-    assert {name: by_file.get(name) for name in of_a_gpu} == of_a_gpu
+    assert of_a_gpu.keys() - by_file.keys() == NO_LONGER
+    again = of_a_gpu.keys() & by_file.keys()
+    assert {name: by_file[name] for name in again} == {name: of_a_gpu[name] for name in again}

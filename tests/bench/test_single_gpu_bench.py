@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench import serve, startup, step_profile
+from bench import serve, servers, startup, step_profile
 from bench.load import Answer, Load, Outcome, ask, by_figure, decode_seconds, run
 from dflash_sglang.bench import profile, trace
 from dflash_sglang.demo import launch
@@ -48,7 +48,7 @@ def test_serve_keeps_each_concurrency_that_it_has_measured(monkeypatch, tmp_path
         return {"greedy": {OURS: by_figure([Outcome(1, 6, 9.0)]), BUILT_IN: by_figure([Outcome(1, 6, 10.0)])}}
 
     monkeypatch.setattr(serve, "measure", measure)
-    monkeypatch.setattr(serve, "together", lambda *_, **__: contextlib.nullcontext({}))
+    monkeypatch.setattr(servers, "together", lambda *_, **__: contextlib.nullcontext({}))
     command_line(monkeypatch, "--target", "T", "--draft", "D", "--out", str(out), "--concurrency", "1", "32")
     with pytest.raises(RuntimeError, match="the server is gone"):
         serve.main()

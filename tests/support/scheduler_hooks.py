@@ -821,8 +821,8 @@ def _copies(worker: Any, always: bool = False) -> None:
     rank = get_parallel().tp_rank
     path, copy = Path(os.environ[RECORDS_ENV]) / f"copies.{rank}.jsonl", Copies.propose
 
-    def and_tell(self: Any, block: Any, proposals: Any) -> None:
-        copy(self, block, proposals)
+    def and_tell(self: Any, batch: Any, block: Any, proposals: Any) -> None:
+        copy(self, batch, block, proposals)
         with path.open("a") as lines:
             print(json.dumps(proposals.tokens.tolist()), file=lines)
 

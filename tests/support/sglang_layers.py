@@ -50,6 +50,25 @@ def hf_config(directory: Path) -> Any:
     return SimpleNamespace(_name_or_path=str(directory))
 
 
+def load_draft(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    quant_config: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """The served model of a draft of any architecture, its checkpoint written and its weights loaded."""
+    from dflash_sglang.models import dflash2, draft, dspark, laguna, lilicorr
+
+    entries = [one for module in (draft, dflash2, dspark, laguna, lilicorr) for one in module.EntryClass]
+    (model_class,) = (one for one in entries if one.__name__ == config["architectures"][0])
+    write_checkpoint(directory, config, tensors)
+    with defaults(dtype):
+        model = model_class(hf_config(directory), quant_config)
+        model.load_weights(tensors.items())
+    return model.to(DEVICE)
+
+
 def make_draft(
     directory: Path,
     dtype: torch.dtype = torch.float32,
@@ -57,16 +76,10 @@ def make_draft(
     tensors: dict[str, Tensor] | None = None,
     **overrides: Any,
 ) -> Any:
-    """The served draft model of `tests.support.tiny`'s config with `overrides`, its weights loaded."""
-    from dflash_sglang.models.draft import DFlashDraftModel
-
+    """The same of `tests.support.tiny`'s config with `overrides`."""
     config = draft_config(**overrides)
     tensors = draft_tensors(config) if tensors is None else tensors
-    write_checkpoint(directory, config, tensors)
-    with defaults(dtype):
-        model = DFlashDraftModel(hf_config(directory), quant_config)
-        model.load_weights(tensors.items())
-    return model.to(DEVICE)
+    return load_draft(directory, config, tensors, quant_config, dtype)
 
 
 def context_key_value(attention: Any, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

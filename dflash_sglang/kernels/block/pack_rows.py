@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Ids, positions and slots of rows: [bs, block] of whole blocks, [rows] packed. int64."""
+    """Ids, positions and slots of rows, int64: [bs, block] of whole blocks, or [rows] one after the other."""
 
     ids: Tensor
     positions: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -14,16 +14,17 @@ from dflash_sglang.models.context_kv.base import Projection
 from dflash_sglang.models.context_kv.last_rows import requests_of_rows
 from dflash_sglang.models.context_kv.quantised_projection import QuantisedKV, not_sliceable
 from dflash_sglang.models.context_kv.writers import AllLayerWriter
+from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.layers import DraftAttention
 from dflash_sglang.settings.plugin_config import ContextKVForm
-from dflash_sglang.sglang_names.scheduler import KVWriteLoc, UnquantizedLinearMethod, async_h2d
+from dflash_sglang.sglang_names.scheduler import (
+    KVLocPlan,
+    KVWriteLoc,
+    ScheduleBatch,
+    UnquantizedLinearMethod,
+    async_h2d,
+)
 from dflash_sglang.startup.facts import LoadError
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
-
-    from dflash_sglang.models.draft import DFlashDraftModel
 
 Form = Literal["stacked", "sliced", "per_layer"]
 WRITE_ROWS = 2048  # context rows projected at once: more of them make no GEMM faster, and take memory

@@ -18,17 +18,13 @@ WORTH_A_COPY = 64 * MIB  # of a rank's rows; fewer bytes are read in no time
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What decides on an fp8 copy, the same on every rank.
+    """What decides on an fp8 copy, the same on every rank."""
 
-    ``device``: its type; ``fp8_gemm``: whether it multiplies fp8 matrices; ``method``: what serves a quantised
-    head, else None; ``nbytes``: of the rows that a rank reads.
-    """
-
-    device: str
-    fp8_gemm: bool
-    method: str | None
+    device: str  # its type
+    fp8_gemm: bool  # whether the device multiplies fp8 matrices
+    method: str | None  # what serves a quantised head
     dtype: torch.dtype
-    nbytes: int
+    nbytes: int  # of the rows that a rank reads
 
     @classmethod
     def from_head(cls, lm_head: nn.Module, token_map: Tensor | None) -> HeadFacts:

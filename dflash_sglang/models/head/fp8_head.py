@@ -15,10 +15,9 @@ _ROWS_AT_A_TIME = 4096  # quantised at once: in float32 they take memory
 
 
 class Fp8Head:
-    """A head's rows in float8_e4m3fn with a scale each, as `TargetHead` takes a quantised head.
+    """`HotRows` in float8_e4m3fn with a scale each, as `TargetHead` takes a quantised head.
 
-    Sharded as the head is. Rows of zeros fill up the last granule. `refresh` brings the copy up to date.
-    Verification makes the output the target's whatever is proposed.
+    Rows of zeros fill up the last granule.
     """
 
     def __init__(self, lm_head: nn.Module, token_ids: Tensor | None = None) -> None:
@@ -40,7 +39,7 @@ class Fp8Head:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes the head's present weights over, into the memory that the graphs know."""
+        """As that of `HotRows`."""
         for start in range(0, len(self._rows), _ROWS_AT_A_TIME):
             rows = self._rows[start : start + _ROWS_AT_A_TIME]
             part = slice(start, start + len(rows))

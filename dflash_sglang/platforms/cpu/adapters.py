@@ -6,19 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from torch.overrides import TorchFunctionMode
 
 BACKEND = "torch_native"
-
-
-def register(source: HookSource) -> None:
-    """Registers the hooks; SGLang's `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
-    for target in (
-        "sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",
-        "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
-    ):
-        HookRegistry.register(target, unpinned, HookType.AROUND, source=source)
 
 
 def unpinned(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -8,33 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from torch import Tensor
-
-
-def register(source: HookSource) -> None:
-    """Registers the hooks; SGLang's `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
-    from sglang.srt.layers.dp_attention import memcpy_cpu
-
-    for target, hook, kind in (
-        ("sglang.srt.layers.dp_attention.memcpy", memcpy_cpu, HookType.REPLACE),  # a Triton launch
-        (
-            "sglang.srt.layers.dp_attention.mask_dp_pad_moe_topk_ids",  # a Triton launch
-            mask_dp_pad_moe_topk_ids,
-            HookType.REPLACE,
-        ),
-        (
-            "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor",
-            reduce_scatter_over_gloo,
-            HookType.AROUND,
-        ),
-        (
-            "sglang.srt.distributed.parallel_state.GroupCoordinator.all_to_all_single",
-            all_to_all_over_gloo,
-            HookType.AROUND,
-        ),
-    ):
-        HookRegistry.register(target, hook, kind, source=source)
 
 
 def keep_counts_unpinned() -> None:

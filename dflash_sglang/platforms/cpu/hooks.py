@@ -6,7 +6,7 @@ Each function below says what it stands in for and what happens without it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,54 +16,51 @@ from dflash_sglang.platforms.cpu import adapters, dp, host_cache
 from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, murmur_hash32, softcap_
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
+Hooks = Mapping[str, Callable[..., Any]]  # by their places in sglang.srt
 
 
 def register_rank_hooks() -> None:
     """Registers the hooks on a rank's way to its process group and weights, in time for `load_plugins()`."""
-    for target, hook in (
-        ("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", leave_threads_unbound),
-        ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", leave_threads_unbound),
-        ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", keep_config),
-    ):
-        HookRegistry.register(target, hook, HookType.REPLACE, source=SOURCE)
+    replaced: Hooks = {
+        "distributed.bootstrap._bind_threads_if_cpu": leave_threads_unbound,
+        "distributed.bootstrap._init_cpu_threads_env": leave_threads_unbound,
+        "configs.update_config.adjust_config_with_unaligned_cpu_tp": keep_config,
+    }
+    _register(HookType.REPLACE, replaced)
 
 
 def register_hooks() -> None:
-    """Registers the hooks; SGLang's `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
-    for target, hook, kind in (
-        # A Triton launch: "0 active drivers".
-        (
-            "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
-            assign_req_to_token_pool,
-            HookType.REPLACE,
-        ),
-        ("sglang.srt.layers.logits_processor.fused_softcap", softcap_, HookType.REPLACE),  # a Triton launch
-        ("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE),  # a Triton launch
-        (
-            "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
-            keep_operators,
-            HookType.REPLACE,
-        ),
-        (
-            "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
-            all_gather_over_gloo,
-            HookType.AROUND,
-        ),
-        (
-            "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
-            keep_dtype_of_input_embeds,
-            HookType.AROUND,
-        ),
-        (
-            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
-            send_page_indices_at_once,
-            HookType.BEFORE,
-        ),
-    ):
-        HookRegistry.register(target, hook, kind, source=SOURCE)
-    adapters.register(SOURCE)
-    dp.register(SOURCE)
-    host_cache.register(SOURCE)
+    """Registers the other hooks; `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
+    from sglang.srt.layers.dp_attention import memcpy_cpu
+
+    triton: Hooks = {  # launches: "0 active drivers"
+        "mem_cache.allocation.assign_req_to_token_pool_func": assign_req_to_token_pool,
+        "layers.logits_processor.fused_softcap": softcap_,
+        "layers.sampler.murmur_hash32": murmur_hash32,
+        "layers.dp_attention.memcpy": memcpy_cpu,
+        "layers.dp_attention.mask_dp_pad_moe_topk_ids": dp.mask_dp_pad_moe_topk_ids,
+        "model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": keep_operators,
+    }
+    around: Hooks = {
+        "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor": all_gather_over_gloo,
+        "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor": dp.reduce_scatter_over_gloo,
+        "distributed.parallel_state.GroupCoordinator.all_to_all_single": dp.all_to_all_over_gloo,
+        "model_executor.model_runner.ModelRunner._extend_forward_kwargs": keep_dtype_of_input_embeds,
+        "model_executor.model_runner.ModelRunner.init_lora_manager": adapters.unpinned,
+        "lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch": adapters.unpinned,
+    }
+    before: Hooks = {
+        "disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": send_page_indices_at_once,
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache": host_cache.stand_in,
+    }
+    _register(HookType.REPLACE, triton)
+    _register(HookType.AROUND, around)
+    _register(HookType.BEFORE, before)
+
+
+def _register(kind: HookType, hooks: Hooks) -> None:
+    for name, hook in hooks.items():
+        HookRegistry.register(f"sglang.srt.{name}", hook, kind, source=SOURCE)
 
 
 def leave_threads_unbound(**_: Any) -> None:

@@ -10,21 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from torch import Tensor
 
 
-def register(source: HookSource) -> None:
-    """Puts the copies in place before the first host pool is built; without them nothing is imported."""
-    HookRegistry.register(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache",
-        stand_in,
-        HookType.BEFORE,
-        source=source,
-    )
-
-
 def stand_in(*_: Any, **__: Any) -> None:
+    """Puts the copies in place before the first host pool is built; without one nothing is imported."""
     from sglang.srt.mem_cache.pool_host import common, mamba, mha
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tests.support import sglang_layers as layers
 from tests.support.int8_quant import dequantised, int8_config, quantised
 from tests.support.reference_dflash2 import ReferenceDFlash2, dflash2_config, dflash2_tensors
-from tests.support.tiny import write_checkpoint
 
 pytestmark = layers.cpu_only
 
@@ -28,15 +27,9 @@ def rank() -> None:
 def make_draft(
     directory: Path, config: dict[str, Any], tensors: dict[str, Tensor] | None = None, quant_config: Any = None
 ) -> Any:
-    """The served model of a DFlash2 config, its weights loaded."""
-    from dflash_sglang.models.dflash2 import DFlash2DraftModel
-
+    """The served model of a DFlash2 config."""
     tensors = dflash2_tensors(config) if tensors is None else tensors
-    write_checkpoint(directory, config, tensors)
-    with layers.defaults(torch.float32):
-        model = DFlash2DraftModel(layers.hf_config(directory), quant_config)
-        model.load_weights(tensors.items())
-    return model
+    return layers.load_draft(directory, config, tensors, quant_config)
 
 
 class Target(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests.support.int8_quant import dequantised, int8_config, quantised
 from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, layer_tensors, reference_draft
-from tests.support.tiny import draft_config, write_checkpoint
+from tests.support.tiny import draft_config
 from tests.unit.models.test_dflash2 import Target, assert_steps_equal
 
 pytestmark = layers.cpu_only
@@ -45,21 +44,6 @@ def rank() -> None:
     layers.start_rank()
 
 
-def make_draft(
-    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], quant_config: Any = None
-) -> Any:
-    """The served model of a draft of any architecture, its weights loaded."""
-    from dflash_sglang.models import dflash2, draft, dspark, laguna
-
-    entries = [one for module in (draft, dflash2, dspark, laguna) for one in module.EntryClass]
-    (model_class,) = (one for one in entries if one.__name__ == config["architectures"][0])
-    write_checkpoint(directory, config, tensors)
-    with layers.defaults(torch.float32):
-        model = model_class(layers.hf_config(directory), quant_config)
-        model.load_weights(tensors.items())
-    return model
-
-
 @pytest.mark.parametrize("fields", families())
 @pytest.mark.parametrize("block", [5, 8, 16])
 def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_accept_lengths(
@@ -68,7 +52,7 @@ def test_rows_and_proposals_equal_the_reference_over_three_steps_of_different_ac
     config = draft_config(block_size=block, **fields)
     assert foreign(config) is None
     tensors = layer_tensors(config)
-    assert_steps_equal(make_draft(tmp_path, config, tensors), reference_draft(config, tensors), block)
+    assert_steps_equal(layers.load_draft(tmp_path, config, tensors), reference_draft(config, tensors), block)
 
 
 @pytest.mark.parametrize("fields", families())
@@ -81,7 +65,7 @@ def test_rows_equal_those_of_sglangs_own_model(tmp_path, fields):
 
     config = draft_config(layer_types=["sliding_attention"] * 2, **fields)
     tensors = layer_tensors(config)
-    model = make_draft(tmp_path, config, tensors)
+    model = layers.load_draft(tmp_path, config, tensors)
     built_in_class = getattr(dflash, config["architectures"][0])
     with torch.compiler.set_stance("force_eager"):
         with layers.defaults(torch.float32):
@@ -121,7 +105,7 @@ def test_gemma_norms_of_other_families_are_plain_norms_of_one_more(tmp_path, arc
     embeds = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
     hidden = []
     for fields, held in (({}, tensors), (GEMMA, of_gemma)):
-        model = make_draft(tmp_path / str(len(hidden)), {**config, **fields}, held)
+        model = layers.load_draft(tmp_path / str(len(hidden)), {**config, **fields}, held)
         attention = layers.PlainAttention(layers.make_pool(model), [(torch.arange(1, 41), 20)], 8)
         hidden.append(layers.run_draft(model, embeds.clone(), torch.arange(20, 28), attention))
     torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
@@ -130,7 +114,7 @@ def test_gemma_norms_of_other_families_are_plain_norms_of_one_more(tmp_path, arc
 @pytest.mark.parametrize("fields", families())
 def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path, fields):
     config = draft_config(**fields)
-    model = make_draft(tmp_path, config, layer_tensors(config))
+    model = layers.load_draft(tmp_path, config, layer_tensors(config))
     model.bind_target(Target())
     layers.assert_idle_batch_writes_nothing(model)
 
@@ -139,7 +123,7 @@ def test_context_rows_are_normed_by_each_layer_in_both_forms_of_the_projection(t
     from dflash_sglang.models.context_kv.projection import ContextKV
 
     config = draft_config(**LAGUNA)
-    model = make_draft(tmp_path, config, layer_tensors(config))
+    model = layers.load_draft(tmp_path, config, layer_tensors(config))
     features = torch.randn(9, model.fc.input_size, generator=torch.Generator().manual_seed(4))
     expected = reference_draft(config, layer_tensors(config)).context_kv(features, torch.arange(9))
     for form in ("per_layer", "stacked"):
@@ -165,7 +149,7 @@ def test_quantised_layers_of_laguna_project_each_layers_normed_rows(tmp_path, in
         held |= quantised({name: tensor}) if linear else {name: tensor}
         scale = name.removesuffix(".weight") + ".weight_scale"
         rounded[name] = dequantised(held[name], held[scale]) if linear else tensor
-    model = make_draft(tmp_path, config, held, int8_config())
+    model = layers.load_draft(tmp_path, config, held, int8_config())
     assert (model.layers[0].self_attn.g_proj.weight.dtype == torch.int8) is in_file
     with pytest.raises(LoadError, match="but each layer norms its context rows. Set context_kv to 'auto'"):
         ContextKV(model, "stacked")
@@ -215,14 +199,14 @@ def test_a_missing_tensor_of_laguna_is_an_error_that_names_it_alone(tmp_path, na
     tensors = layer_tensors(config)
     del tensors[name]
     with pytest.raises(ValueError, match=rf"missing tensors \['{name}'\]"):
-        make_draft(tmp_path, config, tensors)
+        layers.load_draft(tmp_path, config, tensors)
 
 
 def test_a_gate_of_another_size_is_an_error_that_names_it(tmp_path):
     config = draft_config(**LAGUNA)
     tensors = layer_tensors({**config, "gating": "per-element"})
     with pytest.raises(ValueError, match=r"'layers.0.self_attn.g_proj.weight' of shape \(64, 64\)"):
-        make_draft(tmp_path, config, tensors)
+        layers.load_draft(tmp_path, config, tensors)
 
 
 @pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])
@@ -235,11 +219,11 @@ def test_a_norm_of_another_size_is_an_error_that_names_it(tmp_path):
     config = draft_config(**GEMMA)
     tensors = layer_tensors(config) | {"hidden_norm.weight": torch.zeros(32)}
     with pytest.raises(ValueError, match=r"'hidden_norm.weight' of shape \(32,\) .* expected shape \(64,\)"):
-        make_draft(tmp_path, config, tensors)
+        layers.load_draft(tmp_path, config, tensors)
 
 
 def test_kernels_that_scale_by_the_weight_itself_are_left_out_under_gemma_norms(tmp_path):
     for fields, why in ((GEMMA, "the draft's norms scale by 1 + weight"), (SWIGLU, None)):
         config = draft_config(**fields)
-        model = make_draft(tmp_path, config, layer_tensors(config))
+        model = layers.load_draft(tmp_path, config, layer_tensors(config))
         assert {layer.self_attn.no_table_kernel for layer in model.layers} == {why}

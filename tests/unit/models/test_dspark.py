@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import foreign
@@ -15,7 +10,6 @@ from tests.support import sglang_layers as layers
 from tests.support.draft_formats import speculators_config
 from tests.support.reference_dspark import ReferenceDSpark, dspark_config, dspark_tensors
 from tests.support.reference_walks import assert_equals_the_reference
-from tests.support.tiny import write_checkpoint
 from tests.unit.models.test_dflash2 import Target
 
 pytestmark = layers.cpu_only
@@ -28,16 +22,6 @@ def rank() -> None:
     layers.start_rank()
 
 
-def make_draft(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    from dflash_sglang.models.dspark import Qwen3DSparkModel
-
-    write_checkpoint(directory, config, tensors)
-    with layers.defaults(torch.float32):
-        model = Qwen3DSparkModel(layers.hf_config(directory))
-        model.load_weights(tensors.items())
-    return model
-
-
 @works
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("block", [5, 8, 16])
@@ -45,7 +29,7 @@ def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_
     tmp_path, block, kind
 ):
     config = dspark_config(block_size=block - 1, markov_head_type=kind)
-    model, target = make_draft(tmp_path, config, dspark_tensors(config)), Target()
+    model, target = layers.load_draft(tmp_path, config, dspark_tensors(config)), Target()
     model.bind_target(target)
     assert (model.spec.block_size, model.spec.draft_rows(block)) == (block, block - 1)
     reference = ReferenceDSpark.from_weights(config, dspark_tensors(config))

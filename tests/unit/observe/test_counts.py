@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_sglang.observe.counts import Counts, Shape
+from dflash_sglang.observe.counts import Counts, DoneStep, Shape
 from dflash_sglang.observe.decode_line import decode_line
 from dflash_sglang.observe.step_split import EVERY, StepSplit
 
@@ -30,7 +30,7 @@ def steps(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 def added(counts: Counts, step: dict[str, Any], whole: str | None = None) -> None:
     lens = None if step["lens"] is None else np.array(step["lens"])
-    counts.add(step["width"], step["accepted"], np.array(step["most"]), lens, whole)
+    counts.add(DoneStep(step["width"], step["accepted"], np.array(step["most"]), lens, whole))
 
 
 @given(steps())
@@ -69,8 +69,8 @@ def test_the_accept_rate_is_of_what_was_verified_whatever_the_width() -> None:
 
 def test_a_tree_verifies_its_nodes_and_drafts_a_block() -> None:
     counts = Counts(16, ragged=True, chooses=True)
-    counts.add(16, [7, 0], np.array([16, 16]), nodes=32)
-    counts.add(16, [3], np.array([16]), np.array([5]))
+    counts.add(DoneStep(16, [7, 0], np.array([16, 16]), nodes=32))
+    counts.add(DoneStep(16, [3], np.array([16]), np.array([5])))
     totals = counts.totals()
     assert (totals.rows, totals.drafted, totals.committed) == (64 + 5, 45, 13)
     assert counts.shapes == {Shape(32, "tree", "chosen"): 1, Shape(16, "ragged", "chosen"): 1}

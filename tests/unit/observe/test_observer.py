@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dflash_sglang.observe import series
 from dflash_sglang.observe.alarm import CHANCE, STAYS, WINDOW, Alarm
-from dflash_sglang.observe.counts import Counts
+from dflash_sglang.observe.counts import Counts, DoneStep
 from dflash_sglang.observe.observer import Observer
 from dflash_sglang.observe.step_split import LONGEST_REST, StepSplit
 from dflash_sglang.startup.launch_checks import METRIC_LABELS, label_problems
@@ -42,7 +42,7 @@ def test_a_rank_that_does_not_log_has_the_alarms_state_too(caplog):
         observer = Observer(counts, Alarm(BLOCK), causes, lambda: (1.0, 1.0), StepSplit(Clock()))
         for _ in range(STAYS):
             nothing = np.zeros(WINDOW, np.int64)
-            observer.verified(BLOCK, nothing, np.full(WINDOW, BLOCK), None, 100, None)
+            observer.verified(DoneStep(BLOCK, nothing, np.full(WINDOW, BLOCK)), 100)
             observer.report(reporter)
         assert observer.snapshot()["alarm"] == CHANCE
     assert [record.message for record in caplog.records if "raised" in record.message] == [f"raised {CHANCE}"]
@@ -65,7 +65,7 @@ def test_a_server_has_series_only_of_gains_that_it_estimates_and_of_copies_that_
     told = [None, None] if gains is None else [lambda: gains, lambda: bins]
     copied = None if gains is None else lambda: {"proposed": 30, "accepted": 20, "mean_match": 9.5}
     observer = Observer(counts, Alarm(BLOCK), causes, told[0], StepSplit(Clock()), told[1], copied)
-    observer.verified(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK), None, 100, None)
+    observer.verified(DoneStep(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK)), 100)
     observer.report(reporter)
     found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
     assert found["dflash_accept_length"] == 2 and "dflash_accept_length_after_warm_up" not in found

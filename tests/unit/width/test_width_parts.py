@@ -382,13 +382,6 @@ def test_widths_follow_the_block() -> None:
         ({"trees": [16, 1]}, r"trees=1 \(int\): expected whole numbers from 2 to 64"),
         ({"fixed": True}, r"fixed=True \(bool\)"),
         ({"fixed": 4, "widths": [4, 8]}, "give one of them"),
-        ({"margin": 0.05}, r"margin=0.05: expected no such key: the policy has one margin, 2 %. Remove it"),
-        ({"per_request": True}, "per_request=True: expected no such key: steps are ragged wherever .* Remove it"),
-        ({"ragged": False}, "ragged=False: expected no such key: steps are ragged wherever .* Remove it"),
-        *(
-            ({key: 1}, rf"width: {key}=1: expected no such key: .*Remove it")
-            for key in ("probe_budget", "prior_acceptance", "prior_strength", "memory", "exchange_every")
-        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_what_was_expected(values: Any, message: str) -> None:
