@@ -110,7 +110,6 @@ def test_fields_that_are_not_served(case: str, checkpoint: Path) -> None:
 
 
 LAUNCHES: dict[str, tuple[tuple[str, ...], str]] = {
-    "replicas": (("--dp-size", "2"), "--dp-size=2: expected 1"),
     "mixed chunks": (("--enable-mixed-chunk",), "--enable-mixed-chunk=True: expected unset"),
     "host cache": (("--enable-hierarchical-cache",), "--enable-hierarchical-cache=True: expected unset"),
     "sessions": (("--enable-streaming-session",), "--enable-streaming-session=True: expected unset"),
