@@ -99,10 +99,10 @@ class Noted(NamedTuple):
     chosen: list[int]
 
 
-def noted(records: Path, rids: str = "text") -> list[Noted]:
-    """The blocks of requests whose rid begins so."""
+def noted(records: Path) -> list[Noted]:
+    """The blocks of this test's requests."""
     lines = (records / "mtp.jsonl").read_text().splitlines()
-    return [block for block in (Noted(*json.loads(line)) for line in lines) if block.rid.startswith(rids)]
+    return [block for block in (Noted(*json.loads(line)) for line in lines) if block.rid.startswith("text")]
 
 
 def wrong_proposals(blocks: Sequence[Noted], texts: dict[str, list[int]]) -> int:

@@ -5,6 +5,7 @@ Under data-parallel attention IDLE ranks keep step, in steps of every width. Rep
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for rank in range(layout.dp):
             params = dict(temperature=1.5, max_new_tokens=in_step.NEW_TOKENS, ignore_eos=True)
             server.generate(input_ids=[5, 6, 7], rid=f"drawn {rank}", routed_dp_rank=rank, sampling_params=params)
-        return Served(layout, all_ended(records, layout.tp), answers, noted(records, ""), plain)
+        ended = all_ended(records, layout.tp)
+        lines = (records / "mtp.jsonl").read_text().splitlines()
+        return Served(layout, ended, answers, [Noted(*json.loads(line)) for line in lines], plain)
 
 
 def beside_a_prefill(server: Server, records: Path) -> list[tuple[int, dict[str, Any]]]:

@@ -74,9 +74,9 @@ def mimo_v2() -> Any:
     """Sliding layers with sinks and key and value heads of their own, values scaled and narrower than keys.
 
     config.json has the fields of the hub's, which SGLang reads, beside those of transformers. The two disagree on
-    the window: transformers counts the query's own key, SGLang does not. `rope_type` is not part of the hub's file.
-    Without it SGLang 0.5.23 takes the two sets of `rope_parameters`, which transformers makes, for a scaling, and
-    fails.
+    the window: transformers counts the query's own key, SGLang does not. `rope_type` is not part of the hub's
+    file. Without it SGLang 0.5.23 fails: transformers makes two sets of `rope_parameters`, and SGLang takes them
+    for a scaling.
     """
     from transformers import MiMoV2FlashConfig
 
