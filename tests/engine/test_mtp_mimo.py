@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_mtp import COMMON, NEW_TOKENS, noted, ours, prompts
+from tests.engine.test_mtp import COMMON, NEW_TOKENS, next_prompts, noted, ours, prompts
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy, greedy_params, serve
 from tests.zoo import mimo_v2
@@ -36,9 +36,11 @@ def checkpoint() -> Path:
 
 
 @functools.cache
-def plain() -> list[list[int]]:
+def both_turns() -> tuple[list[list[int]], list[list[int]]]:
+    """What a server without speculation answers, and what then to prompts that begin with these answers."""
     with serve(checkpoint(), **COMMON) as server:
-        return greedy(server, prompts(), NEW_TOKENS)
+        first = greedy(server, prompts(), NEW_TOKENS)
+        return first, greedy(server, next_prompts(first), NEW_TOKENS)
 
 
 @pytest.mark.matrix(target="MiMo-V2", draft="its own MTP layers", kv="model dtype, every width", outcome="works")
@@ -47,17 +49,19 @@ def test_output_is_plain_decodings_and_proposals_are_the_references(ranks: int, 
     paths = dict(model_path=str(checkpoint()), speculative_draft_model_path=str(checkpoint()))
     arguments: dict[str, Any] = dict(tp_size=ranks, mem_fraction_static=0.3, **paths)
     reference, texts = Reference(checkpoint()), {}
+    plain, plain_after_hits = both_turns()
     with ours(tmp_path, "mtp,widths,stretches", config=WIDTHS, **arguments) as (server, records):
         together = greedy(server, prompts(), NEW_TOKENS)
+        after_hits = greedy(server, next_prompts(plain), NEW_TOKENS)
         server.post("/flush_cache?timeout=60")
-        for prompt, output in zip(prompts(), plain(), strict=True):
+        for prompt, output in zip(prompts(), plain, strict=True):
             scheduler_hooks.record(records, prompt, output)
             rid = f"text {len(prompt)}"
             answer = server.generate(input_ids=prompt, rid=rid, sampling_params=greedy_params(NEW_TOKENS))
             assert answer["output_ids"] == output
             texts[rid] = prompt + output
         assert "draft: MTP(3 layers: sliding, sliding, sliding; the target's head)" in server.log_tail(2000)
-    assert together == plain()
+    assert (together, after_hits) == (plain, plain_after_hits)
     blocks = noted(records)
     wrong = 0
     for block in blocks:
