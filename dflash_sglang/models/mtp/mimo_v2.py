@@ -1,4 +1,8 @@
-"""MiMo-V2's multi-token-prediction layers: all read the target's hidden states, and its head proposes."""
+"""MiMo-V2's multi-token-prediction layers: all read the target's hidden states, and its head proposes.
+
+The hidden states are those after the final norm. A row's keys and values follow from a token ahead of it, as in a
+chain, so the same windows repair them.
+"""
 
 from __future__ import annotations
 
