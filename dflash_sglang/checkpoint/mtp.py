@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_int
 from dflash_sglang.checkpoint.layers import LayerAttention
 
 ARCHITECTURE = "Step3p5MTPDraftModel"
 """Of the draft: the name by which SGLang finds its class."""
-_TARGETS = ("Step3p5ForCausalLM",)
+_MIMO_V2 = "MiMoV2FlashForCausalLM"
+_TARGETS = ("Step3p5ForCausalLM", _MIMO_V2)
 _NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
 # Of config.json, a value for each layer: those of the MTP layers follow the target's.
 _PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
@@ -26,6 +27,9 @@ def holds_mtp(config: Mapping[str, Any]) -> bool:
 @dataclass(frozen=True)
 class MtpSpec:
     """A chain of MTP layers. Layer i, counted from 1, proposes the token i places behind the last one.
+
+    ``chained``: whether a layer reads the hidden states of the layer before; else the target's. ``own_heads``:
+    whether each has a head; else the target's proposes.
 
     ``num_target_layers``: which precede them in the checkpoint. ``layers``: their attention. ``quantization``:
     of the checkpoint, None where there is none. ``mask_token_id``: no row of the draft is masked.
@@ -42,6 +46,8 @@ class MtpSpec:
     mask_token_id: None = None
     anchor_proposes: bool = True
     has_row_less: bool = False
+    chained: ClassVar[bool] = True
+    own_heads: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MtpSpec:
@@ -49,6 +55,8 @@ class MtpSpec:
 
         Raises DraftConfigError for a field that is missing, malformed or not served.
         """
+        if config["architectures"][0] == _MIMO_V2:
+            return MimoV2Spec.from_config(config)
         fields = Fields(config)
         target_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
         count = as_int(fields.shape("num_nextn_predict_layers", 0), 1, MOST_LAYERS)
@@ -142,4 +150,47 @@ def alone(config: Any, spec: MtpSpec) -> None:
     config.moe_layers_enum = "-1"
     config.num_hidden_layers, config.num_nextn_predict_layers = count, 0
     # SGLang sizes the pool by these layers, and asks the target for layers to capture; see `hidden_states`.
+    config.dflash_config = {"target_layer_ids": [0], "block_size": spec.block_size}
+
+
+@dataclass(frozen=True)
+class MimoV2Spec(MtpSpec):
+    """MiMo-V2's layers, all sliding and dense. Its config.json does not say how many there are: three."""
+
+    chained: ClassVar[bool] = False
+    own_heads: ClassVar[bool] = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> MimoV2Spec:
+        """As `MtpSpec.from_config`."""
+        fields = Fields(config)
+        for name, why in (
+            ("quantization_config", "multi-token-prediction layers are read in the model's dtype"),
+            ("attention_projection_layout", "queries, keys and values are read one by one"),
+        ):
+            if config.get(name) not in (None, "split"):
+                raise DraftConfigError(name, config[name], f"none: {why}", _NO_WAY)
+        # SGLang's layers do not count the query's own key.
+        window = as_int(fields.shape("sliding_window_size"), 1) + 1
+        count = as_int(fields.shape("num_nextn_predict_layers", 3), 1, MOST_LAYERS)
+        return cls(
+            architecture="MiMoV2MTPDraftModel",
+            num_target_layers=as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS),
+            layers=(LayerAttention("sliding_attention", True, window),) * count,
+            hidden_size=as_int(fields.shape("hidden_size"), 1),
+            vocab_size=as_int(fields.shape("vocab_size"), 1),
+            max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
+        )
+
+    def prefix(self, layer: int) -> str:
+        return f"model.mtp.layers.{layer}."
+
+
+def mimo_v2_alone(config: Any, spec: MimoV2Spec) -> None:
+    """As `alone`. The heads of the target's sliding layers are the layers' own."""
+    config.architectures = [spec.architecture]
+    config.num_hidden_layers = spec.num_layers
+    config.layer_types = [layer.kind for layer in spec.layers]
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
+        setattr(config, name, getattr(config, f"swa_{name}"))
     config.dflash_config = {"target_layer_ids": [0], "block_size": spec.block_size}

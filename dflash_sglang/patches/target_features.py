@@ -71,7 +71,8 @@ def ensure_capture(
 
 
 def deliver_hidden_states(target_model: torch.nn.Module) -> None:
-    """The features are the hidden states before the final norm, which SGLang's Step-3.5 hands out by itself.
+    """The features are the hidden states that SGLang's target hands out by itself: Step-3.5's before the final
+    norm, MiMo-V2's after it.
 
     As for `ensure_capture`, SGLang asks the target for layers to capture: there is nothing to set.
     """

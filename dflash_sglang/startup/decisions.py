@@ -35,6 +35,7 @@ from dflash_sglang.startup.launch_checks import (
     ROLE,
     UNSERVED,
     UNSERVED_APART,
+    Unserved,
     label_problems,
     launch_problems,
     transfer_problems,
@@ -136,8 +137,12 @@ def _check_mtp(
     settings = {row.field: getattr(cfg, row.field) for row in UNSERVED_WITH_MTP}
     assert serving.draft_path is not None
     directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
+    spec = MtpSpec.from_config(config)
+    if not spec.own_heads and cfg.attn_dp_size != 1:
+        why = "ranks with requests of their own may share the target's head, which proposes"
+        problems.append(Unserved("attn_dp_size", 1, why).problem(cfg.attn_dp_size))
     problems += mtp_problems(
-        MtpSpec.from_config(config),
+        spec,
         serving,
         settings,
         PluginConfig.from_env(),

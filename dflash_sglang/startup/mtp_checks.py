@@ -17,8 +17,6 @@ _NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
 
 UNSERVED_WITH_MTP = (
     Unserved("device", "cpu", f"{_WITH} nothing has run on a GPU", _NO_WAY, instead="'cpu'"),
-    Unserved("attn_dp_size", 1, _NOT_TESTED),
-    Unserved("dp_size", 1, _NOT_TESTED),
     Unserved("disaggregation_mode", "null", f"{_WITH} no hidden states are sent"),
     Unserved("enable_mixed_chunk", False, f"{_WITH} a step commits a block, or a prompt's tokens"),
     Unserved("enable_hierarchical_cache", False, _NOT_TESTED),

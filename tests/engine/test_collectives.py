@@ -7,6 +7,7 @@ IDLE, and decodes. SGLang never lets one rank prefill while another decodes unde
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,14 +106,21 @@ def served(
         **COMMON,
     )
     with serve(TARGET, DRAFT, environment=environment, **arguments) as server:
-        answers = []
-        for _ in range(BURSTS):
-            missing = layout.mixes() - _mixes(layout, _ended(directory, layout))
-            if not missing:
-                break
-            answers += _burst(server, prompts, _leaving(missing))
-        answers += _uneven(server, layout, prompts)
+        answers = [*bursts(server, directory, layout, prompts), *uneven(server, layout, prompts)]
         return Served(layout, all_ended(directory, layout.tp), answers)
+
+
+def bursts(
+    server: Server, directory: Path, layout: Layout, prompts: Sequence[list[int]]
+) -> list[tuple[int, dict[str, Any]]]:
+    """Answers to the first prompts, asked until every mix has occurred. directory: of the steps."""
+    answers = []
+    for _ in range(BURSTS):
+        missing = layout.mixes() - _mixes(layout, _ended(directory, layout))
+        if not missing:
+            break
+        answers += _burst(server, prompts, _leaving(missing))
+    return answers
 
 
 def _leaving(missing: set[tuple[str, ...]]) -> list[int]:
@@ -127,13 +135,13 @@ def _leaving(missing: set[tuple[str, ...]]) -> list[int]:
     return order
 
 
-def _burst(server: Server, prompts: list[list[int]], order: list[int]) -> list[tuple[int, dict[str, Any]]]:
+def _burst(server: Server, prompts: Sequence[list[int]], order: list[int]) -> list[tuple[int, dict[str, Any]]]:
     asked = [_request(prompts[place], STAY * (place + 1), routed_dp_rank=rank) for place, rank in enumerate(order)]
     return list(enumerate(ask(server, asked, together=True)))
 
 
-def _uneven(server: Server, layout: Layout, prompts: list[list[int]]) -> list[tuple[int, dict[str, Any]]]:
-    """Greedy requests, most of them to the last rank, and a sampled one to each."""
+def uneven(server: Server, layout: Layout, prompts: Sequence[list[int]]) -> list[tuple[int, dict[str, Any]]]:
+    """Answers to five prompts, most of them asked of the last rank, beside a sampled request of each rank."""
     ranks = [layout.dp - 1] * 4 + [0]
     greedy = [_request(prompt, routed_dp_rank=rank) for prompt, rank in zip(prompts, ranks, strict=True)]
     sampled = [_request(prompts[0], routed_dp_rank=rank, temperature=1.0) for rank in range(layout.dp)]
@@ -175,7 +183,7 @@ def test_all_ranks_of_a_group_issue_the_same_collectives_in_every_step(served):
 def test_what_crosses_data_parallel_ranks_is_the_targets_and_a_sharded_drafts_head(served):
     layout = served.layout
     for step in served.steps:
-        crossing = [one for one in step[0].collectives if _crosses(layout, one)]
+        crossing = [one for one in step[0].collectives if crosses(layout, one)]
         by_draft = [one.operation for one in crossing if one.issuer == "draft"]
         assert {one.issuer for one in crossing} <= {"draft", "target"}
         assert sum(one.issuer == "target" for one in crossing) > 0
@@ -204,5 +212,5 @@ def test_each_rank_verifies_proposals_for_its_own_requests(served):
     assert decoded >= 3 * verifies, "few proposals were accepted"
 
 
-def _crosses(layout: Layout, one: Collective) -> bool:
+def crosses(layout: Layout, one: Collective) -> bool:
     return len({rank * layout.dp // layout.tp for rank in one.ranks}) > 1

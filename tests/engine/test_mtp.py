@@ -21,6 +21,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import RANKS, RANKS_ENV
 from tests.support import scheduler_hooks
+from tests.support.collectives import DIRECTORY_ENV
 from tests.support.engines import greedy, greedy_params, serve
 from tests.zoo import step3p5
 from tests.zoo.step3p5 import MTP_LAYERS, Reference
@@ -81,6 +82,7 @@ def ours(
         scheduler_hooks.HOOKS_ENV: hooks,
         scheduler_hooks.RECORDS_ENV: str(records),
         RANKS_ENV: str(records),
+        DIRECTORY_ENV: str(records),
         CONFIG_ENV: json.dumps(config or {}),
     }
     with serve(checkpoint(), checkpoint(), environment=environment, **{**COMMON, **arguments}) as server:

@@ -8,6 +8,7 @@ process groups themselves, under SGLang's group coordinators and `torch.distribu
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import time
@@ -96,8 +97,10 @@ def activate() -> None:
 def _record(scheduler: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
+    from dflash_sglang.drafting.mtp.source import MtpSource
     from dflash_sglang.drafting.proposer import Proposer
     from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.models.mtp.recent_rows import RecentRows
     from dflash_sglang.worker import DFlashWorker
 
     path = Path(os.environ[DIRECTORY_ENV]) / f"steps-{get_parallel().tp_rank}.jsonl"
@@ -108,6 +111,9 @@ def _record(scheduler: Any) -> None:
         (Proposer, "propose", "draft"),
         (Proposer, "propose_idle", "draft"),
         (ContextKV, "write", "draft"),
+        (MtpSource, "propose", "draft"),
+        (MtpSource, "propose_idle", "draft"),
+        (RecentRows, "write_prefill", "draft"),
         (target, "forward_batch_generation", "target"),
     ):
         setattr(owner, method, recorder.issued_by(issuer, getattr(owner, method)))
@@ -190,11 +196,12 @@ class _Memory:
         self._tensors = {"req_to_token": target.req_to_token_pool.req_to_token}
         for owner, runner in (("target", target), ("draft", draft)):
             pool = runner.token_to_kv_pool
-            pool = getattr(pool, "full_kv_pool", pool)  # of a recurrent target
-            for kind, buffers in (("keys", pool.k_buffer), ("values", pool.v_buffer)):
-                for layer, buffer in enumerate(buffers):
+            # Of a recurrent target, or one with sliding layers.
+            parts = [getattr(pool, part) for part in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, part)]
+            for part, kind in itertools.product(parts or [pool], ("k_buffer", "v_buffer")):
+                for layer, buffer in enumerate(getattr(part, kind)):
                     buffer[: pool.page_size] = SENTINEL
-                    self._tensors[f"{owner} {kind} of layer {layer}"] = buffer
+                    self._tensors[f"{owner} {kind} of layer {layer}, {type(part).__name__} {id(part)}"] = buffer
         self._before = {name: tensor.clone() for name, tensor in self._tensors.items()}
         self._attention = draft.attn_backend
         self._plan = dict(vars(draft.attn_backend))

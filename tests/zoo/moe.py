@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.zoo.member import TEXT, Member, register
 
 
@@ -66,3 +68,57 @@ register(
         finish=keep_sinks_in_bfloat16,
     )
 )
+
+
+def mimo_v2() -> Any:
+    """Sliding layers with sinks and key and value heads of their own, values scaled and narrower than keys.
+
+    config.json has the fields of the hub's, which SGLang reads, beside those of transformers. The two disagree on
+    the window: transformers counts the query's own key, SGLang does not. `rope_type` is not part of the hub's
+    file. Without it SGLang 0.5.23 fails: transformers makes two sets of `rope_parameters`, and SGLang takes them
+    for a scaling.
+    """
+    from transformers import MiMoV2FlashConfig
+
+    sliding, sparse, window = [0, 1, 1, 0, 1], [0, 1, 1, 1, 1], 24
+    rotated, theta, sliding_theta = 0.5, 500000.0, 10000.0
+    rope = dict(rope_type="default", partial_rotary_factor=rotated)
+    return MiMoV2FlashConfig(
+        **TEXT,
+        v_head_dim=12,
+        sliding_window=window,
+        layer_types=[("full_attention", "sliding_attention")[i] for i in sliding],
+        mlp_layer_types=[("dense", "sparse")[i] for i in sparse],
+        rope_parameters=dict(
+            rope_type="default",
+            full_attention=dict(rope, rope_theta=theta),
+            sliding_attention=dict(rope, rope_theta=sliding_theta),
+        ),
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        # The hub's.
+        hybrid_layer_pattern=sliding,
+        moe_layer_freq=sparse,
+        sliding_window_size=window - 1,
+        swa_num_attention_heads=TEXT["num_attention_heads"],
+        swa_num_key_value_heads=2 * TEXT["num_key_value_heads"],
+        swa_head_dim=TEXT["head_dim"],
+        swa_v_head_dim=12,
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
+        rope_theta=theta,
+        swa_rope_theta=sliding_theta,
+        partial_rotary_factor=rotated,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        layernorm_epsilon=1e-5,
+    )
+
+
+def prefer_some_experts(model: Any) -> None:
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, 8))
+
+
+register(Member("MiMo-V2", "MiMoV2FlashForCausalLM", mimo_v2, finish=prefer_some_experts))

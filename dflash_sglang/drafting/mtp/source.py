@@ -108,7 +108,8 @@ class MtpSource:
         return tokens
 
     def propose_idle(self, batch: ScheduleBatch, width: int) -> None:
-        """Nothing: no collective of `propose` spans ranks with other batches."""
+        """Nothing: no collective of `propose` spans ranks with other batches. SGLang decides what crosses
+        ranks when it builds a layer, and these are built in their rank's attention group."""
 
     def examples(self, width: int) -> list[Proposals]:
         tokens = torch.zeros((1, width), dtype=torch.int64, device=self._runner.device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.layer_boundary import layer_stack
@@ -64,6 +64,15 @@ class Step3p5MTPDraftModel(BorrowingDraft):
     """
 
     spec: MtpSpec
+    layer_class: ClassVar[type[nn.Module]] = MtpLayer
+    beside: ClassVar[Mapping[str, str]] = {
+        "enorm.": "enorm.",
+        "hnorm.": "hnorm.",
+        "eh_proj.": "eh_proj.",
+        "shared_head.norm.": "head_norm.",
+        "shared_head.output.": "lm_head.",
+    }
+    """Of a layer, what is not named as in its `block`: the checkpoint's name and this package's."""
     draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
     edges = None  # between candidates: a layer scores its token given the one before
     has_own_head = True
@@ -75,7 +84,8 @@ class Step3p5MTPDraftModel(BorrowingDraft):
         self.config = config
         self.spec = MtpSpec.from_config(draft_config(config._name_or_path, getattr(config, "_commit_hash", None)))
         base = f"{prefix}." if prefix else ""
-        self.layers = nn.ModuleList(MtpLayer(config, i, f"{base}layers.{i}.") for i in range(self.spec.num_layers))
+        made = (self.layer_class(config, i, f"{base}layers.{i}.") for i in range(self.spec.num_layers))
+        self.layers = nn.ModuleList(made)
         self._prompt: Prompt | None = None
         self.serve_blocks_of(self.spec.block_size)
 
@@ -85,15 +95,20 @@ class Step3p5MTPDraftModel(BorrowingDraft):
 
     def bind_target(self, target_model: nn.Module, recent: RecentRows) -> Borrowed:
         """Borrows the target's embedding; once, after loading. recent: what windows' rows read."""
-        self._heads = [TargetHead(layer.lm_head) for layer in self.layers]
+        self._heads = self._find_heads(target_model)
         self._recent = recent
+        own = f"{len(self._heads)} of its own" if self.spec.own_heads else "the target's"
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(find_embedding(target_model), 1.0, None, None),
             head=self._heads[0],
             head_copy=None,
-            head_form=f"{len(self._heads)} of its own, as_is",
+            head_form=f"{own}, as_is",
         )
         return self.borrowed
+
+    def _find_heads(self, target_model: nn.Module) -> list[TargetHead]:
+        """Of each layer."""
+        return [TargetHead(layer.lm_head) for layer in self.layers]
 
     def chooses(self, count: int, choose: Callable[[int, Candidates], Tensor]) -> None:
         """choose: layer i's proposals [bs] among the `count` likeliest tokens [bs, count], which the next layer
@@ -122,19 +137,22 @@ class Step3p5MTPDraftModel(BorrowingDraft):
             hidden = self._propose(positions, forward_batch)
         else:
             assert self._prompt is not None
-            hidden, embed = self._prompt.hidden, self._bound().embedding
+            read = hidden = self._prompt.hidden
+            embed = self._bound().embedding
             for layer, tokens in zip(self.layers, self._prompt.tokens, strict=True):
-                hidden = layer(embed(tokens), hidden, positions, forward_batch)
+                hidden = layer(embed(tokens), read, positions, forward_batch)
+                read = hidden if self.spec.chained else read
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
 
     def _propose(self, positions: Tensor, forward_batch: ForwardBatch) -> Tensor:
         """All layers, because later windows read their keys and values; as many heads as there are proposals."""
         bs, requests, embed = forward_batch.batch_size, forward_batch.req_pool_indices, self._bound().embedding
         recent, rows = self._recent, positions.view(bs, -1)
-        hidden, last = recent.hidden_of(requests, rows), recent.last[requests][:, None]
+        read, last = recent.hidden_of(requests, rows), recent.last[requests][:, None]
         for i, (layer, head) in enumerate(zip(self.layers, self._heads, strict=True)):
             tokens = recent.tokens_of(requests, rows + i + 1)
-            hidden = layer(embed(tokens), hidden, positions, forward_batch)
+            hidden = layer(embed(tokens), read, positions, forward_batch)
+            read = hidden if self.spec.chained else read
             if i < self._proposed:
                 row = hidden.view(*rows.shape, -1).take_along_dim(last[..., None], dim=1)[:, 0]
                 candidates = head.likeliest(layer.head_norm(row.contiguous()), self._count)
@@ -155,7 +173,7 @@ class Step3p5MTPDraftModel(BorrowingDraft):
             if target not in params:
                 raise LoadError(
                     f"multi-token-prediction layers: unexpected tensor {name!r}. Expected those of SGLang's "
-                    "Step-3.5 layers. Serve this target without --speculative-algorithm DFLASH."
+                    "layers. Serve this target without --speculative-algorithm DFLASH."
                 )
             loader = getattr(params[target], "weight_loader", default_weight_loader)
             try:
@@ -181,20 +199,11 @@ class Step3p5MTPDraftModel(BorrowingDraft):
         for i in range(self.spec.num_layers):
             if name.startswith(self.spec.prefix(i)):
                 own = name.removeprefix(self.spec.prefix(i)).removeprefix("transformer.")
-                for theirs, ours in _BESIDE.items():
+                for theirs, ours in self.beside.items():
                     if own.startswith(theirs):
                         return f"layers.{i}.{own.replace(theirs, ours, 1)}", None
                 return stacked(f"layers.{i}.block.{own}")
         return None, None
 
-
-_BESIDE = {
-    "enorm.": "enorm.",
-    "hnorm.": "hnorm.",
-    "eh_proj.": "eh_proj.",
-    "shared_head.norm.": "head_norm.",
-    "shared_head.output.": "lm_head.",
-}
-"""Modules of a layer beside its decoder layer: the checkpoint's name and this package's."""
 
 EntryClass = [Step3p5MTPDraftModel]
