@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.drafting.block import Block
-    from dflash_sglang.models.mtp.step3p5 import Step3p5MTPDraftModel
+    from dflash_sglang.models.mtp.base import MtpDraftModel
 
 
 class MtpSource:
@@ -45,7 +45,7 @@ class MtpSource:
     def __init__(
         self,
         runner: ModelRunner,
-        model: Step3p5MTPDraftModel,
+        model: MtpDraftModel,
         recent: RecentRows,
         parallel_layout: Any,
         drawn: bool,

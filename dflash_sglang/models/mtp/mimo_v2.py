@@ -11,31 +11,24 @@ from typing import Any, ClassVar
 
 from sglang.srt.layers.layer_boundary import layer_stack
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_loader.weight_utils import sharded_weight_loader
 from sglang.srt.models.mimo_v2_nextn import MiMoV2MTPLayer
 from torch import nn
 
-from dflash_sglang.models.head.target_head import TargetHead, find_head
-from dflash_sglang.models.mtp.step3p5 import MtpLayer, Step3p5MTPDraftModel
+from dflash_sglang.models.mtp.base import MtpDraftModel, MtpLayer
 
 
 class MimoV2Layer(MtpLayer):
     def __init__(self, config: Any, layer: int, prefix: str) -> None:
-        nn.Module.__init__(self)
-        hidden, eps = config.hidden_size, config.layernorm_epsilon
-        self.enorm = RMSNorm(hidden, eps)
-        self.hnorm = RMSNorm(hidden, eps)
-        self.eh_proj = ReplicatedLinear(2 * hidden, hidden, bias=False, prefix=f"{prefix}eh_proj")
         with layer_stack():
-            self.block = MiMoV2MTPLayer(config, layer, prefix=f"{prefix}block")
-        self.head_norm = RMSNorm(hidden, eps)
+            block = MiMoV2MTPLayer(config, layer, prefix=f"{prefix}block")
+        super().__init__(block, RMSNorm, config.hidden_size, config.layernorm_epsilon, prefix)
         sinks = self.block.self_attn.attention_sink_bias
         if sinks is not None:
             sinks.weight_loader = sharded_weight_loader(0)
 
 
-class MiMoV2MTPDraftModel(Step3p5MTPDraftModel):
+class MiMoV2MTPDraftModel(MtpDraftModel):
     """Layers that read nothing of each other."""
 
     layer_class: ClassVar[type[nn.Module]] = MimoV2Layer
@@ -46,10 +39,6 @@ class MiMoV2MTPDraftModel(Step3p5MTPDraftModel):
         "final_layernorm.": "head_norm.",
         "pre_mlp_layernorm.": "block.post_attention_layernorm.",
     }
-    has_own_head = False
-
-    def _find_heads(self, target_model: nn.Module) -> list[TargetHead]:
-        return [TargetHead(find_head(target_model))] * self.spec.num_layers
 
 
 EntryClass = [MiMoV2MTPDraftModel]
