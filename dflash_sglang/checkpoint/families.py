@@ -65,7 +65,12 @@ _ROWS = (
         "a head that corrects the proposals",
         part_of=is_domino,
     ),
-    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=is_dflash2),
+    _Row(
+        "conv_kernel_size",
+        bool,
+        "DFlash2's grouped convolutions",
+        part_of=lambda config: is_dflash2(config) or is_lilicorr(config),
+    ),
     _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=is_dflash2),
     _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=is_lilicorr),
     _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
