@@ -66,6 +66,20 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modelopt_quant, "prepare_nvfp4_layer_for_marlin", as_in_bfloat16)
 
 
+def activate() -> None:
+    """Entry point in a server on a CPU: drafts in NVFP4 are served with these kernels, in float32."""
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+
+    from dflash_sglang.startup import decisions
+
+    patch, check = pytest.MonkeyPatch(), decisions.quantisation_problems
+    install(patch)
+    patch.setattr(
+        decisions, "quantisation_problems", lambda config, asked, device, *to: check(config, asked, "cuda")
+    )
+    patch.setattr(ModelOptFp4Config, "get_supported_act_dtypes", classmethod(lambda cls: [torch.float32]))
+
+
 def to_fp8(x: Tensor) -> Tensor:
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
