@@ -10,6 +10,7 @@ ct-w8a8-int8                           int8, scales per output row and token
 ct-w4a16, -asym, -actorder             4 bits in groups of inputs; with zero points; with an activation order
 awq                                    4 bits with zero points, in AutoAWQ's order
 gptq, gptq-actorder                    4 bits, symmetric; with an activation order
+nvfp4-a16                              `modelopt`: E2M1 in groups of 16; activations as they are
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from training.packing import AWQ_ORDER, Grouped, group_round, packed, symmetric_
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 GROUP_SIZE = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of a 4-bit float."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that a server stacks: an activation order has to be the same for all of them."""
+"""Modules that a server stacks: an activation order, or NVFP4's scale of a matrix, is the same for all of them."""
 
 
 Tensors = dict[str, Tensor]
@@ -43,11 +46,13 @@ Tensors = dict[str, Tensor]
 @dataclass(frozen=True)
 class Matrix:
     """A weight [out, in] in float32; ``read``: what its layer read in a calibration, None without one; ``order``:
-    its inputs [in] from the most to the least important, for schemes with an activation order."""
+    its inputs [in] from the most to the least important, for schemes with an activation order; ``largest``:
+    magnitude in all the modules that are stacked with it."""
 
     weight: Tensor
     read: Inputs | None
     order: Tensor | None
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ def quantise(weights: Mapping[str, Tensor], scheme: Scheme, read: Mapping[str, I
             continue
         module = name.removesuffix(".weight")
         order = _input_order(module, weights, read) if scheme.ordered else None
-        matrix = Matrix(weight.float(), None if read is None else read[module], order)
+        largest = max(float(weights[f"{name}.weight"].abs().max()) for name in _stacked(module))
+        matrix = Matrix(weight.float(), None if read is None else read[module], order, largest)
         for suffix, tensor in scheme.tensors(matrix).items():
             out[f"{module}.{suffix}"] = tensor.contiguous()
     return out
@@ -86,14 +92,18 @@ def quantise(weights: Mapping[str, Tensor], scheme: Scheme, read: Mapping[str, I
 
 def _input_order(module: str, weights: Mapping[str, Tensor], read: Mapping[str, Inputs] | None) -> Tensor:
     """By the size of the inputs, or of their weights, in all the modules that are stacked with this one."""
-    owner, _, leaf = module.rpartition(".")
-    stacked = next((names for names in FUSED if leaf in names), (leaf,))
-    modules = [f"{owner}.{name}" if owner else name for name in stacked]
+    modules = _stacked(module)
     if read is None:
         sizes = [weights[f"{name}.weight"].float().pow(2).sum(0) for name in modules]
     else:
         sizes = [read[name].moments.diagonal() for name in modules]
     return torch.stack(sizes).sum(0).argsort(descending=True)
+
+
+def _stacked(module: str) -> list[str]:
+    owner, _, leaf = module.rpartition(".")
+    stacked = next((names for names in FUSED if leaf in names), (leaf,))
+    return [f"{owner}.{name}" if owner else name for name in stacked]
 
 
 def _fp8_tensor(matrix: Matrix, static: bool) -> Tensors:
@@ -169,6 +179,23 @@ def _gptq(matrix: Matrix) -> Tensors:
     }
 
 
+def _nvfp4(matrix: Matrix) -> Tensors:
+    """One scale for the stack, of few digits (a kernel may read it in bfloat16), and one for 16 inputs."""
+    scale_2 = torch.tensor(matrix.largest / (E2M1[-1] * FP8_MAX)).bfloat16().float()
+    groups = matrix.weight.unflatten(1, (-1, 16))
+    scales = groups.abs().amax(-1) / (E2M1[-1] * scale_2)
+    scales = scales.clamp(torch.finfo(FP8).tiny, FP8_MAX).to(FP8)
+    levels = (groups / (scales.float() * scale_2)[..., None]).flatten(1)
+    values = torch.tensor(E2M1)
+    codes = torch.bucketize(levels.abs(), (values[1:] + values[:-1]) / 2) + 8 * (levels < 0)
+    pairs = codes.unflatten(1, (-1, 2))
+    return {
+        "weight": (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_scale_2": scale_2,
+    }
+
+
 def _ct(kind: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": kind}
     return {
@@ -234,6 +261,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "awq": Scheme(_AWQ_CONFIG, _awq),
     "gptq": _gptq_scheme(ordered=False),
     "gptq-actorder": _gptq_scheme(ordered=True),
+    "nvfp4-a16": Scheme({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}, _nvfp4),
 }
 
 

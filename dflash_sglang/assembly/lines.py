@@ -61,9 +61,11 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     decisions["draft_kv"] = _kv_planned(draft.rings)
     decisions["copy"] = copies_of(config)
-    if spec.dflash2 is not None:
-        conv, selector = spec.dflash2.convolution, spec.dflash2
+    if spec.dflash2 is not None or spec.lilicorr is not None:
+        conv = spec.convolution
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
+    if spec.dflash2 is not None:
+        selector = spec.dflash2
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
     if spec.dspark is not None or spec.domino is not None:
         decisions["proposals_from"] = f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"

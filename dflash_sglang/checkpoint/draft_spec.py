@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2, is_dflash2
 from dflash_sglang.checkpoint.domino import DominoSpec, domino, is_domino
 from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark, is_dspark
@@ -50,7 +51,8 @@ class DraftSpec:
     ``target_layer_ids``: 0-based target layers whose outputs are the features, in the order in which `fc` was
     trained on them; None where the checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in
     the embedding table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
-    ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax.
+    ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax. ``convolution``:
+    around attention and MLP of every layer, or None.
     ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
     activation differs from SwiGLU, or None.
     ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
@@ -81,6 +83,7 @@ class DraftSpec:
     speculators: bool
     vocabulary: VocabularySpec
     attention_sinks: bool
+    convolution: ConvolutionSpec | None
     dflash2: DFlash2Spec | None
     dspark: DSparkSpec | None
     domino: DominoSpec | None
@@ -135,7 +138,8 @@ class DraftSpec:
             speculators=speculators,
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
-            dflash2=dflash2(fields, hidden_size, vocab_size) if is_dflash2(config) else None,
+            convolution=convolution(fields, hidden_size),
+            dflash2=dflash2(fields, vocab_size) if is_dflash2(config) else None,
             dspark=of_dspark,
             domino=domino(fields, vocab_size) if is_domino(config) else None,
             laguna=laguna(fields, head_dim) if is_laguna(config) else None,

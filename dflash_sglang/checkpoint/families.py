@@ -65,7 +65,12 @@ _ROWS = (
         "a head that corrects the proposals",
         part_of=is_domino,
     ),
-    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=is_dflash2),
+    _Row(
+        "conv_kernel_size",
+        bool,
+        "DFlash2's grouped convolutions",
+        part_of=lambda config: is_dflash2(config) or is_lilicorr(config),
+    ),
     _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=is_dflash2),
     _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=is_lilicorr),
     _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
@@ -169,7 +174,7 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
             path, value = row.field, config.get(row.field)
         if row.is_foreign(value):
             return Foreign(f"draft config {path}", value, row.reason)
-    return _converted_speculators(config) or _packed_embedding(config)
+    return _converted_speculators(config)
 
 
 def _converted_speculators(config: Mapping[str, Any]) -> Foreign | None:
@@ -177,15 +182,4 @@ def _converted_speculators(config: Mapping[str, Any]) -> Foreign | None:
     for field in ("speculators_model_type", "speculators_config"):
         if config.get(field) and not is_speculators(config):
             return Foreign(f"draft config {field}", config[field], "the speculators format without its decoder")
-    return None
-
-
-def _packed_embedding(config: Mapping[str, Any]) -> Foreign | None:
-    """An embedding of the draft's own in 4 bits: Nemotron 3.5."""
-    quantization = config.get("quantization_config") or {}
-    algorithm = quantization.get("quant_algo") if isinstance(quantization, Mapping) else None
-    if config.get("has_embed_tokens") and isinstance(algorithm, str) and "NVFP4" in algorithm:
-        return Foreign(
-            "draft config quantization_config.quant_algo", algorithm, "an NVFP4 draft with its own embedding"
-        )
     return None

@@ -165,3 +165,19 @@ def as_bool(found: tuple[str, Any]) -> bool:
     if not isinstance(value, bool):
         raise DraftConfigError(field, value, "true or false")
     return value
+
+
+def both_sizes(fields: Fields, first: str, second: str, whose: str) -> tuple[int, int]:
+    """Two sizes of which a draft has neither without the other. Raises DraftConfigError naming the one that is
+    missing or malformed."""
+    found = [fields.draft(first), fields.draft(second)]
+    for (field, value), (other, beside) in (found, reversed(found)):
+        if not value:
+            field = field if value is not None else f"dflash_config.{field}"
+            raise DraftConfigError(
+                field,
+                value,
+                f"its value beside {other}={shown(beside)}: {whose} has both",
+                f"Add {field} (the one it was trained with) to the draft's config.json.",
+            )
+    return as_int(found[0], 1), as_int(found[1], 1)

@@ -1,98 +1,16 @@
-"""DFlash2DraftModel: a DFlash draft with a grouped dynamic convolution around attention and MLP, and a selector.
-
-A layer of a plain draft is x + attention(norm(x)), then x + mlp(norm(x)). Here each of the two sublayers f has a
-convolution of its own on both sides:
-
-    u = norm(x)                                                     [T, hidden]
-    d = kernel_projection u                                         [T, 2, taps, groups]
-    y = conv(f(conv(u, base_kernel[0] + d[:, 0])), base_kernel[1] + d[:, 1])
-    x = x + y
-
-`base_kernel` is [2, taps, hidden], d is shared by the hidden / groups channels of a group, and both sides of f
-take their d from u, before anything is convolved. The convolution (`kernels/block/grouped_conv.py`) is depthwise
-over the rows of one block: tap 0 is the row itself, tap k the k-th row before it, zero before the block's first
-row (the anchor's), which thus sees itself alone and never the context. Context rows go straight from `fc` and
-`hidden_norm` to the K and V projections, as in a plain draft: no convolution touches them, while the block's own
-keys and values are those of convolved rows. A block that is served narrower than trained is convolved within the
-served width.
-
-Kernels are summed in float32 from the parameters' dtype and rounded once per convolution. Under tensor parallelism
-rows are whole on every rank between the sublayers, and so are the convolutions.
-
-Proposals come from the candidate selector (`selector.py`).
-"""
+"""DFlash2DraftModel: a DFlash draft with convolutions around attention and MLP (`convolution.py`), and with
+proposals from a candidate selector (`selector.py`)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from sglang.srt.layers.linear import ReplicatedLinear
-from torch import Tensor, nn
-
-from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.checkpoint.dflash2 import ConvolutionSpec
-from dflash_sglang.kernels.block.grouped_conv import grouped_conv
 from dflash_sglang.models.draft import DFlashDraftModel
-from dflash_sglang.models.layers import DraftLayer, of_checkpoint
+from dflash_sglang.models.layers import of_checkpoint
 from dflash_sglang.models.selector import CandidateSelector
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-
-class GroupedConvolution(nn.Module):
-    """The convolutions before and after one sublayer. ``block_size``: rows of a served block."""
-
-    def __init__(
-        self, spec: ConvolutionSpec, hidden_size: int, block_size: int,
-        quant_config: QuantizationConfig | None, prefix: str,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.block_size = block_size
-        self.taps, self.groups = spec.taps, hidden_size // spec.group_size
-        self.base_kernel = nn.Parameter(torch.empty(2, spec.taps, hidden_size), requires_grad=False)
-        self.kernel_projection = ReplicatedLinear(
-            hidden_size,
-            2 * spec.taps * self.groups,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.kernel_projection",
-        )
-
-    def before(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [T, hidden], the sublayer's input -> (its convolution, the dynamic kernel [T, taps, groups] of the
-        convolution after the sublayer)."""
-        projected, _ = self.kernel_projection(rows)
-        dynamic = projected.view(-1, 2, self.taps, self.groups)
-        return grouped_conv(rows, dynamic[:, 0], self.base_kernel[0], self.block_size), dynamic[:, 1]
-
-    def after(self, rows: Tensor, dynamic: Tensor) -> Tensor:
-        """rows [T, hidden], the sublayer's output, with the kernel that `before` gave -> [T, hidden]."""
-        return grouped_conv(rows, dynamic, self.base_kernel[1], self.block_size)
-
-
-class ConvolvedLayer(DraftLayer):
-    """A decoder layer of a DFlash2 draft."""
-
-    def __init__(
-        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
-        super().__init__(spec, layer_id, quant_config, prefix)
-        assert spec.dflash2 is not None and spec.dflash2.convolution is not None
-        shape = (spec.dflash2.convolution, spec.hidden_size, spec.block_size)
-        quant_config = of_checkpoint(quant_config, spec)
-        self.attention_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.attention_conv")
-        self.mlp_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.mlp_conv")
-
-    def attention(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
-        hidden_states, dynamic = self.attention_conv.before(hidden_states)
-        return self.attention_conv.after(super().attention(positions, hidden_states, forward_batch), dynamic)
-
-    def feed_forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states, dynamic = self.mlp_conv.before(hidden_states)
-        return self.mlp_conv.after(super().feed_forward(hidden_states), dynamic)
 
 
 class DFlash2DraftModel(DFlashDraftModel):
@@ -112,19 +30,9 @@ class DFlash2DraftModel(DFlashDraftModel):
             f"{prefix}.candidate_selector" if prefix else "candidate_selector",
         )
 
-    @staticmethod
-    def layer_class(spec: DraftSpec) -> type[DraftLayer]:
-        assert spec.dflash2 is not None
-        return DraftLayer if spec.dflash2.convolution is None else ConvolvedLayer
-
     @property
     def edges(self) -> CandidateSelector:
         return self.candidate_selector
-
-    def serve_blocks_of(self, block_size: int) -> None:
-        for module in self.modules():
-            if isinstance(module, GroupedConvolution):
-                module.block_size = block_size
 
 
 class DFlash2BeamDraftModel(DFlash2DraftModel):

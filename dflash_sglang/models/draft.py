@@ -17,6 +17,7 @@ from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, hea
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
 from dflash_sglang.models.context_kv.last_rows import LastRows
+from dflash_sglang.models.convolution import ConvolvedLayer
 from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import build_draft_head
@@ -89,8 +90,7 @@ class DFlashDraftModel(BorrowingDraft):
     @staticmethod
     def layer_class(spec: DraftSpec) -> type[DraftLayer]:
         """The class of every decoder layer."""
-        del spec
-        return DraftLayer
+        return DraftLayer if spec.convolution is None else ConvolvedLayer
 
     @property
     def edges(self) -> Edges | None:
@@ -109,7 +109,11 @@ class DFlashDraftModel(BorrowingDraft):
         return features
 
     def serve_blocks_of(self, block_size: int) -> None:
-        """How many rows a served block has; before the first forward. A plain draft does not need to know."""
+        """How many rows a served block has; before the first forward. Layers without convolutions do not need to
+        know."""
+        if self.spec.convolution is not None:
+            for layer in self.layers:
+                layer.serve_blocks_of(block_size)
 
     def _add_own_modules(self, own: OwnModules, quant_config: QuantizationConfig | None, base: str) -> None:
         """Embedding and head are sharded over the vocabulary, as the target's are."""

@@ -110,7 +110,8 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     asked = cfg.speculative_draft_model_quantization
     inherited = not cfg._speculative_draft_quantization_explicitly_set
     in_own_file = asked in MODELOPT and has_hf_quant_config(serving.draft_path)
-    problems += quantisation_problems(config, asked, cfg.device, inherited, in_own_file)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    problems += quantisation_problems(config, asked, cfg.device, inherited, in_own_file, capability)
     spec = DraftSpec.from_config(config)
     directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
     load_format = cfg.speculative_draft_load_format or cfg.load_format

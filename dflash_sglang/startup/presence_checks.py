@@ -79,12 +79,11 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
     }
     if spec.laguna is not None:
         shapes |= {f"aux_hidden_norms.{i}.weight": (hidden,) for i in range(features)}
-    convolution = None if spec.dflash2 is None else spec.dflash2.convolution
     for layer in (f"layers.{i}" for i in range(spec.num_layers)):
         shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        if convolution is None:
+        if spec.convolution is None:
             continue
-        taps, groups = convolution.taps, hidden // convolution.group_size
+        taps, groups = spec.convolution.taps, hidden // spec.convolution.group_size
         for conv in ("attention_conv", "mlp_conv"):
             shapes[f"{layer}.{conv}.base_kernel"] = (2, taps, hidden)
             shapes[f"{layer}.{conv}.kernel_projection.weight"] = (2 * taps * groups, hidden)

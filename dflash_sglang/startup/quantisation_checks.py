@@ -20,19 +20,27 @@ _NEED_A_CHECKPOINT = (
     *("gptq_marlin", "modelslim", "moe_wna16", "mxfp4", "petit_nvfp4", "quark", "w4afp8", "w8a8_int8"),
 )
 MODELOPT = ("modelopt", "modelopt_fp8", "modelopt_mixed")
+_NVFP4 = ("W4A16_NVFP4", "NVFP4")
+_NVFP4_GPU = (8, 0)  # compute capability: of Marlin, which runs them below 10.0
 _DENSE_ON_CPU = "an unquantised draft on --device cpu: the kernels of quantised weights need a CUDA GPU"
 _GROUPS = (None, -1, 32, 64, 128)
 _DENSE_FIX = "Serve the draft in bf16, or quantise it as one of these (training/quantise.py writes them)."
 
 
 def quantisation_problems(
-    config: Mapping[str, Any], asked: str | None, device: str, inherited: bool = False, described: bool = False
+    config: Mapping[str, Any],
+    asked: str | None,
+    device: str,
+    inherited: bool = False,
+    described: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> Iterator[Problem]:
     """What is wrong with a draft's quantisation; a malformed quantization_config is for DraftSpec to refuse.
 
     config: the raw config.json; asked: --speculative-draft-model-quantization as SGLang resolves it, None for
     unquant; inherited: whether that is --quantization, which SGLang takes for the draft too; device: --device;
-    described: whether ModelOpt's hf_quant_config.json is beside the config.json.
+    described: whether ModelOpt's hf_quant_config.json is beside the config.json; capability: of the GPU, where
+    there is one.
     """
     quantisation = config.get("quantization_config") or config.get("compression_config")
     field = "--quantization" if inherited else FLAG
@@ -46,6 +54,7 @@ def quantisation_problems(
             )
         else:
             yield from _config_problems(quantisation)
+            yield from _nvfp4_problems(config, quantisation, capability)
     elif device == "cpu" and asked is not None:
         yield Problem(field, asked, _DENSE_ON_CPU, f"Set {FLAG} unquant, or serve on a GPU.")
     elif _plain(asked) in _NEED_A_CHECKPOINT or (_plain(asked) in MODELOPT and not described):
@@ -58,10 +67,14 @@ def quantisation_problems(
 
 
 def _config_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
-    method = _plain(quantisation.get("quant_method"))
-    if method in ("", "modelopt") and quantisation.get("quant_algo") == "FP8":
+    method, algorithm = _plain(quantisation.get("quant_method")), quantisation.get("quant_algo")
+    if method in ("", "modelopt") and algorithm == "FP8":
         method = "modelopt_fp8"  # as SGLang reads it
-    if method == "compressed-tensors":
+    if method in ("modelopt", "modelopt_fp4") or (method == "" and algorithm is not None):
+        known = _NVFP4 if method == "modelopt_fp4" else ("FP8", *_NVFP4)
+        if algorithm not in known:
+            yield _not_among(f"{FIELD}.quant_algo", algorithm, known, "what ModelOpt's drafts are served in")
+    elif method == "compressed-tensors":
         yield from _compressed_tensors_problems(quantisation)
     elif method in ("awq", "gptq"):
         yield from _four_bit_problems(method, quantisation)
@@ -69,9 +82,26 @@ def _config_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             f"{FIELD}.quant_method",
             quantisation.get("quant_method"),
-            "one of " + ", ".join((*_KNOWN, *_PASSED_ON)),
+            "one of " + ", ".join((*_KNOWN, *_PASSED_ON, "modelopt")),
             _DENSE_FIX,
         )
+
+
+def _nvfp4_problems(
+    config: Mapping[str, Any], quantisation: Mapping[str, Any], capability: tuple[int, int] | None
+) -> Iterator[Problem]:
+    algorithm = quantisation.get("quant_algo")
+    if algorithm not in _NVFP4:
+        return
+    if capability is not None and capability < _NVFP4_GPU:
+        has = ".".join(map(str, capability))
+        expected = f"a GPU of compute capability {'.'.join(map(str, _NVFP4_GPU))} or more, and this one has {has}"
+        yield Problem(f"{FIELD}.quant_algo", algorithm, expected, "Serve the draft in bf16, or on a newer GPU.")
+    if quantisation.get("group_size") not in (None, 16):
+        yield _not_among(f"{FIELD}.group_size", quantisation["group_size"], (None, 16), "NVFP4's groups")
+    if config.get("attention_bias"):
+        expected = f"false beside {algorithm}: SGLang cannot add biases to its Marlin kernel"
+        yield Problem("draft config attention_bias", config["attention_bias"], expected, _DENSE_FIX)
 
 
 def _four_bit_problems(method: str, quantisation: Mapping[str, Any]) -> Iterator[Problem]:

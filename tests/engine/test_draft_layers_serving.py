@@ -1,5 +1,5 @@
-"""Drafts whose layers differ from Qwen3's behind a real server in float32: lossless on two ranks whose blocks have
-another width at every step (C21), sampled output of the target's distribution (C16)."""
+"""Drafts whose layers differ from Qwen3's, or are in NVFP4, behind a real server in float32: lossless on two ranks
+whose blocks have another width at every step (C21), sampled output of the target's distribution (C16)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ from tests.support import scheduler_hooks
 from tests.support.engines import serve
 from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, laguna_tensors
 from tests.support.tiny import write_checkpoint
+from training.quantise import SCHEMES, quantise
 
 __all__ = ["expected", "target"]
 pytestmark = [pytest.mark.slow, pytest.mark.full]
+NVFP4 = SCHEMES["nvfp4-a16"]
 
 
 class Served(NamedTuple):
@@ -75,6 +77,14 @@ def laguna() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config, {**tensors, **laguna_tensors(config)}
 
 
+def nvfp4() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The trained draft and the embedding of its target, in NVFP4."""
+    config = json.loads((PLAIN_DRAFT / "config.json").read_text())
+    config |= {"has_embed_tokens": True, "quantization_config": dict(NVFP4.config)}
+    embedding = {"embed_tokens.weight": load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]}
+    return config, quantise({**load_file(PLAIN_DRAFT / "model.safetensors"), **embedding}, NVFP4)
+
+
 def family(name: str, make: Any) -> Any:
     works = pytest.mark.matrix(target="Qwen3", draft=name, kv="model dtype, two ranks", outcome="works")
     return pytest.param(make, id=name, marks=works)
@@ -86,6 +96,7 @@ def family(name: str, make: Any) -> Any:
         family("Gemma norms", gemma_norms),
         family("Gemma norms and swigluoai", gemma_norms_and_swigluoai),
         family("Laguna", laguna),
+        family("NVFP4 with an embedding of its own, stand-ins for its kernels", nvfp4),
     ],
 )
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -94,10 +105,12 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     draft = write_checkpoint(directory / "draft", config, tensors)
     records = directory / "records"
     records.mkdir()
+    stand_ins = ["support.quantised_twins"] if "quantization_config" in config else []
     environment = test_parallel.watched(
-        records, **{scheduler_hooks.HOOKS_ENV: "widths,oracle,poison", CONFIG_ENV: '{"width": {}}'}
+        records, *stand_ins, **{scheduler_hooks.HOOKS_ENV: "widths,oracle,poison", CONFIG_ENV: '{"width": {}}'}
     )
     with serve(TARGET, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
+        assert f"\n  draft_quantization: {'modelopt' if stand_ins else 'none'}\n" in server.log_text()
         yield Served(server, config, tensors, records)
         print(server.log_tail(60))  # shown with a failure
 
@@ -109,6 +122,8 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(serve
         scheduler_hooks.record(served.records, prompt, output)
     answers = test_parallel.ask(served.server, asked, together=True)
     assert [answer["output_ids"] for answer in unaided] == expected
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in unaided)
+    assert sum(map(len, expected)) > 1.5 * steps, "the draft is of use"
     assert [answer["output_ids"] for answer in answers] == expected
     assert_accept_lengths(answers, BLOCK, at_least=6)
     assert_every_width_ran(served.server)

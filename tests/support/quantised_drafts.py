@@ -41,7 +41,8 @@ def sglang_config(raw: Mapping[str, Any]) -> Any:
 
     if not raw:
         return get_quantization_config("fp8")()
-    method = {"awq": "awq_marlin", "gptq": "gptq_marlin"}.get(raw["quant_method"], raw["quant_method"])
+    marlin = {"awq": "awq_marlin", "gptq": "gptq_marlin", "modelopt": "modelopt_fp4"}
+    method = marlin.get(raw["quant_method"], raw["quant_method"])
     packed = DFlashDraftModel.packed_modules_mapping
     config = get_quantization_config(method).from_config({**raw, "packed_modules_mapping": packed})
     config.apply_weight_name_mapper(DFlashDraftModel.hf_to_sglang_mapper)

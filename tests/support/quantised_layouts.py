@@ -28,6 +28,8 @@ def dequantised(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dic
 def matrix(own: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     """One module's matrix [out, in] in float32, from its tensors by suffix."""
     method = config["quant_method"]
+    if "weight_scale_2" in own:
+        return _nvfp4(own["weight"], own["weight_scale"], own["weight_scale_2"])
     if "weight" in own:
         return own["weight"].float() * own["weight_scale"].float().reshape(-1, 1)
     if method == "compressed-tensors":
@@ -53,6 +55,17 @@ def nibbles(words: Tensor) -> Tensor:
     raw = words.contiguous().cpu().numpy().view(np.uint32)
     parts = [(raw >> np.uint32(4 * i)) & np.uint32(15) for i in range(8)]
     return torch.from_numpy(np.stack(parts, axis=-1).reshape(raw.shape[0], -1).astype(np.int64))
+
+
+def _nvfp4(packed: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
+    """Sign, two bits of an exponent and one of a mantissa; the even input in a byte's low nibble."""
+    raw = packed.numpy()
+    codes = np.stack((raw & 15, raw >> 4), axis=-1).reshape(raw.shape[0], -1).astype(np.int64)
+    sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
+    subnormal = exponent == 0
+    values = np.where(subnormal, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1)) * (1 - 2 * sign)
+    group = np.arange(codes.shape[1]) // 16
+    return torch.from_numpy(values).float() * scale.float()[:, group] * float(scale_2)
 
 
 def _awq(words: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replaces the kernels, and the checks that there is a GPU for them, by patches of `patch`."""
     from sglang.srt.hardware_backend.gpu.quantization import awq_kernels, gptq_kernels
-    from sglang.srt.layers.quantization import fp8, marlin_utils, utils
+    from sglang.srt.layers.quantization import fp8, marlin_utils, marlin_utils_fp4, modelopt_quant, utils
     from sglang.srt.layers.quantization.awq import AWQMarlinConfig
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
@@ -53,7 +53,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ct_4_bits, "WNA16_ZP_SUPPORTED_TYPES_MAP", {4: four_bits})
     patch.setattr(GPTQMarlinConfig, "TYPE_MAP", {(4, True): four_bits})
     patch.setattr(AWQMarlinConfig, "TYPE_MAP", {4: four_bits})
-    for module in (awq_kernels, gptq_kernels, ct_4_bits):
+    for module in (awq_kernels, gptq_kernels, ct_4_bits, marlin_utils_fp4):
         patch.setattr(module, "marlin_make_workspace", lambda device: torch.zeros(1, dtype=torch.int32))
     patch.setattr(gptq_kernels, "gptq_marlin_repack", gptq_marlin_repack)
     patch.setattr(ct_4_bits, "gptq_marlin_repack", gptq_marlin_repack, raising=False)
@@ -61,6 +61,23 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gptq_kernels, "apply_gptq_marlin_linear", marlin_linear)
     patch.setattr(ct_4_bits, "apply_gptq_marlin_linear", marlin_linear)
     patch.setattr(awq_kernels, "apply_awq_marlin_linear", marlin_linear)
+    patch.setattr(marlin_utils_fp4, "gptq_marlin_repack", gptq_marlin_repack, raising=False)
+    patch.setattr(modelopt_quant, "apply_fp4_marlin_linear", fp4_marlin_linear)
+    patch.setattr(modelopt_quant, "prepare_nvfp4_layer_for_marlin", as_in_bfloat16)
+
+
+def activate() -> None:
+    """Entry point in a server on a CPU: drafts in NVFP4 are served with these kernels, in float32."""
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+
+    from dflash_sglang.startup import decisions
+
+    patch, check = pytest.MonkeyPatch(), decisions.quantisation_problems
+    install(patch)
+    patch.setattr(
+        decisions, "quantisation_problems", lambda config, asked, device, *to: check(config, asked, "cuda")
+    )
+    patch.setattr(ModelOptFp4Config, "get_supported_act_dtypes", classmethod(lambda cls: [torch.float32]))
 
 
 def to_fp8(x: Tensor) -> Tensor:
@@ -186,3 +203,38 @@ def marlin_linear(
     matrix = (levels - zeros[group]) * scales[group]
     out = (input.float() @ matrix).to(input.dtype)
     return out if bias is None else out.add_(bias)
+
+
+def as_in_bfloat16(layer: Any) -> None:
+    """SGLang's processing of a layer for Marlin, which is for half precision, of one whose rows are float32."""
+    from sglang.srt.layers.quantization.marlin_utils_fp4 import prepare_nvfp4_layer_for_marlin
+
+    dtype, layer.params_dtype = layer.params_dtype, torch.bfloat16
+    prepare_nvfp4_layer_for_marlin(layer)
+    layer.params_dtype = dtype
+
+
+def fp4_marlin_linear(
+    input: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_global_scale: Tensor,
+    workspace: Tensor,
+    size_n: int,
+    size_k: int,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Group scales are the upper bytes of half-precision numbers without their sign, 128 times the scale, two of
+    four neighbours exchanged; the global scale is in bfloat16, times 2 ** 119."""
+    padded_k, padded_n = weight.shape[0] * 16, weight.shape[1] // 2
+    assert weight_global_scale.dtype == torch.bfloat16 and workspace.dtype == torch.int32 and bias is None
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = from_marlin(weight)
+    levels = torch.where(codes > 7, -values[codes & 7], values[codes & 7])
+    halves = (weight_scale.view(torch.uint8).to(torch.int16) << 7).view(torch.float16).float() / 128
+    halves = halves.view(-1, 4)[:, [0, 2, 1, 3]].view(-1, padded_n)
+    scales = marlin_scales(halves, grouped=True).repeat_interleave(16, dim=0)
+    assert scales.shape == (padded_k, padded_n)
+    matrix = levels * scales * (weight_global_scale.float() * 2.0**-119)
+    return (input.float() @ matrix[:size_k, :size_n]).to(input.dtype)

@@ -1,7 +1,7 @@
 """DFlash2 in loops: convolution, selector walk and the whole draft, and random checkpoints to run them on.
 
-Written from the formulas in `models/dflash2.py` and `models/selector.py`, on the plain reference's modules, apart
-from the served model.
+Written from the formulas in `models/convolution.py` and `models/selector.py`, on the plain reference's modules,
+apart from the served model.
 """
 
 from __future__ import annotations
@@ -39,12 +39,25 @@ def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> 
     def random(*shape: int) -> Tensor:
         return scale * torch.randn(*shape, generator=generator)
 
-    rank, taps = nested["selector_rank"], nested.get("conv_kernel_size") or 0
+    rank = nested["selector_rank"]
     tensors = {
         "candidate_selector.hidden_projection.weight": random(rank, hidden) * hidden**-0.5,
         "candidate_selector.predecessor_codebook": random(vocab, rank),
         "candidate_selector.successor_codebook": random(vocab, rank) * rank**-0.5,
     }
+    return {**tensors, **convolution_tensors(config, generator, scale)}
+
+
+def convolution_tensors(
+    config: dict[str, Any], generator: torch.Generator, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """Random, `scale` away from doing nothing; none of a config without convolutions."""
+    nested, hidden, tensors = config["dflash_config"], config["hidden_size"], {}
+    taps = nested.get("conv_kernel_size") or 0
+
+    def random(*shape: int) -> Tensor:
+        return scale * torch.randn(*shape, generator=generator)
+
     for layer in range(config["num_hidden_layers"] if taps else 0):
         for name in ("attention_conv", "mlp_conv"):
             base = 0.5 * random(2, taps, hidden)
@@ -143,7 +156,9 @@ class Selector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
 
 
-class DFlash2(DraftModel):
+class Convolved(DraftModel):
+    """The layers of a plain draft, with convolutions where the config has them."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.nested = nested = config["dflash_config"]
@@ -152,7 +167,13 @@ class DFlash2(DraftModel):
             self.layers = nn.ModuleList(
                 Layer(self.shape, i, taps, group_size) for i in range(self.shape.num_layers)
             )
-        self.candidate_selector = Selector(self.shape.hidden_size, config["vocab_size"], nested["selector_rank"])
+
+
+class DFlash2(Convolved):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        hidden, rank = self.shape.hidden_size, self.nested["selector_rank"]
+        self.candidate_selector = Selector(hidden, config["vocab_size"], rank)
 
     def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
         """hidden [block, hidden] after the final norm -> the tokens of the likeliest walk."""

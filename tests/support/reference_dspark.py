@@ -62,10 +62,10 @@ class ReferenceDSpark(ReferenceDraft):
     gate: tuple[Tensor, Tensor] | None = None
     joint: tuple[Tensor, Tensor] | None = None
 
-    @staticmethod
-    def from_weights(config: Any, weights: Any) -> ReferenceDSpark:
+    @classmethod
+    def from_weights(cls, config: Any, weights: Any) -> ReferenceDSpark:
         weights, model = {name: weight.float() for name, weight in weights.items()}, DraftModel(config)
-        reference = ReferenceDSpark(model)
+        reference = cls(model)
         reference.w1, reference.w2 = (weights.pop(f"markov_head.markov_{name}.weight") for name in ("w1", "w2"))
         for name, module in (("gate", "gate_proj"), ("joint", "joint_proj")):
             if f"markov_head.{module}.weight" in weights:

@@ -1,4 +1,5 @@
-"""LiLiCorr in plain PyTorch: a plain draft's rows, and a transformer over the candidates of one block.
+"""LiLiCorr in plain PyTorch: the rows of a plain draft or of one with convolutions, and a transformer over the
+candidates of one block.
 
 Written from the published format, apart from the served model.
 """
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.reference_dflash2 import Convolved, convolution_tensors
 from tests.support.tiny import draft_config, draft_tensors
-from training.modeling import DraftModel, RMSNorm
+from training.modeling import RMSNorm
 from training.reference import ReferenceDraft
 
 SIZES: dict[str, Any] = dict(
@@ -27,6 +29,10 @@ SIZES: dict[str, Any] = dict(
 )
 
 
+CONVOLUTIONS: dict[str, Any] = dict(conv_kernel_size=3, conv_group_size=16)
+"""What `dflash_config` has beside SIZES in a draft with convolutions."""
+
+
 def lilicorr_config(**overrides: Any) -> dict[str, Any]:
     """`tiny.draft_config` of a LiLiCorr draft; `dflash_config` is merged."""
     nested = {**SIZES, **(overrides.pop("dflash_config", None) or {})}
@@ -39,8 +45,8 @@ def lilicorr_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]
     return {**draft_tensors(config, seed), **added_tensors(config, seed)}
 
 
-def added_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
-    """What a LiLiCorr checkpoint has beside a plain one's: random."""
+def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> dict[str, Tensor]:
+    """What a LiLiCorr checkpoint has beside a plain one's: random, convolutions `scale` away from nothing."""
     generator, tensors = torch.Generator().manual_seed(100 + seed), {}
     for name, like in Head(config).state_dict().items():
         draws = torch.randn(like.shape, generator=generator)
@@ -49,7 +55,7 @@ def added_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
         elif like.ndim == 2 and name.endswith("weight"):
             draws *= 1.5 * like.shape[1] ** -0.5
         tensors[f"lilicorr.{name}"] = draws
-    return tensors
+    return {**tensors, **convolution_tensors(config, generator, scale)}
 
 
 class Layer(nn.Module):
@@ -145,8 +151,10 @@ class ReferenceLiLiCorr(ReferenceDraft):
     head: Head
 
     @staticmethod
-    def of_target(config: Any, weights: Any, embed: nn.Module) -> ReferenceLiLiCorr:
-        model, head = DraftModel(config), Head(config)
+    def of_target(config: Any, weights: Any, embed: nn.Module, served: int | None = None) -> ReferenceLiLiCorr:
+        """served: rows of a block, as many as trained by default."""
+        block = {} if served is None else {"block_size": served}
+        model, head = Convolved({**config, **block}), Head(config)
         reference = ReferenceLiLiCorr(model)
         own = {name: weight.float() for name, weight in weights.items()}
         of_head = {

@@ -42,10 +42,6 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
         ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
         ({"speculators_model_type": "domino"}, "speculators_model_type='domino'"),
         ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config={'algorithm': 'dflash'}"),
-        (
-            {"has_embed_tokens": True, "quantization_config": {"quant_algo": "W4A16_NVFP4"}},
-            "quantization_config.quant_algo='W4A16_NVFP4'",
-        ),
         ({"shift_label": True}, "shift_label=True"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True"),
         (

@@ -85,6 +85,14 @@ _MARLIN_AWQ = Packing(
     sized=_size_attribute,
 )
 _AWQ = Packing(("qweight", "scales", "qzeros"), 8, fuses_bias=False)
+# Output rows that are a multiple of 128 are never padded.
+_MARLIN_NVFP4 = Packing(
+    ("weight", "weight_scale"),
+    128,
+    ("weight_global_scale", "workspace", "input_size_per_partition"),
+    per_layer=("weight_global_scale",),
+    sized=_size_attribute,
+)
 
 _PACKINGS = {
     "Fp8LinearMethod": _FP8,
@@ -95,6 +103,7 @@ _PACKINGS = {
     "GPTQMarlinLinearScheme": _MARLIN_GPTQ,
     "AWQMarlinLinearScheme": _MARLIN_AWQ,
     "AWQLinearScheme": _AWQ,
+    "ModelOptNvFp4A16LinearMethod": _MARLIN_NVFP4,
 }
 """By the name of the layer's scheme or, without one, of its method."""
 

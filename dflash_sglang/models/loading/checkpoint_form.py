@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dflash_sglang.models.loading.stacking import Shard, still_missing
-from dflash_sglang.sglang_names.scheduler import WEIGHT_LOADER_V2_SUPPORTED, LinearBase, UnquantizedLinearMethod
+from dflash_sglang.sglang_names.scheduler import (
+    WEIGHT_LOADER_V2_SUPPORTED,
+    LinearBase,
+    ModelOptNvFp4A16LinearMethod,
+    UnquantizedLinearMethod,
+)
 
 
 class CheckpointForm:
@@ -33,7 +38,7 @@ class CheckpointForm:
     def require_whole_modules(self, update: Mapping[str, set[Shard]]) -> None:
         """update: shards by parameter. Raises ValueError where it brings a part of a quantised module."""
         for name, served in self._served.items():
-            parameters = [f"{name}.{own}" for own in served.parameters()]
+            parameters = {f"{name}.{own}" for own in served.parameters()} - never_read({name: served.layer})
             missing = [m for p in parameters for m in still_missing(p, update.get(p, set()))]
             if missing:
                 raise ValueError(
@@ -51,16 +56,16 @@ class _Served:
     """One layer's served tensors and the state of its kernel."""
 
     def __init__(self, layer: Any) -> None:
-        self._layer = layer
+        self.layer = layer
         self._tensors = self._own_tensors()
         scheme = layer.scheme
         self._states = [(owner, dict(vars(owner))) for owner in (scheme, getattr(scheme, "kernel", None)) if owner]
 
     def parameters(self) -> list[str]:
-        return [name for name, _ in self._layer.named_parameters(recurse=False) if name != "bias"]
+        return [name for name, _ in self.layer.named_parameters(recurse=False) if name != "bias"]
 
     def open(self) -> None:
-        layer = self._layer
+        layer = self.layer
         self._drop()
         v2 = type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED or (
             layer.scheme is not None and layer.scheme.requires_weight_loader_v2
@@ -80,7 +85,7 @@ class _Served:
     def close(self, loaded: bool) -> None:
         new: dict[str, Tensor] = {}
         if loaded:
-            self._layer.quant_method.process_weights_after_loading(self._layer)
+            self.layer.quant_method.process_weights_after_loading(self.layer)
             new = self._own_tensors()
         self._drop()
         for owner, state in self._states:
@@ -90,19 +95,19 @@ class _Served:
             if name in new and tensor.numel():
                 tensor.data.copy_(new[name])
             if isinstance(tensor, nn.Parameter):
-                self._layer.register_parameter(name, tensor)
+                self.layer.register_parameter(name, tensor)
             else:
-                setattr(self._layer, name, tensor)
+                setattr(self.layer, name, tensor)
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Parameters and tensor attributes by name, without the bias."""
-        layer = self._layer
+        layer = self.layer
         named = {**layer._parameters, **{n: v for n, v in vars(layer).items() if isinstance(v, Tensor)}}
         return {name: value for name, value in named.items() if value is not None and name != "bias"}
 
     def _drop(self) -> None:
         for name in self._own_tensors():
-            delattr(self._layer, name)
+            delattr(self.layer, name)
 
     def _device(self) -> torch.device:
         return next(iter(self._tensors.values())).device
@@ -114,4 +119,13 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, LinearBase) and type(layer.quant_method) is not UnquantizedLinearMethod
+    }
+
+
+def never_read(layers: Mapping[str, nn.Module]) -> set[str]:
+    """Parameters of these layers, by name, that no kernel reads: checkpoints may lack them."""
+    return {
+        f"{name}.input_scale"
+        for name, layer in layers.items()
+        if isinstance(layer.quant_method, ModelOptNvFp4A16LinearMethod)
     }

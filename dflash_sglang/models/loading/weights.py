@@ -10,7 +10,8 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
-from dflash_sglang.models.loading.checkpoint_form import CheckpointForm, quantised_layers
+from dflash_sglang.models.loading.checkpoint_form import CheckpointForm, never_read, quantised_layers
+from dflash_sglang.models.loading.nvfp4 import dense_tables
 from dflash_sglang.models.loading.stacking import Shard, stacked, still_missing
 from dflash_sglang.sglang_names.scheduler import maybe_remap_kv_scale_name
 from dflash_sglang.startup.facts import LoadError
@@ -25,7 +26,9 @@ _ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
 """Tensors of the speculators format that are read when the model is built, or belong to training."""
 
 _ACTIVATION_ORDERS = (".g_idx", ".weight_g_idx")
-"""One for all the modules that are stacked: the order in which the stack's inputs are read."""
+_SCALES_OF_A_STACK = (".weight_scale_2",)
+"""One for all the modules that are stacked: the order in which the stack's inputs are read, and NVFP4's scale of a
+whole matrix."""
 
 
 _PACKED = (torch.uint8, torch.int32, torch.int64)
@@ -52,7 +55,7 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
     params = dict(model.named_parameters())
     unexpected: list[str] = []
     loaded: dict[str, set[Shard]] = {}
-    for placed in _places(model, params, weights, unexpected):
+    for placed in _places(model, params, dense_tables(weights), unexpected):
         _load(params[placed.target], placed)
         loaded.setdefault(placed.target, set()).add(placed.shard)
     if unexpected:
@@ -62,7 +65,8 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
             "Remove them, or correct config.json (layers, biases, quantization_config). A head, an embedding or a "
             "mask row of the draft's own is found in *.safetensors files alone: convert a checkpoint of others."
         )
-    missing = [name for target in params for name in still_missing(target, loaded.get(target, set()))]
+    needed = params.keys() - never_read(quantised_layers(model))
+    missing = [name for target in needed for name in still_missing(target, loaded.get(target, set()))]
     if missing:
         raise LoadError(
             f"draft checkpoint: missing tensors {sorted(missing)}. Expected every tensor that its "
@@ -77,7 +81,7 @@ def load_update(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) 
     Raises ValueError as `load_checkpoint`, and for a part of a quantised module, before anything is changed; a
     tensor that belongs to a quantisation alone is judged by its loader, and the module is as it was.
     """
-    weights, served = list(weights), dict(model.named_parameters())
+    weights, served = list(dense_tables(weights)), dict(model.named_parameters())
     targets = {_place(name.removeprefix("model."), served)[0] for name, _ in weights}
     touched = {target.rpartition(".")[0] for target in targets if not target.endswith(".bias")}
     quantised = {name: layer for name, layer in quantised_layers(model).items() if name in touched}
@@ -112,7 +116,7 @@ def _places(
     """The place of each tensor that has one, as they come; `unexpected` gets the names of the others. Raises
     ValueError for one that does not fit its place."""
     shapes = model.checkpoint_shapes
-    orders: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
     for name, tensor in weights:
         own = name.removeprefix("model.")
         if name.endswith(_RECOMPUTED) or own in _ELSEWHERE:
@@ -121,8 +125,10 @@ def _places(
         if target not in params:
             unexpected.append(name)
             continue
-        if target.endswith(_ACTIVATION_ORDERS) and not torch.equal(orders.setdefault(target, tensor), tensor):
+        if target.endswith(_ACTIVATION_ORDERS) and not torch.equal(shared.setdefault(target, tensor), tensor):
             raise _other_order(name, target)
+        if target.endswith(_SCALES_OF_A_STACK) and shared.setdefault(target, tensor) != tensor:
+            raise _other_scale(name, target)
         if target == MASK_EMBEDDING:
             tensor = tensor.squeeze()
         expected = shapes.get(own, tuple(tensor.shape))
@@ -153,6 +159,14 @@ def _other_order(name: str, target: str) -> ValueError:
         f"draft checkpoint: tensor {name!r} is another activation order than that of the modules stacked with it "
         f"in {target!r}. Expected one order for all of them, because one kernel reads their inputs. Quantise "
         "without an activation order (desc_act false, actorder null or 'static')."
+    )
+
+
+def _other_scale(name: str, target: str) -> LoadError:
+    return LoadError(
+        f"draft checkpoint: tensor {name!r} is another scale than that of the modules stacked with it in "
+        f"{target!r}. Expected one scale for all of them, because one kernel reads them as one matrix. Quantise "
+        "q, k and v with one scale, and gate and up with one, as ModelOpt exports them."
     )
 
 

@@ -24,7 +24,7 @@ def shapes(spec: DraftSpec) -> tuple[float, float | None, float]:
 def test_the_published_layout_is_read():
     spec = DraftSpec.from_config(dflash2_config())
     assert spec.block_size == 8 and [layer.causal for layer in spec.layers] == [False, False]
-    assert (spec.dflash2.convolution.taps, spec.dflash2.convolution.group_size) == (2, 16)
+    assert (spec.convolution.taps, spec.convolution.group_size) == (2, 16)
     assert (spec.dflash2.selector_rank, spec.dflash2.selector_top_k) == (12, 5)
     assert shapes(spec) == (1, None, 1)
     scaled = {"output_multiplier": 2, "final_logit_softcapping": 30.0, "input_embedding_scale": 8.0}

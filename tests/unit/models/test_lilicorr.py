@@ -13,7 +13,12 @@ from torch import Tensor
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import foreign
 from tests.support import sglang_layers as layers
-from tests.support.reference_lilicorr import ReferenceLiLiCorr, lilicorr_config, lilicorr_tensors
+from tests.support.reference_lilicorr import (
+    CONVOLUTIONS,
+    ReferenceLiLiCorr,
+    lilicorr_config,
+    lilicorr_tensors,
+)
 from tests.support.reference_walks import assert_equals_the_reference
 from tests.support.tiny import draft_config, write_checkpoint
 from tests.unit.models.test_dflash2 import Target
@@ -42,10 +47,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a head narrower than the draft": {},
     "a head as wide as the draft, 16 candidates": dict(lilicorr_hidden_size=0, lilicorr_candidate_topk=16),
 }
+convolved = pytest.mark.matrix(
+    target="Qwen3", draft="LiLiCorr with convolutions", kv="model dtype", outcome="works"
+)
+DRAFTS = [
+    *(pytest.param(sizes, id=name, marks=works) for name, sizes in VARIANTS.items()),
+    pytest.param(CONVOLUTIONS, id="with convolutions", marks=convolved),
+]
 
 
-@works
-@pytest.mark.parametrize("sizes", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("sizes", DRAFTS)
 @pytest.mark.parametrize("block", [5, 8, 16])
 def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_accept_lengths(
     tmp_path, block, sizes
@@ -56,10 +67,11 @@ def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_
     config = lilicorr_config(block_size=max(block, 8), dflash_config=sizes)
     tensors, target = lilicorr_tensors(config), Target()
     model = make_draft(tmp_path, config, tensors)
+    model.serve_blocks_of(block)
     model.bind_target(target)
     model.last_rows = LastRows(3, block, config["hidden_size"], torch.float32, "cpu")
     assert not model.spec.anchor_proposes
-    reference = ReferenceLiLiCorr.of_target(config, tensors, target.model.embed_tokens)
+    reference = ReferenceLiLiCorr.of_target(config, tensors, target.model.embed_tokens, served=block)
     assert_equals_the_reference(model, reference, target.lm_head, block, lambda hidden: hidden[1:])
 
 
@@ -165,9 +177,20 @@ def test_a_head_that_cannot_be_served_is_refused_by_its_field(field, value, expe
         DraftSpec.from_config(config)
 
 
-def test_a_missing_tensor_of_the_head_is_an_error_that_names_it(tmp_path):
-    config = lilicorr_config()
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [({}, "lilicorr.layers.1.attn.in_proj_bias"), (CONVOLUTIONS, "layers.1.mlp_conv.base_kernel")],
+    ids=["of the head", "of a convolution"],
+)
+def test_a_missing_tensor_is_an_error_that_names_it(tmp_path, sizes, name):
+    config = lilicorr_config(dflash_config=sizes)
     tensors = lilicorr_tensors(config)
-    del tensors["lilicorr.layers.1.attn.in_proj_bias"]
-    with pytest.raises(ValueError, match=r"missing tensors \['lilicorr.layers.1.attn.in_proj_bias'\]"):
+    del tensors[name]
+    with pytest.raises(ValueError, match=rf"missing tensors \['{name}'\]"):
         make_draft(tmp_path, config, tensors)
+
+
+def test_a_convolution_without_its_group_size_is_refused():
+    config = lilicorr_config(dflash_config={**CONVOLUTIONS, "conv_group_size": None})
+    with pytest.raises(DraftConfigError, match=r"conv_group_size=None: expected its value beside .*kernel_size=3"):
+        DraftSpec.from_config(config)

@@ -145,15 +145,13 @@ def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
         "value_scale": spec.attention_value_scale,
         "bias": spec.attention_bias,
         "mask_row": own.mask_embedding is not None,
-        "conv": None,
+        "conv": None if spec.convolution is None else list(astuple(spec.convolution)),
         "selector": None,
         "gates": None if spec.laguna is None else spec.laguna.gates,
         "markov": None if spec.dspark is None else spec.dspark.rank or None,
         "domino": None if spec.domino is None else list(astuple(spec.domino)),
     }
     if spec.dflash2 is not None:
-        conv = spec.dflash2.convolution
-        found["conv"] = None if conv is None else [conv.taps, conv.group_size]
         found["selector"] = [spec.dflash2.selector_rank, spec.dflash2.selector_top_k]
     return found
 

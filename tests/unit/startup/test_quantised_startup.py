@@ -6,17 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_sglang.startup.quantisation_checks import FLAG, quantisation_problems
-from tests.support.start_up import launch, refusal
+from tests.support.start_up import change, launch, refusal
 from tests.support.tiny import make_pair
 from training.quantise import SCHEMES
 
 CT = SCHEMES["ct-w4a16"].config
+NVFP4 = SCHEMES["nvfp4-a16"].config
 
 
-def problems(quantisation: Any, asked: str | None = None, device: str = "cuda", **found: bool) -> list[str]:
-    config = {} if quantisation is None else {"quantization_config": quantisation}
+def problems(
+    quantisation: Any, asked: str | None = None, device: str = "cuda", bias: bool = False, **found: Any
+) -> list[str]:
+    config: dict[str, Any] = {"attention_bias": bias}
+    if quantisation is not None:
+        config["quantization_config"] = quantisation
     return [str(problem) for problem in quantisation_problems(config, asked, device, **found)]
 
 
@@ -41,6 +47,43 @@ def test_modelopts_fp8_is_known_by_the_names_that_it_is_published_under(config: 
     assert problems({**config, "quant_algo": "FP8"}) == []
 
 
+@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "NVFP4"])
+@pytest.mark.parametrize("config", [{"quant_method": "modelopt"}, {}, {"quant_method": "modelopt_fp4"}], ids=str)
+def test_modelopts_nvfp4_is_known_by_the_names_that_it_is_published_under(
+    config: dict[str, str], algorithm: str
+) -> None:
+    assert problems({**config, "quant_algo": algorithm, "group_size": 16}, capability=(8, 0)) == []
+
+
+@pytest.mark.matrix(
+    draft="NVFP4, a GPU before Ampere",
+    kv="model dtype",
+    outcome="refused",
+    message="draft config quantization_config.quant_algo='W4A16_NVFP4': expected a GPU of compute capability 8.0",
+)
+def test_a_gpu_without_a_kernel_of_nvfp4_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    draft = make_pair(tmp_path)[1]
+    launch(change(draft, {"quantization_config": dict(SCHEMES["awq"].config)}, {}), device="cuda")
+    change(draft, {"quantization_config": None}, {})
+    said = refusal(change(draft, {"quantization_config": dict(NVFP4)}, {}), device="cuda")
+    expected = "expected a GPU of compute capability 8.0 or more, and this one has 7.5."
+    assert said.startswith(f"{FIELD}.quant_algo='W4A16_NVFP4': {expected}")
+
+
+@pytest.mark.matrix(
+    draft="NVFP4 with biases",
+    kv="model dtype",
+    outcome="refused",
+    message="draft config attention_bias=True: expected false beside W4A16_NVFP4",
+)
+def test_biases_beside_nvfp4_are_refused() -> None:
+    (problem,) = problems(NVFP4, bias=True)
+    assert problem.startswith("draft config attention_bias=True: expected false beside W4A16_NVFP4")
+    assert problems(SCHEMES["awq"].config, bias=True) == []
+
+
 FIELD = "draft config quantization_config"
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "GGUF": ({"quant_method": "gguf"}, [f"{FIELD}.quant_method='gguf'", "fp8, compressed-tensors, awq, gptq"]),
@@ -51,7 +94,19 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
         group({"format": "nvfp4-pack-quantized"}, type="float"),
         [f"{FIELD}.config_groups.group_0.format='nvfp4-pack-quantized'", "pack-quantized"],
     ),
-    "ModelOpt NVFP4": ({"quant_method": "modelopt_fp4"}, [f"{FIELD}.quant_method='modelopt_fp4'"]),
+    "ModelOpt FP4 without an algorithm": (
+        {"quant_method": "modelopt_fp4"},
+        [f"{FIELD}.quant_algo=None", "one of W4A16_NVFP4, NVFP4"],
+    ),
+    "ModelOpt NVFP4 with AWQ's scales of inputs": (
+        {**NVFP4, "quant_algo": "NVFP4_AWQ"},
+        [f"{FIELD}.quant_algo='NVFP4_AWQ'", "one of FP8, W4A16_NVFP4, NVFP4"],
+    ),
+    "ModelOpt's mixed precision": (
+        {"quant_algo": "MIXED_PRECISION"},
+        [f"{FIELD}.quant_algo='MIXED_PRECISION'", "one of FP8, W4A16_NVFP4, NVFP4"],
+    ),
+    "ModelOpt NVFP4 in groups of 32": ({**NVFP4, "group_size": 32}, [f"{FIELD}.group_size=32", "NVFP4's groups"]),
     "a list of groups": (
         {**CT, "config_groups": [{"weights": {}}]},
         [f"{FIELD}.config_groups=[", "an object with a group of layers by name"],
