@@ -73,7 +73,9 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
 
     def said(head_copy: HeadCopy, copies: Any = None) -> str:
         borrowed = SimpleNamespace(head_copy=head_copy)
-        draft = SimpleNamespace(runner=runner, model=model, borrowed=borrowed, rings="a layer sees all")
+        draft = SimpleNamespace(
+            runner=runner, model=model, borrowed=borrowed, rings="a layer sees all", swa_window=0
+        )
         return memory_line(draft, tables, copies)
 
     line, in_fp8 = said(HotRows(head, kept)), said(Fp8Head(head, kept))
