@@ -26,9 +26,9 @@ from bench.eager_exec import eager_exec
 from dflash_sglang.demo.server import free_port
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.draft import DFlashDraftModel
+from training.quantise import SGLANG_METHODS
 
 DEVICE = "cuda"
-MARLIN = {"awq": "awq_marlin", "gptq": "gptq_marlin"}
 
 
 def load(directory: Path) -> DFlashDraftModel:
@@ -36,7 +36,7 @@ def load(directory: Path) -> DFlashDraftModel:
     raw = json.loads((directory / "config.json").read_text()).get("quantization_config")
     config = None
     if raw is not None:
-        method = MARLIN.get(raw["quant_method"], raw["quant_method"])
+        method = SGLANG_METHODS.get(raw["quant_method"], raw["quant_method"])
         packed = DFlashDraftModel.packed_modules_mapping
         config = get_quantization_config(method).from_config({**raw, "packed_modules_mapping": packed})
         config.apply_weight_name_mapper(DFlashDraftModel.hf_to_sglang_mapper)

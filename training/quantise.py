@@ -241,6 +241,9 @@ _AWQ_CONFIG = {
 }
 _PER_TOKEN = {"strategy": "token", "dynamic": True}
 
+SGLANG_METHODS = {"awq": "awq_marlin", "gptq": "gptq_marlin", "modelopt": "modelopt_fp4"}
+"""SGLang's names of what `quant_method` names otherwise, as it resolves them on a GPU."""
+
 SCHEMES: Mapping[str, Scheme] = {
     "fp8-dynamic": Scheme({"quant_method": "fp8", "activation_scheme": "dynamic"}, _fp8),
     "fp8-static": Scheme({"quant_method": "fp8", "activation_scheme": "static"}, _fp8_static, static=True),

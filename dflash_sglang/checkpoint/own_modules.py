@@ -27,6 +27,9 @@ TRAINING_TENSORS = (
     *("confidence_head.proj.weight", "confidence_head.proj.bias"),
 )
 
+TABLES = ("embed_tokens", "markov_head.markov_w1", "markov_head.markov_w2")
+"""Modules that are read row by row. Those of a checkpoint in NVFP4 are dense once they are loaded."""
+
 
 @dataclass(frozen=True)
 class MaskEmbedding:

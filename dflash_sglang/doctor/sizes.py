@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts
+from dflash_sglang.checkpoint.own_modules import TABLES
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2}
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -64,6 +65,11 @@ def draft_weights(
         own = name.removeprefix("model.")
         if own.startswith(_NOT_OF_THE_SERVER) or "rotary_emb." in own:
             continue
+        table, _, part = own.rpartition(".")
+        if table in TABLES and part.startswith("weight_scale"):
+            continue
+        if table in TABLES and facts.dtype == "U8":  # two weights in a byte, dense once they are loaded
+            facts = TensorFacts("F32", (facts.shape[0], 2 * facts.shape[1]))
         matrix = in_fp8 and len(facts.shape) == 2 and (own.startswith("fc.") or "_proj.weight" in own)
         small = "kernel_projection" in own or ".g_proj." in own
         size: float = nbytes(facts, 1 if matrix and not small else served)

@@ -29,7 +29,7 @@ from sglang.srt.layers.logits_processor import (
 )
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear, cutlass_fp8_supported
-from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4A16LinearMethod
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4LinearMethod, ModelOptNvFp4A16LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support import sglang_layers as layers
 from tests.support.quantised_layouts import dequantised
 from tests.support.tiny import draft_config, draft_tensors
-from training.quantise import SCHEMES, quantise
+from training.quantise import SCHEMES, SGLANG_METHODS, quantise
 from training.reference import ReferenceDraft
 
 SHAPE: dict[str, Any] = dict(hidden_size=256, head_dim=64, intermediate_size=512, num_hidden_layers=3)
@@ -41,8 +41,7 @@ def sglang_config(raw: Mapping[str, Any]) -> Any:
 
     if not raw:
         return get_quantization_config("fp8")()
-    marlin = {"awq": "awq_marlin", "gptq": "gptq_marlin", "modelopt": "modelopt_fp4"}
-    method = marlin.get(raw["quant_method"], raw["quant_method"])
+    method = SGLANG_METHODS.get(raw["quant_method"], raw["quant_method"])
     packed = DFlashDraftModel.packed_modules_mapping
     config = get_quantization_config(method).from_config({**raw, "packed_modules_mapping": packed})
     config.apply_weight_name_mapper(DFlashDraftModel.hf_to_sglang_mapper)

@@ -122,10 +122,10 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def never_read(layers: Mapping[str, nn.Module]) -> set[str]:
-    """Parameters of these layers, by name, that no kernel reads: checkpoints may lack them."""
+def never_read(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Parameters of these modules, by name, that no kernel reads: checkpoints may lack them."""
     return {
         f"{name}.input_scale"
-        for name, layer in layers.items()
-        if isinstance(layer.quant_method, ModelOptNvFp4A16LinearMethod)
+        for name, module in modules.items()
+        if isinstance(getattr(module, "quant_method", None), ModelOptNvFp4A16LinearMethod)
     }

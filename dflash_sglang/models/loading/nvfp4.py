@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from dflash_sglang.checkpoint.own_modules import TABLES
 from dflash_sglang.startup.facts import LoadError
 
 GROUP = 16
 """Neighbouring inputs that share a scale."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits of a code; the fourth is the sign
-_TABLES = ("embed_tokens", "markov_head.markov_w1", "markov_head.markov_w2")
 _PARTS = ("weight", "weight_scale", "weight_scale_2")
 _ROWS = 4096  # of a table, at once
 
@@ -27,7 +27,7 @@ def dense_tables(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
     for name, tensor in weights:
         table, _, part = name.rpartition(".")
         packed = part in _PARTS and (part != "weight" or tensor.dtype == torch.uint8)
-        if not packed or table.removeprefix("model.") not in _TABLES:
+        if not packed or table.removeprefix("model.") not in TABLES:
             yield name, tensor
             continue
         parts = held.setdefault(table, {})
@@ -35,11 +35,16 @@ def dense_tables(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         if len(parts) == len(_PARTS):
             del held[table]
             yield f"{table}.weight", dequantised(*(parts[of] for of in _PARTS))
-    missing = [f"{table}.{part}" for table, parts in held.items() for part in _PARTS if part not in parts]
+    missing = []
+    for table, parts in held.items():
+        if "weight" in parts:
+            missing += [f"{table}.{part}" for part in _PARTS if part not in parts]
+        else:  # scales of another format
+            yield from ((f"{table}.{part}", tensor) for part, tensor in parts.items())
     if missing:
         raise LoadError(
             f"draft checkpoint: missing tensors {sorted(missing)}. Expected all of {', '.join(_PARTS)} of a table "
-            "in NVFP4. Use a complete checkpoint."
+            "in NVFP4. Use a complete checkpoint; in an update, send them together."
         )
 
 

@@ -13,7 +13,11 @@ from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSOR
 from dflash_sglang.models.loading.checkpoint_form import CheckpointForm, never_read, quantised_layers
 from dflash_sglang.models.loading.nvfp4 import dense_tables
 from dflash_sglang.models.loading.stacking import Shard, stacked, still_missing
-from dflash_sglang.sglang_names.scheduler import maybe_remap_kv_scale_name
+from dflash_sglang.sglang_names.scheduler import (
+    ModelOptFp4LinearMethod,
+    ModelOptNvFp4A16LinearMethod,
+    maybe_remap_kv_scale_name,
+)
 from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
@@ -65,7 +69,8 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
             "Remove them, or correct config.json (layers, biases, quantization_config). A head, an embedding or a "
             "mask row of the draft's own is found in *.safetensors files alone: convert a checkpoint of others."
         )
-    needed = params.keys() - never_read(quantised_layers(model))
+    _refuse_biases(quantised_layers(model))
+    needed = params.keys() - never_read(dict(model.named_modules()))
     missing = [name for target in needed for name in still_missing(target, loaded.get(target, set()))]
     if missing:
         raise LoadError(
@@ -97,6 +102,20 @@ def load_update(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) 
         form.require_whole_modules(shards)
         for placed in update:
             _load(params[placed.target], placed)
+
+
+def _refuse_biases(layers: Mapping[str, nn.Module]) -> None:
+    nvfp4 = (ModelOptFp4LinearMethod, ModelOptNvFp4A16LinearMethod)
+    biased = [
+        name
+        for name, layer in layers.items()
+        if isinstance(layer.quant_method, nvfp4) and getattr(layer, "bias", None) is not None
+    ]
+    if biased:
+        raise LoadError(
+            f"draft checkpoint: biases of {listed(biased)}, which are in NVFP4. Expected none there: SGLang's "
+            "Marlin kernel adds them in another order. Quantise the draft without these modules (exclude_modules)."
+        )
 
 
 def of_others(model: DFlashDraftModel, names: Iterable[str]) -> list[str]:

@@ -288,6 +288,16 @@ def test_a_rank_has_its_share_of_the_layers_and_at_least_one_head_of_keys(ranks:
     assert sizes.kv_bytes_per_token(spec, ranks, element=2) == 2 * 2 * max(1, 2 // ranks) * 16 * 2
 
 
+def test_a_table_in_nvfp4_counts_as_the_dense_one_that_it_becomes() -> None:
+    spec = DraftSpec.from_config(draft_config())
+    packed = {
+        "markov_head.markov_w2.weight": TensorFacts("U8", (320, 16)),
+        "markov_head.markov_w2.weight_scale": TensorFacts("F8_E4M3", (320, 2)),
+        "markov_head.markov_w2.weight_scale_2": TensorFacts("F32", ()),
+    }
+    assert sizes.draft_weights(spec, packed, 1, served=2, in_fp8=False) == 320 * 32 * 2
+
+
 # ---- Tokens ------------------------------------------------------------------------------------------------
 
 

@@ -149,3 +149,21 @@ def test_stacked_modules_with_scales_that_differ_are_refused(tmp_path):
         LoadError, match=r"another scale than .* stacked with it in 'layers.1.self_attn.qkv_proj\."
     ):
         build(tmp_path, config, tensors)
+
+
+def test_biases_that_the_kernel_would_add_to_other_outputs_are_refused(tmp_path):
+    config = config_of() | {"attention_bias": True}
+    tensors, _ = checkpoint(config, ())
+    rows = {"q_proj": config["num_attention_heads"] * 64, "o_proj": 256}
+    rows |= dict.fromkeys(("k_proj", "v_proj"), config["num_key_value_heads"] * 64)
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= {f"layers.{layer}.self_attn.{name}.bias": torch.randn(size) for name, size in rows.items()}
+    with pytest.raises(LoadError, match=r"biases of \['layers.0.self_attn.*NVFP4. Expected none"):
+        build(tmp_path, config, tensors)
+
+
+def test_scales_of_a_table_in_another_format_are_unexpected(tmp_path):
+    config = config_of()
+    tensors, _ = checkpoint(config, ())
+    with pytest.raises(LoadError, match=r"unexpected tensors \['embed_tokens.weight_scale'\]"):
+        build(tmp_path, config, tensors | {"embed_tokens.weight_scale": torch.ones(320)})

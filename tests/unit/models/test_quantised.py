@@ -41,7 +41,7 @@ MATRIX_NAMES = {
     "awq": "AWQ",
     "gptq": "GPTQ",
     "gptq-actorder": "GPTQ, activation order",
-    "nvfp4-a16": "ModelOpt W4A16 NVFP4, stand-ins for its kernels",
+    "nvfp4-a16": "ModelOpt W4A16 NVFP4, on a CPU stand-ins for its kernels",
 }
 WITHOUT_BIASES = ("nvfp4-a16",)  # refused with them
 ALL = pytest.mark.parametrize(
