@@ -94,8 +94,10 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
     from dflash_sglang.prefill_worker import PrefillWorker
     from dflash_sglang.worker import DFlashWorker
 
-    for package in ("dflash_sglang.models", "dflash_sglang.models.mtp"):
-        ModelRegistry.register(package, overwrite=True, strict=True)
+    ModelRegistry.register("dflash_sglang.models", overwrite=True, strict=True)
+    path, revision = server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+    if holds_mtp(draft_config(path, revision)):
+        ModelRegistry.register("dflash_sglang.models.mtp", overwrite=True, strict=True)
     _patch_scheduler()
     return PrefillWorker if server_args.disaggregation_mode == "prefill" else DFlashWorker
 
@@ -156,11 +158,12 @@ def _instead_of_eagle(server_args: Any) -> str | None:
     path = server_args.model_path
     if server_args.speculative_draft_model_path not in (None, path):
         return None
+    if any(getattr(server_args, row.field) != row.off for row in UNSERVED_WITH_MTP):
+        return None
     config = draft_config(path, server_args.revision)
     if not holds_mtp(config):
         return None
-    MtpSpec.from_config(config)
-    if any(getattr(server_args, row.field) != row.off for row in UNSERVED_WITH_MTP):
+    if not MtpSpec.from_config(config).own_heads and server_args.attn_dp_size != 1:
         return None
     return (
         f"With --speculative-algorithm DFLASH --speculative-draft-model-path {path} dflash_sglang drafts with the "

@@ -131,26 +131,28 @@ class MtpSpec:
         """Of the names of a layer's tensors in the checkpoint; layer: counted from 0."""
         return f"model.layers.{self.num_target_layers + layer}."
 
+    def make_alone(self, config: Any) -> None:
+        """Make the target's transformers config that of its MTP layers: a model of these layers alone.
 
-def alone(config: Any, spec: MtpSpec) -> None:
-    """Make the target's transformers config that of its MTP layers: a model of these layers alone.
+        Beside a target with both kinds of layers SGLang gives them a pool of two KV groups, as the target has:
+        sliding layers at the target's sliding slots, others at its full ones.
+        """
+        first, count = self.num_target_layers, self.num_layers
+        slides = [layer.kind == "sliding_attention" for layer in self.layers]
+        if any(slides) and "full_attention" in config.layer_types[:first]:
+            config.is_hybrid_swa, config.hybrid_layer_pattern = True, list(map(int, slides))
+        for name in _PER_LAYER:
+            values = getattr(config, name, None)
+            if isinstance(values, list | tuple):
+                setattr(config, name, list(values)[first : first + count])
+        config.moe_layers_enum, config.num_nextn_predict_layers = "-1", 0
+        self._describe(config)
 
-    Beside a target with both kinds of layers SGLang gives them a pool of two KV groups, as the target has: sliding
-    layers at the target's sliding slots, others at its full ones.
-    """
-    first, count = spec.num_target_layers, spec.num_layers
-    slides = [layer.kind == "sliding_attention" for layer in spec.layers]
-    if any(slides) and "full_attention" in config.layer_types[:first]:
-        config.is_hybrid_swa, config.hybrid_layer_pattern = True, list(map(int, slides))
-    config.architectures = [ARCHITECTURE]
-    for name in _PER_LAYER:
-        values = getattr(config, name, None)
-        if isinstance(values, list | tuple):
-            setattr(config, name, list(values)[first : first + count])
-    config.moe_layers_enum = "-1"
-    config.num_hidden_layers, config.num_nextn_predict_layers = count, 0
-    # SGLang sizes the pool by these layers, and asks the target for layers to capture; see `hidden_states`.
-    config.dflash_config = {"target_layer_ids": [0], "block_size": spec.block_size}
+    def _describe(self, config: Any) -> None:
+        config.architectures = [self.architecture]
+        config.num_hidden_layers = self.num_layers
+        # SGLang sizes the pool by these layers, and asks the target for layers to capture; see `hidden_states`.
+        config.dflash_config = {"target_layer_ids": [0], "block_size": self.block_size}
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,12 @@ class MimoV2Spec(MtpSpec):
     def from_config(cls, config: Mapping[str, Any]) -> MimoV2Spec:
         """As `MtpSpec.from_config`."""
         fields = Fields(config)
-        for name, why in (
-            ("quantization_config", "multi-token-prediction layers are read in the model's dtype"),
-            ("attention_projection_layout", "queries, keys and values are read one by one"),
+        for name, served, why in (
+            ("quantization_config", None, "multi-token-prediction layers are read in the model's dtype"),
+            ("attention_projection_layout", "split", "queries, keys and values are read one by one"),
         ):
-            if config.get(name) not in (None, "split"):
-                raise DraftConfigError(name, config[name], f"none: {why}", _NO_WAY)
+            if config.get(name) not in (None, served):
+                raise DraftConfigError(name, config[name], f"{served or 'none'}: {why}", _NO_WAY)
         # SGLang's layers do not count the query's own key.
         window = as_int(fields.shape("sliding_window_size"), 1) + 1
         count = as_int(fields.shape("num_nextn_predict_layers", 3), 1, MOST_LAYERS)
@@ -185,12 +187,9 @@ class MimoV2Spec(MtpSpec):
     def prefix(self, layer: int) -> str:
         return f"model.mtp.layers.{layer}."
 
-
-def mimo_v2_alone(config: Any, spec: MimoV2Spec) -> None:
-    """As `alone`. The heads of the target's sliding layers are the layers' own."""
-    config.architectures = [spec.architecture]
-    config.num_hidden_layers = spec.num_layers
-    config.layer_types = [layer.kind for layer in spec.layers]
-    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
-        setattr(config, name, getattr(config, f"swa_{name}"))
-    config.dflash_config = {"target_layer_ids": [0], "block_size": spec.block_size}
+    def make_alone(self, config: Any) -> None:
+        """The heads of the target's sliding layers are the layers' own."""
+        config.layer_types = [layer.kind for layer in self.layers]
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
+            setattr(config, name, getattr(config, f"swa_{name}"))
+        self._describe(config)

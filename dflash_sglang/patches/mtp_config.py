@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_sglang.checkpoint.files import draft_config
-from dflash_sglang.checkpoint.mtp import MimoV2Spec, MtpSpec, alone, holds_mtp, mimo_v2_alone
+from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 
 
 def config_draft_model(original: Callable[[Any], None], config: Any) -> None:
@@ -14,9 +14,5 @@ def config_draft_model(original: Callable[[Any], None], config: Any) -> None:
     if config.is_draft_model and config.speculative_algorithm == "DFLASH":
         raw = draft_config(config.model_path, config.revision)
         if holds_mtp(raw):
-            spec = MtpSpec.from_config(raw)
-            if isinstance(spec, MimoV2Spec):
-                mimo_v2_alone(config.hf_text_config, spec)
-            else:
-                alone(config.hf_text_config, spec)
+            MtpSpec.from_config(raw).make_alone(config.hf_text_config)
     original(config)

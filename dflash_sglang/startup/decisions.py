@@ -141,7 +141,8 @@ def _check_mtp(
     spec = MtpSpec.from_config(config)
     if not spec.own_heads and cfg.attn_dp_size != 1:
         why = "ranks with requests of their own may share the target's head, which proposes"
-        problems.append(Unserved("attn_dp_size", 1, why).problem(cfg.attn_dp_size))
+        fix = "Remove --enable-dp-attention, or serve without speculation."
+        problems.append(Unserved("attn_dp_size", 1, why, fix).problem(cfg.attn_dp_size))
     problems += mtp_problems(
         spec,
         serving,

@@ -66,7 +66,7 @@ class MtpDraftModel(BorrowingDraft):
     edges = None  # between candidates: a layer scores its token given the one before
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
-        """config: the target's, made one of these layers by `checkpoint.mtp.alone`."""
+        """config: the target's, made one of these layers by `MtpSpec.make_alone`."""
         super().__init__()
         del quant_config  # of the target: `MtpSpec` has refused one
         self.config = config
