@@ -18,7 +18,9 @@ PROJECTOR = "domino"
 class DominoSpec:
     state_size: int  # of the GRU
     rank: int  # width of the vectors that tokens are scored with
-    shifted: bool  # whether each row proposes the token after its own, the last committed token's the first one
+    # Whether each row proposes the token after its own, the last committed token's the first one. The last row of
+    # a block then has no proposal.
+    shifted: bool
 
 
 def is_domino(config: Mapping[str, Any]) -> bool:

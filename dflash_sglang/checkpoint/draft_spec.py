@@ -138,7 +138,7 @@ class DraftSpec:
             speculators=speculators,
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
-            convolution=convolution(fields, hidden_size),
+            convolution=convolution(fields, hidden_size) if is_dflash2(config) or is_lilicorr(config) else None,
             dflash2=dflash2(fields, vocab_size) if is_dflash2(config) else None,
             dspark=of_dspark,
             domino=domino(fields, vocab_size) if is_domino(config) else None,

@@ -1,6 +1,6 @@
-"""A draft pool of rings takes a fixed number of slots: what it leaves goes to the target's tokens.
+"""A draft that needs fewer slots than the target leaves their memory to the target's tokens: rings, sliding slots.
 
-SGLang gives the draft as many slots as the target. Here the bytes of the rings are taken off the budget, and a
+SGLang gives the draft as many slots as the target. Here the bytes of rings are taken off the budget, and a
 token costs the target's bytes. Where rings would not be smaller than the whole pool, SGLang's arithmetic stays.
 
 A draft with layers at the target's sliding slots has fewer of these than of full ones, and is priced by both.

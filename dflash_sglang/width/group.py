@@ -15,7 +15,8 @@ class Group:
     """The ranks that run a step together. The defaults are those of a rank alone."""
 
     decides: bool = True  # whether this is the rank that decides
-    # Takes a row of float64 [n], returns the deciding rank's. All ranks call it in the same order.
+    # Takes a row of float64 [n], returns the deciding rank's. All ranks call it in the same order. None: there are
+    # no others.
     broadcast: Exchange | None = None
     # Takes this rank's row [n], returns those of all ranks [ranks, n], one call late (`OneStepLate`). Only where
     # ranks hold requests of their own.
