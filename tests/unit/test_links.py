@@ -1,4 +1,5 @@
-"""Every link of the documents leads to a file of this project and, where it names one, to a section of it."""
+"""Every link of the documents leads to a file of this project and, where it names one, to a section of it. The
+README is short."""
 
 from __future__ import annotations
 
@@ -27,3 +28,7 @@ def test_every_link_leads_to_a_file_and_to_a_section_of_it(page: Path) -> None:
         there = page if not name else (page.parent / name).resolve()
         assert there.exists(), link
         assert not section or section in sections(there), link
+
+
+def test_the_readme_can_be_read_at_a_glance() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
