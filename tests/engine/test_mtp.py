@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -55,18 +55,24 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def both_turns() -> tuple[list[list[int]], list[list[int]]]:
+    return two_turns(checkpoint(), prompts(), NEW_TOKENS, **COMMON)
+
+
+def two_turns(
+    target: Path, asked: list[list[int]], new_tokens: int, **arguments: Any
+) -> tuple[list[list[int]], list[list[int]]]:
     """What a server without speculation answers, and what then to prompts that begin with these answers."""
-    with serve(checkpoint(), **COMMON) as server:
-        first = greedy(server, prompts(), NEW_TOKENS)
-        return first, greedy(server, next_prompts(first), NEW_TOKENS)
+    with serve(target, **arguments) as server:
+        first = greedy(server, asked, new_tokens)
+        return first, greedy(server, next_prompts(asked, first), new_tokens)
 
 
 def plain() -> list[list[int]]:
     return both_turns()[0]
 
 
-def next_prompts(outputs: list[list[int]]) -> list[list[int]]:
-    return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(), outputs, strict=True)]
+def next_prompts(asked: list[list[int]], outputs: list[list[int]]) -> list[list[int]]:
+    return [prompt + output + [9, 8, 7] for prompt, output in zip(asked, outputs, strict=True)]
 
 
 @contextmanager
@@ -105,30 +111,39 @@ def noted(records: Path) -> list[Noted]:
     return [block for block in (Noted(*json.loads(line)) for line in lines) if block.rid.startswith("text")]
 
 
-def wrong_proposals(blocks: Sequence[Noted], texts: dict[str, list[int]], target: Path | None = None) -> int:
-    """Blocks whose proposals are not the reference's for the text before them; target: another checkpoint."""
+def wrong_proposals(
+    blocks: Sequence[Noted], texts: dict[str, list[int]], propose: Callable[..., list[int]] | None = None
+) -> int:
+    """Blocks whose proposals are not the reference's for the text before them; propose: another one's."""
+    propose = propose or expected
     count = 0
     for block in blocks:
         text = texts[block.rid][: block.prefix + 1]
         if len(text) == block.prefix + 1:  # else the step began behind the request's end
             chosen = (*block.chosen, *[0] * (MTP_LAYERS - len(block.chosen)))
-            proposed = expected(tuple(text), chosen, target)
+            proposed = propose(tuple(text), chosen)
             count += block.likeliest != proposed[: len(block.likeliest)]
     return count
 
 
 @functools.cache
-def expected(text: tuple[int, ...], chosen: tuple[int, ...], target: Path | None) -> list[int]:
+def expected(text: tuple[int, ...], chosen: tuple[int, ...], target: Path | None = None) -> list[int]:
     return reference(target).propose(torch.tensor(text), torch.tensor(chosen))[0].tolist()
 
 
 def ask(server: Server, records: Path) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
-    """Answers to the prompts, one after the other, and texts by rid."""
+    return ask_each(server, records, prompts(), plain())
+
+
+def ask_each(
+    server: Server, records: Path, asked: list[list[int]], outputs: list[list[int]]
+) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
+    """Answers to prompts, one after the other, and texts by rid. The draft aims at the outputs."""
     answers, texts = [], {}
-    for prompt, output in zip(prompts(), plain(), strict=True):
+    for prompt, output in zip(asked, outputs, strict=True):
         scheduler_hooks.record(records, prompt, output)
         rid = f"text {len(prompt)}"
-        answers.append(server.generate(input_ids=prompt, rid=rid, sampling_params=greedy_params(NEW_TOKENS)))
+        answers.append(server.generate(input_ids=prompt, rid=rid, sampling_params=greedy_params(len(output))))
         texts[rid] = prompt + output
     return answers, texts
 
@@ -144,7 +159,7 @@ def test_the_target_alone_is_the_reference() -> None:
 def test_output_is_plain_decodings_and_proposals_are_the_references(page_size: int, tmp_path: Path) -> None:
     with ours(tmp_path, "mtp", page_size=page_size) as (server, records):
         unaided = greedy(server, prompts(), NEW_TOKENS)
-        after_hits = greedy(server, next_prompts(plain()), NEW_TOKENS)
+        after_hits = greedy(server, next_prompts(prompts(), plain()), NEW_TOKENS)
         server.post("/flush_cache?timeout=60")
         answers, texts = ask(server, records)
         assert "draft: MTP(3 layers: sliding, sliding, sliding; own heads)" in server.log_tail(2000)

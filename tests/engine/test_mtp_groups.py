@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
-from tests.engine.test_mtp import noted, ours, wrong_proposals
-from tests.support import scheduler_hooks
-from tests.support.engines import greedy, greedy_params, serve
+from tests.engine.test_mtp import ask_each, expected, next_prompts, noted, ours, two_turns, wrong_proposals
+from tests.support.engines import greedy
 from tests.zoo import step3p5
 from tests.zoo.step3p5 import FULL, LAYERS, SLIDING, TYPES, WINDOW
 
@@ -49,14 +48,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def both_turns() -> tuple[list[list[int]], list[list[int]]]:
-    """Without speculation: answers to the prompts, and to prompts that begin with these answers."""
-    with serve(checkpoint(), **COMMON) as server:
-        first = greedy(server, prompts(), NEW_TOKENS)
-        return first, greedy(server, next_prompts(first), NEW_TOKENS)
-
-
-def next_prompts(outputs: list[list[int]]) -> list[list[int]]:
-    return [prompt + output + [9, 8, 7] for prompt, output in zip(prompts(), outputs, strict=True)]
+    return two_turns(checkpoint(), prompts(), NEW_TOKENS, **COMMON)
 
 
 @contextmanager
@@ -80,17 +72,12 @@ def test_every_block_is_the_references_while_sliding_slots_are_freed(
         assert "slots, sliding ones its sliding slots" in log
         assert "GB for 2048 tokens, 512 of sliding layers" in log
         together = greedy(server, prompts(), NEW_TOKENS)
-        after_hits = greedy(server, next_prompts(together), NEW_TOKENS)
+        after_hits = greedy(server, next_prompts(prompts(), together), NEW_TOKENS)
         server.post("/flush_cache?timeout=60")
-        texts: dict[str, list[int]] = {}
-        for prompt, output in zip(prompts(), first, strict=True):
-            rid = f"text {len(prompt)}"
-            scheduler_hooks.record(records, prompt, output)
-            answer = server.generate(input_ids=prompt, rid=rid, sampling_params=greedy_params(NEW_TOKENS))
-            assert answer["output_ids"] == output
-            texts[rid] = prompt + output
+        answers, texts = ask_each(server, records, prompts(), first)
     assert (together, after_hits) == (first, second)
+    assert [answer["output_ids"] for answer in answers] == first
     blocks = noted(records)
     assert len(blocks) > NEW_TOKENS
     assert {len(block.chosen) + 1 for block in blocks} == {1, 2, 3, 4}
-    assert wrong_proposals(blocks, texts, checkpoint()) == 0
+    assert wrong_proposals(blocks, texts, functools.partial(expected, target=checkpoint())) == 0
