@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from dflash_sglang.patches.table import PATCHES, Patch
+from tests.support.pages import written
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "patches.md"
 HEAD = """# The table of patches
@@ -30,12 +31,5 @@ def _row(patch: Patch) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def main() -> int:
-    if "--check" in sys.argv:
-        return 0 if PAGE.read_text() == page() else 1
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(written(PAGE, page(), "tests.support.patches_table"))

@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tests.support.pages import written
+
 PUBLISHED = Path(__file__).parent / "published"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "published-drafts.md"
 WORKERS = {"ours": "this package", "foreign": "built-in worker", "refused": "refused"}
@@ -78,12 +80,5 @@ def _layers(layers: list[list[Any]]) -> str:
     return ", ".join(f"{len(list(equal))} x {kind}" for kind, equal in groupby(kinds))
 
 
-def main() -> int:
-    if "--check" in sys.argv:
-        return 0 if PAGE.read_text() == page() else 1
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(written(PAGE, page(), "tests.support.published_table"))

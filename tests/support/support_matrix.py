@@ -6,7 +6,6 @@ A test marked `matrix(target=..., draft=..., kv=..., outcome=...)` is the proof 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dflash_sglang.checkpoint.families import FOREIGN_ARCHITECTURES
+from tests.support.pages import written
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support-tests.md"
 HEAD = """# Tests behind the support matrix
@@ -111,19 +111,5 @@ def page() -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    now = page()
-    if check:
-        if PAGE.read_text() != now:
-            print(f"{PAGE.name} is not what the tests say: run python -m tests.support.support_matrix")
-            return 1
-        return 0
-    PAGE.write_text(now)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(written(PAGE, page(), "tests.support.support_matrix"))
