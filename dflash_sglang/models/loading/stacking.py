@@ -1,10 +1,14 @@
-"""The modules of a checkpoint that the model stacks into one, and what is missing of such a stack."""
+"""The modules of a checkpoint that the model stacks into one: their places, their loading, and what is missing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import Tensor, nn
+
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING
+from dflash_sglang.startup.facts import LoadError
 
 Shard = str | int | None
 
@@ -41,3 +45,17 @@ def still_missing(target: str, shards: Set[Shard]) -> list[str]:
                 if owner == stack and shard not in shards
             ]
     return [target]
+
+
+def load_shard(param: nn.Parameter, name: str, tensor: Tensor, shard: Shard, whose: str) -> None:
+    """Load a checkpoint's tensor by the parameter's own loader. Raises LoadError, of `whose` tensors, for one that
+    does not fit."""
+    loader = getattr(param, "weight_loader", default_weight_loader)
+    try:
+        loader(param, tensor, *(() if shard is None else (shard,)))
+    except (AssertionError, RuntimeError, ValueError, IndexError) as error:
+        raise LoadError(
+            f"{whose}: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype} does not "
+            f"fit its parameter of shape {tuple(param.shape)} and {param.dtype} on this rank ({error}). "
+            "Make the checkpoint and its config.json agree."
+        ) from error

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
 from dflash_sglang.models.loading.checkpoint_form import CheckpointForm, never_read, quantised_layers
 from dflash_sglang.models.loading.nvfp4 import dense_tables
-from dflash_sglang.models.loading.stacking import Shard, stacked, still_missing
+from dflash_sglang.models.loading.stacking import Shard, load_shard, stacked, still_missing
 from dflash_sglang.sglang_names.scheduler import (
     ModelOptFp4LinearMethod,
     ModelOptNvFp4A16LinearMethod,
@@ -60,7 +59,7 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
     unexpected: list[str] = []
     loaded: dict[str, set[Shard]] = {}
     for placed in _places(model, params, dense_tables(weights), unexpected):
-        _load(params[placed.target], placed)
+        _load(params, placed)
         loaded.setdefault(placed.target, set()).add(placed.shard)
     if unexpected:
         raise LoadError(
@@ -101,7 +100,7 @@ def load_update(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) 
             shards.setdefault(placed.target, set()).add(placed.shard)
         form.require_whole_modules(shards)
         for placed in update:
-            _load(params[placed.target], placed)
+            _load(params, placed)
 
 
 def _refuse_biases(layers: Mapping[str, nn.Module]) -> None:
@@ -198,17 +197,5 @@ def _place(name: str, params: Mapping[str, nn.Parameter]) -> tuple[str, Shard]:
     return stacked(name)
 
 
-def _load(param: nn.Parameter, placed: Placed) -> None:
-    name, tensor, _, shard = placed
-    loader = getattr(param, "weight_loader", default_weight_loader)
-    try:
-        if shard is None:
-            loader(param, tensor)
-        else:
-            loader(param, tensor, shard)
-    except (AssertionError, RuntimeError, ValueError, IndexError) as error:
-        raise LoadError(
-            f"draft checkpoint: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype} does not "
-            f"fit its parameter of shape {tuple(param.shape)} and {param.dtype} on this rank ({error}). "
-            "Make the checkpoint and its config.json agree."
-        ) from error
+def _load(params: Mapping[str, nn.Parameter], placed: Placed) -> None:
+    load_shard(params[placed.target], placed.name, placed.tensor, placed.shard, "draft checkpoint")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from sglang.srt.layers.layer_boundary.residual import batch as residual
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.files import draft_config
@@ -17,7 +16,7 @@ from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
 from dflash_sglang.models.head.target_head import TargetHead, find_embedding, find_head
-from dflash_sglang.models.loading.stacking import stacked, still_missing
+from dflash_sglang.models.loading.stacking import load_shard, stacked, still_missing
 from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
 from dflash_sglang.sglang_names.scheduler import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput
 from dflash_sglang.startup.facts import LoadError
@@ -25,6 +24,8 @@ from dflash_sglang.startup.facts import LoadError
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+_JOINING = ("enorm.", "hnorm.", "eh_proj.")
 
 
 class MtpLayer(nn.Module):
@@ -60,8 +61,8 @@ class MtpDraftModel(BorrowingDraft):
     spec: MtpSpec
     layer_class: ClassVar[type[nn.Module]]
     """An `MtpLayer`, made of config, number and prefix."""
-    beside: ClassVar[Mapping[str, str]]
-    """Of a layer, what is not named as in its `block`: the checkpoint's name and this package's."""
+    renamed: ClassVar[Mapping[str, str]]
+    """Of a layer, what neither it nor its `block` names as the checkpoint: the checkpoint's name and ours."""
     draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
     edges = None  # between candidates: a layer scores its token given the one before
 
@@ -169,15 +170,7 @@ class MtpDraftModel(BorrowingDraft):
                     f"multi-token-prediction layers: unexpected tensor {name!r}. Expected those of SGLang's "
                     "layers. Serve this target without --speculative-algorithm DFLASH."
                 )
-            loader = getattr(params[target], "weight_loader", default_weight_loader)
-            try:
-                loader(params[target], tensor, *(() if shard is None else (shard,)))
-            except (AssertionError, RuntimeError, ValueError, IndexError) as error:
-                raise LoadError(
-                    f"multi-token-prediction layers: tensor {name!r} of shape {tuple(tensor.shape)} does not fit "
-                    f"its parameter of shape {tuple(params[target].shape)} on this rank ({error}). Make the "
-                    "checkpoint and its config.json agree."
-                ) from error
+            load_shard(params[target], name, tensor, shard, "multi-token-prediction layers")
             shards.setdefault(target, set()).add(shard)
         missing = [part for name in params for part in still_missing(name, shards.get(name, set()))]
         if missing and not self._loaded:
@@ -193,7 +186,9 @@ class MtpDraftModel(BorrowingDraft):
         for i in range(self.spec.num_layers):
             if name.startswith(self.spec.prefix(i)):
                 own = name.removeprefix(self.spec.prefix(i)).removeprefix("transformer.")
-                for theirs, ours in self.beside.items():
+                if own.startswith(_JOINING):
+                    return f"layers.{i}.{own}", None
+                for theirs, ours in self.renamed.items():
                     if own.startswith(theirs):
                         return f"layers.{i}.{own.replace(theirs, ours, 1)}", None
                 return stacked(f"layers.{i}.block.{own}")

@@ -32,10 +32,7 @@ class MiMoV2MTPDraftModel(MtpDraftModel):
     """Layers that read nothing of each other."""
 
     layer_class: ClassVar[type[nn.Module]] = MimoV2Layer
-    beside: ClassVar[Mapping[str, str]] = {
-        "enorm.": "enorm.",
-        "hnorm.": "hnorm.",
-        "eh_proj.": "eh_proj.",
+    renamed: ClassVar[Mapping[str, str]] = {
         "final_layernorm.": "head_norm.",
         "pre_mlp_layernorm.": "block.post_attention_layernorm.",
     }

@@ -24,10 +24,7 @@ class Step3p5Layer(MtpLayer):
 
 class Step3p5MTPDraftModel(MtpDraftModel):
     layer_class: ClassVar[type[nn.Module]] = Step3p5Layer
-    beside: ClassVar[Mapping[str, str]] = {
-        "enorm.": "enorm.",
-        "hnorm.": "hnorm.",
-        "eh_proj.": "eh_proj.",
+    renamed: ClassVar[Mapping[str, str]] = {
         "shared_head.norm.": "head_norm.",
         "shared_head.output.": "lm_head.",
     }
