@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution
+from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution, may_convolve
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2, is_dflash2
 from dflash_sglang.checkpoint.domino import DominoSpec, domino, is_domino
 from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark, is_dspark
@@ -138,7 +138,7 @@ class DraftSpec:
             speculators=speculators,
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
-            convolution=convolution(fields, hidden_size) if is_dflash2(config) or is_lilicorr(config) else None,
+            convolution=convolution(fields, hidden_size) if may_convolve(config) else None,
             dflash2=dflash2(fields, vocab_size) if is_dflash2(config) else None,
             dspark=of_dspark,
             domino=domino(fields, vocab_size) if is_domino(config) else None,

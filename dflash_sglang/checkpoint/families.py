@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import DraftConfigError, is_speculators
+from dflash_sglang.checkpoint.convolution import may_convolve
 from dflash_sglang.checkpoint.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
 from dflash_sglang.checkpoint.domino import is_domino
 from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspark
@@ -65,12 +66,7 @@ _ROWS = (
         "a head that corrects the proposals",
         part_of=is_domino,
     ),
-    _Row(
-        "conv_kernel_size",
-        bool,
-        "DFlash2's grouped convolutions",
-        part_of=lambda config: is_dflash2(config) or is_lilicorr(config),
-    ),
+    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=may_convolve),
     _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=is_dflash2),
     _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=is_lilicorr),
     _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
