@@ -33,7 +33,7 @@ def register_hooks() -> None:
     """Registers the other hooks; `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
     from sglang.srt.layers.dp_attention import memcpy_cpu
 
-    triton: Hooks = {  # launches: "0 active drivers"
+    replaced: Hooks = {  # Triton launches ("0 active drivers"), and operators that it would bring in
         "mem_cache.allocation.assign_req_to_token_pool_func": assign_req_to_token_pool,
         "layers.logits_processor.fused_softcap": softcap_,
         "layers.sampler.murmur_hash32": murmur_hash32,
@@ -53,7 +53,7 @@ def register_hooks() -> None:
         "disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": send_page_indices_at_once,
         "mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache": host_cache.stand_in,
     }
-    _register(HookType.REPLACE, triton)
+    _register(HookType.REPLACE, replaced)
     _register(HookType.AROUND, around)
     _register(HookType.BEFORE, before)
 
