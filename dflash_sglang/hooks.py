@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, check_environment, required
 from dflash_sglang.sglang_names.probe import check_symbols
-from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP
+from dflash_sglang.startup.launch_checks import Unserved
+from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP, unserved_with
 
 logger = logging.getLogger(__name__)
 
@@ -158,17 +159,25 @@ def _instead_of_eagle(server_args: Any) -> str | None:
     path = server_args.model_path
     if server_args.speculative_draft_model_path not in (None, path):
         return None
-    if any(getattr(server_args, row.field) != row.off for row in UNSERVED_WITH_MTP):
+    if _asks_for_more(server_args, UNSERVED_WITH_MTP):  # before a config.json is fetched
         return None
     config = draft_config(path, server_args.revision)
-    if not holds_mtp(config):
-        return None
-    if not MtpSpec.from_config(config).own_heads and server_args.attn_dp_size != 1:
+    if not holds_mtp(config) or _asks_for_more(server_args, unserved_with(MtpSpec.from_config(config))):
         return None
     return (
         f"With --speculative-algorithm DFLASH --speculative-draft-model-path {path} dflash_sglang drafts with the "
         "same multi-token-prediction layers."
     )
+
+
+def _asks_for_more(server_args: Any, unserved: Sequence[Unserved]) -> bool:
+    """Of arguments as they were given: SGLang makes an `attn_dp_size` of `--enable-dp-attention` later."""
+
+    def given(field: str) -> object:
+        by_old_flag = field == "attn_dp_size" and server_args.enable_dp_attention
+        return server_args.dp_size if by_old_flag else getattr(server_args, field)
+
+    return any(given(row.field) != row.off for row in unserved)
 
 
 @functools.cache

@@ -35,12 +35,11 @@ from dflash_sglang.startup.launch_checks import (
     ROLE,
     UNSERVED,
     UNSERVED_APART,
-    Unserved,
     label_problems,
     launch_problems,
     transfer_problems,
 )
-from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP, mtp_problems
+from dflash_sglang.startup.mtp_checks import mtp_problems
 from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
@@ -135,18 +134,12 @@ def _check_mtp(
     cfg: Any, server_args: Any, config: dict[str, Any], serving: ServingFacts, problems: list[Problem]
 ) -> None:
     """The rest of `_check` where the draft is a target with multi-token-prediction layers."""
-    settings = {row.field: getattr(cfg, row.field) for row in UNSERVED_WITH_MTP}
     assert serving.draft_path is not None
     directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
-    spec = MtpSpec.from_config(config)
-    if not spec.own_heads and cfg.attn_dp_size != 1:
-        why = "ranks with requests of their own may share the target's head, which proposes"
-        fix = "Remove --enable-dp-attention, or serve without speculation."
-        problems.append(Unserved("attn_dp_size", 1, why, fix).problem(cfg.attn_dp_size))
     problems += mtp_problems(
-        spec,
+        MtpSpec.from_config(config),
         serving,
-        settings,
+        cfg,
         PluginConfig.from_env(),
         weights_directory(cfg.model_path, cfg.revision, cfg.download_dir),
         directory,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dflash_sglang.checkpoint.files import tensor_facts
 from dflash_sglang.checkpoint.mtp import MtpSpec
@@ -31,19 +32,32 @@ UNSERVED_WITH_MTP = (
     Unserved("json_model_override_args", "{}", f"{_WITH} config.json is read as it is"),
 )
 
+_OF_ITS_HEAD = Unserved(
+    "attn_dp_size",
+    1,
+    "ranks with requests of their own may share the target's head, which proposes",
+    "Remove --attn-dp-size (--enable-dp-attention), or serve without speculation.",
+)
+
+
+def unserved_with(spec: MtpSpec) -> tuple[Unserved, ...]:
+    """The settings of a launch that have to have one value with these layers."""
+    return UNSERVED_WITH_MTP if spec.own_heads else (*UNSERVED_WITH_MTP, _OF_ITS_HEAD)
+
 
 def mtp_problems(
     spec: MtpSpec,
     serving: ServingFacts,
-    settings: Mapping[str, object],
+    server: Any,
     config: PluginConfig,
     target: Path,
     draft: Path,
 ) -> Iterator[Problem]:
-    """settings: values by the fields of UNSERVED_WITH_MTP. target, draft: directories of their weights."""
-    for row in UNSERVED_WITH_MTP:
-        if settings[row.field] != row.off:
-            yield row.problem(settings[row.field])
+    """server: SGLang's arguments. target, draft: directories of their weights."""
+    for row in unserved_with(spec):
+        value = getattr(server, row.field)
+        if value != row.off:
+            yield row.problem(value)
     if target.resolve() != draft.resolve():
         yield Problem(
             "--speculative-draft-model-path",

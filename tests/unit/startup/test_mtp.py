@@ -264,6 +264,7 @@ def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
     assert "multi-token-prediction layers" in (mixed_up(checkpoint, checkpoint) or "")
 
 
+DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 BUILT_IN: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
     "EAGLE": (("EAGLE",), {}, True),
     "NEXTN": (("NEXTN",), {}, True),
@@ -274,15 +275,20 @@ BUILT_IN: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
     "another target": (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
     "no layers": (("EAGLE",), dict(num_nextn_predict_layers=None), False),
     "layers that are not served": (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),
+    "MiMo-V2": (("EAGLE",), {}, True),
+    "MiMo-V2 with data-parallel attention": (("EAGLE", "--tp-size", "2", "--attn-dp-size", "2"), {}, False),
+    "MiMo-V2 with its old flag": (("EAGLE", *DP_ATTENTION), {}, False),
+    "Step-3.5 with data-parallel attention": (("EAGLE", *DP_ATTENTION), {}, True),
 }
 
 
 @pytest.mark.parametrize("case", BUILT_IN)
 def test_a_launch_with_sglangs_algorithm_is_told_of_ours_and_is_left_alone(
-    case: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, checkpoint: Path, mimo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.server_args import prepare_server_args
 
+    checkpoint = mimo if case.startswith("MiMo") else checkpoint
     (algorithm, *flags), fields, is_told = BUILT_IN[case]
     target, seen, lines = changed(checkpoint, tmp_path / "target", **fields), list[Any](), list[str]()
     monkeypatch.setattr(hooks.logger, "info", lambda text, *of: lines.append(text % of))
