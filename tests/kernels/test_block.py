@@ -206,6 +206,15 @@ def test_a_recorded_length_is_that_of_the_place_where_the_committed_tokens_of_a_
     assert out.new_seq_lens == [12, 12, 23] and out.committed == [[6, 91]] * 3
 
 
+def test_recorded_candidates_of_every_request_lie_row_after_row_for_the_kernel_that_grows_trees(device):
+    force = recorded(device, [3, 0, 9], offsets=[0, 1, 2])
+    force = force._replace(candidates=torch.zeros(3, 5, 4, device=device))
+    ids = force.likeliest(*on(device, [0, 1, 2], [7, 7, 9])).ids
+    assert (
+        ids.is_contiguous() and ids.tolist() == [[[4 * step + rank for rank in range(4)] for step in range(5)]] * 3
+    )
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), bs=st.integers(1, 6), block=st.integers(2, 17), forced=st.booleans())
 def test_the_accept_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, block, forced):

@@ -83,7 +83,7 @@ class Recorded(NamedTuple):
         """For the next trees of requests [bs]. The tokens stand for their positions and ranks."""
         logprobs = self.candidates[self.cases(requests, prefix_lens)]
         ids = torch.arange(logprobs[0].numel(), device=logprobs.device)
-        return Candidates(ids.expand(len(logprobs), -1).reshape(logprobs.shape), logprobs)
+        return Candidates(ids.expand(len(logprobs), -1).contiguous().view(logprobs.shape), logprobs)
 
     def answers(self, requests: Tensor, prefix_lens: Tensor, depths: Tensor) -> Tensor:
         """[bs, N] after nodes at these depths [bs, N]: the tokens of `likeliest` that come true, or one that is
