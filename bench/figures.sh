@@ -5,7 +5,8 @@
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
-#                    pair proposals quantised long_context long_128k copy_kernels copy_edits copy_plain house observe
+#                    pair proposals quantised long_context long_128k copy_kernels copy_edits copy_plain house house_starts
+#                    observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode
 #   on two, "0,1"    tp2 tp2_again dpa2
 #
@@ -113,7 +114,7 @@ for name in "$@"; do
     rows_fp8) rows fp8 " --quantization fp8" --concurrency 128 64 32 8 1 --fixed 16 8 4 --alike ;;
     rows_alike) rows alike "" --kinds ours built_in --alike --concurrency 128 64 32 8 1 --fixed ;;
     rows_mixed) rows mixed "" --kinds ours --acceptance recorded_mixed --concurrency 64 --fixed 16 12 8 6 4 ;;
-    rows_trees) rows trees "" --kinds ours built_in --concurrency 8 4 1 --fixed 16 --trees 16 32 64 ;;
+    rows_trees) rows trees "" --kinds ours built_in --concurrency 8 1 --fixed 16 --trees 16 32 64 --seconds 5 ;;
     pair) part serve_pair pair ;;
     proposals) part proposals proposals ;;
     quantised) part wild_quantised quantised ;;
@@ -123,6 +124,7 @@ for name in "$@"; do
     copy_plain) copies plain --texts code prose ;;
     copy_kernels) part copy_kernels copy_kernels ;;
     house) paired house "" ;;
+    house_starts) paired house_starts "" --concurrency --requests 128 ;;
     observe)
       [ -e "$logs/unobserved" ] || "$python" -m bench.unobserved "$logs/unobserved"
       BEFORE=$logs/unobserved paired observe " --enable-metrics" --starts 0 --rounds 5 --concurrency 1 64 \

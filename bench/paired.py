@@ -1,12 +1,12 @@
 """Start-up and tokens per second of this checkout of the package and of another one, in turn on one GPU.
 
 python -m bench.paired --before DIR --target DIR --draft DIR --out FILE [--concurrency 1 8 32 64 128] [--rounds 3]
-                       [--seconds 6] [--starts 2] [--kept 0.99] [--width 8]
+                       [--seconds 6] [--starts 2] [--kept 0.99] [--width 8] [--requests 128]
 
 `--before`: the other checkout, a directory that holds `dflash_sglang`. Each checkout starts `--starts` times, with
 no other server there, after one start that is not counted. Then one server of each is up, and both have every load
 in turn. Acceptance is forced by position, and each server chooses its widths, or has the one of `--width`: two
-servers of one checkout choose alike only in the long run.
+servers of one checkout choose alike only in the long run. Without a `--concurrency`, starts alone are measured.
 
 Tokens per second come from the steps that a server counts in a steady load: each step of a width commits what the
 coins give at that width in the long run. So few coins of a short load add no noise.
@@ -119,7 +119,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, [OURS], accept_length=0)
     parser.add_argument("--before", required=True, type=Path, help="the other checkout")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--requests", type=int, help="that servers have room for; as many as loads have")
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--seconds", type=float, default=6.0, help="of a load that are measured")
     parser.add_argument("--starts", type=int, default=2, help="of each checkout, alone")
@@ -128,7 +129,7 @@ def main() -> int:
     arguments = parse(parser)
     found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""), arguments.width)
     require_checkouts(found, os.environ)
-    most = max(arguments.concurrency)
+    most = arguments.requests or max(arguments.concurrency)
     longest = int((1 + SPREAD) * arguments.output)
     tokens = most * (arguments.input + longest + 2 * BLOCK)  # no request waits for another one's end
     load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
@@ -148,6 +149,9 @@ def main() -> int:
                 print(name, "ready after", seconds, flush=True)
                 if turn:  # the first one compiles
                     starts[name].append(seconds)
+            status = keep()
+        if not arguments.concurrency:
+            return status
         with together(found, arguments, requests=most, tokens=tokens, compiled=bool(arguments.starts)) as servers:
             for server in servers.values():
                 occupy(server, dataclasses.replace(load, concurrency=most), WARM_UP)
