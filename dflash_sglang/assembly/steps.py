@@ -186,7 +186,7 @@ def add_widths(
     served = startup.add_widths(asked, states, block_size, free, ragged)
     history = None if parts.copies is None else parts.copies.history
     trees = TreeVerify(target, draft.runner, block_size, parts.rings, history)
-    reason = why_no_candidates(draft.model)
+    reason = full_blocks or why_no_candidates(draft.model)
     if not tables.acceptor.knows_trees:
         reason = "acceptance is forced by a profile, which says nothing of a tree's branches"
     if startup.can_verify_trees(asked, target, draft.runner, group, reason):

@@ -13,7 +13,7 @@ DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
 BLOCK: Literal["block"] = "block"  # the width of the block that is served
 TREE = "tree "  # of a fixed tree, before its number of nodes
 MAX_NODES = 64  # of a tree: the ancestors of a node are the bits of one int64
-DEFAULT_TREES: tuple[int, ...] = ()
+DEFAULT_TREES = (16, 32, 64)  # nodes; bench/results/rows_trees.json
 
 AUTO = "auto"  # a width chosen for every step
 

@@ -9,6 +9,7 @@ from typing import Any
 from dflash_sglang.checkpoint.files import tensor_facts
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
+from dflash_sglang.settings.width import DEFAULT_TREES
 from dflash_sglang.startup.facts import Problem, ServingFacts
 from dflash_sglang.startup.launch_checks import Unserved
 
@@ -73,7 +74,7 @@ def mtp_problems(
             "Leave it out.",
         )
     for field, value, only in (
-        ("width trees", config.width.trees, ()),
+        ("width trees", () if config.width.trees == DEFAULT_TREES else config.width.trees, ()),
         ("copy", config.copy, "off"),
         ("context_kv", config.context_kv, "auto"),
         ("draft_head fp8", config.draft_head == "fp8", False),

@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_sglang.attention.trees import why_no_trees
 from dflash_sglang.attention.verifying import verifies_parts, verifying
-from dflash_sglang.settings.width import BLOCK, PLAIN, WidthConfig
+from dflash_sglang.settings.width import BLOCK, DEFAULT_TREES, PLAIN, WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
     ModelRunner,
     get_available_gpu_memory,
@@ -204,7 +204,7 @@ def _why_not_ragged(runner: ModelRunner, group: Group) -> str | None:
 def can_verify_trees(
     config: WidthConfig, target: ModelRunner, draft: ModelRunner, group: Group, no_candidates: str | None
 ) -> bool:
-    """Whether steps can verify trees; where they were asked for and cannot, the log says why.
+    """Whether steps can verify trees; where they cannot, the log says why, as a warning if they were asked for.
 
     no_candidates: why the draft does not give the likeliest tokens of each position; None if it does."""
     if not config.trees:
@@ -213,7 +213,8 @@ def can_verify_trees(
     if reason is None and not names_slots_alike(target, draft):
         reason = "the KV pools name slots otherwise than req_to_token"
     if reason is not None and get_parallel().tp_rank == 0:
-        logger.warning("dflash_sglang verify width: no trees: %s", reason)
+        level = logging.INFO if config.trees == DEFAULT_TREES else logging.WARNING
+        logger.log(level, "dflash_sglang verify width: no trees: %s", reason)
     return reason is None
 
 

@@ -16,6 +16,7 @@ import pytest
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.width import DEFAULT_TREES
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
 from tests.support.rows import in_full_but
@@ -94,7 +95,8 @@ def test_start_up_measures_every_width_and_leaves_no_trace(ours):
     server, records = ours
     ran, table = json.loads((records / "rehearsed").read_text())  # there once nothing was found changed
     base, variances = np.array(table)
-    assert base.shape == (len(BUCKETS), 2 * len(WIDTHS) - 1)  # chains, and ragged ones of all widths but 1
+    kinds = 2 * len(WIDTHS) - 1 + len(DEFAULT_TREES)  # chains, ragged ones of all widths but 1, trees
+    assert base.shape == (len(BUCKETS), kinds)
     measured = variances < 1
     assert measured[0].all() and len(ran["seconds"]) >= measured.sum()
     assert (base > 0).all() and (base[-1] > base[0]).all()

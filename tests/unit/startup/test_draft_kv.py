@@ -24,7 +24,7 @@ def chosen(
     whole_for: str | None = None,
 ) -> RingShape | str:
     spec = DraftSpec.from_config(draft_config(**draft))
-    settings = PluginConfig.from_mapping({"draft_kv": "auto", **(config or {})})
+    settings = PluginConfig.from_mapping({"draft_kv": "auto", "width": {"trees": []}, **(config or {})})
     return ring_shape(spec, settings, 8, page, window, sinks, whole_for)
 
 
@@ -34,6 +34,7 @@ def test_rings_have_the_window_of_the_layers_or_the_imposed_one_and_room_for_two
     assert chosen(draft={}, window=40, sinks=0) == RingShape(40, 1, 56)
     assert chosen(window=40) == RingShape(40, 1, 56)
     assert chosen({"width": {"trees": [16, 32]}}) == RingShape(100, 1, 140)
+    assert chosen({"width": {}}) == RingShape(100, 1, 172)  # trees of 64 nodes
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_widths_follow_the_block() -> None:
     assert WidthConfig(fixed=8).states(16) == (8,) and WidthConfig(fixed="block").states(16) == (16,)
     assert WidthConfig(fixed=1).states(16) == (1,)
     fixed = WidthConfig(fixed="tree 32")
-    assert (fixed.states(16), fixed.trees, WidthConfig().trees) == ((16,), (32,), ())
+    assert (fixed.states(16), fixed.trees, WidthConfig().trees) == ((16,), (32,), (16, 32, 64))
     assert WidthConfig.from_mapping({"trees": [64, 16, 16]}).trees == (16, 64)
     assert replace(fixed, memory_reserve=1.0).trees == (32,)
 
