@@ -82,7 +82,7 @@ def build_step(
     if rings is not None:
         assert isinstance(draft.context_kv, ContextKV)
         context = RingContext(draft.context_kv, rings)
-    mask = draft.model.spec.mask_token_id  # None: of no meaning to a source that reads no row of the block
+    mask = draft.model.spec.mask_token_id  # None: of a source that reads no row of the block
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
     if tables.acceptor.texts is not None:
@@ -100,7 +100,8 @@ def build_step(
             block_size,
             0 if mask is None else mask,
             slots,
-            in_place=names_slots_alike(target, runner)
+            in_place=mask is not None
+            and names_slots_alike(target, runner)
             and not is_imposed()
             and rings is None
             and not draft.model.spec.has_row_less,

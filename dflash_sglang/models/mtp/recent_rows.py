@@ -43,6 +43,8 @@ class RecentRows:
         self.ids = torch.zeros((requests, self.size), dtype=torch.int64, device=device)
         self.known_from = torch.zeros(requests, dtype=torch.int64, device=device)
         self.last = torch.zeros(requests, dtype=torch.int64, device=device)
+        # 0: what layers propose goes to row 0 of req_to_token, which is nobody's. Captured forwards read this.
+        self.proposing = torch.ones((), dtype=torch.int64, device=device)
         self._offsets = torch.arange(rows, device=device)
         self._chunks: dict[int, tuple[str, int]] = {}  # prompts that are not whole yet: their request, and length
         self._run: Callable[[ScheduleBatch, KVLocPlan, Tensor, Prompt], None] | None = None
@@ -68,6 +70,10 @@ class RecentRows:
     def set_tokens(self, requests: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """requests, positions, tokens [bs]: the last tokens, and those that a step proposes behind them."""
         self.ids[requests, positions % self.size] = tokens
+
+    def set_proposed(self, requests: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """`set_tokens` of a layer's proposals, which the next layer reads; nothing where `proposing` is 0."""
+        self.set_tokens(requests * self.proposing, positions, tokens)
 
     def tokens_of(self, requests: Tensor, positions: Tensor) -> Tensor:
         """requests [bs], positions [bs, rows] -> [bs * rows] int64."""
