@@ -19,6 +19,7 @@ from dflash_sglang.sglang_names.scheduler import (
     SpecTpSync,
     SpecTpSyncSite,
     SpeculativeAlgorithm,
+    async_h2d,
     draft_tp_context,
     get_dp_tp_group,
 )
@@ -198,7 +199,7 @@ class MtpSource:
     def _run_prompt(self, batch: ScheduleBatch, plan: KVLocPlan, positions: torch.Tensor, prompt: Prompt) -> None:
         """The layers over the new tokens of a prefill, for their keys and values."""
         lens, prefixes = batch.extend_lens, batch.prefix_lens
-        extend = torch.tensor(lens, dtype=torch.int32, device=positions.device)
+        extend = async_h2d(lens, dtype=torch.int32, device=positions.device)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(lens),
@@ -211,7 +212,7 @@ class MtpSource:
             positions=positions,
             extend_num_tokens=sum(lens),
             extend_seq_lens=extend,
-            extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int32, device=positions.device),
+            extend_prefix_lens=async_h2d(prefixes, dtype=torch.int32, device=positions.device),
             extend_start_loc=(extend.cumsum(0) - extend).int(),
             extend_seq_lens_cpu=list(lens),
             extend_prefix_lens_cpu=list(prefixes),
