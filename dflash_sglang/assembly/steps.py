@@ -33,6 +33,7 @@ from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import ModelRunner, TpModelWorker, get_parallel
 from dflash_sglang.startup.copying import copies_of, renamed_slots_problem
 from dflash_sglang.startup.facts import StartupError, TargetFacts
+from dflash_sglang.startup.mtp_checks import attention_problems
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
@@ -154,6 +155,9 @@ def check_attention(draft: LoadedDraft, target: ModelRunner, verifier: Verifier)
         spare_launches(runner.attn_backend)
         plan_windows(runner.attn_backend)
     if isinstance(draft.context_kv, RecentRows):
+        problems = list(attention_problems(target.device, draft.attention_backend))
+        if problems:
+            raise StartupError(problems)
         verifier.bind_attention_backends()  # the layers are of the target's classes, and see what those see
         return
     with draft.scope():
