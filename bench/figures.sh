@@ -6,8 +6,7 @@
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
 #                    pair proposals quantised long_context long_128k copy_kernels copy_edits copy_plain house house_starts
-#                    observe
-#                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode
+#                    observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -132,6 +131,8 @@ for name in "$@"; do
     recurrent_9b) recurrent 9b 9b recurrent "$serving" --rounds 1 ${ADD:+--add} ;;
     recurrent_first_batches) recurrent first_batches 9b first_batches "$serving" ;;
     recurrent_27b_requests) recurrent 27b_requests 27b running_requests "--load-format dummy" ;;
+    mtp_step) part mtp_step mtp_step --target "$pair-step3p5" --draft "$pair-step3p5" --logs "$logs/mtp_step" \
+      "--flags=--load-format dummy --cuda-graph-backend-prefill=disabled" --mem-fraction 0.8 --output 384 ;;
     pd_decode) step pd_decode disaggregated --concurrency 1 8 32 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;
     tp2_again) parallel tp2_again --cuda-graph-backend-prefill=disabled --concurrency 32 16 ;;

@@ -33,6 +33,7 @@ from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import ModelRunner, TpModelWorker, get_parallel
 from dflash_sglang.startup.copying import copies_of, renamed_slots_problem
 from dflash_sglang.startup.facts import StartupError, TargetFacts
+from dflash_sglang.startup.mtp_checks import attention_problems
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
@@ -82,7 +83,7 @@ def build_step(
     if rings is not None:
         assert isinstance(draft.context_kv, ContextKV)
         context = RingContext(draft.context_kv, rings)
-    mask = draft.model.spec.mask_token_id  # None: of no meaning to a source that reads no row of the block
+    mask = draft.model.spec.mask_token_id  # None: of a source that reads no row of the block
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
     if tables.acceptor.texts is not None:
@@ -100,7 +101,8 @@ def build_step(
             block_size,
             0 if mask is None else mask,
             slots,
-            in_place=names_slots_alike(target, runner)
+            in_place=mask is not None
+            and names_slots_alike(target, runner)
             and not is_imposed()
             and rings is None
             and not draft.model.spec.has_row_less,
@@ -153,6 +155,9 @@ def check_attention(draft: LoadedDraft, target: ModelRunner, verifier: Verifier)
         spare_launches(runner.attn_backend)
         plan_windows(runner.attn_backend)
     if isinstance(draft.context_kv, RecentRows):
+        problems = list(attention_problems(target.device, draft.attention_backend))
+        if problems:
+            raise StartupError(problems)
         verifier.bind_attention_backends()  # the layers are of the target's classes, and see what those see
         return
     with draft.scope():

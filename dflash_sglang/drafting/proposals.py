@@ -39,13 +39,14 @@ class Proposals(NamedTuple):
         logits: Tensor,  # [bs, block - 1, K] float32; what is added to all of a position changes nothing
         temperatures: Tensor,  # [bs]
         greedy: Tensor,  # [bs] bool: requests that are to get the likeliest candidate
+        noise: Tensor | None = None,  # as `exponential_like` makes of the logits; None: it does so here
     ) -> Proposals:
         """Draws every proposal from the softmax of its candidates' logits at the request's temperature."""
         probs = (logits / temperatures[:, None, None]).softmax(dim=-1)
         likeliest = torch.zeros_like(probs)
         likeliest[..., 0] = 1
         probs = torch.where(greedy[:, None, None], likeliest, probs)
-        index = draw(probs)[..., None]
+        index = draw(probs, noise)[..., None]
         tokens[:, 1:] = candidates.gather(-1, index).squeeze(-1)
         return cls(tokens, candidates, probs)
 
@@ -55,9 +56,10 @@ class Proposals(NamedTuple):
         return self._replace(tokens=self.tokens.clone(), candidates=self.candidates.clone())
 
 
-def draw(weights: Tensor) -> Tensor:
-    """weights [..., n], not negative, some positive -> indices [...] int64, each in proportion to its weight."""
-    return (weights / exponential_like(weights)).argmax(dim=-1)
+def draw(weights: Tensor, noise: Tensor | None = None) -> Tensor:
+    """weights [..., n], not negative, some positive -> indices [...] int64, each in proportion to its weight.
+    noise: what `exponential_like` makes of weights, if it is there already."""
+    return (weights / (exponential_like(weights) if noise is None else noise)).argmax(dim=-1)
 
 
 def exponential_like(tensor: Tensor) -> Tensor:

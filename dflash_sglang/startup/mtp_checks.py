@@ -18,7 +18,6 @@ _NOT_TESTED = f"{_WITH} it is not tested"
 _NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
 
 UNSERVED_WITH_MTP = (
-    Unserved("device", "cpu", f"{_WITH} nothing has run on a GPU", _NO_WAY, instead="'cpu'"),
     Unserved("disaggregation_mode", "null", f"{_WITH} no hidden states are sent"),
     Unserved("enable_mixed_chunk", False, f"{_WITH} a step commits a block, or a prompt's tokens"),
     Unserved("enable_hierarchical_cache", False, _NOT_TESTED),
@@ -33,17 +32,32 @@ UNSERVED_WITH_MTP = (
     Unserved("json_model_override_args", "{}", f"{_WITH} config.json is read as it is"),
 )
 
-_OF_ITS_HEAD = Unserved(
-    "attn_dp_size",
-    1,
-    "ranks with requests of their own may share the target's head, which proposes",
-    "Remove --attn-dp-size (--enable-dp-attention), or serve without speculation.",
+_OF_MIMO_V2 = (
+    Unserved("device", "cpu", "MiMo-V2's layers have not run on a GPU", _NO_WAY, instead="'cpu'"),
+    Unserved(
+        "attn_dp_size",
+        1,
+        "ranks with requests of their own may share the target's head, which proposes",
+        "Remove --attn-dp-size (--enable-dp-attention), or serve without speculation.",
+    ),
 )
+_ON_GPU = "fa3"
 
 
 def unserved_with(spec: MtpSpec) -> tuple[Unserved, ...]:
     """The settings of a launch that have to have one value with these layers."""
-    return UNSERVED_WITH_MTP if spec.own_heads else (*UNSERVED_WITH_MTP, _OF_ITS_HEAD)
+    return UNSERVED_WITH_MTP if spec.own_heads else (*UNSERVED_WITH_MTP, *_OF_MIMO_V2)
+
+
+def attention_problems(device: str, backend: str | None) -> Iterator[Problem]:
+    """backend: of the draft's attention; None: SGLang has yet to choose."""
+    if device != "cpu" and backend not in (_ON_GPU, None):
+        yield Problem(
+            "--attention-backend",
+            backend,
+            f"{_ON_GPU!r} {_WITH}: their windows and sliding slots have not run with another one",
+            f"Set --attention-backend {_ON_GPU} on a GPU of the Hopper generation, or serve without speculation.",
+        )
 
 
 def mtp_problems(
@@ -59,6 +73,7 @@ def mtp_problems(
         value = getattr(server, row.field)
         if value != row.off:
             yield row.problem(value)
+    yield from attention_problems(server.device, serving.draft_reader)
     if target.resolve() != draft.resolve():
         yield Problem(
             "--speculative-draft-model-path",
@@ -81,6 +96,8 @@ def mtp_problems(
     ):
         if value != only:
             yield Problem(f"{CONFIG_ENV} {field}", value, f"none {_WITH}", "Leave it out.")
+    if server.load_format == "dummy":  # weights are made up
+        return
     names = tensor_facts(draft)
     missing = [i for i in range(spec.num_layers) if f"{spec.prefix(i)}eh_proj.weight" not in names]
     if missing:

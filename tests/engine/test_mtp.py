@@ -20,7 +20,7 @@ import torch
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import RANKS, RANKS_ENV
-from tests.support import scheduler_hooks
+from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.collectives import DIRECTORY_ENV
 from tests.support.engines import greedy, greedy_params, serve
 from tests.zoo import step3p5
@@ -77,19 +77,29 @@ def next_prompts(asked: list[list[int]], outputs: list[list[int]]) -> list[list[
 
 @contextmanager
 def ours(
-    directory: Path, hooks: str, *modules: str, config: dict[str, Any] | None = None, **arguments: Any
+    directory: Path,
+    hooks: str,
+    *modules: str,
+    config: dict[str, Any] | None = None,
+    graphs: bool = False,
+    **arguments: Any,
 ) -> Iterator[tuple[Server, Path]]:
-    """modules: see `scheduler_hooks.install`; config: the plugin's."""
+    """modules: see `scheduler_hooks.install`; config: the plugin's; graphs: whether forwards run in recorded
+    graphs."""
     records = directory / "records"
     records.mkdir()
+    if graphs:
+        plugins = recorded_graphs.recording(records, *modules)
+    else:
+        plugins = {"PYTHONPATH": scheduler_hooks.install(directory / "hooks", *modules)}
     environment = {
         "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory / "hooks", *modules),
         scheduler_hooks.HOOKS_ENV: hooks,
         scheduler_hooks.RECORDS_ENV: str(records),
         RANKS_ENV: str(records),
         DIRECTORY_ENV: str(records),
         CONFIG_ENV: json.dumps(config or {}),
+        **plugins,
     }
     with serve(checkpoint(), checkpoint(), environment=environment, **{**COMMON, **arguments}) as server:
         yield server, records

@@ -18,6 +18,7 @@ import torch
 
 from dflash_sglang.demo.server import Server
 from tests.engine.test_mtp import ask_each, expected, next_prompts, noted, ours, two_turns, wrong_proposals
+from tests.support import recorded_graphs
 from tests.support.engines import greedy
 from tests.zoo import step3p5
 from tests.zoo.step3p5 import FULL, LAYERS, SLIDING, TYPES, WINDOW
@@ -61,13 +62,14 @@ def drafting(directory: Path, hooks: str, **arguments: Any) -> Iterator[tuple[Se
 @pytest.mark.matrix(
     target="Step-3.5", draft="its own MTP layers", kv="model dtype, two KV groups", outcome="works"
 )
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(("page_size", "graphs"), [(1, False), (64, True)])
 def test_every_block_is_the_references_while_sliding_slots_are_freed(
-    page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page_size: int, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_SWA_EVICTION_INTERVAL", "1")  # as soon as nobody reads them
     first, second = both_turns()
-    with drafting(tmp_path, "mtp,freed,widths,stretches", config=WIDTHS, page_size=page_size) as (server, records):
+    settings: dict[str, Any] = dict(config=WIDTHS, page_size=page_size, graphs=graphs)
+    with drafting(tmp_path, "mtp,freed,widths,stretches", **settings) as (server, records):
         log = server.log_text()
         assert "slots, sliding ones its sliding slots" in log
         assert "GB for 2048 tokens, 512 of sliding layers" in log
@@ -78,6 +80,7 @@ def test_every_block_is_the_references_while_sliding_slots_are_freed(
     assert (together, after_hits) == (first, second)
     assert [answer["output_ids"] for answer in answers] == first
     blocks = noted(records)
+    assert not graphs or {replay.role for replay in recorded_graphs.replays(records)} == {"draft", "target"}
     assert len(blocks) > NEW_TOKENS
     assert {len(block.chosen) + 1 for block in blocks} == {1, 2, 3, 4}
     assert wrong_proposals(blocks, texts, functools.partial(expected, target=checkpoint())) == 0

@@ -20,6 +20,7 @@ from tests.engine.test_sampled_serving import (
     assert_sampled_from,
     distribution,
 )
+from tests.support import recorded_graphs
 from tests.support.engines import greedy, serve
 from tests.zoo import step3p5
 
@@ -45,12 +46,14 @@ def plain(checkpoint: Path) -> Iterator[dict[str, Any]]:
         yield dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=distribution(server, PROMPT))
 
 
-@pytest.mark.parametrize("proposals", ["argmax", "drawn"])
+@pytest.mark.parametrize(("proposals", "graphs"), [("argmax", False), ("drawn", False), ("drawn", True)])
 def test_sampled_tokens_follow_the_targets_distribution(
-    proposals: str, checkpoint: Path, plain: dict[str, Any]
+    proposals: str, graphs: bool, checkpoint: Path, plain: dict[str, Any], tmp_path: Path
 ) -> None:
     """Beside greedy requests, whose output is plain decoding's."""
     environment = {REQUIRE_ENV: "1", CONFIG_ENV: json.dumps({"proposals": proposals})}
+    if graphs:
+        environment |= recorded_graphs.recording(tmp_path)
     sampling = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=3, ignore_eos=True, n=100)
     arguments: dict[str, Any] = dict(environment=environment, max_running_requests=48)
     with serve(checkpoint, checkpoint, **arguments) as server, ThreadPoolExecutor(1) as pool:
@@ -63,3 +66,4 @@ def test_sampled_tokens_follow_the_targets_distribution(
         ]
         assert f"proposals: {proposals}" in server.log_tail(2000)
     assert 0 < steps.count(1) < len(steps), "two tokens of one step, and of two"
+    assert not graphs or {replay.role for replay in recorded_graphs.replays(tmp_path)} == {"draft", "target"}

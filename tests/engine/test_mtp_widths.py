@@ -16,7 +16,7 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests.engine import test_request_fields as fields
 from tests.engine import test_slots as slots
 from tests.engine.test_mtp import NEW_TOKENS, ask, checkpoint, noted, ours, plain, prompts, wrong_proposals
-from tests.support import scheduler_hooks
+from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import greedy, serve
 from tests.zoo.step3p5 import MTP_LAYERS
 
@@ -29,9 +29,12 @@ HOOKS = "widths,stretches"
 
 
 @pytest.mark.matrix(target="Step-3.5", draft="its own MTP layers", kv="model dtype, every width", outcome="works")
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_steps_of_every_width_propose_what_the_reference_does(page_size: int, tmp_path: Path) -> None:
-    with ours(tmp_path, f"mtp,{HOOKS}", config=CONFIG, page_size=page_size) as (server, records):
+@pytest.mark.parametrize(("page_size", "graphs"), [(1, False), (64, False), (1, True)])
+def test_steps_of_every_width_propose_what_the_reference_does(
+    page_size: int, graphs: bool, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = dict(config=CONFIG, page_size=page_size, graphs=graphs)
+    with ours(tmp_path, f"mtp,{HOOKS}", **settings) as (server, records):
         together = greedy(server, prompts(), NEW_TOKENS)
         server.post("/flush_cache?timeout=60")
         answers, texts = ask(server, records)
@@ -43,6 +46,10 @@ def test_steps_of_every_width_propose_what_the_reference_does(page_size: int, tm
     assert set(widths) == set(WIDTHS)
     stretches = {len(list(steps)) for width, steps in groupby(widths) if width == 1}
     assert len(stretches) > ROWS and max(stretches) > 2 * ROWS, stretches
+    if graphs:
+        replayed = [replay for replay in recorded_graphs.replays(records) if replay.role == "draft"]
+        assert len(replayed) > len([width for width in widths if width > 1])
+        assert {replay.captured > replay.requests for replay in replayed} == {True, False}
 
 
 @pytest.mark.full

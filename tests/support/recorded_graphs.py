@@ -2,8 +2,8 @@
 
 A recording has what makes a CUDA graph one: replayed are the operations of the capture, on the tensors of the
 capture, without its Python. Reading a value or a data-dependent shape while it records is an error, as it is under
-CUDA. Attention is replayed as a call, of a backend whose metadata SGLang has renewed, and so is the copy of as
-many rows as a tensor says. Collectives are waited for.
+CUDA. Attention is replayed as a call, of a backend whose metadata SGLang has renewed, and so are the copy of as
+many rows as a tensor says and the experts of tokens. Collectives are waited for.
 
 A plugin of SGLang like `scheduler_hooks`: `recording(directory)` gives the environment of a server whose target
 and draft run in such graphs. Each replay adds a line to `directory`/replays.jsonl: `replays` reads them.
@@ -162,6 +162,7 @@ def activate() -> None:
 
 def _install() -> None:
     from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as setup
@@ -173,7 +174,7 @@ def _install() -> None:
     class Runner(module.DecodeCudaGraphRunner):
         def __init__(self, model_runner: Any, *, attn_backend: Any = None, **kwargs: Any) -> None:
             attention = attn_backend or model_runner.attn_backend
-            attention.init_forward_metadata_out_graph = lambda batch, **_: attention.init_forward_metadata(batch)
+            attention.init_forward_metadata_out_graph = functools.partial(_prepare, attention)
             attention.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
             attention.get_cuda_graph_seq_len_fill_value = lambda: 1
             attention.forward_extend = functools.partial(_as_node, attention.forward_extend)
@@ -210,9 +211,19 @@ def _install() -> None:
         setattr(module, name, value)
     setup.capture_decode_graph = capture
     ModelRunner._decode_cuda_graph_runner_cls = lambda runner: Runner
-    dp_attention.memcpy = functools.partial(_as_node, dp_attention.memcpy)  # on a GPU a kernel that reads lengths
+    # On a GPU kernels that read lengths.
+    dp_attention.memcpy = functools.partial(_as_node, dp_attention.memcpy)
+    fused_moe_native.moe_forward_native = functools.partial(_as_node, fused_moe_native.moe_forward_native)
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     type(setup.current_platform).capabilities = PlatformCapabilities(graph_capture=True)
+
+
+def _prepare(attention: Any, batch: Any, **_: Any) -> None:
+    attention.init_forward_metadata(batch)
+    sliding = getattr(attention, "sliding_write", None)
+    if sliding is not None:  # padding rows write to the slot that is nobody's
+        padding = batch.positions.numel() - sliding.numel()
+        attention.sliding_write = torch.nn.functional.pad(sliding, (0, padding))
 
 
 def _as_node(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -308,37 +308,39 @@ def _mtp(worker: Any) -> None:
     from dflash_sglang.drafting.mtp.source import MtpSource
 
     directory, generator = Path(os.environ[RECORDS_ENV]), random.Random(0)
-    propose, choose, path = MtpSource.propose, MtpSource._choose, directory / "mtp.jsonl"
-    known: list[list[int]] = []  # of each request, what the layers are to propose, as far as it is recorded
-    likeliest: list[torch.Tensor] = []  # of each layer
+    init, propose, choose = MtpSource.__init__, MtpSource.propose, MtpSource._choose
+    path = directory / "mtp.jsonl"
+
+    def with_place(self: Any, *args: Any, **settings: Any) -> None:
+        init(self, *args, **settings)
+        # Of each row of a batch, what the layers are to propose; -1: as they like. Graphs read it.
+        self.told = torch.full_like(self._tokens, -1)
 
     def noting(self: Any, batch: Any, block: Any) -> Any:
-        known.clear()
-        likeliest.clear()
+        proposed, rows = block.size - 1, []
         for req, prefix in zip(batch.reqs, block.prefix_lens.tolist(), strict=True):
             recorded = _record_path(directory, list(req.origin_input_ids))
             output = json.loads(recorded.read_text()) if recorded.exists() else []
-            start, wrong = prefix + 1 - len(req.origin_input_ids), generator.randint(0, block.size - 1)
-            following = output[start : start + block.size - 1]
+            start, wrong = prefix + 1 - len(req.origin_input_ids), generator.randint(0, proposed)
+            following = output[start : start + proposed]
             following[wrong : wrong + 1] = [(token + 1) % 250 for token in following[wrong : wrong + 1]]
-            known.append(following)
+            rows.append(following + [-1] * (self.told.shape[1] - len(following)))
+        self.told[: len(rows)] = torch.tensor(rows)
         proposals = propose(self, batch, block)
         with path.open("a") as file:
             for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
-                best = [int(of[row]) for of in likeliest]
-                file.write(json.dumps([req.rid, prefix, best, proposals.tokens[row, 1:].tolist()]) + "\n")
+                likeliest = self._ids[row, :proposed, 0].tolist()
+                file.write(json.dumps([req.rid, prefix, likeliest, proposals.tokens[row, 1:].tolist()]) + "\n")
         return proposals
 
     def chosen(self: Any, i: int, candidates: Any) -> torch.Tensor:
-        likeliest.append(candidates.ids[:, 0].clone())
-        tokens = choose(self, i, candidates).clone()
-        for row, following in enumerate(known):
-            if i < len(following):
-                tokens[row] = following[i]
+        tokens = choose(self, i, candidates)
+        told = self.told[: len(tokens), i]
+        tokens = torch.where(told >= 0, told, tokens)
         self._tokens[: len(tokens), i] = tokens
         return tokens
 
-    MtpSource.propose, MtpSource._choose = noting, chosen
+    MtpSource.__init__, MtpSource.propose, MtpSource._choose = with_place, noting, chosen
 
 
 def _mtp_short(worker: Any) -> None:

@@ -10,7 +10,7 @@ The two disagree on `sliding_window`: transformers counts the query's own key, S
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ EXPERTS, EXPERT_SIZE, SHARED_SIZE = 8, 32, 48
 SPARSE = (2, 3, 4)
 
 
-def hub_config(types: Sequence[str] = TYPES) -> dict[str, Any]:
+def hub_config(types: Sequence[str] = TYPES, sizes: Mapping[str, Any] = TEXT) -> dict[str, Any]:
     """config.json: 5 layers, 2 dense and 3 sparse, gated heads, a clamped shared expert in the last layer.
 
-    types: of the target's layers, then of the MTP layers.
+    types: of the target's layers, then of the MTP layers. sizes: in place of TEXT.
 
     Routed experts are not clamped: SGLang's torch experts do not clamp.
     """
-    text = {key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
+    text = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
     rope = {FULL: (500000.0, 0.5), SLIDING: (10000.0, 1.0)}  # base, rotated part of a head
     return text | dict(
         architectures=["Step3p5ForCausalLM"],
@@ -53,7 +53,7 @@ def hub_config(types: Sequence[str] = TYPES) -> dict[str, Any]:
             attention_type=SLIDING,
             num_attention_heads=HEADS[SLIDING],
             num_attention_groups=TEXT["num_key_value_heads"],
-            head_dim=TEXT["head_dim"],
+            head_dim=sizes["head_dim"],
         ),
         use_head_wise_attn_gate=True,
         rope_theta=[rope[kind][0] for kind in types],
@@ -80,8 +80,8 @@ def hub_config(types: Sequence[str] = TYPES) -> dict[str, Any]:
     )
 
 
-def write(directory: Path, types: Sequence[str] = TYPES) -> Path:
-    """Writes the checkpoint: seeded weights that keep the scale of their input, float32.
+def write(directory: Path, types: Sequence[str] = TYPES, sizes: Mapping[str, Any] = TEXT) -> Path:
+    """Writes the checkpoint: seeded weights that keep the scale of their input, float32. sizes: in place of TEXT.
 
     `per_layer_config` is not part of the hub's file. Without it, SGLang 0.5.23 fails on the config that
     transformers makes of this one: it reads `num_attention_heads`, which varies among layers.
@@ -89,18 +89,18 @@ def write(directory: Path, types: Sequence[str] = TYPES) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
-        for name, shape in _shapes(types)
+        for name, shape in _shapes(types, sizes)
     }
-    return write_checkpoint(directory, hub_config(types) | dict(per_layer_config={}), tensors)
+    return write_checkpoint(directory, hub_config(types, sizes) | dict(per_layer_config={}), tensors)
 
 
-def _shapes(types: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, vocab = TEXT["hidden_size"], TEXT["vocab_size"]
+def _shapes(types: Sequence[str], sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (vocab, hidden)
     for i, kind in enumerate(types):
-        for name, shape in _layer_shapes(i, kind):
+        for name, shape in _layer_shapes(i, kind, sizes):
             yield f"model.layers.{i}.{name}", shape
         if i >= LAYERS:
             for name in ("enorm", "hnorm", "transformer.shared_head.norm"):
@@ -109,9 +109,9 @@ def _shapes(types: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"model.layers.{i}.transformer.shared_head.output.weight", (vocab, hidden)
 
 
-def _layer_shapes(i: int, kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, dim = TEXT["hidden_size"], TEXT["head_dim"]
-    heads, kv_heads = HEADS[kind], TEXT["num_key_value_heads"]
+def _layer_shapes(i: int, kind: str, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, dim = sizes["hidden_size"], sizes["head_dim"]
+    heads, kv_heads = HEADS[kind], sizes["num_key_value_heads"]
     yield "self_attn.q_proj.weight", (heads * dim, hidden)
     yield "self_attn.k_proj.weight", (kv_heads * dim, hidden)
     yield "self_attn.v_proj.weight", (kv_heads * dim, hidden)
@@ -124,14 +124,13 @@ def _layer_shapes(i: int, kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     if i in SPARSE:
         yield "moe.gate.weight", (EXPERTS, hidden)
         yield "moe.router_bias", (EXPERTS,)
-        yield from ((f"moe.{name}", (EXPERTS, *shape)) for name, shape in _mlp_shapes(EXPERT_SIZE))
-        yield from ((f"share_expert.{name}", shape) for name, shape in _mlp_shapes(SHARED_SIZE))
+        yield from ((f"moe.{name}", (EXPERTS, *shape)) for name, shape in _mlp_shapes(hidden, EXPERT_SIZE))
+        yield from ((f"share_expert.{name}", shape) for name, shape in _mlp_shapes(hidden, SHARED_SIZE))
     else:
-        yield from ((f"mlp.{name}", shape) for name, shape in _mlp_shapes(TEXT["intermediate_size"]))
+        yield from ((f"mlp.{name}", shape) for name, shape in _mlp_shapes(hidden, sizes["intermediate_size"]))
 
 
-def _mlp_shapes(size: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    hidden = TEXT["hidden_size"]
+def _mlp_shapes(hidden: int, size: int) -> Iterator[tuple[str, tuple[int, int]]]:
     yield "gate_proj.weight", (size, hidden)
     yield "up_proj.weight", (size, hidden)
     yield "down_proj.weight", (hidden, size)
@@ -150,9 +149,8 @@ class Reference(nn.Module):
         # One config of all layers, so that those of MTP are built as the target's are.
         read = json.loads((checkpoint / "config.json").read_text())
         self.types = types = read["layer_types"]
-        config = Step3p7TextConfig(
-            **{**hub_config(types), "num_hidden_layers": len(types), "num_nextn_predict_layers": 0}
-        )
+        del read["per_layer_config"]  # not of the hub's file
+        config = Step3p7TextConfig(**{**read, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0})
         config._attn_implementation = "eager"
         tensors = load_file(checkpoint / "model.safetensors")
 

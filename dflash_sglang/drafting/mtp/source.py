@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
-from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.proposals import Proposals, exponential_like
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
 from dflash_sglang.settings.width import PLAIN
@@ -19,6 +19,7 @@ from dflash_sglang.sglang_names.scheduler import (
     SpecTpSync,
     SpecTpSyncSite,
     SpeculativeAlgorithm,
+    async_h2d,
     draft_tp_context,
     get_dp_tp_group,
 )
@@ -32,6 +33,29 @@ if TYPE_CHECKING:
     from dflash_sglang.models.mtp.base import MtpDraftModel
 
 
+class Draws(NamedTuple):
+    """How the requests of a step draw their proposals. Ranks have the same candidates, so with the same noise they
+    draw alike."""
+
+    temperatures: torch.Tensor  # [requests] float32
+    greedy: torch.Tensor  # [requests] bool: those that get the likeliest candidates
+    noise: torch.Tensor  # [requests, layers, candidates], as of `exponential_like`
+
+    @classmethod
+    def for_requests(cls, shape: tuple[int, int, int], device: Any) -> Draws:
+        """Of greedy requests; shape: of the noise."""
+        ones = torch.ones(shape, dtype=torch.float32, device=device)
+        return cls(ones[:, 0, 0].clone(), torch.ones(shape[0], dtype=torch.bool, device=device), ones)
+
+    def set(self, info: Any, bs: int, tp_sync: SpecTpSync) -> None:
+        """info: SGLang's sampling of the step's bs requests; None: all get the likeliest candidates."""
+        if info is None:
+            self.greedy[:bs] = True
+            return
+        self.temperatures[:bs], self.greedy[:bs] = info.temperatures.view(-1), info.top_ks <= 1
+        self.noise[:bs] = tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, exponential_like(self.noise[:bs]))
+
+
 class MtpSource:
     """The `ProposalSource` of a chain of layers.
 
@@ -39,7 +63,10 @@ class MtpSource:
     and values of every row that an earlier step had made with a proposal that was rejected.
 
     A step of width 1 proposes nothing and runs no forward. After `draft_rows` such steps, or before a step that
-    proposes again, a forward without heads runs over the rows before the last `draft_rows`.
+    proposes again, a forward whose proposals nobody keeps runs over the rows before the last `draft_rows`.
+
+    The draft's graph holds the whole forward with its proposals. What a step decides is therefore in tensors that
+    the graph reads: whether proposals are kept (`RecentRows.proposing`), and how they are drawn (`Draws`).
     """
 
     def __init__(
@@ -53,10 +80,11 @@ class MtpSource:
         """drawn: whether sampled requests get drawn proposals."""
         self._runner, self._model, self._recent, self._layout = runner, model, recent, parallel_layout
         self._table = runner.req_to_token_pool.req_to_token
-        self._drawn = drawn
         self._behind = 0  # steps of width 1 since a forward
-        self._drawn_at: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures; greedy requests, [bs] each
-        shape, count = (len(recent.hidden), recent.layers), DRAWN_FROM if drawn else 1
+        # Graphs are padded to parts of one size for the ranks that share a batch.
+        most = runner.req_to_token_pool.req_to_token.shape[0] + parallel_layout.attn_tp_size
+        shape, count = (most, recent.layers), DRAWN_FROM if drawn else 1
+        self._draws = Draws.for_requests((*shape, count), runner.device) if drawn else None
         # Of the latest forward: candidates, their probabilities, the likeliest one's logprob, what is proposed.
         self._ids = torch.zeros((*shape, count), dtype=torch.int64, device=runner.device)
         self._probs = torch.zeros((*shape, count), dtype=torch.float32, device=runner.device)
@@ -74,36 +102,46 @@ class MtpSource:
         info, width, rows = batch.sampling_info, block.size, self._recent.rows
         self._recent.set_tokens(block.requests.long(), block.prefix_lens, block.ids[:, 0])
         if self._behind == rows or (self._behind and width > PLAIN):
-            self._forward(batch, block, block.prefix_lens - rows, PLAIN)
+            self._recent.proposing.zero_()
+            self._forward(batch, block, block.prefix_lens - rows)
+            self._recent.proposing.fill_(1)
             self._behind = 0
         if width == PLAIN:
             self._behind += 1
             return Proposals.certain(block.ids)
-        drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
-        self._drawn_at = (info.temperatures.view(-1), info.top_ks <= 1) if drawn else None
-        self._forward(batch, block, block.prefix_lens, width)
+        drawn = self._draws is not None and not info.is_all_greedy and info.sampling_seed is None
+        if self._draws is not None:
+            self._draws.set(info if drawn else None, block.batch_size, self._tp_sync)
+        self._model.serve_blocks_of(width)
+        self._forward(batch, block, block.prefix_lens)
         proposed = slice(block.batch_size), slice(width - 1)
         block.ids[:, 1:], logprobs = self._tokens[proposed], self._logprobs[proposed]
-        if self._drawn_at is None:
+        if not drawn:
             return Proposals.certain(block.ids, logprobs=logprobs)
         return Proposals(block.ids, self._ids[proposed], self._probs[proposed], logprobs)
 
-    def _forward(self, batch: ScheduleBatch, block: Block, ends: torch.Tensor, width: int) -> None:
-        """Over each request's window before `ends` [bs], with the proposals of blocks of `width`."""
+    def _forward(self, batch: ScheduleBatch, block: Block, ends: torch.Tensor) -> None:
+        """Over each request's window before `ends` [bs]."""
         positions = self._recent.window(block.requests.long(), ends)
-        self._model.serve_blocks_of(width)
         with torch.inference_mode(), draft_tp_context(self._layout):
             self._runner.forward(self._window_batch(batch, block, positions))
 
     def _choose(self, i: int, candidates: Candidates) -> torch.Tensor:
         """Layer i's proposals [bs], drawn from the softmax of its candidates at the request's temperature, or
-        the likeliest: layer i + 1 scores its own given these."""
+        the likeliest: layer i + 1 scores its own given these. Part of the draft's graph."""
         ids, logprobs = candidates
         bs, tokens = len(ids), ids[:, 0]
-        if self._drawn_at is not None:
-            of_step = Proposals.drawn(ids.new_empty((bs, 2)), ids[:, None], logprobs[:, None], *self._drawn_at)
-            tokens, self._probs[:bs, i] = of_step.tokens[:, 1].contiguous(), of_step.probs[:, 0]
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)  # every rank draws
+        if self._draws is not None:
+            draws = self._draws
+            of_step = Proposals.drawn(
+                ids.new_empty((bs, 2)),
+                ids[:, None],
+                logprobs[:, None],
+                draws.temperatures[:bs],
+                draws.greedy[:bs],
+                draws.noise[:bs, i : i + 1],
+            )
+            tokens, self._probs[:bs, i] = of_step.tokens[:, 1], of_step.probs[:, 0]
         self._ids[:bs, i], self._logprobs[:bs, i], self._tokens[:bs, i] = ids, logprobs[:, 0], tokens
         return tokens
 
@@ -114,7 +152,7 @@ class MtpSource:
     def examples(self, width: int) -> list[Proposals]:
         tokens = torch.zeros((1, width), dtype=torch.int64, device=self._runner.device)
         kinds = [Proposals.certain(tokens)] if width > PLAIN else []
-        if kinds and self._drawn:
+        if kinds and self._draws is not None:
             ids = tokens[:, 1:, None].repeat(1, 1, DRAWN_FROM)
             kinds.append(Proposals(tokens, ids, torch.full(ids.shape, 1 / DRAWN_FROM, device=ids.device)))
         return kinds
@@ -161,7 +199,7 @@ class MtpSource:
     def _run_prompt(self, batch: ScheduleBatch, plan: KVLocPlan, positions: torch.Tensor, prompt: Prompt) -> None:
         """The layers over the new tokens of a prefill, for their keys and values."""
         lens, prefixes = batch.extend_lens, batch.prefix_lens
-        extend = torch.tensor(lens, dtype=torch.int32, device=positions.device)
+        extend = async_h2d(lens, dtype=torch.int32, device=positions.device)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(lens),
@@ -174,7 +212,7 @@ class MtpSource:
             positions=positions,
             extend_num_tokens=sum(lens),
             extend_seq_lens=extend,
-            extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int32, device=positions.device),
+            extend_prefix_lens=async_h2d(prefixes, dtype=torch.int32, device=positions.device),
             extend_start_loc=(extend.cumsum(0) - extend).int(),
             extend_seq_lens_cpu=list(lens),
             extend_prefix_lens_cpu=list(prefixes),

@@ -10,8 +10,8 @@ rank without requests then gets an IDLE batch, and its sizes are those of the ra
               context KV         -       nothing: column-parallel
                 or MTP layers    ATP     embedding, attention, MLP          nothing: all of ATP are IDLE
     decode    draft's layers     ATP     embedding, attention, MLP          nothing: all of ATP are IDLE
-                of MTP           ATP     the same, a head and, if drawn, a  nothing: all of ATP are IDLE
-                                         broadcast after each layer
+                of MTP           ATP     if drawn, a broadcast of noise;    nothing: all of ATP are IDLE
+                                         the same, a head after each layer
               draft's head       ATP     one gather of packed tokens        nothing: all of ATP are IDLE
                 or, sharded
                 over all ranks   TP      rows of all ranks (`RowGather`),   the same, on no rows

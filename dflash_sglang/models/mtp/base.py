@@ -79,7 +79,8 @@ class MtpDraftModel(BorrowingDraft):
         self.serve_blocks_of(self.spec.block_size)
 
     def serve_blocks_of(self, block_size: int) -> None:
-        """From now on a window's forward proposes the other tokens of blocks of this size; of 1 none."""
+        """From now on a window's forward, or one that is captured, proposes the other tokens of blocks of this
+        size; of 1 none."""
         self._proposed = block_size - 1
 
     def bind_target(self, target_model: nn.Module, recent: RecentRows) -> Borrowed:
@@ -152,7 +153,7 @@ class MtpDraftModel(BorrowingDraft):
                 row = hidden.view(*rows.shape, -1).take_along_dim(last[..., None], dim=1)[:, 0]
                 candidates = head.likeliest(layer.head_norm(row.contiguous()), self._count)
                 place = rows.take_along_dim(last, dim=1)[:, 0] + i + 2
-                recent.set_tokens(requests, place, self._choose(i, candidates))
+                recent.set_proposed(requests, place, self._choose(i, candidates))
         return hidden
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

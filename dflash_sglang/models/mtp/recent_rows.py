@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,6 +44,8 @@ class RecentRows:
         self.ids = torch.zeros((requests, self.size), dtype=torch.int64, device=device)
         self.known_from = torch.zeros(requests, dtype=torch.int64, device=device)
         self.last = torch.zeros(requests, dtype=torch.int64, device=device)
+        # 0: what layers propose goes to row 0 of req_to_token, which is nobody's. Captured forwards read this.
+        self.proposing = torch.ones((), dtype=torch.int64, device=device)
         self._offsets = torch.arange(rows, device=device)
         self._chunks: dict[int, tuple[str, int]] = {}  # prompts that are not whole yet: their request, and length
         self._run: Callable[[ScheduleBatch, KVLocPlan, Tensor, Prompt], None] | None = None
@@ -68,6 +71,10 @@ class RecentRows:
     def set_tokens(self, requests: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """requests, positions, tokens [bs]: the last tokens, and those that a step proposes behind them."""
         self.ids[requests, positions % self.size] = tokens
+
+    def set_proposed(self, requests: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """`set_tokens` of a layer's proposals, which the next layer reads; nothing where `proposing` is 0."""
+        self.set_tokens(requests * self.proposing, positions, tokens)
 
     def tokens_of(self, requests: Tensor, positions: Tensor) -> Tensor:
         """requests [bs], positions [bs, rows] -> [bs * rows] int64."""
@@ -106,7 +113,7 @@ class RecentRows:
         requests = batch.req_pool_indices.long()
         number = torch.arange(len(requests), device=device)
         lens = async_h2d(batch.extend_lens, dtype=torch.int64, device=device)
-        ends, of_rows = lens.cumsum(0), number.repeat_interleave(lens)
+        ends, of_rows = lens.cumsum(0), number.repeat_interleave(lens, output_size=len(ids))
         known = async_h2d(self._next_tokens(batch), dtype=torch.int64, device=device)
         # Each request's new tokens and those behind them, one request after the other.
         text = ids.new_empty(len(ids) + len(requests) * self.layers)
@@ -114,7 +121,12 @@ class RecentRows:
         ahead = torch.arange(self.layers, device=device)
         text[places] = ids
         text[(ends + number * self.layers)[:, None] + ahead] = torch.where(known < 0, last_tokens[:, None], known)
-        kept = ends[of_rows] - torch.arange(len(ids), device=device) <= self.size
+        latest = [
+            place
+            for end, new in zip(itertools.accumulate(batch.extend_lens), batch.extend_lens, strict=True)
+            for place in range(end - min(new, self.size), end)
+        ]
+        kept = async_h2d(latest, dtype=torch.int64, device=device)
         at = requests[of_rows[kept]], positions[kept] % self.size
         self.hidden[at], self.ids[at] = features[kept], ids[kept]
         self._run(batch, plan, positions, Prompt(features, text[places + 1 + ahead[:, None]]))
@@ -132,6 +144,6 @@ class RecentRows:
             if following:
                 self._chunks[row] = (req.rid, end)
         if starts:
-            first_rows, firsts = torch.tensor(starts, device=self.known_from.device).T
+            first_rows, firsts = async_h2d(starts, dtype=torch.int64, device=self.known_from.device).T
             self.known_from[first_rows] = firsts
         return known

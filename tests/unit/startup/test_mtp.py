@@ -197,10 +197,9 @@ def test_launches_that_are_not_served(case: str, checkpoint: Path, launcher: Non
     assert isinstance(said, str) and message in said, said
 
 
-@pytest.mark.matrix(
-    target="Step-3.5", draft="its own MTP layers", kv="any, on a GPU", outcome="refused", message="--device='cuda'"
-)
-def test_a_gpu_is_refused(checkpoint: Path, launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_gpu(launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start-up takes the device for a GPU."""
     from dflash_sglang.startup import decisions
 
     view = decisions.resolving_view
@@ -215,8 +214,40 @@ def test_a_gpu_is_refused(checkpoint: Path, launcher: None, monkeypatch: pytest.
             return getattr(self._of, name)
 
     monkeypatch.setattr(decisions, "resolving_view", lambda server_args: OnGpu(view(server_args)))
-    said = launch(checkpoint, checkpoint)
+
+
+@pytest.mark.matrix(
+    target="MiMo-V2", draft="its own MTP layers", kv="any, on a GPU", outcome="refused", message="--device='cuda'"
+)
+def test_a_gpu_is_refused_of_mimo_v2(mimo: Path, on_gpu: None) -> None:
+    said = launch(mimo, mimo)
     assert isinstance(said, str) and "--device='cuda': expected 'cpu' with DFLASH" in said, said
+
+
+@pytest.mark.matrix(
+    target="Step-3.5",
+    draft="its own MTP layers",
+    kv="any, on a GPU without fa3",
+    outcome="refused",
+    message="--attention-backend='triton': expected 'fa3'",
+)
+@pytest.mark.parametrize("flag", ["--attention-backend", "--speculative-draft-attention-backend"])
+def test_a_gpus_other_attention_backends_are_refused(flag: str, checkpoint: Path, on_gpu: None) -> None:
+    said = launch(checkpoint, checkpoint, flag, "triton")
+    assert isinstance(said, str) and "--attention-backend='triton': expected 'fa3'" in said, said
+    assert "--device" not in said
+
+
+def test_a_gpu_with_flash_attention_3_is_served(checkpoint: Path, on_gpu: None) -> None:
+    said = launch(checkpoint, checkpoint, "--attention-backend", "fa3")
+    assert not isinstance(said, str), said
+
+
+def test_dummy_weights_need_no_files(checkpoint: Path, tmp_path: Path, launcher: None) -> None:
+    directory = changed(checkpoint, tmp_path / "target")
+    (directory / "model.safetensors").unlink()
+    said = launch(directory, directory, "--load-format", "dummy")
+    assert not isinstance(said, str), said
 
 
 @pytest.mark.parametrize(
@@ -271,7 +302,8 @@ BUILT_IN: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
     "another algorithm": (("EAGLE3",), {}, False),
     "a draft of its own": (("EAGLE", "--speculative-draft-model-path", "other/draft"), {}, False),
     "a flag that is not served": (("EAGLE", "--enable-streaming-session"), {}, False),
-    "a device that is not served": (("EAGLE", "--device", "cuda"), {}, False),
+    "MiMo-V2 on a GPU": (("EAGLE", "--device", "cuda"), {}, False),
+    "Step-3.5 on a GPU": (("EAGLE", "--device", "cuda"), {}, True),
     "another target": (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
     "no layers": (("EAGLE",), dict(num_nextn_predict_layers=None), False),
     "layers that are not served": (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),

@@ -57,6 +57,14 @@ def test_layers_read_the_tokens_behind_theirs_across_the_ends_of_chunks() -> Non
     assert prefill(rows, ids, 5, 8).tokens.tolist() == [[106, 107, 7], [107, 7, 7], [7, 7, 7]]
 
 
+def test_proposals_that_are_not_kept_change_no_requests_tokens() -> None:
+    rows, requests, places = recent(), torch.tensor([ROW]), torch.tensor([5])
+    for proposing, token, found in ((1, 7, 7), (0, 8, 7)):
+        rows.proposing.fill_(proposing)
+        rows.set_proposed(requests, places, torch.tensor([token]))
+        assert rows.tokens_of(requests, places[None]).tolist() == [found]
+
+
 def test_requests_of_one_prefill_read_their_own_tokens() -> None:
     rows, ran = recent(), list[Prompt]()
     rows.bind(lambda batch, plan, positions, prompt: ran.append(prompt))
