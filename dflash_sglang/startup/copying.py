@@ -15,15 +15,20 @@ def copies_of(config: PluginConfig) -> str:
 
 
 def copies_in_words(config: PluginConfig, without_tokens: str | None) -> str:
-    """ "block", or "off" and why. without_tokens: the flag of this launch by which KV comes without its tokens
-    (`needs_whole_pool`)."""
+    """ "block", "64" rows, or "off" and why. without_tokens: the flag of this launch by which KV comes without its
+    tokens (`needs_whole_pool`)."""
     if config.copy == "off":
         return 'off (copy is "off")'
     if not isinstance(config.simulated_acceptance, Texts | None):
         return "off (acceptance is forced, whatever is proposed)"
     if without_tokens is not None:
         return f"off ({without_tokens} brings KV without its tokens)"
-    return "block"
+    return str(config.copy)
+
+
+def beyond_blocks_problem(reason: str) -> Problem:
+    """Of a launch that cannot verify more rows than a block. reason: a clause."""
+    return Problem(f"{CONFIG_ENV} copy", 64, f"'block', because {reason}", "Set it to 'block'.")
 
 
 def renamed_slots_problem() -> Problem:

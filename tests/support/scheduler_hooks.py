@@ -26,6 +26,8 @@ grown      of every request's tree, its tokens, parents and accepted nodes go to
 copies     with copy: block: whether a match of any length is copied is drawn; "always copies": every match is.
            Steps check that the tokens of slots are those of the requests. A rank's blocks with their copies go to
            copies.RANK.jsonl in DFLASH_TEST_RECORDS
+chains     with copy: 64: whether a step verifies more rows than a block is drawn; "always chains": steps do where
+           they can. Behind the block stand the oracle's tokens, as far as it knows some, one of them wrong or none
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
@@ -204,7 +206,7 @@ def _poison(worker: Any) -> None:
         for request, old, new in zip(
             requests.tolist(), seq_lens.tolist(), result.new_seq_lens.tolist(), strict=True
         ):
-            rejected = table[request, new : old + _reach(self, len(requests))].long()
+            rejected = table[request, new : old + _reach(self, batch)].long()
             for pool in _pools(self):
                 for buffer in _buffers(pool):
                     buffer[rejected] = float("nan")
@@ -585,7 +587,7 @@ def _sentinels(worker: Any) -> None:
         else:
             seq_lens = self._slots.relay.new_seq_lens[batch.req_pool_indices]
             start = seq_lens.clamp(max=longest_prefix(self.target_worker.model_runner))
-            columns = start[:, None] + torch.arange(_reach(self, len(start)))
+            columns = start[:, None] + torch.arange(_reach(self, batch))
             columns.clamp_(max=table.shape[1] - 1)
             own = table[batch.req_pool_indices.long()[:, None], columns]
         slots = own.flatten().long()
@@ -774,10 +776,10 @@ def _recurrent_states(worker: Any) -> list[torch.Tensor]:
     return [] if pool is None else [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
 
 
-def _reach(worker: Any, requests: int) -> int:
-    """Slots past its prefix that a step of so many requests may write of each: a block's, or a tree's."""
-    trees = (nodes for nodes, most in worker._states.trees.items() if requests <= most)
-    return max(worker.block_size, *trees, 0)
+def _reach(worker: Any, batch: Any) -> int:
+    """Slots past its prefix that a step of this batch may write of each: of a block, a tree or a chain."""
+    trees = (nodes for nodes, most in worker._states.trees.items() if len(batch.reqs) <= most)
+    return max(worker.block_size, batch.spec_info.chain, *trees)
 
 
 def _state_slots(batch: Any) -> set[int]:
@@ -829,6 +831,35 @@ def _copies(worker: Any, always: bool = False) -> None:
     Copies.propose = and_tell
 
 
+def _chains(worker: Any, always: bool = False) -> None:
+    from dflash_sglang.drafting.copies import Copies
+    from dflash_sglang.width.chains import Chains
+
+    draws, directory, extend = random.Random(4), Path(os.environ[RECORDS_ENV]), Copies.extend
+    step, batches = worker._step, [None]
+    Chains.pay = lambda self, slots: always or draws.random() < 0.5
+
+    def then_step(self: Any, batch: Any, *args: Any) -> Any:
+        batches[0] = batch
+        return step(self, batch, *args)
+
+    def with_oracle(self: Any, block: Any, proposals: Any, chains: Any) -> None:
+        extend(self, block, proposals, chains)
+        ids, slots = (of.view(block.batch_size, -1) for of in (chains.ids, chains.slots))
+        for row, (req, prefix) in enumerate(zip(batches[0].reqs, block.prefix_lens.tolist(), strict=True)):
+            prompt = list(req.origin_input_ids)
+            if (path := _record_path(directory, prompt)).exists():
+                start = prefix + 1 - len(prompt)
+                known = json.loads(path.read_text())[start + block.size - 1 : start + ids.shape[1] - 1]
+                if draws.random() < 0.5 and known:
+                    known[draws.randrange(len(known))] = 7
+                there = slice(block.size, block.size + len(known))
+                ids[row, there] = torch.tensor(known, dtype=ids.dtype)
+                self.history[slots[row, there]] = ids[row, there].int()
+
+    worker._step, Copies.extend = then_step, with_oracle
+
+
 def _buffers(pool: Any) -> list[torch.Tensor]:
     pool = getattr(pool, "full_kv_pool", pool)  # of a recurrent target
     return [*pool.k_buffer, *pool.v_buffer]
@@ -856,6 +887,8 @@ _HOOKS = {
     "probes": _probes,
     "copies": _copies,
     "always copies": functools.partial(_copies, always=True),
+    "chains": _chains,
+    "always chains": functools.partial(_chains, always=True),
     "rehearsals": _rehearsals,
     "firsts": _firsts,
     "seeds": _seeds,
