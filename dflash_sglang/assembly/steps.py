@@ -91,7 +91,7 @@ def build_step(
     copies = None
     if not copies_of(config).startswith("off"):
         if not names_slots_alike(target, runner):
-            raise StartupError([renamed_slots_problem()])
+            raise StartupError([renamed_slots_problem(config.copy)])
         copies = Copies(target, slots.longest)
         source = Changed(source, copies.propose)
     return StepParts(
@@ -195,8 +195,8 @@ def add_widths(
         startup.add_trees(asked, states, trees, parts.tail, free)
         parts.reservation.serve_trees(states.trees)
     chains = None
-    if parts.copies is not None and tables.acceptor.slots.longest > block_size:
-        startup.check_chains(asked, target, group, _why_no_more_rows(parts))
+    if parts.copies is not None and config.copy == 64:
+        startup.check_chains(asked, target, group, _why_no_more_rows(parts, block_size))
         startup.add_chains(chains_beyond(block_size), states, free, asked.memory_reserve)
         chains = ChainVerify(target, parts.copies, states.chains)
         parts.reservation.serve_chains(states.chains)
@@ -208,8 +208,10 @@ def add_widths(
     return ServedWidths(states, ragged_verify, trees, chains, served, group)
 
 
-def _why_no_more_rows(parts: StepParts) -> str | None:
+def _why_no_more_rows(parts: StepParts, block_size: int) -> str | None:
     """Why the draft takes no more rows of a step than a block; None if it does."""
+    if not chains_beyond(block_size):
+        return f"blocks have {block_size} rows"
     if parts.rings is not None:
         return "rings of the draft's rows have room for blocks"
     return "the draft's window is imposed, and no test has more rows with it" if is_imposed() else None

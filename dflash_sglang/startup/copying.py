@@ -31,6 +31,6 @@ def beyond_blocks_problem(reason: str) -> Problem:
     return Problem(f"{CONFIG_ENV} copy", 64, f"'block', because {reason}", "Set it to 'block'.")
 
 
-def renamed_slots_problem() -> Problem:
-    """Of a launch whose KV pools rename the slots of req_to_token, so that a slot names no token."""
-    return Problem(f"{CONFIG_ENV} copy", "block", "'off' with KV pools that rename slots", "Leave it out.")
+def renamed_slots_problem(copy: str | int) -> Problem:
+    """Of a launch whose KV pools rename the slots of req_to_token, so that a slot names no token; copy: as set."""
+    return Problem(f"{CONFIG_ENV} copy", copy, "'off' with KV pools that rename slots", "Leave it out.")

@@ -132,9 +132,10 @@ class WidthPolicy:
                 load = Load.from_rows(group.gather(load.row()))
             if self.decider is not None:
                 decision, plan = self.decider.decide(load, options, needs_full_blocks)
-                if longest and self.chains.pay(slots):  # of what such steps take, chains keep no account
-                    gains = decision[-2:]
-                    decision, plan = Decision(self.widths[-1], None, None, longest, "copy", 0.0, 1.0, *gains), None
+                if 0 < longest <= known.most(slots).max() and self.chains.pay(slots):
+                    decision = decision._replace(width=known.block, verify_budget=None, tree_nodes=None)
+                    decision = decision._replace(chain=longest, reason="copy")
+                    plan = None  # the tables know nothing of such steps
         if group.broadcast is not None:
             decision = Decision.from_row(group.broadcast(decision.row()))
         if not decision.probe and decision.chain is None:

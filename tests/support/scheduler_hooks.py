@@ -201,12 +201,12 @@ def _poison(worker: Any) -> None:
     def then_poison(self: Any, batch: Any, *args: Any) -> Any:
         requests = batch.req_pool_indices.clone()
         seq_lens = self._slots.relay.new_seq_lens[requests]
-        result = decode(self, batch, *args)
+        reach, result = _reach(self, batch), decode(self, batch, *args)
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
         for request, old, new in zip(
             requests.tolist(), seq_lens.tolist(), result.new_seq_lens.tolist(), strict=True
         ):
-            rejected = table[request, new : old + _reach(self, batch)].long()
+            rejected = table[request, new : old + reach].long()
             for pool in _pools(self):
                 for buffer in _buffers(pool):
                     buffer[rejected] = float("nan")
@@ -823,10 +823,11 @@ def _copies(worker: Any, always: bool = False) -> None:
     rank = get_parallel().tp_rank
     path, copy = Path(os.environ[RECORDS_ENV]) / f"copies.{rank}.jsonl", Copies.propose
 
-    def and_tell(self: Any, batch: Any, block: Any, proposals: Any) -> None:
-        copy(self, batch, block, proposals)
+    def and_tell(self: Any, batch: Any, block: Any, proposals: Any) -> Any:
+        proposals = copy(self, batch, block, proposals)
         with path.open("a") as lines:
             print(json.dumps(proposals.tokens.tolist()), file=lines)
+        return proposals
 
     Copies.propose = and_tell
 
@@ -835,9 +836,10 @@ def _chains(worker: Any, always: bool = False) -> None:
     from dflash_sglang.drafting.copies import Copies
     from dflash_sglang.width.chains import Chains
 
-    draws, directory, extend = random.Random(4), Path(os.environ[RECORDS_ENV]), Copies.extend
+    choices, draws = random.Random(4), random.Random(5)  # of the rank that decides, and of all
+    directory, extend = Path(os.environ[RECORDS_ENV]), Copies.extend
     step, batches = worker._step, [None]
-    Chains.pay = lambda self, slots: always or draws.random() < 0.5
+    Chains.pay = lambda self, slots: always or choices.random() < 0.5
 
     def then_step(self: Any, batch: Any, *args: Any) -> Any:
         batches[0] = batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.verify.rows import Shape
 from dflash_sglang.width.chains import KEPT, PRICE, Chains
+from dflash_sglang.width.group import Group
 from dflash_sglang.width.policy import WidthPolicy
 from dflash_sglang.width.step_times import Sample
+from tests.support import copy_loop
 
 BLOCK, CHAINS = 16, {32: 4, 64: 2}
 BLOCKS, LONG = Shape(BLOCK), Shape(BLOCK, chain=64)
@@ -99,6 +102,14 @@ def test_a_step_verifies_the_longest_chain_that_its_batch_allows_where_copies_pa
     assert counts["changes"] == 0
 
 
+@pytest.mark.parametrize("widest, chain", [([64, 3], 64), ([63, 3], None), ([16, 16], None)])
+def test_no_step_is_longer_than_the_widest_that_a_request_of_its_batch_allows(widest, chain):
+    chosen, both = policy(), np.array([1, 2])
+    chosen.chains.pay = lambda slots: True  # type: ignore[method-assign]
+    chosen.admit(both, widest)
+    assert chosen.choose(both, 100, False, 64).decision.chain == chain
+
+
 def test_a_max_width_bounds_what_counts_as_verified_up_to_the_longest_chain():
     known = policy()
     known.admit(np.array([1, 2, 3, 4]), [64, 20, 16, 5])
@@ -110,3 +121,60 @@ def test_a_max_width_bounds_what_counts_as_verified_up_to_the_longest_chain():
 @pytest.mark.parametrize("chains", [{}, {32: 4}])
 def test_there_is_an_account_of_long_chains_where_these_are_served(chains):
     assert bool(Chains(BLOCK, 8, chains)) is bool(chains)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (None, None),
+        ("fixed", "steps have one width only"),
+        ("loads", "ranks hold requests of their own"),
+        ("attention", "no test verifies longer chains with SimpleNamespace"),
+        ("positions", "positions of three axes"),
+        ("padding", "without padding"),
+        ("experts", "what layers chose is reported"),
+        ("indexer", "what layers chose is reported"),
+        ("rings", "rings have room for blocks"),
+    ],
+)
+def test_launches_without_longer_chains_are_refused_by_name(what: str | None, why: str | None) -> None:
+    from dflash_sglang.startup.facts import StartupError
+    from dflash_sglang.width import startup
+
+    target: Any = SimpleNamespace(
+        attn_backend=SimpleNamespace(**({} if what == "attention" else {"serve_trees": None})),
+        model_config=SimpleNamespace(model_is_mrope=what == "positions"),
+        server_args=SimpleNamespace(
+            disable_cuda_graph_padding=what == "padding",
+            enable_return_routed_experts=what == "experts",
+            enable_return_indexer_topk=what == "indexer",
+        ),
+    )
+    group = Group(gather=(lambda row: row) if what == "loads" else None)
+    asked = WidthConfig(fixed=BLOCK if what == "fixed" else None), target, group
+    of_draft = "rings have room for blocks" if what == "rings" else None
+    if why is None:
+        startup.check_chains(*asked, of_draft)
+    else:
+        with pytest.raises(StartupError, match=f"copy=64: expected 'block', because .*{why}"):
+            startup.check_chains(*asked, of_draft)
+
+
+def test_chains_that_would_leave_too_little_memory_are_not_served_and_the_log_says_so(monkeypatch, caplog) -> None:
+    from dflash_sglang.width import startup
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(startup, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    states: Any = SimpleNamespace(chains={})
+    states.add_chain = states.chains.__setitem__
+    left = iter([3.0, 2.6, 2.6])
+    startup.add_chains(CHAINS, states, lambda: next(left), 2.5)
+    assert states.chains == {64: 2}
+    assert "copies beyond blocks: 64 rows up to 2 requests; left out, to keep 2.5 GB free: [32]" in caplog.text
+
+
+def test_long_chains_gain_on_copied_text_and_lose_nothing_on_other_text() -> None:
+    found = copy_loop.gains(8)
+    assert found["64"]["rewrite"] > 1.6 * found["block"]["rewrite"] > 2.0
+    assert found["64"]["edits"] > 1.08 * found["block"]["edits"] > 1.1
+    assert min(found["64"]["code"], found["64"]["prose"]) > 0.995
