@@ -2,6 +2,7 @@
 
 python -m bench.copies --target DIR --draft DIR --out FILE [--concurrency 1 8 32] [--rounds 3] [--seconds 5]
                        [--texts rewrite edits code prose] [--inside better | alike] [--width N]
+                       [--copy block | 64]
 
 Two servers of random weights, with copies and without, have every load in turn. The target is said to write texts
 (`dflash_sglang.verify.simulated_texts`): copies are found in them for real, and the draft proposes what the
@@ -251,6 +252,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
     parser.add_argument("--inside", choices=["better", "alike"], default="better")
+    parser.add_argument("--copy", type=lambda copy: copy if copy == "block" else int(copy), default="block")
     parser.add_argument("--width", type=int, help="of every step; chosen by default")
     parser.set_defaults(input=1536)
     arguments = parse(parser)
@@ -266,7 +268,7 @@ def main() -> int:
             Candidate(
                 name, OURS, environment={CONFIG_ENV: json.dumps({**settings, "copy": copy})}, accept_length=0
             )
-            for name, copy in ((WITH, "block"), (WITHOUT, "off"))
+            for name, copy in ((WITH, arguments.copy), (WITHOUT, "off"))
         ]
         tokens = most * (arguments.input + longest + 2 * BLOCK)  # no request waits for another one's end
         with together(candidates, arguments, requests=most, tokens=tokens) as servers:

@@ -37,13 +37,13 @@ class ProposalSource(Protocol):
 
 
 class Changed:
-    """A `ProposalSource` whose proposals `change` writes over in place."""
+    """A `ProposalSource` whose proposals `change` writes over in place, and returns."""
 
-    def __init__(self, source: ProposalSource, change: Callable[[ScheduleBatch, Block, Proposals], None]) -> None:
+    def __init__(
+        self, source: ProposalSource, change: Callable[[ScheduleBatch, Block, Proposals], Proposals]
+    ) -> None:
         self._source, self._change = source, change
         self.draft_rows, self.propose_idle, self.examples = source.draft_rows, source.propose_idle, source.examples
 
     def propose(self, batch: ScheduleBatch, block: Block) -> Proposals:
-        proposals = self._source.propose(batch, block)
-        self._change(batch, block, proposals)
-        return proposals
+        return self._change(batch, block, self._source.propose(batch, block))

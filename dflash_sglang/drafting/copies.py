@@ -10,10 +10,25 @@ from torch import Tensor
 
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.kernels.block.find_copy import COMMITTED, CopyRows, CopyTables, find_copies, write_copies
+from dflash_sglang.kernels.block.find_copy import (
+    COMMITTED,
+    CopyRows,
+    CopyTables,
+    extend_copies,
+    find_copies,
+    write_copies,
+)
+from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.requests.limits import may_copy
 from dflash_sglang.sglang_names.scheduler import ModelRunner, ScheduleBatch, async_h2d
+
+CHAINS = {32: 4, 64: 2}  # rows of a request that are verified at once, beyond blocks: the most requests of a step
+
+
+def chains_beyond(block_size: int) -> dict[int, int]:
+    """Those of CHAINS that have more rows than a block."""
+    return {rows: requests for rows, requests in CHAINS.items() if rows > block_size}
 
 
 class Copies:
@@ -23,11 +38,13 @@ class Copies:
     nothing more. A wrong token would cost acceptance, and never change the output.
     """
 
-    def __init__(self, target: ModelRunner, block_size: int) -> None:
-        """Target and draft write to the slots that req_to_token names. block_size: of the widest blocks."""
+    def __init__(self, target: ModelRunner, longest: int) -> None:
+        """Target and draft write to the slots that req_to_token names. longest: rows that a step verifies of a
+        request, at most."""
         allocator, self._vocab = target.token_to_kv_pool_allocator, target.model_config.vocab_size
         slots = allocator.size_full + allocator.page_size
-        self._tables = CopyTables.allocate(slots, target.req_to_token_pool.req_to_token, block_size)
+        self._tables = CopyTables.allocate(slots, target.req_to_token_pool.req_to_token, longest)
+        self._told = 0
 
     @property
     def history(self) -> Tensor:
@@ -62,8 +79,12 @@ class Copies:
             index = async_h2d(forbid, dtype=torch.int64, device=ids.device)
             self._tables.record[rows[index], COMMITTED] = math.inf
 
+    def tell(self, requests: int) -> None:
+        """From here on, proposals of so few requests come with what copies promise (`Proposals.promised`)."""
+        self._told = requests
+
     @torch.inference_mode()  # in which candidates are drawn
-    def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> None:
+    def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
         del batch
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
@@ -79,6 +100,13 @@ class Copies:
         if block.size > 1:
             find_copies(rows, self._tables, int(block.kv_len_bounds.max()) - block.size)
         write_copies(rows, self._tables)
+        bs = block.batch_size
+        return proposals._replace(promised=self._tables.promised[:bs]) if bs <= self._told else proposals
+
+    def extend(self, block: Block, proposals: Proposals, chains: Rows) -> None:
+        """Write the rows of chains that are longer than this block: its proposals, then their copy."""
+        rows = CopyRows(proposals.tokens, block.slots, block.prefix_lens, block.requests, None, None, None)
+        extend_copies(rows, self._tables, Rows(*(of.view(block.batch_size, -1) for of in chains)))
 
     def forget_steps(self) -> None:
         """Count from zero, as if there had been no step."""
@@ -86,10 +114,11 @@ class Copies:
 
     def snapshot(self) -> dict[str, Any]:
         """What /server_info tells, since start-up. Waits for the device."""
-        steps, proposed, accepted, matched = self._tables.counts.tolist()
+        steps, proposed, accepted, matched, beyond = self._tables.counts.tolist()
         return {
             "request_steps": steps,
             "proposed": proposed,
+            "beyond_block": beyond,
             "accepted": accepted,
             "mean_match": matched / steps if steps else 0.0,
         }

@@ -27,6 +27,7 @@ class Reserved(NamedTuple):
     committed_sum: int
     lengths: torch.Tensor  # [bs] int32, tokens with slots; stands until the ring comes round
     lengths_sum: int
+    chain: int  # rows of the longest chain that the step may verify, 0: no longer one than a block
 
 
 class SlotReservation:
@@ -36,6 +37,9 @@ class SlotReservation:
     request may be one block further than its committed length says: two blocks past it are reserved, or a block
     and the widest tree that its batch can have. A reservation never exceeds `row_limit`, the last whole page of a
     request's row of `req_to_token`.
+
+    Where a step may verify chains that are longer than a block, and memory and rows have room for it, the chain is
+    reserved and a block more. So the step after it finds the slots that SGLang does not know it needs.
     """
 
     def __init__(self, max_requests: int, block_size: int, row_width: int, page_size: int, device: str):
@@ -43,6 +47,8 @@ class SlotReservation:
         self.page_size = page_size
         self.row_limit = row_width // page_size * page_size
         self._trees: Mapping[int, int] = {}
+        self._chains: Mapping[int, int] = {}
+        self._in_flight = block_size  # tokens that the latest step may commit of a request
         # One buffer: what writes it and what reads it follow each other on the scheduler's stream.
         on_device = torch.empty(2 * _aligned(max_requests), dtype=torch.int32, device=device)
         self._ring = [_Lengths(on_device, is_pin_memory_available(device)) for _ in range(_RING)]
@@ -51,6 +57,10 @@ class SlotReservation:
     def serve_trees(self, trees: Mapping[int, int]) -> None:
         """trees: {nodes: the most requests of a step}."""
         self._trees = trees
+
+    def serve_chains(self, chains: Mapping[int, int]) -> None:
+        """chains: {rows: the most requests of a step}, more rows than a block."""
+        self._chains = chains
 
     def cut(self, batch: ScheduleBatch) -> bool:
         """Whether a request of this batch is so near the end of its row that a tree might not fit."""
@@ -64,7 +74,7 @@ class SlotReservation:
         lengths = self._ring[self._turn].views(len(kvs))
         lengths.allocated[:] = allocated
         committed_array = np.array(committed, dtype=np.int64)
-        self._bound(committed_array, lengths)
+        chain = self._bound(batch, committed_array, lengths)
         reserved_sum = int(np.add.reduce(lengths.reserved))
         lengths.device.copy_(lengths.host, non_blocking=True)
         alloc_for_spec_decode(
@@ -79,19 +89,41 @@ class SlotReservation:
             num_needed_tokens=reserved_sum - sum(allocated),
             batch=batch,
         )
-        return Reserved(torch.from_numpy(committed_array), sum(committed), lengths.host_reserved, reserved_sum)
+        return Reserved(
+            torch.from_numpy(committed_array), sum(committed), lengths.host_reserved, reserved_sum, chain
+        )
 
-    def _bound(self, committed: np.ndarray, lengths: LengthViews) -> None:
+    def _bound(self, batch: ScheduleBatch, committed: np.ndarray, lengths: LengthViews) -> int:
         """`lengths.reserved`: two blocks past committed [bs] in whole pages, within the row; never fewer than are
-        allocated."""
-        nodes = (nodes for nodes, requests in self._trees.items() if len(committed) <= requests)
-        ahead = self.block_size + max(self.block_size, *nodes, 0)
-        if self.page_size == 1:
-            wanted = committed + ahead
-        else:
-            wanted = (committed + (ahead + self.page_size - 1)) // self.page_size * self.page_size
+        allocated. Returns the rows of the longest chain that was reserved."""
+        bs, before = len(committed), self._in_flight
+        nodes = (nodes for nodes, requests in self._trees.items() if bs <= requests)
+        wanted = self._whole_pages(committed + before + max(self.block_size, *nodes, 0))
+        chain = max((rows for rows, requests in self._chains.items() if bs <= requests), default=0)
+        if chain:
+            more = np.maximum(self._whole_pages(committed + before + chain + self.block_size), wanted)
+            if self._have_room(batch, more, lengths.allocated):
+                wanted = more
+            else:
+                chain = 0
+        self._in_flight = chain or self.block_size
         np.minimum(wanted, self.row_limit, out=wanted)
         np.maximum(wanted, lengths.allocated, out=lengths.reserved)
+        return chain
+
+    def _whole_pages(self, tokens: np.ndarray) -> np.ndarray:
+        if self.page_size == 1:
+            return tokens
+        return (tokens + (self.page_size - 1)) // self.page_size * self.page_size
+
+    def _have_room(self, batch: ScheduleBatch, wanted: np.ndarray, allocated: np.ndarray) -> bool:
+        """Whether rows and free slots have room for so many tokens [bs]; evicts what is cached, as SGLang does."""
+        return bool(wanted.max() <= self.row_limit) and batch.token_to_kv_pool_allocator.check_decode_capacity(
+            num_tokens=int(np.maximum(wanted - allocated, 0).sum()),
+            tree_cache=batch.tree_cache,
+            requests=batch.reqs,
+            spec_algorithm=batch.spec_algorithm,
+        )
 
 
 class LengthViews(NamedTuple):
@@ -152,6 +184,7 @@ class DFlashDraftInput(DFlashDraftInputV2):
     # As of the step that comes, as far as the host knows: an attention backend that takes lengths from the GPU has
     # none of them in the batch.
     committed_sum: int = 0
+    chain: int = 0  # as `Reserved` has it
 
     @classmethod
     def create(
@@ -180,6 +213,7 @@ class DFlashDraftInput(DFlashDraftInputV2):
         self.committed_sum = reserved.committed_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = reserved.committed, reserved.committed_sum
         self.nxt_kv_lens_cpu, self.nxt_kv_lens_sum = reserved.lengths, reserved.lengths_sum
+        self.chain = reserved.chain
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep the requests of these rows [n]. SGLang's filters fields that DFLASH leaves empty as well."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -35,15 +36,20 @@ class StepSlots:
     relay: lengths and tokens are there when SGLang publishes and stashes them.
     """
 
-    def __init__(self, max_requests: int, block_size: int, device: str) -> None:
-        """max_requests: rows of req_to_token, or more; block_size: of the widest blocks that are verified."""
+    def __init__(
+        self, max_requests: int, block_size: int, device: str, chains: Mapping[int, int] | None = None
+    ) -> None:
+        """max_requests: rows of req_to_token, or more; block_size: of the widest blocks that are verified; chains:
+        {rows: the most requests of a step} of longer chains."""
         self.max_requests, self.block_size, self.device = max_requests, block_size, device
+        chains = {block_size: max_requests, **(chains or {})}
+        self.longest = max(chains)  # tokens that a step can commit of a request
 
         def buffer(width: int) -> torch.Tensor:
             return torch.zeros((_PLACES + 1, width), dtype=torch.int64, device=device)
 
         lens = (max_requests + 1) // 2  # int64 that hold so many int32
-        self._packed = buffer(lens + max_requests * block_size)
+        self._packed = buffer(lens + max(rows * requests for rows, requests in chains.items()))
         self.outcomes = Outcomes(
             self._packed[:, lens:],
             self._packed.view(torch.int32)[:, :max_requests],

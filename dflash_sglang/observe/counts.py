@@ -13,15 +13,18 @@ import numpy as np
 from dflash_sglang.settings.width import PLAIN
 
 PLAIN_STEP, RAGGED_STEP, WHOLE_STEP, TREE_STEP = "plain", "ragged", "whole", "tree"
+COPY_STEP = "copy"
 AT_ONCE = 64  # steps that are added up together
 CHOSEN = "chosen"  # by the width policy
 
 
 class Shape(NamedTuple):
-    """The rows that a step verifies: of one width, in one of four forms, for a reason."""
+    """The rows that a step verifies: of one width, in one of five forms, for a reason."""
 
-    width: int  # of a tree its nodes
-    form: str  # PLAIN_STEP: the last token only; RAGGED_STEP: a part of each block; WHOLE_STEP: the width of each
+    width: int  # of a tree its nodes, of a chain beyond blocks its rows
+    # PLAIN_STEP: the last token only; RAGGED_STEP: a part of each block; WHOLE_STEP: the width of each; COPY_STEP:
+    # blocks and more of their copies
+    form: str
     reason: str
 
 
@@ -73,14 +76,15 @@ class DoneStep(NamedTuple):
     lens: np.ndarray | None = None  # [n] verified rows of each request; None: the width of each
     whole: str | None = None  # why requests needed whole blocks, None where none did
     nodes: int | None = None  # of each request's tree, whose positions all count as verified
+    chain: int | None = None  # rows of each request, where its copy goes on beyond its block
 
 
 class Counts:
     """Adds up steps, many at a time: a step itself costs an append."""
 
     def __init__(self, block: int, *, ragged: bool, chooses: bool) -> None:
-        """block: width of the widest blocks. ragged: steps may verify a part of each block. chooses: the width
-        policy has more than one width."""
+        """block: rows that a step verifies of a request, at most, trees aside. ragged: steps may verify a part of
+        each block. chooses: the width policy has more than one width."""
         self._block, self._ragged, self._chooses = block, ragged, chooses
         self._pending: list[DoneStep] = []
         self._steps = self._requests = self._drafted = self._rows = 0
@@ -107,6 +111,10 @@ class Counts:
                     for of, n in zip(steps, requests, strict=True)
                 ]
             )
+        if any(step.chain for step in steps):
+            rows = np.where(
+                chain_rows := np.repeat([step.chain or 0 for step in steps], requests), chain_rows, rows
+            )
         accepted = np.fromiter(chain.from_iterable(step.accepted for step in steps), np.int64, len(widths))
         committable = np.minimum(rows, np.concatenate([step.most for step in steps]))
         if any(step.nodes for step in steps):
@@ -124,6 +132,8 @@ class Counts:
         if step.width == PLAIN:
             reason = "set" if not self._chooses else CHOSEN if int(step.most.max()) > PLAIN else "max_width"
             return Shape(step.width, PLAIN_STEP, reason)
+        if step.chain is not None:
+            return Shape(step.chain, COPY_STEP, CHOSEN)
         if step.nodes is not None:
             return Shape(step.nodes, TREE_STEP, CHOSEN if self._chooses else "set")
         if step.lens is not None:

@@ -24,6 +24,7 @@ COUNTERS: dict[str, tuple[str, Sequence[str]]] = {
     "chance_expected": ("Proposals that come true by that chance.", ("at_least",)),
     "chance_accepted": ("Proposals that came true.", ("at_least",)),
     "copied_proposals": ("Proposals copied from the text of their request.", ()),
+    "copied_beyond_blocks": ("Copied proposals behind the proposals of a block.", ()),
     "accepted_copies": ("Copied proposals accepted.", ()),
     "timed_steps": ("Decode steps that were timed.", ()),
     "timed_step_seconds": ("Seconds of timed steps, by part.", ("part",)),
@@ -109,6 +110,7 @@ class Series:
     def count_copies(self, copies: Mapping[str, float]) -> None:
         """copies: see `Copies.snapshot`."""
         self._count("copied_proposals", copies["proposed"])
+        self._count("copied_beyond_blocks", copies["beyond_block"])
         self._count("accepted_copies", copies["accepted"])
 
     def _count(self, name: str, value: float, *own: Any) -> None:

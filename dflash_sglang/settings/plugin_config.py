@@ -30,7 +30,7 @@ class Texts(NamedTuple):
 SimulatedAcceptance = Sequence[Profile] | Path | Texts
 ProposalKind = Literal["auto", "argmax", "drawn"]
 PrefillServers = Literal["same", "any"]
-Copy = Literal["off", "block"]
+Copy = Literal["off", "block", 64]
 
 
 class PluginConfigError(ValueError):
@@ -109,7 +109,8 @@ def _checked(key: str, value: Any) -> Any:
     choices = get_args(get_type_hints(PluginConfig)[key])
     if value not in choices:
         raise PluginConfigError(
-            f"{CONFIG_ENV}: {key}={value!r} ({type(value).__name__}): expected one of {', '.join(choices)}."
+            f"{CONFIG_ENV}: {key}={value!r} ({type(value).__name__}): expected one of "
+            f"{', '.join(map(str, choices))}."
         )
     return value
 

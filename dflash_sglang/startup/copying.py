@@ -15,17 +15,22 @@ def copies_of(config: PluginConfig) -> str:
 
 
 def copies_in_words(config: PluginConfig, without_tokens: str | None) -> str:
-    """ "block", or "off" and why. without_tokens: the flag of this launch by which KV comes without its tokens
-    (`needs_whole_pool`)."""
+    """ "block", "64" rows, or "off" and why. without_tokens: the flag of this launch by which KV comes without its
+    tokens (`needs_whole_pool`)."""
     if config.copy == "off":
         return 'off (copy is "off")'
     if not isinstance(config.simulated_acceptance, Texts | None):
         return "off (acceptance is forced, whatever is proposed)"
     if without_tokens is not None:
         return f"off ({without_tokens} brings KV without its tokens)"
-    return "block"
+    return str(config.copy)
 
 
-def renamed_slots_problem() -> Problem:
-    """Of a launch whose KV pools rename the slots of req_to_token, so that a slot names no token."""
-    return Problem(f"{CONFIG_ENV} copy", "block", "'off' with KV pools that rename slots", "Leave it out.")
+def beyond_blocks_problem(reason: str) -> Problem:
+    """Of a launch that cannot verify more rows than a block. reason: a clause."""
+    return Problem(f"{CONFIG_ENV} copy", 64, f"'block', because {reason}", "Set it to 'block'.")
+
+
+def renamed_slots_problem(copy: str | int) -> Problem:
+    """Of a launch whose KV pools rename the slots of req_to_token, so that a slot names no token; copy: as set."""
+    return Problem(f"{CONFIG_ENV} copy", copy, "'off' with KV pools that rename slots", "Leave it out.")

@@ -28,8 +28,8 @@ class Acceptor:
         if isinstance(self._forced, Recorded):
             slots.relay.new_seq_lens.zero_()  # `start` reads it, on every rank the same
         self._forced_logprobs = None if self._forced is None else self._forced.logprobs
-        self._max_commit = torch.full((rows,), self.block_size, dtype=torch.int32, device=device)
-        self._max_commit_on_host = np.full(rows, self.block_size)
+        self._max_commit = torch.full((rows,), slots.longest, dtype=torch.int32, device=device)
+        self._max_commit_on_host = np.full(rows, slots.longest)
 
     @property
     def knows_trees(self) -> bool:

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 class Shape(NamedTuple):
     """Chains of `width` rows for all requests; with a budget, the first rows of each chain, so many together; with
-    nodes, trees of so many nodes, grown from blocks of `width`."""
+    nodes, trees of so many nodes, grown from blocks of `width`; with a chain, so many rows of each request, a
+    block of `width` and what its copy goes on with."""
 
     width: int
     budget: int | None = None
     nodes: int | None = None
+    chain: int | None = None
 
 
 class VerifyRows(NamedTuple):

@@ -39,7 +39,7 @@ class SimulatedTexts:
         likeliest = record.logprobs[:, : block_size - 1, 0]
         self._logprobs = torch.from_numpy(likeliest.astype(np.float32)).to(device)
 
-    def foretell(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> None:
+    def foretell(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:
         """Write over tokens and logprobs what the recorded draft proposes: the text as far as it was accepted,
         then other tokens."""
         self._follow(batch)
@@ -50,6 +50,7 @@ class SimulatedTexts:
         proposals.tokens[:, 1:] = torch.where(right, text, torch.where(text == 0, 1, text - 1))
         if proposals.logprobs is not None:
             proposals.logprobs.copy_(self._logprobs[places, : block.size - 1])
+        return proposals
 
     def answers(self, rows: Tensor, prefix_lens: Tensor, requests: Tensor, ragged: Ragged | None) -> Tensor:
         """The token of the text after each row, int64 in the shape of rows (as `Acceptor.accept` has them)."""

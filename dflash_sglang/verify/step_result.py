@@ -26,6 +26,7 @@ class StepResult(GenerationBatchResult):
     logprobs: torch.Tensor | None = None  # [bs, steps] float32, see `Proposals`
     verified_lens: torch.Tensor | None = None  # [bs] int32 of a ragged step
     mass: torch.Tensor | None = None  # [bs, N] float32 of a step of trees, see `Tree`
+    promised: torch.Tensor | None = None  # [bs] float32, see `Proposals`
 
     @classmethod
     def from_verified(
@@ -53,14 +54,15 @@ class StepResult(GenerationBatchResult):
             logprobs=proposals.logprobs.clone() if chances and proposals.logprobs is not None else None,
             verified_lens=None if of.ragged is None else of.ragged.lens.clone(),
             mass=of.paths.tree.mass.clone() if chances and of.paths is not None else None,
+            promised=proposals.promised.clone() if chances and proposals.promised is not None else None,
         )
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         assert self.packed is not None
         packed = async_d2h(self.packed)
-        self.logprobs, self.verified_lens, self.mass = (
+        self.logprobs, self.verified_lens, self.mass, self.promised = (
             None if tensor is None else async_d2h(tensor)
-            for tensor in (self.logprobs, self.verified_lens, self.mass)
+            for tensor in (self.logprobs, self.verified_lens, self.mass, self.promised)
         )
         self.accept_lens = packed.view(torch.int32)[: len(self.accept_lens)]
         self.next_token_ids = packed[len(packed) - len(self.next_token_ids) :]

@@ -55,7 +55,7 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, prefills: bool, shapes: 
         for sampling in samplings[1:] if prefills else ():
             rehearsal.prefill(short, sampling)
         for shape in shapes:
-            for sampling in samplings:
+            for sampling in samplings if shape.chain is None else samplings[:1]:
                 rehearsal.step(short, sampling, shape)
         if on_gpu:
             torch.cuda.synchronize()

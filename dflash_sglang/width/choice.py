@@ -12,14 +12,14 @@ LEAST_COST = 0.03  # of a step, that a probe is charged at least
 CAUTION = 4 / 3  # of the estimated cost that is charged: the kinds that get tried are those that were flattered
 
 
-REASONS = ("start", "hold", "probe", "load", "gain", "limit")
+REASONS = ("start", "hold", "probe", "load", "gain", "limit", "copy")
 
 
 class Choice(NamedTuple):
     """`kind` is an index.
 
     `reason`: "start", "hold", "probe" (this kind for one step), "load" (another batch size), "gain" (more tokens
-    per second promised) or "limit" (what the requests allow).
+    per second promised) or "limit" (what the requests allow). A `Decision` may also have "copy" (`chains.Chains`).
     """
 
     kind: int

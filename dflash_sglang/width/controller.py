@@ -93,7 +93,7 @@ class WidthController:
 
     def admit(self, batch: ScheduleBatch) -> None:
         """New requests of a batch take their slots. Those that another server has prefilled cost no step."""
-        slots, least, most = new_requests(batch, self._policy.requests.block)
+        slots, least, most = new_requests(batch, self._policy.requests.longest)
         if len(slots):
             self._new.update(slots.tolist())
             self._policy.admit(slots, most.tolist(), least.tolist())
@@ -106,7 +106,10 @@ class WidthController:
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
         context_tokens = batch.spec_info.committed_sum if requests else 0
-        step = self._policy.choose(slots, context_tokens, full_blocks is not None)
+        longest = 0
+        if requests and self._policy.chains and full_blocks is None and batch.sampling_info.is_all_greedy:
+            longest = batch.spec_info.chain
+        step = self._policy.choose(slots, context_tokens, full_blocks is not None, longest)
         if requests:
             if self._new.issuperset(slots.tolist()):
                 self._last_end = None
@@ -147,12 +150,13 @@ class WidthController:
         while not (done := self._launched.popleft()).has(accepted):
             self._policy.leave_out("a step came back before the one that was launched before it")
         seconds = None if done.start is None else self._clock.seconds(done.start, done.end)
-        drafted = done.result.logprobs, done.result.verified_lens, done.result.mass
-        logprobs, lens, mass = (None if of is None else of.numpy() for of in drafted)
-        self._policy.verified(done.step, accepted, seconds, logprobs, lens, mass)
+        of = done.result
+        drafted = of.logprobs, of.verified_lens, of.mass, of.promised
+        logprobs, lens, mass, promised = (None if of is None else of.numpy() for of in drafted)
+        self._policy.verified(done.step, accepted, seconds, logprobs, lens, mass, promised)
         if len(accepted) == len(done.most):  # else the policy has left it out
-            width, _, nodes = done.step.decision.shape
-            step = DoneStep(width, accepted, done.most, lens, done.whole, nodes)
+            width, _, nodes, chain = done.step.decision.shape
+            step = DoneStep(width, accepted, done.most, lens, done.whole, nodes, chain)
             self._observer.verified(step, done.context_tokens)
 
     def _log_change(self, kind: Kind, requests: int) -> None:
@@ -185,12 +189,12 @@ class WidthController:
         }
 
 
-def new_requests(batch: ScheduleBatch, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slots [n], narrowest and widest blocks [n] of a batch's new requests. A mixed prefill decodes others, its
-    last rows. Requests that were refused are prefilled as well, with one token."""
+def new_requests(batch: ScheduleBatch, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slots [n], narrowest and widest steps [n], up to `longest` rows, of a batch's new requests. A mixed prefill
+    decodes others, its last rows. Requests that were refused are prefilled as well, with one token."""
     new = batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
     asked = [(None, None) if req.to_finish else width_bounds(req.sampling_params.custom_params) for req in new]
-    narrowest = [min(least or PLAIN, block) for least, _ in asked]
-    widest = [min(most or block, block) for _, most in asked]
+    narrowest = [min(least or PLAIN, longest) for least, _ in asked]
+    widest = [min(most or longest, longest) for _, most in asked]
     slots = batch.req_pool_indices_cpu[: len(new)].numpy() if new else np.zeros(0, np.int64)
     return slots, np.array(narrowest, np.int64), np.array(widest, np.int64)

@@ -21,7 +21,8 @@ class Decision(NamedTuple):
     """One step's kind, and what is expected of it; the same on all ranks.
 
     `width`: of the draft's blocks. `verify_budget`: tokens that a ragged step verifies of all requests together,
-    else None. `tree_nodes`: of each request's tree, else None. `reason` as in `choice.Choice`. `seconds`: of the
+    else None. `tree_nodes`: of each request's tree, else None. `chain`: rows of each request's chain where these
+    are more than its block, else None. `reason` as in `choice.Choice`. `seconds`: of the
     step. `share`: proposals that are accepted, over those of a chain of `width`. The gains are committed tokens
     per second in the long run over those of plain decoding and of chains of the widest width.
     """
@@ -29,6 +30,7 @@ class Decision(NamedTuple):
     width: int
     verify_budget: int | None = None
     tree_nodes: int | None = None
+    chain: int | None = None
     reason: str = "hold"
     seconds: float = 0.0
     share: float = 1.0
@@ -37,7 +39,7 @@ class Decision(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.width, self.verify_budget, self.tree_nodes)
+        return Shape(self.width, self.verify_budget, self.tree_nodes, self.chain)
 
     @property
     def probe(self) -> bool:
@@ -46,17 +48,17 @@ class Decision(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.width, self.verify_budget is not None, self.tree_nodes)
+        return Kind(self.width, self.verify_budget is not None, self.tree_nodes, self.chain)
 
     def row(self) -> np.ndarray:
         """As numbers, for the other ranks."""
-        width, budget, nodes, reason, *rest = self
-        return np.array([width, budget or 0, nodes or 0, REASONS.index(reason), *rest], np.float64)
+        width, budget, nodes, chain, reason, *rest = self
+        return np.array([width, budget or 0, nodes or 0, chain or 0, REASONS.index(reason), *rest], np.float64)
 
     @classmethod
     def from_row(cls, row: np.ndarray) -> Decision:
-        width, budget, nodes, reason = map(int, row[:4])
-        return cls(width, budget or None, nodes or None, REASONS[reason], *row[4:].tolist())
+        width, budget, nodes, chain, reason = map(int, row[:5])
+        return cls(width, budget or None, nodes or None, chain or None, REASONS[reason], *row[5:].tolist())
 
 
 class Load(NamedTuple):
@@ -131,6 +133,7 @@ class Decider:
             kind.width,
             int(options.budget[at]) or None,
             kind.nodes,
+            None,
             choice.reason,
             float(seconds[at]),
             float(options.share[at]),

@@ -10,13 +10,17 @@ from dflash_sglang.settings.width import PLAIN
 
 class Kind(NamedTuple):
     """A chain of `width` rows for each request; or, `ragged`, the likeliest rows of such chains; or a tree of
-    `nodes` for each request, grown over a block of `width`."""
+    `nodes` for each request, grown over a block of `width`; or a chain of `chain` rows, a block and more of its
+    copy."""
 
     width: int
     ragged: bool = False
     nodes: int | None = None
+    chain: int | None = None
 
     def __str__(self) -> str:
+        if self.chain:
+            return f"copy {self.chain}"
         return f"tree {self.nodes}" if self.nodes else f"{'ragged ' * self.ragged}{self.width}"
 
 

@@ -26,9 +26,11 @@ class WidthMetrics:
         """A step of so many requests of this rank was decided."""
         kind = self._kinds.index(decision.kind)
         self.steps[kind] += 1
-        self.tokens[kind] += decision.verify_budget or requests * (decision.tree_nodes or decision.width)
+        self.tokens[kind] += decision.verify_budget or requests * (
+            decision.tree_nodes or decision.chain or decision.width
+        )
         self.probes[kind] += decision.probe
-        if decision.reason not in ("hold", "probe"):
+        if decision.reason not in ("hold", "probe", "copy"):
             self.changes += decision.reason != "start"
             self.last_change = decision.reason
         self.gain_over_plain, self.gain_over_full = decision.gain_over_plain, decision.gain_over_full

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_sglang.settings.width import PLAIN, WidthConfig
+from dflash_sglang.width.chains import Chains
 from dflash_sglang.width.confidence import Confidence
 from dflash_sglang.width.decider import Decider, Decision, Load, Plan
 from dflash_sglang.width.group import Group
-from dflash_sglang.width.kinds import kinds_of
+from dflash_sglang.width.kinds import Kind, kinds_of
 from dflash_sglang.width.metrics import WidthMetrics
 from dflash_sglang.width.options import AllOptions
 from dflash_sglang.width.requests import Requests
@@ -53,20 +54,23 @@ class WidthPolicy:
         group: Group | None = None,
         budgets: Sequence[int] | None = None,
         trees: Mapping[int, int] | None = None,
+        chains: Mapping[int, int] | None = None,
     ):
         """`block`: the widest block that is served. `buckets`, ascending: the batch sizes that steps are padded
         to, the last one for all requests that can run. Requests are named by slots in [0, `slots`).
 
         `budgets`, ascending: how many tokens a ragged step may verify together, the last one enough for full
         blocks of all requests; without, steps are not ragged. `trees`: {nodes: most requests of a batch}.
+        `chains`: {rows: most requests of a batch} of chains beyond the block, where the width is not fixed.
 
         Ranks with requests of their own have chains only."""
         self.widths = config.states(block)
         self.buckets, self.budgets, self.trees = list(buckets), budgets, dict(trees or {})
         self.kinds = kinds_of(self.widths, budgets is not None, self.trees)
-        self.requests = Requests(block, slots)
+        self.chains = Chains(block, slots, chains or {})
+        self.requests = Requests(block, slots, self.chains.longest)
         self.confidence = Confidence(block, self.trees)
-        self.metrics = WidthMetrics(self.kinds)
+        self.metrics = WidthMetrics([*self.kinds, *(Kind(block, chain=rows) for rows in chains or ())])
         self._options = AllOptions(self.kinds, budgets or [], self.confidence)
         self._group = group or Group()
         self._fixed = None if config.fixed is None else Decision(self.widths[-1])
@@ -84,24 +88,28 @@ class WidthPolicy:
     ) -> None:
         """New requests in these slots [n], with the `max_width` and the `min_width` of each."""
         self.requests.admit(slots, self._steps, max_widths, min_widths)
+        self.chains.admit(slots)
 
     def prefill(self, tokens: int = 0) -> None:
         """The next decode step comes after a prefill of so many tokens, or of another rank's."""
         if self.decider is not None:
             self.decider.interruptions.prefill(tokens)
 
-    def choose(self, slots: np.ndarray, context_tokens: int, needs_full_blocks: bool = False) -> Step:
+    def choose(
+        self, slots: np.ndarray, context_tokens: int, needs_full_blocks: bool = False, longest: int = 0
+    ) -> Step:
         """The shape of the next step for the requests in `slots` [n], whose contexts have `context_tokens`
         together.
 
-        No slots: another rank has requests. `needs_full_blocks`: the step verifies the width of every request."""
+        No slots: another rank has requests. `needs_full_blocks`: the step verifies the width of every request.
+        `longest`: rows of the longest chain beyond the block that it may verify; 0: none."""
         slots = np.array(slots, np.intp)
         if self._fixed is not None:
             decision, plan = self._fixed, None
             if not needs_full_blocks and 0 < len(slots) <= self._most_trees and self._free(slots):
                 decision = Decision(decision.width, tree_nodes=self.kinds[-1].nodes)
         else:
-            decision, plan = self._decide(slots, context_tokens, needs_full_blocks)
+            decision, plan = self._decide(slots, context_tokens, needs_full_blocks, longest)
         self.metrics.chose(decision, len(slots))
         self._steps += 1
         return Step(self._steps - 1, slots, decision, plan)
@@ -110,7 +118,9 @@ class WidthPolicy:
         """Whether one of these requests allows a whole block, and none asks for a width."""
         return self.requests.cap(slots) == self.requests.block and self.requests.floor(slots) == PLAIN
 
-    def _decide(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> tuple[Decision, Plan | None]:
+    def _decide(
+        self, slots: np.ndarray, context: int, needs_full_blocks: bool, longest: int
+    ) -> tuple[Decision, Plan | None]:
         """This rank's decision, or what the deciding rank tells; with the plan, on that rank."""
         group, decision, plan = self._group, Decision(self.widths[-1]), None
         if self.learns:
@@ -122,9 +132,13 @@ class WidthPolicy:
                 load = Load.from_rows(group.gather(load.row()))
             if self.decider is not None:
                 decision, plan = self.decider.decide(load, options, needs_full_blocks)
+                if 0 < longest <= known.most(slots).max() and self.chains.pay(slots):
+                    decision = decision._replace(width=known.block, verify_budget=None, tree_nodes=None)
+                    decision = decision._replace(chain=longest, reason="copy")
+                    plan = None  # the tables know nothing of such steps
         if group.broadcast is not None:
             decision = Decision.from_row(group.broadcast(decision.row()))
-        if not decision.probe:
+        if not decision.probe and decision.chain is None:
             self._held = decision.width, decision.share
         return decision, plan
 
@@ -136,13 +150,15 @@ class WidthPolicy:
         logprobs: np.ndarray | None = None,
         lens: np.ndarray | None = None,
         mass: np.ndarray | None = None,
+        promised: np.ndarray | None = None,
     ) -> None:
         """A step came back: `accepted` [n] proposals, and how long it took.
 
         logprobs [n, steps]: of the likeliest proposals; None where nothing was drafted. lens [n]: verified tokens
         of each request of a ragged step. mass [n, nodes]: of each node of a tree the log-probability, with those
-        above it. `seconds`: from the end of the step before to the end of this one, so that the host's share and
-        prefills in between count; None where the server had nothing to do in between.
+        above it. promised [n]: of copies, see `Proposals`. `seconds`: from the end of the step before to the end
+        of this one, so that the host's share and prefills in between count; None where the server had nothing to
+        do in between.
         """
         n = len(step.slots)
         if len(accepted) != n:
@@ -160,6 +176,8 @@ class WidthPolicy:
         if not len(known):
             return
         logprobs, accepted = logprobs[known].astype(np.float64), np.asarray(accepted, np.int64)[known]
+        if promised is not None:
+            self.chains.observe(step.slots[known], step.decision.shape, accepted, promised[known])
         if mass is not None:
             chances = self.confidence.observe_trees(logprobs, mass[known].astype(np.float64), accepted)
         else:

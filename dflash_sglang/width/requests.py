@@ -33,13 +33,15 @@ class Work(NamedTuple):
 class Requests:
     """A state per slot, which a new request resets (`admit`)."""
 
-    def __init__(self, block: int, slots: int):
-        """block: width of the widest chain. Live requests have slots in [0, `slots`)."""
-        self.block = block
+    def __init__(self, block: int, slots: int, longest: int | None = None):
+        """block: width of the widest blocks. longest: rows of the longest chain, by default a block's. Live
+        requests have slots in [0, `slots`)."""
+        self.block, self.longest = block, longest or block
         self._usual, self._averaged = PRIOR_ACCEPTANCE ** np.arange(1.0, block), USUAL
         # [slots, positions] mean chance that a proposal is accepted, with all before it
         self._chance = np.tile(self._usual, (slots, 1))
         self._seen = np.zeros(slots)
+        self._most = np.full(slots, self.longest, np.int64)
         self._cap = np.full(slots, block, np.int64)
         self._floor = np.full(slots, PLAIN, np.int64)
         self._since = np.zeros(slots, np.int64)
@@ -53,15 +55,17 @@ class Requests:
         min_widths: Sequence[int] | None = None,
     ) -> None:
         """New requests take these slots; results of steps before `step` belong to others."""
-        self._cap[slots] = self.block if max_widths is None else np.minimum(max_widths, self.block)
+        self._most[slots] = self.longest if max_widths is None else np.minimum(max_widths, self.longest)
+        self._cap[slots] = np.minimum(self._most[slots], self.block)
         self._floor[slots] = PLAIN if min_widths is None else np.minimum(min_widths, self.block)
         self._seen[slots] = 0.0
         self._chance[slots] = self._usual * self._allowed(slots)
         self._since[slots] = self._admitted = step
 
     def most(self, slots: np.ndarray) -> np.ndarray:
-        """[n] tokens that a step may commit of each of these requests: their `max_width`, or the block."""
-        return self._cap.take(slots)
+        """[n] tokens that a step may commit of each of these requests: their `max_width`, or the longest
+        chain's."""
+        return self._most.take(slots)
 
     def cap(self, slots: np.ndarray) -> int:
         """The largest `max_width` of these requests; 1 without requests."""

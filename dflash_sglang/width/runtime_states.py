@@ -103,6 +103,7 @@ class RuntimeStates:
         self._used = Shape(block_size)
         self._ragged: RuntimeState | None = None  # the target's, whatever the width of the draft's blocks
         self._trees: dict[int, tuple[RuntimeState, int]] = {}  # the target's, and the most requests, by nodes
+        self._chains: dict[int, tuple[RuntimeState, int]] = {}  # the same by rows, of more than a block has
 
     @property
     def serves_ragged(self) -> bool:
@@ -203,6 +204,23 @@ class RuntimeStates:
         load_inputs_once(state.graphs)
         self._trees[trees.nodes] = state, trees.requests
 
+    @property
+    def chains(self) -> dict[int, int]:
+        """{rows: the most requests of a step} of the chains beyond blocks that are served."""
+        return {rows: requests for rows, (_, requests) in self._chains.items()}
+
+    def add_chain(self, rows: int, requests: int) -> None:
+        """Build the target's state of chains of more rows than a block, for so many requests at most; none where
+        graphs have no room for them."""
+        most = min(requests, self._target.req_to_token_pool.size)
+        sizes = [1 << power for power in range(most.bit_length())]
+        if captured_sizes(self._target):
+            sizes = self._fitting(sizes, rows)
+        if sizes:
+            state = RuntimeState.build(self._target, rows, sizes)
+            load_inputs_once(state.graphs)
+            self._chains[rows] = state, sizes[-1]
+
     def captured_requests(self, tokens: int, requests: int) -> int | None:
         """The number of requests that the ragged graph of so many tokens was captured with; None if there is no
         such graph, or it is too small for these requests."""
@@ -227,6 +245,7 @@ class RuntimeStates:
     def shapes(self, widths: Iterable[int]) -> list[Shape]:
         """One of each form that steps of these widths can have; the ragged one for two requests."""
         shapes = [*map(Shape, widths), *(Shape(self._widest, nodes=nodes) for nodes in self._trees)]
+        shapes += [Shape(self._widest, chain=rows) for rows in self._chains]
         if self.serves_ragged and self._target.req_to_token_pool.size > 1:
             budget = least_budget(self.verify_budgets(2), 2, self._widest)
             if budget is not None:
@@ -245,6 +264,8 @@ class RuntimeStates:
         target, draft = self._states[shape.width]
         if shape.nodes is not None:
             target, _ = self._trees[shape.nodes]
+        if shape.chain is not None:
+            target, _ = self._chains[shape.chain]
         if shape.budget is not None:
             assert self._ragged is not None, "add_ragged comes first"
             target = self._ragged

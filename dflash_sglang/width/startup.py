@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_sglang.attention.trees import why_no_trees
 from dflash_sglang.attention.verifying import verifies_parts, verifying
+from dflash_sglang.patches.flash3 import shares_schedules
 from dflash_sglang.settings.width import BLOCK, DEFAULT_TREES, PLAIN, WidthConfig
 from dflash_sglang.sglang_names.scheduler import (
     ModelRunner,
@@ -24,6 +25,7 @@ from dflash_sglang.sglang_names.scheduler import (
     get_tp_group,
     mambaish_config,
 )
+from dflash_sglang.startup.copying import beyond_blocks_problem
 from dflash_sglang.startup.facts import Problem, StartupError
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
@@ -237,6 +239,49 @@ def add_trees(
         logger.info("dflash_sglang trees: %s%s", served, _prices(took, left_out, config.memory_reserve))
 
 
+def check_chains(config: WidthConfig, target: ModelRunner, group: Group, draft_keeps: str | None) -> None:
+    """Raise StartupError where steps cannot verify more rows of a request than a block. config: of `servable`.
+
+    draft_keeps: why the draft has no room for more rows; None if it has."""
+    reason = draft_keeps or _why_no_chains(config, target, group)
+    if reason is not None:
+        raise StartupError([beyond_blocks_problem(reason)])
+
+
+def _why_no_chains(config: WidthConfig, target: ModelRunner, group: Group) -> str | None:
+    args, backend = target.server_args, verifying(target.attn_backend)
+    if config.fixed is not None:
+        return "steps have one width only"
+    if group.gather is not None:
+        return "ranks hold requests of their own"
+    if not (hasattr(backend, "serve_trees") or shares_schedules(backend)):
+        return f"no test verifies longer chains with {type(backend).__name__}; fa3 does without DP attention"
+    if target.model_config.model_is_mrope:
+        return "SGLang gives the target's positions of three axes to blocks of one width"
+    if args.disable_cuda_graph_padding:
+        return "without padding, graphs fit few batches"
+    if args.enable_return_routed_experts or args.enable_return_indexer_topk:
+        return "what layers chose is reported for blocks of one width"
+    return None
+
+
+def add_chains(
+    chains: Mapping[int, int], states: RuntimeStates, free: Callable[[], float], reserve: float
+) -> None:
+    """Build the runtime states of chains beyond blocks, {rows: most requests}, as far as memory allows; the log
+    says what they took."""
+    took: dict[int, float] = {}
+    for rows, requests in sorted(chains.items(), reverse=True):
+        before = free()
+        if before - max(took.values(), default=0.0) >= reserve:
+            states.add_chain(rows, requests)
+            took[rows] = before - free()
+    if get_parallel().tp_rank == 0:
+        served = ", ".join(f"{rows} rows up to {most} requests" for rows, most in states.chains.items()) or "none"
+        left_out = sorted(set(chains) - set(states.chains))
+        logger.info("dflash_sglang copies beyond blocks: %s%s", served, _prices(took, left_out, reserve))
+
+
 def _prices(took: Mapping[int, float], left_out: Sequence[int], reserve: float) -> str:
     """took: {width or nodes: GB}."""
     note = f"; left out, to keep {reserve:g} GB free: {left_out}" if left_out else ""
@@ -254,7 +299,7 @@ def policy_of(
     at_most = next((size for size in sizes if size >= pool.size), pool.size)
     budgets = states.verify_budgets(pool.size) if states.serves_ragged else None
     slots = pool.req_to_token.shape[0]
-    return WidthPolicy(config, block, [*buckets, at_most], slots, group, budgets, states.trees)
+    return WidthPolicy(config, block, [*buckets, at_most], slots, group, budgets, states.trees, states.chains)
 
 
 def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, group: Group) -> None:

@@ -156,12 +156,14 @@ def trees() -> None:
 
 
 def copies() -> None:
-    tables = find_copy.CopyTables.allocate(4096, counts(ROWS, 4096), BLOCK)
+    tables = find_copy.CopyTables.allocate(4096, counts(ROWS, 4096), 4 * BLOCK)
     for width in (1, 6, BLOCK):
         steps = (BS, width - 1)
         blocks = find_copy.CopyRows(ids(BS, width), ids(BS, width), ids(BS), ids(BS), None, None, None)
         find_copy.find_copies_triton(blocks, tables, 4000)
         find_copy.write_copies_triton(blocks, tables)
+        for length in (2 * BLOCK, 4 * BLOCK):
+            find_copy.extend_copies_triton(blocks, tables, find_copy.Rows(*(ids(BS, length),) * 3))
         for drawn, best in ((16, None), (None, 8)):
             both = [c and find_copy.Candidates(ids(*steps, c), torch.zeros(*steps, c)) for c in (drawn, best)]
             find_copy.write_copies_triton(

@@ -23,12 +23,14 @@ class Case(NamedTuple):
     rows: kernels.CopyRows
 
 
-def new_case(texts: list[list[int]], device: str, page: int = 1, width: int = BLOCK, seed: int = 0) -> Case:
+def new_case(
+    texts: list[list[int]], device: str, page: int = 1, width: int = BLOCK, seed: int = 0, longest: int = BLOCK
+) -> Case:
     """Texts whose pages lie anywhere; the tokens 900, 901, ... are the draft's proposals."""
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(ROWS * WIDTH // page, generator=generator).view(ROWS, -1)
     table = (pages[..., None] * page + torch.arange(page)).view(ROWS, -1).int()
-    tables = kernels.CopyTables.allocate(ROWS * WIDTH, table.to(device), BLOCK)
+    tables = kernels.CopyTables.allocate(ROWS * WIDTH, table.to(device), longest)
     requests = torch.randperm(ROWS, generator=generator)[: len(texts)]
     tokens = 900 + torch.arange(len(texts) * width).view(-1, width)
     slots = torch.empty_like(tokens)
@@ -128,9 +130,39 @@ def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, 
         assert case.rows.tokens[row].tolist() == after_step
         assert case.tables.history[slots[row]].tolist() == after_step
         kind = 0 if width == 1 else kernels.COPIED if used else kernels.DRAFTED
+        promised = pytest.approx(1, abs=0.01) if 0 < width - 1 == len(used) else 0
+        assert case.tables.promised[row].item() == promised
         copy += [-1] * (BLOCK - 1 - len(copy))
-        assert case.tables.last[case.rows.requests[row]].tolist() == [kind, len(text) - 1, length, *copy]
+        assert case.tables.last[case.rows.requests[row]].tolist() == [kind, len(text) - 1, length, after, *copy]
     assert not case.tables.matches.any()
+
+
+@pytest.mark.parametrize("longest", [BLOCK + 3, 4 * BLOCK])
+@settings(max_examples=40, **PROPERTY)
+@given(texts=texts.map(lambda of: [text[:60] + [1] for text in of]), seed=st.integers(0, 99))
+def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, device, longest, texts, seed):
+    rows = longest - 3
+    case = new_case(texts, device, seed=seed, longest=longest)
+    case.tables.record[:, 3], case.tables.record[:, 1] = 1000.0, 1000.0
+    matches = find(twin, case)
+    run(twin, "write", case.rows, case.tables)
+    blocks, counts = case.rows.tokens.tolist(), case.tables.counts.tolist()
+    chains = kernels.Rows(*(torch.full((len(texts), rows), -5, device=device) for _ in range(3)))
+    run(twin, "extend", case.rows, case.tables, chains)
+    beyond = 0
+    for row, (text, (length, after)) in enumerate(zip(texts, matches, strict=True)):
+        request = case.rows.requests[row]
+        copy = plain_copy(text, after, rows - 1)[BLOCK - 1 :] if length >= kernels.LEAST else []
+        beyond += len(copy)
+        chain = blocks[row] + copy + [0] * (rows - BLOCK - len(copy))
+        assert chains.ids[row].tolist() == chain
+        columns = range(len(text) - 1, len(text) - 1 + rows)
+        assert chains.positions[row].tolist() == list(columns)
+        assert chains.slots[row].tolist() == case.tables.req_to_token[request, list(columns)].tolist()
+        assert case.tables.history[chains.slots[row]].tolist() == chain
+        kept = case.tables.last[request, 4 + BLOCK - 1 :].tolist()
+        assert kept == copy + [-1] * (longest - BLOCK - len(copy))
+    assert case.tables.counts.tolist() == [counts[0], counts[1] + beyond, *counts[2:4], beyond]
 
 
 def step(twin: str, device: str, text: list[int], record: list[float], width: int = BLOCK) -> Case:
@@ -217,7 +249,7 @@ def test_the_record_learns_how_far_a_copy_came_true_proposed_or_not(
     case = new_case([[1, 2, 3, *committed]], device)
     (request,) = case.rows.requests.tolist()
     padded = copy + [-1] * (BLOCK - 1 - len(copy))
-    case.tables.last[request] = torch.tensor([kind, 2, 9, *padded], device=device)
+    case.tables.last[request] = torch.tensor([kind, 2, 9, 0, *padded], device=device)
     case.tables.record[request] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     find(twin, case)
     run(twin, "write", case.rows, case.tables)
@@ -232,5 +264,5 @@ def test_the_record_learns_how_far_a_copy_came_true_proposed_or_not(
 
 def test_what_was_proposed_is_counted(twin, device):
     case = step(twin, device, repeated(12), [0.0, 1e6, 0.0, 1e6])
-    assert case.tables.counts.tolist() == [1, BLOCK - 1, 0, 12]
-    assert step(twin, device, [1, 2, 3], [0.0, 1e6, 0.0, 1e6]).tables.counts.tolist() == [0, 0, 0, 0]
+    assert case.tables.counts.tolist() == [1, BLOCK - 1, 0, 12, 0]
+    assert step(twin, device, [1, 2, 3], [0.0, 1e6, 0.0, 1e6]).tables.counts.tolist() == [0] * 5

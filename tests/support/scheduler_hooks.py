@@ -26,6 +26,8 @@ grown      of every request's tree, its tokens, parents and accepted nodes go to
 copies     with copy: block: whether a match of any length is copied is drawn; "always copies": every match is.
            Steps check that the tokens of slots are those of the requests. A rank's blocks with their copies go to
            copies.RANK.jsonl in DFLASH_TEST_RECORDS
+chains     with copy: 64: whether a step verifies more rows than a block is drawn; "always chains": steps do where
+           they can. Behind the block stand the oracle's tokens, as far as it knows some, one of them wrong or none
 rehearsals what is rehearsed before the first request may change nothing but the padding page, and draws no random
            number of a later step; says so in `rehearsed`
 firsts     what forwards of requests import of this package, and which buffers they make, goes to firsts.jsonl;
@@ -199,12 +201,12 @@ def _poison(worker: Any) -> None:
     def then_poison(self: Any, batch: Any, *args: Any) -> Any:
         requests = batch.req_pool_indices.clone()
         seq_lens = self._slots.relay.new_seq_lens[requests]
-        result = decode(self, batch, *args)
+        reach, result = _reach(self, batch), decode(self, batch, *args)
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
         for request, old, new in zip(
             requests.tolist(), seq_lens.tolist(), result.new_seq_lens.tolist(), strict=True
         ):
-            rejected = table[request, new : old + _reach(self, len(requests))].long()
+            rejected = table[request, new : old + reach].long()
             for pool in _pools(self):
                 for buffer in _buffers(pool):
                     buffer[rejected] = float("nan")
@@ -587,7 +589,7 @@ def _sentinels(worker: Any) -> None:
         else:
             seq_lens = self._slots.relay.new_seq_lens[batch.req_pool_indices]
             start = seq_lens.clamp(max=longest_prefix(self.target_worker.model_runner))
-            columns = start[:, None] + torch.arange(_reach(self, len(start)))
+            columns = start[:, None] + torch.arange(_reach(self, batch))
             columns.clamp_(max=table.shape[1] - 1)
             own = table[batch.req_pool_indices.long()[:, None], columns]
         slots = own.flatten().long()
@@ -776,10 +778,10 @@ def _recurrent_states(worker: Any) -> list[torch.Tensor]:
     return [] if pool is None else [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
 
 
-def _reach(worker: Any, requests: int) -> int:
-    """Slots past its prefix that a step of so many requests may write of each: a block's, or a tree's."""
-    trees = (nodes for nodes, most in worker._states.trees.items() if requests <= most)
-    return max(worker.block_size, *trees, 0)
+def _reach(worker: Any, batch: Any) -> int:
+    """Slots past its prefix that a step of this batch may write of each: of a block, a tree or a chain."""
+    trees = (nodes for nodes, most in worker._states.trees.items() if len(batch.reqs) <= most)
+    return max(worker.block_size, batch.spec_info.chain, *trees)
 
 
 def _state_slots(batch: Any) -> set[int]:
@@ -823,12 +825,43 @@ def _copies(worker: Any, always: bool = False) -> None:
     rank = get_parallel().tp_rank
     path, copy = Path(os.environ[RECORDS_ENV]) / f"copies.{rank}.jsonl", Copies.propose
 
-    def and_tell(self: Any, batch: Any, block: Any, proposals: Any) -> None:
-        copy(self, batch, block, proposals)
+    def and_tell(self: Any, batch: Any, block: Any, proposals: Any) -> Any:
+        proposals = copy(self, batch, block, proposals)
         with path.open("a") as lines:
             print(json.dumps(proposals.tokens.tolist()), file=lines)
+        return proposals
 
     Copies.propose = and_tell
+
+
+def _chains(worker: Any, always: bool = False) -> None:
+    from dflash_sglang.drafting.copies import Copies
+    from dflash_sglang.width.chains import Chains
+
+    choices, draws = random.Random(4), random.Random(5)  # of the rank that decides, and of all
+    directory, extend = Path(os.environ[RECORDS_ENV]), Copies.extend
+    step, batches = worker._step, [None]
+    Chains.pay = lambda self, slots: always or choices.random() < 0.5
+
+    def then_step(self: Any, batch: Any, *args: Any) -> Any:
+        batches[0] = batch
+        return step(self, batch, *args)
+
+    def with_oracle(self: Any, block: Any, proposals: Any, chains: Any) -> None:
+        extend(self, block, proposals, chains)
+        ids, slots = (of.view(block.batch_size, -1) for of in (chains.ids, chains.slots))
+        for row, (req, prefix) in enumerate(zip(batches[0].reqs, block.prefix_lens.tolist(), strict=True)):
+            prompt = list(req.origin_input_ids)
+            if (path := _record_path(directory, prompt)).exists():
+                start = prefix + 1 - len(prompt)
+                known = json.loads(path.read_text())[start + block.size - 1 : start + ids.shape[1] - 1]
+                if draws.random() < 0.5 and known:
+                    known[draws.randrange(len(known))] = 7
+                there = slice(block.size, block.size + len(known))
+                ids[row, there] = torch.tensor(known, dtype=ids.dtype)
+                self.history[slots[row, there]] = ids[row, there].int()
+
+    worker._step, Copies.extend = then_step, with_oracle
 
 
 def _buffers(pool: Any) -> list[torch.Tensor]:
@@ -858,6 +891,8 @@ _HOOKS = {
     "probes": _probes,
     "copies": _copies,
     "always copies": functools.partial(_copies, always=True),
+    "chains": _chains,
+    "always chains": functools.partial(_chains, always=True),
     "rehearsals": _rehearsals,
     "firsts": _firsts,
     "seeds": _seeds,

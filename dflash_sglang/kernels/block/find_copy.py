@@ -1,6 +1,7 @@
 """Copies: where a request's last tokens stood before in its own text, and the tokens after them as proposals.
 
-Two launches per step: `find_copies` searches, `write_copies` learns from the step before and proposes.
+Two launches per step: `find_copies` searches, `write_copies` learns from the step before and proposes. A third,
+`extend_copies`, where a step verifies more rows than a block.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.head.pack_shard import Candidates
 
 LONGEST = 32  # tokens of a match that are compared
@@ -22,7 +24,7 @@ FADE = 1 - 1 / 32
 FIRST_FAILED, FIRST_EXPECTED = 10.5, 3.0
 FIRST_COMMITTED, FIRST_DRAFTED = 8.0, 2.0
 DRAFTED, COPIED = 1, 2  # what a step verified
-_PROPOSED_BY, _PREFIX, _LENGTH, _TOKENS = range(4)  # columns of `CopyTables.last`
+_PROPOSED_BY, _PREFIX, _LENGTH, _AFTER, _TOKENS = range(5)  # columns of `CopyTables.last`
 COMMITTED = 2  # column of `CopyTables.record`; infinite: nothing is copied
 _CHUNK = 256  # positions searched by one program
 _AT_ONCE = 8  # tokens before each of them that are compared at once: each comparison waits for two reads
@@ -38,14 +40,20 @@ class CopyTables(NamedTuple):
     # [rows, 4] float32, faded sums: failed copies, failures expected of the prior; tokens committed by steps of
     # the draft's proposals, such steps
     record: Tensor
-    # [rows, 3 + block - 1] int64, of the step before: DRAFTED, COPIED or 0; prefix; match length; copy, then -1
+    # [rows, 4 + longest - 1] int64, of the step before: DRAFTED, COPIED or 0; prefix; match length; position after
+    # the match; copy, then -1
     last: Tensor
     chances: Tensor  # [LONGEST + 1] float32, the prior chance that a copied token is wrong, by length of the match
-    counts: Tensor  # [4] int64 ever: copies proposed, their tokens, those accepted, their match lengths
+    # [5] int64 ever: copies proposed, their tokens, those accepted, their match lengths, tokens beyond the blocks
+    counts: Tensor
+    # [max_requests] float32, of the batch: the chance that a token of a copy is right, 0 unless all proposals of
+    # the block are copied
+    promised: Tensor
 
     @classmethod
-    def allocate(cls, slots: int, req_to_token: Tensor, block_size: int) -> CopyTables:
-        """Tables for slots 0 to slots - 1 that have seen nothing. block_size: of the widest blocks."""
+    def allocate(cls, slots: int, req_to_token: Tensor, longest: int) -> CopyTables:
+        """Tables for slots 0 to slots - 1 that have seen nothing. longest: rows that a step verifies of a request,
+        at most."""
         rows, device = req_to_token.shape[0], req_to_token.device
         chances = torch.ones(LONGEST + 1)
         for shortest, chance in _CHANCES:
@@ -55,9 +63,10 @@ class CopyTables(NamedTuple):
             req_to_token,
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros((rows, 4), device=device),
-            torch.zeros((rows, _TOKENS + block_size - 1), dtype=torch.int64, device=device),
+            torch.zeros((rows, _TOKENS + longest - 1), dtype=torch.int64, device=device),
             chances.to(device),
-            torch.zeros(4, dtype=torch.int64, device=device),
+            torch.zeros(5, dtype=torch.int64, device=device),
+            torch.zeros(rows, device=device),
         )
 
 
@@ -89,6 +98,15 @@ def write_copies(rows: CopyRows, tables: CopyTables) -> None:
     on with its own tokens. A copied proposal is certain. Matches are 0 afterwards.
     """
     (write_copies_triton if rows.tokens.is_cuda else write_copies_torch)(rows, tables)
+
+
+def extend_copies(rows: CopyRows, tables: CopyTables, out: Rows) -> None:
+    """Write chains of N rows, which begin with the blocks that `write_copies` has written, and their tokens to the
+    history. out [bs, N] each, contiguous.
+
+    Behind a block go the next tokens of its copy, and behind those, or where nothing was copied, token 0.
+    """
+    (extend_copies_triton if rows.tokens.is_cuda else extend_copies_torch)(rows, tables, out)
 
 
 def find_copies_torch(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
@@ -129,6 +147,7 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
             torch.where(copied.any(dim=1), COPIED, DRAFTED if steps else 0)[:, None],
             prefix_lens[:, None],
             lengths[:, None],
+            after[:, None],
             copy,
             copy.new_full((len(copy), tables.last.shape[1] - _TOKENS - steps), -1),
         ],
@@ -137,6 +156,7 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
     tables.counts[0] += copied.any(dim=1).sum()
     tables.counts[1] += copied.sum()
     tables.counts[3] += torch.where(copied.any(dim=1), lengths, 0).sum()
+    tables.promised[: len(tokens)] = torch.where(copied.all(dim=1), right, 0.0) if steps else 0.0
     tokens[:, 1:] = torch.where(copied, copy, tokens[:, 1:])
     tables.history[slots] = tokens.int()
     if logprobs is not None:
@@ -149,6 +169,25 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
             first = torch.arange(candidates.ids.shape[2], device=tokens.device) == 0
             value = torch.where(first, (certain.exp() if never == 0.0 else certain)[:, None, None], never)
             candidates.logprobs[:] = torch.where(copied[..., None], value, candidates.logprobs)
+
+
+def extend_copies_torch(rows: CopyRows, tables: CopyTables, out: Rows) -> None:
+    """The definition of `extend_copies` in torch operations."""
+    block, prefix_lens = rows.tokens.shape[1], rows.prefix_lens[:, None]
+    lane = torch.arange(out.ids.shape[1], device=rows.tokens.device)
+    last = tables.last[rows.requests]
+    after = last[:, _AFTER, None]
+    copy = _text(rows, tables, after + (lane - 1).clamp(min=0) % (prefix_lens + 1 - after).clamp(min=1))
+    copied = (last[:, _PROPOSED_BY, None] == COPIED) & ((copy < 0).cumsum(dim=1) == 0) & (lane >= block)
+    out.ids[:] = torch.where(copied, copy, 0)
+    out.ids[:, :block] = rows.tokens
+    out.positions[:] = prefix_lens + lane
+    out.slots[:] = tables.req_to_token[rows.requests[:, None].long(), out.positions]
+    tables.history[out.slots] = out.ids.int()
+    kept = torch.where(copied, copy, -1)[:, block:]
+    tables.last[rows.requests, _TOKENS + block - 1 : _TOKENS + out.ids.shape[1] - 1] = kept
+    tables.counts[1] += copied.sum()
+    tables.counts[4] += copied.sum()
 
 
 def chance_of_failure(record: Tensor, prior: Tensor) -> Tensor:
@@ -263,7 +302,7 @@ def write_copies_triton(rows: CopyRows, tables: CopyTables) -> None:
 def _write_copies_kernel(
     tokens_ptr, slots_ptr, prefix_ptr, requests_ptr,
     drawn_ptr, probs_ptr, logprobs_ptr, best_ptr, best_logprobs_ptr,
-    history_ptr, req_to_token_ptr, matches_ptr, record_ptr, last_ptr, chances_ptr, counts_ptr,
+    history_ptr, req_to_token_ptr, matches_ptr, record_ptr, last_ptr, chances_ptr, counts_ptr, promised_ptr,
     token_stride, row_stride, last_stride, logprob_stride,
     STEPS: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr, DRAWN: tl.constexpr, BEST: tl.constexpr,
     LEAST: tl.constexpr, GAIN: tl.constexpr, FADE: tl.constexpr,
@@ -285,7 +324,7 @@ def _write_copies_kernel(
     proposed_by, last_prefix, last_length = tl.load(last), tl.load(last + 1), tl.load(last + 2)
     committed = prefix - last_prefix
     live = (proposed_by > 0) & (committed > 0)
-    copy = tl.load(last + 3 + lane, mask=lane < MOST, other=-1)
+    copy = tl.load(last + 4 + lane, mask=lane < MOST, other=-1)
     told = live & (lane < committed) & (copy >= 0)
     place = last_prefix + 1 + lane
     slot = tl.load(row_ptr + place, mask=told & (place < prefix), other=0).to(tl.int64)
@@ -349,7 +388,9 @@ def _write_copies_kernel(
     tl.store(last, tl.zeros((), tl.int64) + kind)
     tl.store(last + 1, prefix)
     tl.store(last + 2, length)
-    tl.store(last + 3 + lane, copy, mask=lane < MOST)
+    tl.store(last + 3, after)
+    tl.store(last + 4 + lane, copy, mask=lane < MOST)
+    tl.store(promised_ptr + request, tl.where((count == STEPS) & (STEPS > 0), right, 0.0))
     if count > 0:
         tl.atomic_add(counts_ptr, tl.full((), 1, tl.int64))
         tl.atomic_add(counts_ptr + 1, count)
@@ -367,3 +408,54 @@ def _make_certain(ids_ptr, values_ptr, at, copy, copied, certain, never, COUNT: 
         candidate = tl.load(ids_ptr + at * COUNT + rank, mask=copied, other=0)
         tl.store(ids_ptr + at * COUNT + rank, first, mask=copied & (candidate == copy))
         tl.store(values_ptr + at * COUNT + rank, none + never, mask=copied)
+
+
+def extend_copies_triton(rows: CopyRows, tables: CopyTables, out: Rows) -> None:
+    """`extend_copies` as one Triton launch, one program per request."""
+    (bs, block), length = rows.tokens.shape, out.ids.shape[1]
+    _extend_copies_kernel[(bs,)](
+        rows.tokens, rows.prefix_lens, rows.requests, tables.history, tables.req_to_token, tables.last,
+        tables.counts, *out, rows.tokens.stride(0), tables.req_to_token.stride(0), tables.last.stride(0),
+        BLOCK=block, LENGTH=length, LANES=triton.next_power_of_2(length), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["token_stride"])
+def _extend_copies_kernel(
+    tokens_ptr, prefix_ptr, requests_ptr, history_ptr, req_to_token_ptr, last_ptr, counts_ptr,
+    ids_ptr, positions_ptr, slots_ptr,
+    token_stride, row_stride, last_stride,
+    BLOCK: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    row = tl.load(requests_ptr + request).to(tl.int64)
+    prefix = tl.load(prefix_ptr + request).to(tl.int64)
+    row_ptr = req_to_token_ptr + row * row_stride
+    last = last_ptr + row * last_stride
+    own = tokens_ptr + request * token_stride
+    anchor = tl.load(own).to(tl.int64)
+    tokens = tl.load(own + lane, mask=lane < BLOCK, other=0).to(tl.int64)
+
+    after, copying = tl.load(last + 3), tl.load(last) == 2
+    there = copying & (lane > 0) & (lane < LENGTH)
+    place = after + (lane - 1) % tl.maximum(prefix + 1 - after, 1)
+    slot = tl.load(row_ptr + place, mask=there & (place < prefix), other=0).to(tl.int64)
+    copy = tl.load(history_ptr + slot, mask=there & (place < prefix), other=-1).to(tl.int64)
+    copy = tl.where(there & (place == prefix), anchor, copy)
+    end = tl.min(tl.where((copy < 0) & (lane > 0), lane, LANES), axis=0)
+    copied = there & (lane < end) & (lane >= BLOCK)
+
+    ids = tl.where(lane < BLOCK, tokens, tl.where(copied, copy, 0))
+    slots = tl.load(row_ptr + prefix + lane, mask=lane < LENGTH, other=0).to(tl.int64)
+    at = request * LENGTH + lane
+    tl.store(ids_ptr + at, ids, mask=lane < LENGTH)
+    tl.store(positions_ptr + at, prefix + lane, mask=lane < LENGTH)
+    tl.store(slots_ptr + at, slots, mask=lane < LENGTH)
+    beyond = (lane >= BLOCK) & (lane < LENGTH)
+    tl.store(history_ptr + slots, ids.to(tl.int32), mask=beyond)
+    tl.store(last + 3 + lane, tl.where(copied, copy, -1), mask=beyond)
+    count = tl.sum(copied.to(tl.int64), axis=0)
+    if count > 0:
+        tl.atomic_add(counts_ptr + 1, count)
+        tl.atomic_add(counts_ptr + 4, count)

@@ -53,8 +53,8 @@ def test_slots_hold_the_tokens_of_a_prefill_and_placeholders_match_nothing() -> 
 
 def test_the_memory_is_that_of_a_token_a_slot_and_of_a_record_a_request() -> None:
     rows, block = 3, 4
-    matches, record, last = rows * 8, rows * 4 * 4, rows * (3 + block - 1) * 8
-    assert copies().nbytes == 16 * 4 + matches + record + last + 33 * 4 + 4 * 8
+    matches, record, last = rows * 8, rows * 4 * 4, rows * (4 + block - 1) * 8
+    assert copies().nbytes == 16 * 4 + matches + record + last + 33 * 4 + 5 * 8 + rows * 4
 
 
 def test_records_begin_with_a_prefill_and_go_on_for_requests_that_decode_beside_it() -> None:

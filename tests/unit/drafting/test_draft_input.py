@@ -54,6 +54,67 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
         assert r == limit or r >= c + 2 * block
 
 
+class Pool:
+    """Requests of one or more blocks in a row of 300 tokens; free slots of a pool."""
+
+    def __init__(self, block: int, page: int, free: int) -> None:
+        self.slots, self.block, self.page, self.free = reservation(block, 300, page), block, page, free
+        self.slots.serve_chains({32: 4, 64: 2})
+
+    def reserve(self, committed: list[int], allocated: list[int]) -> Any:
+        reqs = [
+            SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=a))
+            for c, a in zip(committed, allocated, strict=True)
+        ]
+        allocator = SimpleNamespace(check_decode_capacity=lambda num_tokens, **_: num_tokens <= self.free)
+        batch = SimpleNamespace(
+            reqs=reqs, token_to_kv_pool_allocator=allocator, spec_algorithm=None, **dict.fromkeys(OF_A_BATCH)
+        )
+        with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"):
+            reserved = self.slots.reserve(batch)
+        return reserved.chain, reserved.lengths.tolist()
+
+
+def test_long_chains_are_reserved_for_few_requests_where_their_rows_and_free_slots_have_room() -> None:
+    for committed, free, chain in (
+        ([10], 1000, 64),
+        ([10, 20], 1000, 64),
+        ([10, 20, 30], 1000, 32),
+        ([10] * 4, 1000, 32),
+        ([10] * 5, 1000, 0),
+        ([10], 16 + 64 + 16, 64),
+        ([10], 16 + 64 + 15, 0),
+        ([300 - 96], 1000, 64),
+        ([300 - 95], 1000, 0),
+    ):
+        got, lengths = Pool(16, 1, free).reserve(committed, committed)
+        ahead = 16 + (chain + 16 if chain else 16)
+        assert (got, lengths) == (chain, [min(c + ahead, 300) for c in committed]), (committed, free)
+
+
+@given(
+    page=st.sampled_from([1, 16]),
+    steps=st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(1, 64)), min_size=1, max_size=12),
+)
+def test_every_step_finds_the_slots_that_it_writes_and_takes_no_more_than_sglang_counts_on(page, steps):
+    """Overlapped: what the step before commits is not known yet. SGLang looks for two blocks past what is."""
+    pool, block = Pool(16, page, 0), 16
+    known, really, allocated, in_flight = 10, 10, 10, 0
+    for requests, has_room, commits in steps:
+        pool.free = 10**6 if has_room else 0
+        counted = -(-max(known + 2 * block - allocated, 0) // page) * page
+        chain, (length, *_) = pool.reserve([known] * requests, [allocated] * requests)
+        if not chain:
+            assert length - allocated <= counted + (page - 1 if page > 1 else 0), (length, allocated, counted)
+        rows = chain or block
+        if really + rows > pool.slots.row_limit:
+            break  # blocks near the end of a row are the context's limit
+        assert length >= really + rows
+        known, allocated = known + in_flight, length
+        in_flight = min(commits, rows)
+        really += in_flight
+
+
 @given(
     committed=st.lists(st.integers(1, CONTEXT + 20), min_size=1, max_size=5),
     width=st.integers(1, 16),

@@ -159,3 +159,15 @@ def test_a_step_that_follows_something_else_is_not_timed_and_a_rehearsed_one_nei
         split.drafted()
         split.end(0.0)
     assert split.timed == 0 and not split._marks
+
+
+def test_a_chain_beyond_the_block_counts_its_rows_at_positions_up_to_the_longest_chains() -> None:
+    counts = Counts(4 * BLOCK, ragged=True, chooses=True)
+    counts.add(DoneStep(BLOCK, [2 * BLOCK - 1, 3], np.array([4 * BLOCK, BLOCK]), chain=2 * BLOCK))
+    counts.add(DoneStep(BLOCK, [BLOCK - 1], np.array([4 * BLOCK])))
+    told, last = counts.snapshot(), 2 * BLOCK - 1
+    assert told["verified"] == [3] * (BLOCK - 1) + [1] * BLOCK + [0] * (2 * BLOCK)
+    assert told["accepted"] == [3] * 3 + [2] * (BLOCK - 4) + [1] * BLOCK + [0] * (2 * BLOCK)
+    assert sum(told["accepted"]) == last + 3 + BLOCK - 1
+    assert (told["verified_rows"], told["drafted_proposals"]) == (5 * BLOCK, 3 * (BLOCK - 1))
+    assert counts.shapes == {Shape(2 * BLOCK, "copy", "chosen"): 1, Shape(BLOCK, "whole", "chosen"): 1}

@@ -63,7 +63,8 @@ def test_a_server_has_series_only_of_gains_that_it_estimates_and_of_copies_that_
     counts = Counts(BLOCK, ragged=False, chooses=gains is not None)
     bins = {"from": [0.9, 0.0], "verified": [5.0, 3.0], "expected": [4.8, 0.5], "accepted": [4.0, 1.0]}
     told = [None, None] if gains is None else [lambda: gains, lambda: bins]
-    copied = None if gains is None else lambda: {"proposed": 30, "accepted": 20, "mean_match": 9.5}
+    of_copies = {"proposed": 30, "beyond_block": 10, "accepted": 20, "mean_match": 9.5}
+    copied = None if gains is None else lambda: of_copies
     observer = Observer(counts, Alarm(BLOCK), causes, told[0], StepSplit(Clock()), told[1], copied)
     observer.verified(DoneStep(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK)), 100)
     observer.report(reporter)
@@ -71,8 +72,9 @@ def test_a_server_has_series_only_of_gains_that_it_estimates_and_of_copies_that_
     assert found["dflash_accept_length"] == 2 and "dflash_accept_length_after_warm_up" not in found
     names = ("dflash_gain_over_plain", "dflash_gain_over_whole_blocks")
     assert tuple(found.get(name) for name in names) == (gains or (None, None))
-    of_copies = found.get("dflash_copied_proposals_total"), found.get("dflash_accepted_copies_total")
-    assert of_copies == ((None, None) if gains is None else (30, 20))
+    names = ("copied_proposals", "copied_beyond_blocks", "accepted_copies")
+    counted = tuple(found.get(f"dflash_{name}_total") for name in names)
+    assert counted == ((None,) * 3 if gains is None else (30, 10, 20))
     chances = {
         (sample.name.split("_")[2], sample.labels["at_least"]): sample.value
         for metric in registry.collect()

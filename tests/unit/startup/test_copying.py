@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
-from dflash_sglang.startup.copying import copies_in_words, renamed_slots_problem
+from dflash_sglang.startup.copying import beyond_blocks_problem, copies_in_words, renamed_slots_problem
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,12 @@ from dflash_sglang.startup.copying import copies_in_words, renamed_slots_problem
         ({}, None, 'off (copy is "off")'),
         ({"copy": "off"}, "--enable-hierarchical-cache", 'off (copy is "off")'),
         ({"copy": "block"}, None, "block"),
+        ({"copy": 64}, None, "64"),
+        (
+            {"copy": 64},
+            "--enable-hierarchical-cache",
+            "off (--enable-hierarchical-cache brings KV without its tokens)",
+        ),
         (
             {"copy": "block", "simulated_acceptance": [0.5]},
             None,
@@ -36,11 +42,18 @@ def test_copies_are_proposed_where_asked_for_and_where_tokens_of_slots_are_known
 
 
 def test_another_value_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(PluginConfigError, match=r"copy='all' \(str\): expected one of off, block"):
-        PluginConfig.from_mapping({"copy": "all"})
+    for value, shown in (("all", r"'all' \(str\)"), (32, r"32 \(int\)"), ("64", r"'64' \(str\)")):
+        with pytest.raises(PluginConfigError, match=f"copy={shown}: expected one of off, block, 64"):
+            PluginConfig.from_mapping({"copy": value})
 
 
 def test_pools_that_rename_slots_are_refused_with_the_setting() -> None:
-    assert str(renamed_slots_problem()) == (
+    assert str(renamed_slots_problem("block")) == (
         "DFLASH_SGLANG_CONFIG copy='block': expected 'off' with KV pools that rename slots. Leave it out."
+    )
+
+
+def test_a_launch_that_cannot_copy_beyond_the_block_is_told_why_and_what_to_set() -> None:
+    assert str(beyond_blocks_problem("steps have one width only")) == (
+        "DFLASH_SGLANG_CONFIG copy=64: expected 'block', because steps have one width only. Set it to 'block'."
     )

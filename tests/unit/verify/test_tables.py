@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,3 +54,26 @@ def test_the_relay_has_the_rows_of_req_to_token_in_the_memory_that_was_taken(
     assert relay.new_seq_lens[rows - 1] == 9 + BLOCK and relay.output_tokens[rows - 1] == BLOCK
     with pytest.raises(ValueError, match="found 8 rows, expected at most .* --max-running-requests"):
         acceptor.slots.fit(8)
+
+
+def test_a_step_may_commit_longer_chains_of_few_requests_than_blocks_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dflash_sglang.drafting import step_slots
+    from dflash_sglang.verify.acceptance import Acceptor
+
+    monkeypatch.setattr(step_slots, "offer_future_relay_buffers", lambda relay: None)
+    slots = step_slots.StepSlots(3, BLOCK, "cpu", {8: 4, 16: 2})
+    acceptor, chain, rows = Acceptor(slots), 16, torch.tensor([1, 2])
+    assert slots.longest == chain
+    acceptor.set_max_commit(np.array([2]), np.array([9]))
+    slots.current.copy_(torch.tensor(slots.next()))
+    ids = torch.arange(chain).repeat(2, 1)
+    acceptor.accept(ids, ids + 1, torch.tensor([5, 5]), rows)
+    done = slots.outcome(2, chain)
+    assert done.commit_lens.tolist() == [chain, 9]
+    assert done.target_ids.tolist() == (ids + 1).tolist()
+    assert done.packed[-2 * chain :].tolist() == (ids + 1).flatten().tolist()
+    padded = torch.arange(8).repeat(4, 1)  # a graph's, with a request that is nobody's
+    acceptor.accept(padded, padded + 1, torch.tensor([5] * 4), torch.tensor([1, 2, 0, 0]))
+    assert slots.outcome(2, 8).commit_lens.tolist() == [8, 8]

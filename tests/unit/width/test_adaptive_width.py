@@ -36,8 +36,8 @@ class Policy:
 
     def __init__(self, widths: list[int]) -> None:
         self.widths, self.told, self.needs_full_blocks = widths, [], []
-        self.prefills, self.of_draft = [], []
-        self.requests, self.budgets = Requests(BLOCK, 16), [16, 48]
+        self.prefills, self.of_draft, self.longest = [], [], []
+        self.requests, self.budgets, self.chains = Requests(BLOCK, 16), [16, 48], False
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
     def prefill(self, tokens: int) -> None:
@@ -46,7 +46,8 @@ class Policy:
     def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
         self.told.append(("admit", slots.tolist(), most, least))
 
-    def choose(self, slots: np.ndarray, context: int, needs_full_blocks: bool) -> Any:
+    def choose(self, slots: np.ndarray, context: int, needs_full_blocks: bool, longest: int) -> Any:
+        self.longest.append(longest)
         self.told.append(("choose", slots.tolist(), context))
         self.needs_full_blocks.append(needs_full_blocks)
         number, budget = len(self.needs_full_blocks), None if needs_full_blocks else 48
@@ -133,8 +134,9 @@ def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
     )
 
 
-def launched(logprobs: Any = None, lens: Any = None, mass: Any = None) -> Any:
-    return SimpleNamespace(logprobs=logprobs, verified_lens=lens, mass=mass, num_correct_drafts_per_req_cpu=None)
+def launched(logprobs: Any = None, lens: Any = None, mass: Any = None, promised: Any = None) -> Any:
+    of_draft = dict(logprobs=logprobs, verified_lens=lens, mass=mass, promised=promised)
+    return SimpleNamespace(**of_draft, num_correct_drafts_per_req_cpu=None)
 
 
 def launch(widths: Any, batch: Any, *of_draft: Any) -> Any:
@@ -217,7 +219,25 @@ def test_a_tree_is_put_to_use_and_what_its_nodes_weigh_comes_with_its_result() -
     assert widths.used == ["tree 32", 8]
     for result in results:
         come_back(widths, result, [1])
-    assert policy.of_draft == [[[[-0.5]], None, [[0.0, -0.5, -1.0]]], [None] * 3]
+    assert policy.of_draft == [[[[-0.5]], None, [[0.0, -0.5, -1.0]], None], [None] * 4]
+
+
+def test_a_step_may_verify_long_chains_where_all_are_greedy_and_none_needs_blocks_and_tells_what_they_promised():
+    widths, policy, _ = adaptive([8] * 5)
+    policy.chains = True
+    for greedy, full_blocks, chain in (
+        (True, None, 64),
+        (True, None, 0),
+        (False, None, 64),
+        (True, "adjusted", 64),
+    ):
+        batch = decoding(1)
+        batch.sampling_info, batch.spec_info.chain = SimpleNamespace(is_all_greedy=greedy), chain
+        widths.next(batch, full_blocks)
+    assert policy.longest == [64, 0, 0, 0]
+    batch.sampling_info = SimpleNamespace(is_all_greedy=True)
+    come_back(widths, launch(widths, batch, None, None, None, torch.tensor([0.5])), [1])
+    assert policy.of_draft[-1][-1] == [0.5]
 
 
 def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_step() -> None:
@@ -227,7 +247,7 @@ def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_
     results = [launch(widths, decoding(1), *both) for both in tensors]
     for result in results:
         come_back(widths, result, [1])
-    assert policy.of_draft == [[*of, None] for of in of_draft]
+    assert policy.of_draft == [[*of, None, None] for of in of_draft]
 
 
 def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit() -> None:

@@ -344,9 +344,10 @@ def test_a_group_of_one_chooses_as_no_group_does() -> None:
 
 def test_a_decision_is_the_same_for_the_ranks_that_are_told_of_it() -> None:
     told = (
-        Decision(4, None, None, "probe", 0.5, 1.0, 1.5, 2.0),
-        Decision(6, 48, None, "limit", 0.25, 0.75, 3.0, 4.0),
-        Decision(16, None, 32, "gain", 0.25, 1.25, 3.0, 4.0),
+        Decision(4, None, None, None, "probe", 0.5, 1.0, 1.5, 2.0),
+        Decision(6, 48, None, None, "limit", 0.25, 0.75, 3.0, 4.0),
+        Decision(16, None, 32, None, "gain", 0.25, 1.25, 3.0, 4.0),
+        Decision(16, None, None, 64, "copy", 0.0, 1.0, 3.0, 4.0),
     )
     for decision in told:
         assert Decision.from_row(decision.row()) == decision
