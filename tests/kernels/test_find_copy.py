@@ -137,9 +137,9 @@ def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, 
     assert not case.tables.matches.any()
 
 
-@pytest.mark.parametrize("longest", [BLOCK + 3, 4 * BLOCK])
+@pytest.mark.parametrize("longest", [BLOCK + 6, 4 * BLOCK])
 @settings(max_examples=40, **PROPERTY)
-@given(texts=texts.map(lambda of: [text[:60] + [1] for text in of]), seed=st.integers(0, 99))
+@given(texts=texts.map(lambda of: [repeated(9), *(text[:60] + [1] for text in of[1:])]), seed=st.integers(0, 99))
 def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, device, longest, texts, seed):
     rows = longest - 3
     case = new_case(texts, device, seed=seed, longest=longest)
@@ -162,6 +162,7 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
         assert case.tables.history[chains.slots[row]].tolist() == chain
         kept = case.tables.last[request, 4 + BLOCK - 1 :].tolist()
         assert kept == copy + [-1] * (longest - BLOCK - len(copy))
+    assert beyond >= rows - BLOCK, "of the first text"
     assert case.tables.counts.tolist() == [counts[0], counts[1] + beyond, *counts[2:4], beyond]
 
 
