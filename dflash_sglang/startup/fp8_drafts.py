@@ -13,6 +13,7 @@ import torch
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts, draft_config, tensor_facts, weights_directory
+from dflash_sglang.checkpoint.mtp import holds_mtp
 from dflash_sglang.sglang_names.launcher import declare_resolution, resolving_view
 from dflash_sglang.startup.decisions import draft_ranks
 from dflash_sglang.startup.quantisation_checks import FLAG
@@ -37,7 +38,10 @@ def quantise_where_shorter(server_args: Any) -> None:
     if cfg._speculative_draft_quantization_explicitly_set or cfg.speculative_draft_model_quantization is not None:
         return  # the latter alone: the target's --quantization
     path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
-    spec = DraftSpec.from_config(draft_config(path, revision))
+    config = draft_config(path, revision)
+    if holds_mtp(config):
+        return  # they are the target's own layers, in its dtype
+    spec = DraftSpec.from_config(config)
     tensors = tensor_facts(weights_directory(path, revision, cfg.download_dir))
     reason = obstacle(spec, tensors, draft_ranks(cfg), cfg.dtype, torch.cuda.get_device_capability())
     if reason is not None:

@@ -200,7 +200,7 @@ def test_launches_that_are_not_served(case: str, checkpoint: Path, launcher: Non
 @pytest.fixture
 def on_gpu(launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start-up takes the device for a GPU."""
-    from dflash_sglang.startup import decisions
+    from dflash_sglang.startup import decisions, fp8_drafts
 
     view = decisions.resolving_view
 
@@ -213,7 +213,8 @@ def on_gpu(launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._of, name)
 
-    monkeypatch.setattr(decisions, "resolving_view", lambda server_args: OnGpu(view(server_args)))
+    for module in (decisions, fp8_drafts):
+        monkeypatch.setattr(module, "resolving_view", lambda server_args: OnGpu(view(server_args)))
 
 
 @pytest.mark.matrix(
