@@ -5,8 +5,8 @@
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
-#                    pair proposals quantised long_context long_128k copy_kernels copy_edits copy_plain house house_starts
-#                    observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
+#                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
+#                    house house_starts observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -119,7 +119,8 @@ for name in "$@"; do
     quantised) part wild_quantised quantised ;;
     long_context) part wild_long_context long_context ;;
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
-    copy_edits) copies edits --texts rewrite edits ;;
+    copy_block) copies block --texts rewrite edits ;;
+    copy_edits) copies edits --texts rewrite edits --copy 64 --concurrency 1 8 --seconds 4 ;;
     copy_plain) copies plain --texts code prose ;;
     copy_kernels) part copy_kernels copy_kernels ;;
     house) paired house "" ;;
