@@ -28,18 +28,19 @@ class Reserved(NamedTuple):
     lengths: torch.Tensor  # [bs] int32, tokens with slots; stands until the ring comes round
     lengths_sum: int
     chain: int  # rows of the longest chain that the step may verify, 0: no longer one than a block
+    no_trees: str | None  # why the step may verify no tree: "context_end", "pool_full"; None if it may
 
 
 class SlotReservation:
     """Reserves the slots of the next blocks of every request of a batch.
 
     Overlap scheduling launches a step before the accept of the previous one is known on the host, so a
-    request may be one block further than its committed length says: two blocks past it are reserved, or a block
-    and the widest tree that its batch can have. A reservation never exceeds `row_limit`, the last whole page of a
-    request's row of `req_to_token`.
+    request may be one block further than its committed length says: two blocks past it are reserved. A reservation
+    never exceeds `row_limit`, the last whole page of a request's row of `req_to_token`.
 
-    Where a step may verify chains that are longer than a block, and memory and rows have room for it, the chain is
-    reserved and a block more. So the step after it finds the slots that SGLang does not know it needs.
+    SGLang sees to free slots for that, and to no more. So the widest tree that the batch can have is reserved
+    where rows and pool have room for it, and likewise a chain that is longer than a block: with a block more, so
+    that the step after it finds its slots.
     """
 
     def __init__(self, max_requests: int, block_size: int, row_width: int, page_size: int, device: str):
@@ -62,10 +63,6 @@ class SlotReservation:
         """chains: {rows: the most requests of a step}, more rows than a block."""
         self._chains = chains
 
-    def cut(self, batch: ScheduleBatch) -> bool:
-        """Whether a request of this batch is so near the end of its row that a tree might not fit."""
-        return bool(self._trees) and int(batch.spec_info.nxt_kv_lens_cpu.max()) >= self.row_limit
-
     def reserve(self, batch: ScheduleBatch) -> Reserved:
         """Allocate slots into `req_to_token`."""
         kvs = [req.kv for req in batch.reqs]
@@ -74,7 +71,7 @@ class SlotReservation:
         lengths = self._ring[self._turn].views(len(kvs))
         lengths.allocated[:] = allocated
         committed_array = np.array(committed, dtype=np.int64)
-        chain = self._bound(batch, committed_array, lengths)
+        chain, no_trees = self._bound(batch, committed_array, lengths)
         reserved_sum = int(np.add.reduce(lengths.reserved))
         lengths.device.copy_(lengths.host, non_blocking=True)
         alloc_for_spec_decode(
@@ -89,41 +86,51 @@ class SlotReservation:
             num_needed_tokens=reserved_sum - sum(allocated),
             batch=batch,
         )
-        return Reserved(
-            torch.from_numpy(committed_array), sum(committed), lengths.host_reserved, reserved_sum, chain
-        )
+        committed_lens = torch.from_numpy(committed_array)
+        return Reserved(committed_lens, sum(committed), lengths.host_reserved, reserved_sum, chain, no_trees)
 
-    def _bound(self, batch: ScheduleBatch, committed: np.ndarray, lengths: LengthViews) -> int:
-        """`lengths.reserved`: two blocks past committed [bs] in whole pages, within the row; never fewer than are
-        allocated. Returns the rows of the longest chain that was reserved."""
-        bs, before = len(committed), self._in_flight
-        nodes = (nodes for nodes, requests in self._trees.items() if bs <= requests)
-        wanted = self._whole_pages(committed + before + max(self.block_size, *nodes, 0))
-        chain = max((rows for rows, requests in self._chains.items() if bs <= requests), default=0)
+    def _bound(self, batch: ScheduleBatch, committed: np.ndarray, lengths: LengthViews) -> tuple[int, str | None]:
+        """`lengths.reserved`: two blocks past committed [bs] or more, in whole pages, within the row; never fewer
+        than are allocated. Returns the rows of the longest chain that was reserved, and why no tree was."""
+        chain, nodes = (
+            max((rows for rows, requests in of.items() if len(committed) <= requests), default=0)
+            for of in (self._chains, self._trees)
+        )
+        ahead, no_trees = committed + self._in_flight, None
+        wanted = self._whole_pages(ahead + self.block_size)
         if chain:
-            more = np.maximum(self._whole_pages(committed + before + chain + self.block_size), wanted)
-            if self._have_room(batch, more, lengths.allocated):
+            more = self._whole_pages(ahead + chain + self.block_size)
+            if self._obstacle(batch, more, lengths.allocated) is None:
                 wanted = more
             else:
                 chain = 0
+        if nodes:
+            more = np.maximum(self._whole_pages(ahead + nodes), wanted)
+            no_trees = self._obstacle(batch, more, lengths.allocated)
+            if no_trees is None:
+                wanted = more
         self._in_flight = chain or self.block_size
         np.minimum(wanted, self.row_limit, out=wanted)
         np.maximum(wanted, lengths.allocated, out=lengths.reserved)
-        return chain
+        return chain, no_trees
 
     def _whole_pages(self, tokens: np.ndarray) -> np.ndarray:
         if self.page_size == 1:
             return tokens
         return (tokens + (self.page_size - 1)) // self.page_size * self.page_size
 
-    def _have_room(self, batch: ScheduleBatch, wanted: np.ndarray, allocated: np.ndarray) -> bool:
-        """Whether rows and free slots have room for so many tokens [bs]; evicts what is cached, as SGLang does."""
-        return bool(wanted.max() <= self.row_limit) and batch.token_to_kv_pool_allocator.check_decode_capacity(
+    def _obstacle(self, batch: ScheduleBatch, wanted: np.ndarray, allocated: np.ndarray) -> str | None:
+        """Why rows or free slots have no room for so many tokens [bs]; None if they have. Evicts what is cached,
+        as SGLang does."""
+        if wanted.max() > self.row_limit:
+            return "context_end"
+        room = batch.token_to_kv_pool_allocator.check_decode_capacity(
             num_tokens=int(np.maximum(wanted - allocated, 0).sum()),
             tree_cache=batch.tree_cache,
             requests=batch.reqs,
             spec_algorithm=batch.spec_algorithm,
         )
+        return None if room else "pool_full"
 
 
 class LengthViews(NamedTuple):
@@ -184,7 +191,8 @@ class DFlashDraftInput(DFlashDraftInputV2):
     # As of the step that comes, as far as the host knows: an attention backend that takes lengths from the GPU has
     # none of them in the batch.
     committed_sum: int = 0
-    chain: int = 0  # as `Reserved` has it
+    chain: int = 0  # as `Reserved` has it, and the next
+    no_trees: str | None = None
 
     @classmethod
     def create(
@@ -213,7 +221,7 @@ class DFlashDraftInput(DFlashDraftInputV2):
         self.committed_sum = reserved.committed_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = reserved.committed, reserved.committed_sum
         self.nxt_kv_lens_cpu, self.nxt_kv_lens_sum = reserved.lengths, reserved.lengths_sum
-        self.chain = reserved.chain
+        self.chain, self.no_trees = reserved.chain, reserved.no_trees
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep the requests of these rows [n]. SGLang's filters fields that DFLASH leaves empty as well."""

@@ -111,3 +111,16 @@ def test_near_the_end_of_the_context_trees_give_way_to_chains(tmp_path):
     assert answer["output_ids"] == plain["output_ids"]
     assert len(grown(tmp_path)) == 1
     assert state["dflash_acceptance"]["shapes"]["whole"]["context_end"] > 0
+
+
+def test_a_pool_that_has_no_slots_for_a_tree_serves_chains(tmp_path):
+    """At their end two requests need 2 * (170 + 16 + 16) slots, and with trees of 64 nodes 2 * (170 + 16 + 64)."""
+    asked = [request(text[:20], 150) for text in prompts()[:2]]
+    flags = dict(max_total_tokens=420, max_running_requests=2, chunked_prefill_size=64)
+    with serve(TARGET, disable_radix_cache=True, **flags) as server:
+        plain = [server.generate(**one)["output_ids"] for one in asked]
+    with trees(tmp_path, [64], "grown,sentinels", **flags) as server:
+        answers = ask(server, asked)
+        (state,) = server.get("/server_info")["internal_states"]
+    assert [answer["output_ids"] for answer in answers] == plain
+    assert grown(tmp_path) and state["dflash_acceptance"]["shapes"]["whole"]["pool_full"] > 0

@@ -780,7 +780,8 @@ def _recurrent_states(worker: Any) -> list[torch.Tensor]:
 
 def _reach(worker: Any, batch: Any) -> int:
     """Slots past its prefix that a step of this batch may write of each: of a block, a tree or a chain."""
-    trees = (nodes for nodes, most in worker._states.trees.items() if len(batch.reqs) <= most)
+    served = worker._states.trees if batch.spec_info.no_trees is None else {}
+    trees = (nodes for nodes, most in served.items() if len(batch.reqs) <= most)
     return max(worker.block_size, batch.spec_info.chain, *trees)
 
 
