@@ -398,6 +398,7 @@ def _widths(worker: Any) -> None:
     from dflash_sglang.width.choice import Choice, Chooser
 
     startup.PASSES, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
+    _take_a_second()
     draws = random.Random(0)
 
     def some(self: Any, bucket: int, allowed: Sequence[int], *_: Any) -> Choice:
@@ -458,23 +459,27 @@ def _shares(worker: Any) -> None:
 
 
 def _trees(worker: Any, always: bool = False) -> None:
-    import numpy as np
-
     from dflash_sglang.width.decider import Decider
-    from dflash_sglang.width.step_times import StepTimes
 
-    allowed, filled = Decider._allowed, StepTimes._filled
-
-    def in_a_second(self: Any, base: Any) -> Any:
-        """What nobody measured, which the policy would not choose."""
-        return np.nan_to_num(filled(self, base), posinf=1.0)
+    allowed = Decider._allowed
 
     def trees_more_often(self: Any, *load: Any) -> list[int]:
         kinds = allowed(self, *load)
         trees = [kind for kind in kinds if self.kinds[kind].nodes]
         return trees if trees and always else kinds + 4 * trees
 
-    Decider._allowed, StepTimes._filled = trees_more_often, in_a_second
+    Decider._allowed = trees_more_often
+    _take_a_second()
+
+
+def _take_a_second() -> None:
+    """Steps of trees that nobody measured, which the policy would not choose: their time is infinite."""
+    import numpy as np
+
+    from dflash_sglang.width.step_times import StepTimes
+
+    filled = StepTimes._filled
+    StepTimes._filled = lambda self, base: np.nan_to_num(filled(self, base), posinf=1.0)
 
 
 def _grown(worker: Any) -> None:
