@@ -350,11 +350,8 @@ def _write_copies_kernel(
     key = tl.load(matches_ptr + request)
     tl.store(matches_ptr + request, tl.zeros((), tl.int64))
     length, after = key >> 32, key & 0xFFFFFFFF
-    place = after + lane % tl.maximum(prefix + 1 - after, 1)
     inside = (length > 0) & (lane < STEPS)
-    slot = tl.load(row_ptr + place, mask=inside & (place < prefix), other=0).to(tl.int64)
-    copy = tl.load(history_ptr + slot, mask=inside & (place < prefix), other=-1).to(tl.int64)
-    copy = tl.where(inside & (place == prefix), anchor, copy)
+    copy = _copy_of(row_ptr, history_ptr, prefix, anchor, after, lane, inside)
     end = tl.min(tl.where(copy < 0, lane, LANES), axis=0)
     copy = tl.where(lane < end, copy, -1)
     level = (failed_sum + FIRST_FAILED) / (expected + FIRST_EXPECTED)
@@ -395,6 +392,17 @@ def _write_copies_kernel(
         tl.atomic_add(counts_ptr, tl.full((), 1, tl.int64))
         tl.atomic_add(counts_ptr + 1, count)
         tl.atomic_add(counts_ptr + 3, length)
+
+
+@triton.jit
+def _copy_of(row_ptr, history_ptr, prefix, anchor, after, step, there):
+    """Tokens of these steps of the copy that begins at position `after`, -1 elsewhere. Past the last token, the
+    anchor, it goes on with its own."""
+    place = after + step % tl.maximum(prefix + 1 - after, 1)
+    known = there & (place < prefix)
+    slot = tl.load(row_ptr + place, mask=known, other=0).to(tl.int64)
+    copy = tl.load(history_ptr + slot, mask=known, other=-1).to(tl.int64)
+    return tl.where(there & (place == prefix), anchor, copy)
 
 
 @triton.jit
@@ -439,10 +447,7 @@ def _extend_copies_kernel(
 
     after, copying = tl.load(last + 3), tl.load(last) == 2
     there = copying & (lane > 0) & (lane < LENGTH)
-    place = after + (lane - 1) % tl.maximum(prefix + 1 - after, 1)
-    slot = tl.load(row_ptr + place, mask=there & (place < prefix), other=0).to(tl.int64)
-    copy = tl.load(history_ptr + slot, mask=there & (place < prefix), other=-1).to(tl.int64)
-    copy = tl.where(there & (place == prefix), anchor, copy)
+    copy = _copy_of(row_ptr, history_ptr, prefix, anchor, after, lane - 1, there)
     end = tl.min(tl.where((copy < 0) & (lane > 0), lane, LANES), axis=0)
     copied = there & (lane < end) & (lane >= BLOCK)
 
