@@ -22,7 +22,7 @@ from tests.support.engines import greedy_params, serve
 CHOOSING = {"dflash_gain_over_plain", "dflash_gain_over_whole_blocks"} | {
     f"dflash_chance_{kind}_total" for kind in ("verified", "expected", "accepted")
 }
-COPYING = {"dflash_copied_proposals_total", "dflash_accepted_copies_total"}
+COPYING = {f"dflash_{name}_total" for name in ("copied_proposals", "copied_beyond_blocks", "accepted_copies")}
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))

@@ -784,7 +784,9 @@ def _recurrent_states(worker: Any) -> list[torch.Tensor]:
 
 
 def _reach(worker: Any, batch: Any) -> int:
-    """Slots past its prefix that a step of this batch may write of each: of a block, a tree or a chain."""
+    """Slots past its prefix that a step of this batch may write of each: of a block, a tree or a chain; none of an idle batch."""
+    if batch.forward_mode.is_idle():
+        return 0
     served = worker._states.trees if batch.spec_info.no_trees is None else {}
     trees = (nodes for nodes, most in served.items() if len(batch.reqs) <= most)
     return max(worker.block_size, batch.spec_info.chain, *trees)
