@@ -424,4 +424,4 @@ def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(m
         block, proposals, forward = (mock.MagicMock() for _ in range(3))
         under_test._accept_as_asked(batch, block, proposals, mock.MagicMock(), forward, None, None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
-    assert under_test.full_blocks(batch) == "adjusted"
+    assert under_test.excluded(batch) == (None, "adjusted", "adjusted")
