@@ -98,8 +98,8 @@ class Verifier:
                 self._sampler.warm_up(kind, logits)
 
     def excluded(self, batch: ScheduleBatch) -> Excluded:
-        """Forms that a step of this decode batch may not have: logits are adjusted along a chain; custom processors
-        and what is reported take whole blocks; copies beyond blocks are for greedy requests."""
+        """Forms that a step of this decode batch may not have: logits are adjusted along a chain, custom
+        processors and reports take whole blocks, and copies beyond blocks are for greedy requests."""
         info = batch.sampling_info
         whole = "adjusted" if info.has_custom_logit_processor else None
         whole = whole or ("reported" if _is_reported(batch) else None)
