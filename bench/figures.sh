@@ -4,7 +4,7 @@
 #   on one GPU       wide wide_dense narrow long profile startup_widths startup
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
-#                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees
+#                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
 #                    house house_starts observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2
@@ -114,6 +114,7 @@ for name in "$@"; do
     rows_alike) rows alike "" --kinds ours built_in --alike --concurrency 128 64 32 8 1 --fixed ;;
     rows_mixed) rows mixed "" --kinds ours --acceptance recorded_mixed --concurrency 64 --fixed 16 12 8 6 4 ;;
     rows_trees) rows trees "" --kinds ours built_in --concurrency 8 1 --fixed 16 --trees 16 32 64 --seconds 5 ;;
+    rows_penalised) rows penalised "" --kinds ours --concurrency 64 32 --fixed 16 8 6 4 --presence-penalty 1.5 ;;
     pair) part serve_pair pair ;;
     proposals) part proposals proposals ;;
     quantised) part wild_quantised quantised ;;

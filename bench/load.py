@@ -26,6 +26,7 @@ class Load:
     output_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
     token_ids: range = range(1000, 100_000)
     waves: bool = False  # the next requests come when all have ended, not one for each that has
     pause: float = 0.0  # seconds before each wave
@@ -46,6 +47,7 @@ class Load:
             max_new_tokens=output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            presence_penalty=self.presence_penalty,
             ignore_eos=True,
             stream_interval=event_tokens,
             custom_params=self.custom_params,

@@ -338,6 +338,7 @@ def main() -> int:
     parser.add_argument("--alike", action="store_true", help="a server of ours in the built-in worker's formats")
     parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, help="of every request")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
     arguments = parse(parser)
@@ -362,7 +363,11 @@ def main() -> int:
         by_gpu = names_by_gpu(candidates, OURS, list(asked))
         servers = stack.enter_context(together(candidates, arguments, requests=most, tokens=tokens))
         require_served(arguments.fixed, servers[OURS])
-        load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
+        load = Load(
+            *(1, 1, arguments.input, arguments.output),
+            presence_penalty=arguments.presence_penalty,
+            token_ids=range(*arguments.token_ids),
+        )
         for concurrency in arguments.concurrency:
             of = dataclasses.replace(load, concurrency=concurrency)
             figures[str(concurrency)] = measure(

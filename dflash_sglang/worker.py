@@ -155,8 +155,7 @@ class DFlashWorker(PrefillWorker):
     # ---- The step ----------------------------------------------------------------------------------------
 
     def _decode(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
-        chains = self._verifier.full_blocks(batch) or batch.spec_info.no_trees
-        shape = self._widths.next(batch, chains).shape
+        shape = self._widths.next(batch, self._verifier.excluded(batch)).shape
         result = self._step(batch, shape, on_publish, grammar_barrier)
         self._widths.returned(result)
         return result

@@ -22,6 +22,7 @@ from dflash_sglang.sglang_names.scheduler import (
     build_grammar_vocab_mask,
 )
 from dflash_sglang.verify.custom_processors import CustomProcessors
+from dflash_sglang.verify.rows import Places
 
 AT_ONCE = 8  # requests, whose rows are copied two times over: 150 MiB of a block of 16 and 150000 tokens
 
@@ -52,18 +53,21 @@ class Adjustments:
 
     def apply(
         self,
-        logits: Tensor,  # [bs * block, vocab], changed in place
+        logits: Tensor,  # [rows, vocab], changed in place
         batch: ScheduleBatch,
         tokens: Tensor,  # [bs, block] last committed token + proposals
         prefix_lens: Tensor,  # [bs] committed tokens with KV
+        places: Places,  # of the blocks' rows among the logits
         grammar_tree: GrammarTree | None,  # of these tokens, where the batch has a grammar
         grammar_barrier: Callable[[], None] | None,
     ) -> PenalisedRequests | None:
-        """Adjust every row, in the order of plain decoding. Returns what `note` takes."""
+        """Adjust every row, in the order of plain decoding. Returns what `note` takes.
+
+        Custom processors expect the rows of whole blocks."""
         info = batch.sampling_info
         penalised = self.penalties.penalised(batch)
         if penalised is not None:
-            self.penalties.apply(logits, penalised, tokens, prefix_lens)
+            self.penalties.apply(logits, penalised, tokens, prefix_lens, places)
         if grammar_tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs,
@@ -73,9 +77,10 @@ class Adjustments:
                 barrier=grammar_barrier,
             )
             if mask is not None:
-                mask.apply(logits)
+                mask._replace(vocab_mask=places.of_blocks(mask.vocab_mask, len(logits))).apply(logits)
         if info.logit_bias is not None:
-            logits.view(*tokens.shape, -1).add_(info.logit_bias[:, None])
+            for rows, bias in zip(places.rows.split(AT_ONCE), info.logit_bias.split(AT_ONCE), strict=True):
+                logits[rows] = logits[rows] + bias[:, None]
         if info.has_custom_logit_processor:
             self._processors.apply(logits, batch, tokens, prefix_lens)
         return penalised
@@ -203,32 +208,34 @@ class Penalties:
 
     def apply(
         self,
-        logits: Tensor,  # [bs * block, vocab], changed in place
+        logits: Tensor,  # [rows, vocab], changed in place
         requests: PenalisedRequests,
         tokens: Tensor,  # [bs, block] last committed token + proposals
         prefix_lens: Tensor,  # [bs] committed tokens with KV
+        places: Places,  # of the blocks' rows among the logits
     ) -> None:
         """Penalise every row by the output tokens before it, the row's own input included."""
-        blocks = logits.view(*tokens.shape, -1)
         for part in requests.parts():
-            self._apply(blocks, part, tokens, prefix_lens)
+            self._apply(logits, part, tokens, prefix_lens, places)
 
-    def _apply(self, blocks: Tensor, requests: PenalisedRequests, tokens: Tensor, prefix_lens: Tensor) -> None:
-        """blocks [bs, block, vocab]; the rest as in `apply`."""
+    def _apply(
+        self, logits: Tensor, requests: PenalisedRequests, tokens: Tensor, prefix_lens: Tensor, places: Places
+    ) -> None:
+        """As `apply`. A row that stands for several is computed as often, each time alike."""
         block_size = tokens.shape[1]
-        rows = blocks[requests.index]  # [n, block, vocab]
+        at, offsets = places.rows[requests.index], places.offsets[requests.index]  # [n, block]
+        rows = logits[at]  # [n, block, vocab]
         proposals = tokens[requests.index, 1:]  # [n, block - 1]
         ids = proposals[:, None].expand(-1, block_size, -1)
         raw = rows.gather(2, ids)
         counts = self._counts[requests.counts, None]
         _penalise(rows, counts, requests)
         # Then again the few entries whose count grows within the block.
-        counts = counts.expand(-1, block_size, -1).gather(2, ids) + _occurrences(proposals)
+        counts = counts.expand(-1, block_size, -1).gather(2, ids) + _occurrences(proposals, offsets)
         rows.scatter_(2, ids, _penalise(raw, counts, requests))
-        offsets = torch.arange(block_size, device=rows.device)
         num_outputs = (prefix_lens[requests.index] + 1 - requests.prompt_lens)[:, None] + offsets
         _forbid_end(rows, requests, num_outputs)
-        blocks[requests.index] = rows
+        logits[at] = rows
 
     def count(self, requests: PenalisedRequests, token_ids: Tensor, commit_lens: Tensor) -> None:
         """Add `token_ids[b, :commit_lens[b]]` of a batch, [bs, block] and [bs], to its requests' counts."""
@@ -273,12 +280,12 @@ def _penalise(logits: Tensor, counts: Tensor, requests: PenalisedRequests) -> Te
     return torch.where(negative, scaled, logits.div_(scaling), out=logits)
 
 
-def _occurrences(proposals: Tensor) -> Tensor:
-    """proposals [n, block - 1] -> [n, block, block - 1]: how often row k has seen proposal i in its block."""
-    n, width = proposals.shape
-    seen = torch.ones((width + 1, width), dtype=torch.int32, device=proposals.device).tril(-1)
+def _occurrences(proposals: Tensor, offsets: Tensor) -> Tensor:
+    """proposals [n, block - 1], offsets [n, block] of rows -> [n, block, block - 1]: how often the row has seen
+    proposal i in its block."""
+    seen = torch.arange(proposals.shape[1], device=proposals.device) < offsets[:, :, None]  # [n, k, j]
     same = proposals[:, :, None] == proposals[:, None, :]  # [n, j, i]
-    return torch.einsum("kj,nji->nki", seen.float(), same.float()).int()
+    return torch.bmm(seen.float(), same.float()).int()
 
 
 def _forbid_end(rows: Tensor, requests: PenalisedRequests, num_outputs: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.block import Block
@@ -29,6 +30,29 @@ class Shape(NamedTuple):
     chain: int | None = None
 
 
+class Excluded(NamedTuple):
+    """Why a step of a batch may not be of a form, one word each; None where it may."""
+
+    ragged: str | None = None  # as many rows of each request, then
+    trees: str | None = None
+    copies: str | None = None  # chains of more rows than a block
+
+
+class Places(NamedTuple):
+    """Where the rows of blocks lie among the rows of a step, [bs, block] int64 each. The last row of a request
+    stands for those that its block has beyond."""
+
+    rows: Tensor  # numbers of the step's rows
+    offsets: Tensor  # of each in its block
+
+    def of_blocks(self, values: Tensor, rows: int) -> Tensor:
+        """values [bs * block, ...] of all rows of blocks -> [rows, ...] of the step's rows."""
+        values = values.view(*self.rows.shape, *values.shape[1:])
+        out = values.new_empty((rows, *values.shape[2:]))
+        out[self.rows] = values[torch.arange(len(values), device=values.device)[:, None], self.offsets]
+        return out
+
+
 class VerifyRows(NamedTuple):
     """The rows of one step, one request after the other."""
 
@@ -49,6 +73,15 @@ class VerifyRows(NamedTuple):
     def by_request(self, rows: Tensor) -> Tensor:
         """rows [rows] -> [bs, size], or as they are for ragged chains."""
         return rows if self.ragged is not None else rows.view(-1, self.size)
+
+    def places(self, requests: int, block: int) -> Places:
+        """Of chains, or of the ragged rows of blocks of so many."""
+        lane = torch.arange(block, device=self.rows.ids.device)
+        if self.ragged is None:
+            rows = torch.arange(requests * block, device=lane.device).view(requests, -1)
+            return Places(rows, lane.expand(requests, -1))
+        offsets = lane.minimum(self.ragged.lens.long()[:, None] - 1)
+        return Places(self.ragged.starts[:requests].long()[:, None] + offsets, offsets)
 
 
 def plan_rows(target: ModelRunner, batch: ScheduleBatch, block: Block, slots: Tensor, extent: int) -> KVLocPlan:

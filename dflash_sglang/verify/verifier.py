@@ -30,7 +30,7 @@ from dflash_sglang.startup.facts import StartupError
 from dflash_sglang.startup.launch_checks import reported_rows_problems
 from dflash_sglang.verify.graph_tail import VerifyTail
 from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.verify.rows import VerifyRows
+from dflash_sglang.verify.rows import Excluded, VerifyRows
 from dflash_sglang.verify.sampling import sampling_mask_output
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.target_logits import TargetLogits
@@ -97,12 +97,15 @@ class Verifier:
             for logits in self._logits.examples(kind.tokens.shape[1], kind.tokens.device):
                 self._sampler.warm_up(kind, logits)
 
-    def full_blocks(self, batch: ScheduleBatch) -> str | None:
-        """Why requests of this decode batch need the rows of whole blocks: their logits are adjusted or reported,
-        row by row of a block. None where they do not."""
-        if self._adjusts(batch):
-            return "adjusted"
-        return "reported" if _is_reported(batch) else None
+    def excluded(self, batch: ScheduleBatch) -> Excluded:
+        """Forms that a step of this decode batch may not have: logits are adjusted along a chain, custom
+        processors and reports take whole blocks, and copies beyond blocks are for greedy requests."""
+        info = batch.sampling_info
+        whole = "adjusted" if info.has_custom_logit_processor else None
+        whole = whole or ("reported" if _is_reported(batch) else None)
+        chain = whole or ("adjusted" if self._adjusts(batch) else None)
+        copies = chain or (None if info.is_all_greedy else "sampled")
+        return Excluded(whole, chain or batch.spec_info.no_trees, copies)
 
     def verify(
         self,
@@ -115,18 +118,19 @@ class Verifier:
         """Run the target over these rows of the block's proposals, and accept. Changes `batch`, which the
         scheduler restores.
 
-        of: chains of the block's width for a batch that needs full blocks.
+        of: of a form that `excluded` allows.
         """
+        as_asked = self._adjusts(batch) or _is_reported(batch) or not batch.sampling_info.is_all_greedy
+        if of.ragged is not None and as_asked:
+            proposals = proposals.copied()  # the forward takes the rows' ids in the place of the block's
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(proposals.tokens) if batch.has_grammar else None
-        if of.ragged is not None and not batch.sampling_info.is_all_greedy:
-            proposals = proposals.copied()  # the forward takes the rows' ids in the place of the block's
         forward = self._forward(batch, block, of)
         unwritten = self._unwritten(forward, of)
-        if batch.sampling_info.is_all_greedy and self.full_blocks(batch) is None:
-            accepted = self._accept_greedy(block, of, forward)
-        else:
+        if as_asked:
             accepted = self._accept_as_asked(batch, block, proposals, of, forward, grammar_tree, grammar_barrier)
+        else:
+            accepted = self._accept_greedy(block, of, forward)
         if self._recurrent is not None:
             self._recurrent.commit(batch, accepted.commit_lens, block.size)
         return Verified(accepted, unwritten, forward)
@@ -184,8 +188,9 @@ class Verifier:
         if self._sanitizes:
             sanitize_nan_logits(logits, "verify")
         if adjusts:
+            places = of.places(*tokens.shape)
             penalised = self._adjustments.apply(
-                logits, batch, tokens, block.prefix_lens, grammar_tree, grammar_barrier
+                logits, batch, tokens, block.prefix_lens, places, grammar_tree, grammar_barrier
             )
         if adjusts or not info.is_all_greedy or not forward.can_run_cuda_graph:  # else the graph has accepted
             target_ids = self._target_tokens.choose(logits, info, block, proposals, of)

@@ -13,6 +13,7 @@ import numpy as np
 from dflash_sglang.observe.counts import DoneStep
 from dflash_sglang.requests.limits import width_bounds
 from dflash_sglang.settings.width import PLAIN
+from dflash_sglang.verify.rows import Excluded
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0  # between two lines about changes of the width
+NOTHING_EXCLUDED = Excluded()
 MOST_IN_FLIGHT = 8  # steps that were launched and did not come back; overlap scheduling has at most two
 
 
@@ -37,7 +39,7 @@ class _Launched(NamedTuple):
     step: Step
     most: np.ndarray  # [n] tokens that it may commit of each request
     context_tokens: int  # of its requests together
-    whole: str | None  # why requests need whole blocks
+    whole: str | None  # why it had to have the width of each request, or no trees
     result: StepResult
     start: Any  # end of the step before, as a `StepClock.mark`; None if none of its requests is in this one
     end: Any
@@ -99,23 +101,22 @@ class WidthController:
             self._policy.admit(slots, most.tolist(), least.tolist())
             self._limit(slots, most)
 
-    def next(self, batch: ScheduleBatch, full_blocks: str | None = None) -> Decision:
-        """The width of a decode step of this batch, or of other ranks' where it is empty.
-
-        full_blocks: why the step has to verify the width of each request, None where it has not."""
+    def next(self, batch: ScheduleBatch, excluded: Excluded = NOTHING_EXCLUDED) -> Decision:
+        """The width of a decode step of this batch, or of other ranks' where it is empty."""
         requests = len(batch.reqs)
         slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
         context_tokens = batch.spec_info.committed_sum if requests else 0
-        longest = 0
-        if requests and self._policy.chains and full_blocks is None and batch.sampling_info.is_all_greedy:
-            longest = batch.spec_info.chain
-        step = self._policy.choose(slots, context_tokens, full_blocks is not None, longest)
+        longest = batch.spec_info.chain if requests and self._policy.chains and not excluded.copies else 0
+        step = self._policy.choose(slots, context_tokens, not excluded.ragged, not excluded.trees, longest)
         if requests:
             if self._new.issuperset(slots.tolist()):
                 self._last_end = None
-            if full_blocks is None and self._policy.budgets and self._policy.requests.floor(slots) > PLAIN:
-                full_blocks = "min_width"
-            self._chosen, self._of_chosen = step, (context_tokens, full_blocks)
+            whole = excluded.ragged
+            if whole is None and self._policy.budgets and self._policy.requests.floor(slots) > PLAIN:
+                whole = "min_width"
+            if whole is None and requests <= self._policy.most_trees:
+                whole = excluded.trees
+            self._chosen, self._of_chosen = step, (context_tokens, whole)
         else:  # it has no result
             self._policy.verified(step, [])
             self._last_end = None

@@ -109,8 +109,8 @@ class Decider:
         """Start-up's steps."""
         self.step_times.fit(samples)
 
-    def decide(self, load: Load, options: Options, needs_chains: bool) -> tuple[Decision, Plan | None]:
-        """options: of so many requests. needs_chains: the step verifies the width of every request."""
+    def decide(self, load: Load, options: Options, ragged: bool, trees: bool) -> tuple[Decision, Plan | None]:
+        """options: of so many requests. ragged, trees: whether the step may be."""
         if not load.requests:
             return Decision(self._width), None
         times, context = self.step_times, load.context_tokens
@@ -122,7 +122,7 @@ class Decider:
         best = self._best(options, committed / spent)
         choice = self._chooser.choose(
             bucket,
-            [kind for kind in self._allowed(load, needs_chains) if kind in best],
+            [kind for kind in self._allowed(load, ragged, trees) if kind in best],
             *({kind: float(of[at]) for kind, at in best.items()} for of in (committed, spent)),
         )
         kind, at = self.kinds[choice.kind], best[choice.kind]
@@ -159,17 +159,17 @@ class Decider:
                 best[kind] = at
         return best
 
-    def _allowed(self, load: Load, needs_chains: bool) -> list[int]:
+    def _allowed(self, load: Load, ragged: bool, trees: bool) -> list[int]:
         """The kinds that the requests allow. If no chain lies between floor and limit, the widest one up to the
         limit is taken."""
         end = max(bisect.bisect_right(self._widths, load.limit), 1)
         first = min(bisect.bisect_left(self._widths, load.floor), end - 1)
         allowed = list(range(first, end))
-        if needs_chains or load.floor > PLAIN:
+        if load.floor > PLAIN:
             return allowed
         for index, kind in enumerate(self.kinds[self._block + 1 :], self._block + 1):
-            most = load.batch if kind.nodes is None else self._trees[kind.nodes]
-            if kind.width <= load.limit and load.batch <= most:
+            may = ragged if kind.nodes is None else trees and load.batch <= self._trees[kind.nodes]
+            if may and kind.width <= load.limit:
                 allowed.append(index)
         return allowed
 

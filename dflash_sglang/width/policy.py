@@ -74,7 +74,7 @@ class WidthPolicy:
         self._options = AllOptions(self.kinds, budgets or [], self.confidence)
         self._group = group or Group()
         self._fixed = None if config.fixed is None else Decision(self.widths[-1])
-        self._most_trees = max(self.trees.values(), default=0)  # requests of a batch, of a fixed tree
+        self.most_trees = max(self.trees.values(), default=0)  # requests of a batch
         self.decider: Decider | None = None
         if self._fixed is None and self._group.decides:
             self.decider = Decider(self.kinds, buckets, self.trees)
@@ -96,20 +96,25 @@ class WidthPolicy:
             self.decider.interruptions.prefill(tokens)
 
     def choose(
-        self, slots: np.ndarray, context_tokens: int, needs_full_blocks: bool = False, longest: int = 0
+        self,
+        slots: np.ndarray,
+        context_tokens: int,
+        ragged: bool = True,
+        trees: bool = True,
+        longest: int = 0,
     ) -> Step:
         """The shape of the next step for the requests in `slots` [n], whose contexts have `context_tokens`
         together.
 
-        No slots: another rank has requests. `needs_full_blocks`: the step verifies the width of every request.
-        `longest`: rows of the longest chain beyond the block that it may verify; 0: none."""
+        No slots: another rank has requests. `ragged`, `trees`: whether the step may be. `longest`: rows of the
+        longest chain beyond the block that it may verify; 0: none."""
         slots = np.array(slots, np.intp)
         if self._fixed is not None:
             decision, plan = self._fixed, None
-            if not needs_full_blocks and 0 < len(slots) <= self._most_trees and self._free(slots):
+            if trees and 0 < len(slots) <= self.most_trees and self._free(slots):
                 decision = Decision(decision.width, tree_nodes=self.kinds[-1].nodes)
         else:
-            decision, plan = self._decide(slots, context_tokens, needs_full_blocks, longest)
+            decision, plan = self._decide(slots, context_tokens, ragged, trees, longest)
         self.metrics.chose(decision, len(slots))
         self._steps += 1
         return Step(self._steps - 1, slots, decision, plan)
@@ -119,7 +124,7 @@ class WidthPolicy:
         return self.requests.cap(slots) == self.requests.block and self.requests.floor(slots) == PLAIN
 
     def _decide(
-        self, slots: np.ndarray, context: int, needs_full_blocks: bool, longest: int
+        self, slots: np.ndarray, context: int, ragged: bool, trees: bool, longest: int
     ) -> tuple[Decision, Plan | None]:
         """This rank's decision, or what the deciding rank tells; with the plan, on that rank."""
         group, decision, plan = self._group, Decision(self.widths[-1]), None
@@ -131,7 +136,7 @@ class WidthPolicy:
             if group.gather is not None:
                 load = Load.from_rows(group.gather(load.row()))
             if self.decider is not None:
-                decision, plan = self.decider.decide(load, options, needs_full_blocks)
+                decision, plan = self.decider.decide(load, options, ragged, trees)
                 if 0 < longest <= known.most(slots).max() and self.chains.pay(slots):
                     decision = decision._replace(width=known.block, verify_budget=None, tree_nodes=None)
                     decision = decision._replace(chain=longest, reason="copy")

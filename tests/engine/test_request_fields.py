@@ -8,6 +8,7 @@ penalties and stateful logit processors lag one token behind. Both servers sampl
 from __future__ import annotations
 
 import urllib.error
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from sglang.srt.sampling.custom_logit_processor import (
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from tests.support import scheduler_hooks
+from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import serve
 from tests.support.rows import in_full_but
 
@@ -176,15 +177,15 @@ def plain(environment) -> dict[str, list[Any]]:
         }
 
 
-WIDTHS = ("blocks of one width", "rows of any number, mixed prefill")
+WIDTHS = ("blocks of one width", "rows of any number in recorded graphs, mixed prefill")
 
 
 @pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1]))
-def ours(request, environment) -> Server:
+def ours(request, environment, tmp_path_factory) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
     arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
     if request.param != "blocks of one width":
-        environment |= {
+        environment |= recorded_graphs.recording(tmp_path_factory.mktemp("graphs")) | {
             CONFIG_ENV: '{"width": {"trees": [16, 32]}}',
             scheduler_hooks.HOOKS_ENV: "poison,seeds,widths,shares,trees",
         }
@@ -229,14 +230,36 @@ def test_a_request_for_no_token_has_the_logprobs_of_plain_sglang(plain, ours):
             assert numbers(got) == pytest.approx(numbers(expected), abs=1e-3)
 
 
-def test_every_field_acts_as_in_plain_decoding_all_at_once(plain, ours):
-    asked = [(name, request) for name, requests in table().items() for request in requests]
+def all_at_once(server: Server, fields: Iterable[str]) -> dict[str, list[Any]]:
+    """{field: answers}"""
+    of_field = table()
+    asked = [(name, request) for name in fields for request in of_field[name]]
     with ThreadPoolExecutor(len(asked)) as pool:
-        got = list(pool.map(lambda one: ours.generate(**one[1]), asked))
+        got = list(pool.map(lambda one: server.generate(**one[1]), asked))
     answers: dict[str, list[Any]] = {}
     for (name, _), answer in zip(asked, got, strict=True):
         answers.setdefault(name, []).append(answer)
-    assert not differences(plain, answers)
+    return answers
+
+
+def test_every_field_acts_as_in_plain_decoding_all_at_once(plain, ours):
+    assert not differences(plain, all_at_once(ours, table()))
+
+
+def test_what_adjusts_logits_acts_on_ragged_rows_all_at_once(plain, ours):
+    """A custom processor, or what reports logits, would keep the whole batch to blocks of one width."""
+    before = steps(ours)
+    assert not differences(plain, all_at_once(ours, SAMPLING))
+    made = {form: count - before.get(form, 0) for form, count in steps(ours).items()}
+    assert "not_ragged" in made or made["ragged"] > 20
+
+
+def steps(server: Server) -> dict[str, int]:
+    """Steps that are ragged, and that could not be as the server is."""
+    (state,) = server.get("/server_info")["internal_states"]
+    shapes = state["dflash_acceptance"]["shapes"]
+    of = dict(ragged=sum(shapes.get("ragged", {}).values()), **shapes.get("whole", {}))
+    return {form: of[form] for form in ("ragged", "not_ragged") if form in of}
 
 
 def test_a_greedy_request_is_told_its_own_tokens_as_sampling_masks(ours):

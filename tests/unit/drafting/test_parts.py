@@ -89,7 +89,9 @@ def test_requests_that_a_graph_has_more_have_no_rows() -> None:
 @pytest.mark.parametrize(
     "what", [None, "sampled", "penalised", "masked", "grammar", "logprobs", "bias", "processor", "sanitised"]
 )
-def test_a_batch_whose_logits_are_adjusted_or_reported_needs_full_blocks(what: str | None) -> None:
+def test_what_is_adjusted_has_no_trees_and_what_is_reported_or_processed_by_the_host_no_ragged_steps_either(
+    what: str | None,
+) -> None:
     from dflash_sglang.verify.verifier import Verifier
 
     info = SimpleNamespace(
@@ -102,8 +104,13 @@ def test_a_batch_whose_logits_are_adjusted_or_reported_needs_full_blocks(what: s
     batch = SimpleNamespace(sampling_info=info, has_grammar=what == "grammar", return_logprob=what == "logprobs")
     verifier = object.__new__(Verifier)
     verifier._sanitizes = what == "sanitised"
-    reasons = {None: None, "sampled": None, "masked": "reported", "logprobs": "reported"}
-    assert verifier.full_blocks(batch) == reasons.get(what, "adjusted")
+    batch.spec_info = SimpleNamespace(no_trees=None)
+    ragged = {"masked": "reported", "logprobs": "reported", "processor": "adjusted"}.get(what)
+    trees = None if what in (None, "sampled") else ragged or "adjusted"
+    assert verifier.excluded(batch) == (ragged, trees, "sampled" if what == "sampled" else trees)
+    if what is None:
+        batch.spec_info.no_trees = "pool_full"
+        assert verifier.excluded(batch) == (None, "pool_full", None)
 
 
 @pytest.mark.parametrize("drawn", [False, True])

@@ -401,6 +401,12 @@ def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, san
     assert under_test._adjustments.apply.called is (taken == "whole" and not reported)
     greedy = info.get("is_all_greedy", False)
     assert under_test._target_tokens.choose.called is not (greedy and (taken == "as they are" or bool(reported)))
+    if not reported:  # of ragged rows the forward takes the ids in the place of the block's
+        proposals = mock.MagicMock()
+        under_test.verify(asked, mock.MagicMock(), proposals, mock.MagicMock(ragged=mock.MagicMock()), None)
+        read = {id(call.args[2]) for call in under_test._adjustments.apply.call_args_list[1:]}
+        assert read <= {id(proposals.copied.return_value.tokens)}
+        assert proposals.copied.called is (taken != "as they are")
 
 
 def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(monkeypatch):
@@ -424,4 +430,4 @@ def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(m
         block, proposals, forward = (mock.MagicMock() for _ in range(3))
         under_test._accept_as_asked(batch, block, proposals, mock.MagicMock(), forward, None, None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
-    assert under_test.full_blocks(batch) == "adjusted"
+    assert under_test.excluded(batch) == (None, "adjusted", "adjusted")

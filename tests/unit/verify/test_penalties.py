@@ -70,7 +70,8 @@ def reference(logits: torch.Tensor, req: Any, outputs: list[int]) -> torch.Tenso
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), block=st.integers(2, 6), seed=st.integers(0, 99))
 def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed):
-    """Two steps of a batch, with a request that has been retracted and one that has no penalty."""
+    """Two steps of a batch, with a request that has been retracted and one that has no penalty; of chains, or of
+    ragged rows."""
     from dflash_sglang.verify.adjustments import Penalties
 
     reqs = [
@@ -104,20 +105,48 @@ def test_every_row_is_penalised_by_the_output_tokens_before_it(data, block, seed
         prefix_lens = torch.tensor(
             [len(req.origin_input_ids) + len(out) - 1 for req, out in zip(reqs, outputs, strict=True)]
         )
-        logits = torch.randn(3 * block, VOCAB, generator=generator)
+        lens = data.draw(st.none() | st.lists(st.integers(1, block), min_size=3, max_size=3))
+        rows = [(b, k) for b in range(3) for k in range(block if lens is None else lens[b])]
+        logits = torch.randn(len(rows), VOCAB, generator=generator)
         got = logits.clone()
         penalised = penalties.penalised(batch)
         if penalised is not None:
-            penalties.apply(got, penalised, tokens, prefix_lens)
-        for b, req in enumerate(reqs):
-            for k in range(block):
-                expected = reference(logits[b * block + k], req, outputs[b] + tokens[b, 1 : k + 1].tolist())
-                torch.testing.assert_close(got[b * block + k], expected, msg=f"request {b}, row {k}")
+            penalties.apply(got, penalised, tokens, prefix_lens, places(lens, block) if lens else chains(3, block))
+        for row, (b, k) in enumerate(rows):
+            expected = reference(logits[row], reqs[b], outputs[b] + tokens[b, 1 : k + 1].tolist())
+            torch.testing.assert_close(got[row], expected, msg=f"request {b}, row {k}")
         commit = [data.draw(st.integers(1, block)) for _ in reqs]
         ids = torch.randint(VOCAB, (3, block), generator=generator)
         if penalised is not None:
             penalties.count(penalised, ids, torch.tensor(commit))
         outputs = [out + ids[b, : commit[b]].tolist() for b, out in enumerate(outputs)]
+
+
+def chains(requests: int, block: int) -> Any:
+    """Where the rows of whole blocks are."""
+    return places([block] * requests, block, ragged=False)
+
+
+def places(lens: list[int], block: int, ragged: bool = True) -> Any:
+    """Where the rows of blocks are of which each request verifies so many."""
+    from dflash_sglang.drafting.block import Rows
+    from dflash_sglang.kernels.block.accept import Ragged
+    from dflash_sglang.verify.rows import VerifyRows
+
+    starts = torch.tensor([0, *lens]).cumsum(0).int()
+    ids = torch.zeros(sum(lens))
+    of = Ragged(starts, torch.tensor(lens, dtype=torch.int32), block) if ragged else None
+    return VerifyRows(Rows(ids, ids, ids), Any, block, block, ragged=of).places(len(lens), block)
+
+
+@settings(deadline=None, max_examples=30)
+@given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_ragged_rows_have_what_the_same_rows_of_blocks_have(lens):
+    """As grammars' masks, made for whole blocks."""
+    of_blocks = torch.arange(len(lens) * 4 * 2).view(-1, 2)
+    expected = torch.cat([block[:length] for block, length in zip(of_blocks.split(4), lens, strict=True)])
+    assert torch.equal(places(lens, 4).of_blocks(of_blocks, sum(lens)), expected)
+    assert torch.equal(chains(len(lens), 4).of_blocks(of_blocks, len(of_blocks)), of_blocks)
 
 
 PENALISED = dict(frequency_penalty=1.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0)
@@ -176,11 +205,15 @@ def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alo
         batch = batch_of([req], [slot])
         penalties.begin(batch)
         logits = torch.zeros(2, VOCAB)
-        penalties.apply(logits, penalties.penalised(batch), torch.tensor([[0, 0]]), torch.tensor([2]))
+        penalties.apply(
+            logits, penalties.penalised(batch), torch.tensor([[0, 0]]), torch.tensor([2]), chains(1, 2)
+        )
         assert logits[0].isneginf().nonzero().flatten().tolist() == ends
     both = batch_of([second, first], [4, 6])
     logits = torch.zeros(4, VOCAB)
-    penalties.apply(logits, penalties.penalised(both), torch.tensor([[0, 0], [0, 0]]), torch.tensor([2, 2]))
+    penalties.apply(
+        logits, penalties.penalised(both), torch.tensor([[0, 0], [0, 0]]), torch.tensor([2, 2]), chains(2, 2)
+    )
     assert [row.isneginf().sum().item() for row in logits] == [3, 3, 5, 5]
 
 
@@ -218,7 +251,7 @@ def test_many_requests_are_penalised_a_few_at_a_time(monkeypatch):
     penalise = module._penalise
     monkeypatch.setattr(module, "_penalise", lambda x, *rest: rows.append(len(x)) or penalise(x, *rest))
     got = logits.clone()
-    table.apply(got, penalised, tokens, prefix_lens)
+    table.apply(got, penalised, tokens, prefix_lens, chains(number, block))
     assert max(rows) == module.AT_ONCE and sum(rows) == 2 * number
     for b, req in enumerate(reqs):
         for k in range(block):

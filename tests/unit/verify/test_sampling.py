@@ -411,16 +411,19 @@ def test_every_row_has_its_requests_seed_parameters_and_position():
 
 def test_bias_reaches_every_row_of_its_request_only():
     from dflash_sglang.verify.adjustments import Adjustments
+    from dflash_sglang.verify.rows import Places
 
     bias = torch.zeros(2, VOCAB)
     bias[1, 2] = 5.0
     logits = torch.ones(6, VOCAB)
     batch = SimpleNamespace(sampling_info=sampling_info(2, logit_bias=bias))
     tokens, prefix_lens = torch.zeros(2, BLOCK, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
-    Adjustments(3, BLOCK, VOCAB, "cpu").apply(logits, batch, tokens, prefix_lens, None, None)
-    first, second = logits.view(2, BLOCK, VOCAB)
-    assert first.tolist() == [[1.0] * VOCAB] * BLOCK
-    assert second.tolist() == [[1.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0]] * BLOCK
+    rows, offsets = torch.tensor([[0, 1, 2, 2], [3, 4, 5, 5]]), torch.tensor([[0, 1, 2, 2]] * 2)
+    places = Places(rows[:, :BLOCK], offsets[:, :BLOCK])
+    Adjustments(3, BLOCK, VOCAB, "cpu").apply(logits, batch, tokens, prefix_lens, places, None, None)
+    first, second = logits.view(2, 3, VOCAB)
+    assert first.tolist() == [[1.0] * VOCAB] * 3
+    assert second.tolist() == [[1.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0]] * 3
 
 
 @pytest.mark.parametrize(("width", "lens"), [(BLOCK, [BLOCK, BLOCK]), (1, [1, 1]), (BLOCK, [1, 3])])

@@ -21,7 +21,7 @@ from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
 from dflash_sglang.requests.limits import width_bounds
 from dflash_sglang.settings.width import WidthConfig, WidthConfigError
-from dflash_sglang.verify.rows import Shape
+from dflash_sglang.verify.rows import Excluded, Shape
 from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.kinds import Kind
@@ -35,9 +35,9 @@ class Policy:
     """Records what it is told; chooses the widths that it is given."""
 
     def __init__(self, widths: list[int]) -> None:
-        self.widths, self.told, self.needs_full_blocks = widths, [], []
+        self.widths, self.told, self.may_be = widths, [], []
         self.prefills, self.of_draft, self.longest = [], [], []
-        self.requests, self.budgets, self.chains = Requests(BLOCK, 16), [16, 48], False
+        self.requests, self.budgets, self.chains, self.most_trees = Requests(BLOCK, 16), [16, 48], False, 1
         self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
 
     def prefill(self, tokens: int) -> None:
@@ -46,11 +46,11 @@ class Policy:
     def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
         self.told.append(("admit", slots.tolist(), most, least))
 
-    def choose(self, slots: np.ndarray, context: int, needs_full_blocks: bool, longest: int) -> Any:
+    def choose(self, slots: np.ndarray, context: int, ragged: bool, trees: bool, longest: int) -> Any:
         self.longest.append(longest)
         self.told.append(("choose", slots.tolist(), context))
-        self.needs_full_blocks.append(needs_full_blocks)
-        number, budget = len(self.needs_full_blocks), None if needs_full_blocks else 48
+        self.may_be.append((ragged, trees))
+        number, budget = len(self.may_be), 48 if ragged else None
         width = self.widths.pop(0)
         decision = Decision(width, budget) if isinstance(width, int) else Decision(BLOCK, None, width.nodes)
         return SimpleNamespace(number=number, slots=slots, decision=decision)
@@ -206,8 +206,9 @@ def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device
 
 def test_blocks_are_verified_in_part_where_the_policy_says_so_and_the_batch_lets_it() -> None:
     widths, policy, _ = adaptive([8, 8, 4])
-    decisions = [widths.next(decoding(1), full_blocks) for full_blocks in (None, "adjusted", None)]
-    assert policy.needs_full_blocks == [False, True, False]
+    excluded = Excluded(), Excluded(ragged="reported", trees="reported"), Excluded(trees="adjusted")
+    decisions = [widths.next(decoding(1), of) for of in excluded]
+    assert policy.may_be == [(True, True), (False, False), (True, False)]
     assert [decision.verify_budget for decision in decisions] == [48, None, 48]
     assert widths.used.ragged == [True, False, True]
 
@@ -223,19 +224,13 @@ def test_a_tree_is_put_to_use_and_what_its_nodes_weigh_comes_with_its_result() -
 
 
 def test_a_step_may_verify_long_chains_where_all_are_greedy_and_none_needs_blocks_and_tells_what_they_promised():
-    widths, policy, _ = adaptive([8] * 5)
+    widths, policy, _ = adaptive([8] * 4)
     policy.chains = True
-    for greedy, full_blocks, chain in (
-        (True, None, 64),
-        (True, None, 0),
-        (False, None, 64),
-        (True, "adjusted", 64),
-    ):
-        batch = decoding(1)
-        batch.sampling_info, batch.spec_info.chain = SimpleNamespace(is_all_greedy=greedy), chain
-        widths.next(batch, full_blocks)
-    assert policy.longest == [64, 0, 0, 0]
-    batch.sampling_info = SimpleNamespace(is_all_greedy=True)
+    batch = decoding(1)
+    for copies, chain in ((None, 64), (None, 0), ("sampled", 64)):
+        batch.spec_info.chain = chain
+        widths.next(batch, Excluded(copies=copies))
+    assert policy.longest == [64, 0, 0]
     come_back(widths, launch(widths, batch, None, None, None, torch.tensor([0.5])), [1])
     assert policy.of_draft[-1][-1] == [0.5]
 
@@ -252,20 +247,23 @@ def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_
 
 def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit() -> None:
     """Requests' slots are given away before the result comes back."""
-    widths, policy, _ = adaptive([8, 4, 1])
+    widths, policy, _ = adaptive([8, 4, 8, 1])
     policy.requests.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
     results = [launch(widths, decoding(1, 2, context=70))]
-    widths.next(decoding(1, 2, context=80), "adjusted")
-    widths.returned(launched())
-    results += [widths._launched[-1].result, launch(widths, decoding(2, context=9))]
+    for slots, excluded in (((1, 2), Excluded("reported", "reported")), ((2,), Excluded(trees="pool_full"))):
+        widths.next(decoding(*slots, context=80), excluded)
+        widths.returned(launched())
+        results.append(widths._launched[-1].result)
+    results.append(launch(widths, decoding(2, context=9)))
     policy.requests.admit(np.array([1, 2]), 3)
-    for result, accepted in zip(results, ([6, 2], [0, 1], [0]), strict=True):
+    for result, accepted in zip(results, ([6, 2], [0, 1], [0], [0]), strict=True):
         come_back(widths, result, accepted)
     told = widths.observer.snapshot()
-    assert told["verified"] == [4, 4, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
+    assert told["verified"] == [5, 5, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
     assert told["accepted"] == [3, 2] + [1] * 4 + [0] * 9
-    assert told["shapes"] == {"whole": {"chosen": 1, "adjusted": 1}, "plain": {"chosen": 1}}
-    assert widths.observer._causes.context_tokens == 159
+    whole = {"chosen": 1, "reported": 1, "pool_full": 1}
+    assert told["shapes"] == {"whole": whole, "plain": {"chosen": 1}}
+    assert widths.observer._causes.context_tokens == 239
 
 
 def test_a_step_of_other_ranks_has_no_result_to_wait_for() -> None:

@@ -87,16 +87,16 @@ def policy(**more: Any) -> WidthPolicy:
 def test_a_step_verifies_the_longest_chain_that_its_batch_allows_where_copies_pay_and_tells_what_it_was():
     chosen = policy()
     chosen.admit(SLOT)
-    first = chosen.choose(SLOT, 100, False, 64)
+    first = chosen.choose(SLOT, 100, longest=64)
     assert first.decision.chain is None
     told = np.zeros((1, BLOCK - 1), np.float32)
     chosen.verified(first, [first.decision.width - 1], 0.01, told, promised=copied(0.99))
-    step = chosen.choose(SLOT, 100, False, 64)
+    step = chosen.choose(SLOT, 100, longest=64)
     assert step.decision.shape == Shape(BLOCK, chain=64)
     assert type(step.decision).from_row(step.decision.row()) == step.decision
     chosen.verified(step, [63], 0.02, told, promised=copied(0.99))
-    assert chosen.choose(SLOT, 100, False, 32).decision.shape == Shape(BLOCK, chain=32)
-    assert chosen.choose(SLOT, 100, False, 0).decision.chain is None
+    assert chosen.choose(SLOT, 100, longest=32).decision.shape == Shape(BLOCK, chain=32)
+    assert chosen.choose(SLOT, 100, longest=0).decision.chain is None
     counts = chosen.metrics.snapshot()
     assert counts["shapes"]["copy 64"] == counts["shapes"]["copy 32"] == 1
     assert counts["changes"] == 0
@@ -107,7 +107,7 @@ def test_no_step_is_longer_than_the_widest_that_a_request_of_its_batch_allows(wi
     chosen, both = policy(), np.array([1, 2])
     chosen.chains.pay = lambda slots: True  # type: ignore[method-assign]
     chosen.admit(both, widest)
-    assert chosen.choose(both, 100, False, 64).decision.chain == chain
+    assert chosen.choose(both, 100, longest=64).decision.chain == chain
 
 
 def test_a_max_width_bounds_what_counts_as_verified_up_to_the_longest_chain():

@@ -84,7 +84,7 @@ def test_what_is_verified_together_is_a_budget_between_a_token_and_a_block_of_ea
     policy.admit(slots)
     seen = set()
     for step in range(300):
-        chosen = policy.choose(slots, 6 * 512, needs_full_blocks=step % 10 == 0)
+        chosen = policy.choose(slots, 6 * 512, ragged=step % 10 != 0)
         decision = chosen.decision
         chances, lens = chances_of(random, 6, decision.width), None
         if decision.verify_budget is not None:
