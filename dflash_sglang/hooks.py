@@ -11,9 +11,9 @@ from typing import Any
 
 from dflash_sglang.checkpoint import flattened, is_speculators, read_config
 from dflash_sglang.checkpoint.dspark import is_dspark
-from dflash_sglang.checkpoint.gemma4 import gemma4_fields, is_gemma4
 from dflash_sglang.checkpoint.families import Foreign, foreign
 from dflash_sglang.checkpoint.files import draft_config
+from dflash_sglang.checkpoint.gemma4 import gemma4_fields, is_gemma4
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
@@ -107,10 +107,10 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
 def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND HfModelConfigParser.parse: runs wherever SGLang reads a model's config.json, and acts under DFLASH.
 
-    transformers knows no speculators config, and SGLang no draft of Gemma 4's layers, whose full ones have heads of
-    their own. Such a config becomes that of its decoder with z-lab's fields, from which SGLang takes block size,
-    target layers and the shape of the KV pool. Start-up validation has read it before, and refuses the launch of
-    any worker but ours.
+    transformers knows no speculators config, and SGLang reads none of a Gemma 4 text model by itself. Such a
+    config becomes that of its decoder with z-lab's fields, from which SGLang takes block size, target layers and
+    the shape of the KV pool. Start-up validation has read it before, and refuses the launch of any worker but
+    ours.
     """
     if not _dflash_runs():
         return original(parser, model, *args, **kwargs)

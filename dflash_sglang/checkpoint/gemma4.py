@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, as_float, as_int
+from dflash_sglang.checkpoint.fields import LARGEST, DraftConfigError, Fields, as_float, as_int
 from dflash_sglang.checkpoint.speculators import is_speculators
 
 GEMMA4_ARCHITECTURE = "Gemma4DSparkModel"
@@ -24,12 +24,12 @@ def is_gemma4(config: Mapping[str, Any]) -> bool:
 def gemma4_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json with z-lab's fields: the heads and the rope of full attention, which all layers have.
 
-    A checkpoint of this kind has an embedding and a head of its own. Rows of the embedding are scaled by the square
-    root of the hidden size, and `final_logit_softcapping` caps the head's logits.
+    A checkpoint of this kind has an embedding and a head of its own. Rows of the embedding are scaled by the
+    square root of the hidden size, and `final_logit_softcapping` caps the head's logits.
     Raises DraftConfigError for a field that is missing or malformed, and for layers of another form.
     """
     kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or set(kinds) != {_FULL}:
+    if not isinstance(kinds, list) or any(kind != _FULL for kind in kinds):
         raise DraftConfigError("layer_types", kinds, f"a list of {_FULL}, one for each draft layer", _FIX)
     if config.get("attention_k_eq_v") is not True:
         expected = "true: k_proj gives the values, too, and the checkpoint has no v_proj"
@@ -42,8 +42,9 @@ def gemma4_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         raise DraftConfigError("rope_parameters", ropes, f"an object with {_FULL}, the rope of every draft layer")
     head_dim = as_int(("global_head_dim", config.get("global_head_dim")), 2)
     if rope.get("rope_type") == "proportional":  # with frequencies of whole heads, of which the fastest turn
-        factor = as_float((f"rope_parameters.{_FULL}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)))
-        rope = {**rope, "rope_dim": 2 * int(min(factor, 1.0) * head_dim // 2)}
+        field = "partial_rotary_factor"
+        factor = as_float((f"rope_parameters.{_FULL}.{field}", rope.get(field, 1.0)))
+        rope = {**rope, "rope_dim": 2 * int(min(factor * head_dim, LARGEST - 1) // 2)}
     own = {
         "input_embedding_scale": as_int(("hidden_size", config.get("hidden_size")), 1) ** 0.5,
         "final_logit_softcapping": config.get("final_logit_softcapping"),

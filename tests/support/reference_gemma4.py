@@ -21,7 +21,8 @@ ContextKV = list[tuple[Tensor, Tensor]]
 
 def gemma4_config(**overrides: Any) -> dict[str, Any]:
     """config.json of a tiny draft with the fields of the published one. `tiny.target_config`'s target fits it."""
-    full, sliding = dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e4), dict(rope_theta=1e3)
+    full = dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e4)
+    sliding = dict(rope_type="default", rope_theta=1e3)
     layers = overrides.get("num_hidden_layers", 2)
     config = dict(
         architectures=["Gemma4DSparkModel"],
@@ -52,17 +53,14 @@ def gemma4_config(**overrides: Any) -> dict[str, Any]:
         num_kv_shared_layers=0,
         num_target_layers=5,
         rms_norm_eps=1e-6,
-        rope_parameters=dict(
-            full_attention=full, sliding_attention={**sliding, "rope_type": "default"}, rope_theta=None,
-            rope_type="default",
-        ),
+        rope_parameters=dict(full_attention=full, sliding_attention=sliding, rope_theta=None, rope_type="default"),
         sliding_window=16,
         target_layer_ids=[1, 3, 4],
         target_model_type="gemma4_unified",
         tie_word_embeddings=False,
         use_bidirectional_attention="vision",
         vocab_size=320,
-    )  # fmt: skip
+    )
     return {**config, **overrides}
 
 
@@ -107,7 +105,7 @@ class Gemma4Draft(nn.Module):
         return found
 
     def forward(self, embeds: Tensor, positions: Tensor, context: ContextKV) -> Tensor:
-        """embeds [B, hidden] of a block, scaled -> its rows after the final norm; every row sees the whole block."""
+        """embeds [B, hidden] of a block, scaled -> rows after the final norm; every row sees the whole block."""
 
         def joined(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, ...]:
             pairs = zip(context[layer], (keys, values), strict=True)
@@ -142,7 +140,7 @@ class ReferenceGemma4(ReferenceDSpark):
         reference = cls(model)
         heads = ("markov_head.", "confidence_head.")
         model.load_state_dict({name: w.float() for name, w in weights.items() if not name.startswith(heads)})
-        reference.w1, reference.w2 = (weights[f"markov_head.markov_{name}.weight"].float() for name in ("w1", "w2"))
+        reference.w1, reference.w2 = (weights[f"markov_head.markov_{one}.weight"].float() for one in ("w1", "w2"))
         return reference
 
     @torch.no_grad()
