@@ -31,7 +31,8 @@ def rank() -> None:
 def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_accept_lengths(
     tmp_path, block, heads
 ):
-    config = gemma4_config(block_size=block - 1, num_global_key_value_heads=heads, final_logit_softcapping=2.0)
+    more = dict(num_global_key_value_heads=heads, attention_bias=heads == 2, final_logit_softcapping=2.0)
+    config = gemma4_config(block_size=block - 1, **more)
     tensors = gemma4_tensors(config)
     model = layers.load_draft(tmp_path, config, tensors)
     model.bind_target(Target(scale=8.0))
