@@ -13,6 +13,7 @@ from dflash_sglang.checkpoint import flattened, is_speculators, read_config
 from dflash_sglang.checkpoint.dspark import is_dspark
 from dflash_sglang.checkpoint.families import Foreign, foreign
 from dflash_sglang.checkpoint.files import draft_config
+from dflash_sglang.checkpoint.gemma4 import gemma4_fields, is_gemma4
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
@@ -106,9 +107,10 @@ def create_worker(original: Callable[..., type], algorithm: Any, server_args: An
 def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND HfModelConfigParser.parse: runs wherever SGLang reads a model's config.json, and acts under DFLASH.
 
-    transformers knows no speculators config. A DFlash one becomes the config of its decoder with z-lab's fields,
-    from which SGLang takes block size, target layers and the shape of the KV pool. Start-up validation has
-    read it before, and refuses the launch of any worker but ours.
+    transformers knows no speculators config, and SGLang reads none of a Gemma 4 text model by itself. Such a
+    config becomes that of its decoder with z-lab's fields, from which SGLang takes block size, target layers and
+    the shape of the KV pool. Start-up validation has read it before, and refuses the launch of any worker but
+    ours.
     """
     if not _dflash_runs():
         return original(parser, model, *args, **kwargs)
@@ -120,9 +122,10 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
         raw = read_config(model)
     else:
         raw, _ = PretrainedConfig.get_config_dict(model, revision=kwargs.get("revision"))
-    if not is_speculators(raw) or foreign(raw) is not None:
+    of_gemma4 = is_gemma4(raw)
+    if not (of_gemma4 or is_speculators(raw)) or foreign(raw) is not None:
         return original(parser, model, *args, **kwargs)
-    config = AutoConfig.for_model(**flattened(raw))
+    config = AutoConfig.for_model(**(gemma4_fields(raw) if of_gemma4 else flattened(raw)))
     config._name_or_path = str(model)
     config._commit_hash = raw.get("_commit_hash")
     return config

@@ -19,6 +19,7 @@ from dflash_sglang.checkpoint.fields import (
     as_int,
     class_default,
 )
+from dflash_sglang.checkpoint.gemma4 import GEMMA4_ARCHITECTURE, gemma4_fields, is_gemma4
 from dflash_sglang.checkpoint.laguna import LagunaSpec, is_laguna, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
 from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec, is_lilicorr, lilicorr
@@ -100,6 +101,8 @@ class DraftSpec:
         speculators = is_speculators(config)
         if speculators:
             config = flattened(config)
+        elif is_gemma4(config):
+            config = gemma4_fields(config)
         fields = Fields(config)
         num_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
         hidden_size = as_int(fields.shape("hidden_size"), 1)
@@ -145,6 +148,11 @@ class DraftSpec:
             laguna=laguna(fields, head_dim) if is_laguna(config) else None,
             lilicorr=lilicorr(fields, hidden_size, vocab_size) if is_lilicorr(config) else None,
         )
+
+    @property
+    def gemma4_layers(self) -> bool:
+        """Whether its layers are Gemma 4's: norms behind each sublayer, keys that are values, too."""
+        return self.architecture == GEMMA4_ARCHITECTURE
 
     @property
     def anchor_proposes(self) -> bool:

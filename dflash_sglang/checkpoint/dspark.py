@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, as_bool, as_int
+from dflash_sglang.checkpoint.gemma4 import is_gemma4
 from dflash_sglang.checkpoint.speculators import ALGORITHM, DSPARK, is_speculators
 
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
@@ -30,7 +31,7 @@ def is_dspark(config: Mapping[str, Any]) -> bool:
     if is_speculators(config):
         return bool(config.get(ALGORITHM) == DSPARK)
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in DSPARK_ARCHITECTURES
+    return is_gemma4(config) or (isinstance(names, list) and bool(names) and names[0] in DSPARK_ARCHITECTURES)
 
 
 def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:

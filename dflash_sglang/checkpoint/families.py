@@ -14,6 +14,7 @@ from dflash_sglang.checkpoint.domino import is_domino
 from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspark
 from dflash_sglang.checkpoint.fields import shown
 from dflash_sglang.checkpoint.files import read_config
+from dflash_sglang.checkpoint.gemma4 import GEMMA4_ARCHITECTURE, is_gemma4
 from dflash_sglang.checkpoint.laguna import LAGUNA_ARCHITECTURE, is_laguna
 from dflash_sglang.checkpoint.lilicorr import LILICORR_ARCHITECTURE, is_lilicorr
 from dflash_sglang.checkpoint.mtp import holds_mtp
@@ -123,7 +124,7 @@ def mixed_up(target: Path, draft: Path) -> str | None:
 def _known(config: Mapping[str, Any]) -> set[str]:
     """Architectures of the drafts that some worker serves, in the format of this config."""
     known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *DSPARK_ARCHITECTURES}
-    known |= {LAGUNA_ARCHITECTURE, LILICORR_ARCHITECTURE}
+    known |= {GEMMA4_ARCHITECTURE, LAGUNA_ARCHITECTURE, LILICORR_ARCHITECTURE}
     known |= FOREIGN_ARCHITECTURES.keys()
     return known.union(SPECULATORS_ARCHITECTURES, (DSPARK_ARCHITECTURE,)) if is_speculators(config) else known
 
@@ -148,6 +149,8 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
     expected: tuple[str, ...] = (PLAIN_ARCHITECTURE,)
     if is_dflash2(config):
         expected = DFLASH2_ARCHITECTURES
+    elif is_gemma4(config):
+        expected = (GEMMA4_ARCHITECTURE,)
     elif is_dspark(config):
         expected = (*DSPARK_ARCHITECTURES, *((DSPARK_ARCHITECTURE,) if is_speculators(config) else ()))
     elif is_laguna(config):

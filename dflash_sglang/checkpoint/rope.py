@@ -17,11 +17,12 @@ from dflash_sglang.checkpoint.fields import (
     shown,
 )
 
-_SCALING_TYPES = ("default", "linear", "yarn", "llama3")
+_SCALING_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 _TRAINED = "original_max_position_embeddings"
 _REQUIRED = {
     "linear": ("factor",),
     "yarn": ("factor", _TRAINED),
+    "proportional": ("rope_dim",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _TRAINED),
 }
 # Read into fields of RopeSpec, or M-RoPE of a multimodal target: a draft only ever sees 1-D positions.
@@ -47,7 +48,7 @@ class RopeSpec:
 
     theta: float  # base
     scaling: dict[str, Any] | None  # arguments of the context extension with its `rope_type`, None for plain RoPE
-    rotary_dim: int  # leading dimensions of a head that rotate
+    rotary_dim: int  # dimensions of a head that rotate: the leading ones, of `proportional` those of each half
     is_neox: bool  # halves are rotated against each other rather than interleaved pairs
 
 
@@ -125,7 +126,9 @@ def _scaling(fields: Fields, params: Mapping[str, Any], source: str) -> dict[str
     if kind in ("yarn", "llama3"):
         given |= _of_training(fields, params, kind)
     for key in _REQUIRED[kind]:
-        as_float((f"{source}.{key}", given.get(key)))
+        as_float((f"{source}.{key}", given.get(key, params.get(key))))
+    if kind == "proportional" and "factor" in given:
+        raise DraftConfigError(f"{source}.factor", given["factor"], "none beside rope_type='proportional'")
     return {"rope_type": kind, **given}
 
 

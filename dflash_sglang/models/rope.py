@@ -24,14 +24,14 @@ def draft_rope(spec: DraftSpec) -> RotaryEmbedding:
 
 def _as_sglang_reads(scaling: dict[str, Any]) -> dict[str, Any]:
     """The scaling in the terms of `get_rope`."""
+    if scaling["rope_type"] in ("llama3", "proportional"):
+        return scaling
     factor = float(scaling["factor"])
     if scaling["rope_type"] == "linear":
         # SGLang's own linear table is extended unscaled. Of llama3's frequencies those whose wavelength exceeds
         # the original length are divided by the factor: with a length of 1, all of them.
         one = dict(original_max_position_embeddings=1, low_freq_factor=1.0, high_freq_factor=1.0)
         return {"rope_type": "llama3", "factor": factor, **one}
-    if scaling["rope_type"] == "llama3":
-        return scaling
     yarn = {**scaling, "factor": factor}
     magnitude = yarn.pop("attention_factor", None)
     if magnitude is not None or not (yarn.get("mscale") and yarn.get("mscale_all_dim")):

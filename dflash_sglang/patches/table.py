@@ -74,7 +74,7 @@ PATCHES: tuple[Patch, ...] = (
           why="Start-up checks run before a process starts."),
     _hook("draft-config", "every", "hooks.parse_config", "42b54bd40092",
           f"{_SRT}.utils.hf_transformers.config.HfModelConfigParser.parse",
-          why="transformers cannot read the config of a speculators draft."),
+          why="transformers cannot read the config of a speculators draft, nor SGLang that of Gemma 4's layers."),
     _hook("mtp-config", "every", "patches.mtp_config.config_draft_model", "a9ca103398fe",
           f"{_SRT}.configs.model_config.ModelConfig._config_draft_model",
           why="SGLang reads a target's multi-token-prediction layers as one layer, for a worker of its own."),

@@ -79,8 +79,12 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
     }
     if spec.laguna is not None:
         shapes |= {f"aux_hidden_norms.{i}.weight": (hidden,) for i in range(features)}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if spec.gemma4_layers:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= {f"layers.{i}.layer_scalar": (1,) for i in range(spec.num_layers)}
     for layer in (f"layers.{i}" for i in range(spec.num_layers)):
-        shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in norms}
         if spec.convolution is None:
             continue
         taps, groups = spec.convolution.taps, hidden // spec.convolution.group_size

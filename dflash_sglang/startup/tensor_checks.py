@@ -62,6 +62,8 @@ def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
     }
     if spec.laguna is not None and spec.laguna.gates:
         matrices["self_attn.g_proj"] = (spec.num_heads * spec.laguna.gates, hidden)
+    if spec.gemma4_layers:  # keys are values, too
+        del matrices["self_attn.v_proj"], matrices["self_attn.qkv_proj"]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
     shapes |= {f"self_attn.{name}.weight": (spec.head_dim,) for name in ("q_norm", "k_norm")}

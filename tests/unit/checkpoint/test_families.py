@@ -16,7 +16,7 @@ from tests.unit.checkpoint.test_dflash2_config import dflash2_config
 MODULES = ("dflash", "dspark", "dspark_minimax", "lfm2_dspark", "lilicorr")  # of SGLang, with draft models
 UNKNOWN = "of an architecture that is no DFLASH draft of SGLang"
 ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["Gemma4DSparkModel"]}, "draft config architectures=['Gemma4DSparkModel']: expected"),
+    ({"architectures": ["Gemma4Eagle3Model"]}, "draft config architectures=['Gemma4Eagle3Model']: expected"),
     (
         {"architectures": ["Qwen3VLForConditionalGeneration"]},
         "architectures=['Qwen3VLForConditionalGeneration']: ",

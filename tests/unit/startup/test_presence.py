@@ -14,8 +14,16 @@ from dflash_sglang.startup.presence_checks import presence_problems
 from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.reference_domino import domino_config, domino_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors
+from tests.support.reference_gemma4 import gemma4_config, gemma4_tensors
 from tests.support.reference_lilicorr import CONVOLUTIONS, lilicorr_config, lilicorr_tensors
 from tests.support.tiny import draft_config, draft_tensors
+
+
+def gemma4_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """Without embedding and head, which other checks look for."""
+    held = gemma4_tensors(config)
+    return {name: tensor for name, tensor in held.items() if not name.startswith(("embed_tokens.", "lm_head."))}
+
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
     "plain": (draft_config(), draft_tensors),
@@ -23,6 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
     "DFlash2": (dflash2_config(), dflash2_tensors),
     "DSpark, gated": (dspark_config(markov_head_type="gated"), dspark_tensors),
     "DSpark, rnn": (dspark_config(markov_head_type="rnn"), dspark_tensors),
+    "DSpark of Gemma 4's layers": (gemma4_config(), gemma4_layers),
     "Domino": (domino_config(), domino_tensors),
     "LiLiCorr": (lilicorr_config(), lilicorr_tensors),
     "LiLiCorr, with convolutions": (lilicorr_config(dflash_config=CONVOLUTIONS), lilicorr_tensors),
@@ -72,6 +81,12 @@ def test_stacked_projections_take_the_place_of_single_ones() -> None:
     assert said(config, stacked) == []
     [problem] = said(config, {**stacked, single[0]: whole[single[0]]})
     assert problem.startswith(f"draft tensors='{single[0]}': expected only tensors of the draft that ")
+
+
+def test_a_value_projection_beside_keys_that_are_values_is_named() -> None:
+    config, name = gemma4_config(), "layers.1.self_attn.v_proj.weight"
+    [problem] = said(config, {**facts(config, gemma4_layers), name: TensorFacts("F32", (32, 64))})
+    assert problem.startswith(f"draft tensors='{name}': expected only tensors of the draft that ")
 
 
 def test_layers_that_the_config_does_not_count_are_named_with_their_number() -> None:

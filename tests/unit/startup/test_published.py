@@ -53,6 +53,9 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
         shape[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     )
     dim = shape["head_dim"] if "head_dim" in shape else hidden // heads
+    of_gemma4 = config["architectures"] == ["Gemma4DSparkModel"]
+    if of_gemma4:
+        kv, dim = shape["num_global_key_value_heads"], shape["global_head_dim"]
     nested = config.get("dflash_config", {})
     ids = nested.get("target_layer_ids") or config.get("target_layer_ids") or config["aux_hidden_state_layer_ids"]
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(ids) * hidden)}
@@ -66,11 +69,16 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
         "mlp.up_proj": (mlp, hidden),
         "mlp.down_proj": (hidden, mlp),
     }
+    if of_gemma4:
+        del matrices["self_attn.v_proj"]
     for i in range(shape["num_hidden_layers"]):
         shapes |= {f"layers.{i}.{name}.weight": matrix for name, matrix in matrices.items()}
         shapes |= {f"layers.{i}.self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"layers.{i}.{name}.weight"] = (hidden,)
+        if of_gemma4:
+            shapes |= {f"layers.{i}.{where}_feedforward_layernorm.weight": (hidden,) for where in ("pre", "post")}
+            shapes[f"layers.{i}.layer_scalar"] = (1,)
         for name in ("attention_conv", "mlp_conv") if expect.get("conv") else ():
             taps, group = expect["conv"]
             shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, hidden)
@@ -97,7 +105,7 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
         shapes["embed_proj.0.weight"] = (rank, hidden + size)
         shapes["embed_proj.2.weight"] = (shape["vocab_size"], rank)
     if expect.get("head") == "own":
-        shapes["lm_head.weight"] = (config["draft_vocab_size"], hidden)
+        shapes["lm_head.weight"] = (config.get("draft_vocab_size") or shape["vocab_size"], hidden)
     if expect.get("embedding") == "own":
         shapes["embed_tokens.weight"] = (shape["vocab_size"], hidden)
     if expect.get("mask_row"):
