@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import flattened, is_speculators, read_config
-from dflash_sglang.checkpoint.dspark import is_dspark
-from dflash_sglang.checkpoint.families import Foreign, foreign
+from dflash_sglang.checkpoint.families import DSPARK, Foreign, family_of, foreign
 from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import contract
@@ -149,7 +148,7 @@ def _instead_of_dspark(server_args: Any) -> str | None:
     if path is None:  # the target holds its draft
         return None
     config = draft_config(path, server_args.speculative_draft_model_revision)
-    if not is_dspark(config) or foreign(config) is not None:
+    if family_of(config) is not DSPARK or foreign(config) is not None:
         return None
     return "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
 

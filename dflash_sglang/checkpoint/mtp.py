@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_int
+from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_int, first_architecture
 from dflash_sglang.checkpoint.layers import LayerAttention
 
 ARCHITECTURE = "Step3p5MTPDraftModel"
@@ -20,8 +20,7 @@ _PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_lim
 
 def holds_mtp(config: Mapping[str, Any]) -> bool:
     """Whether this config.json is of a target whose MTP layers can be its draft."""
-    names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in _TARGETS
+    return first_architecture(config) in _TARGETS
 
 
 @dataclass(frozen=True)
