@@ -31,11 +31,10 @@ from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFact
 from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
 from dflash_sglang.startup.launch_checks import launch_problems
 from dflash_sglang.startup.mtp_checks import mtp_problems
-from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
 from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features
-from dflash_sglang.startup.tensor_checks import weights_problems
+from dflash_sglang.startup.tensor_checks import SAFETENSORS_FORMATS, presence_problems, weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
 # Targets with recurrent layers beside gated delta nets that are served, by their model type.
