@@ -14,8 +14,11 @@ from typing import Any, TextIO
 from dflash_sglang import __version__
 from dflash_sglang.bench import arguments
 from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.bench.trace import TraceError
 from dflash_sglang.check import arguments as check_arguments
 from dflash_sglang.checkpoint.fields import described
+from dflash_sglang.demo.server import ServerFailed
+from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.pair import held_out_prompts, pair_directories
 
 _TAKE_LAUNCH_FLAGS = ("check", "doctor")
@@ -39,14 +42,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "bench":
         from dflash_sglang.bench.run import bench
 
-        return bench(options)
+        return _with_servers("bench", lambda: bench(options))
     if options.command == "check":
         from dflash_sglang.check.run import check
 
-        return check(options, launch_flags)
+        return _with_servers("check", lambda: check(options, launch_flags))
     if options.command == "patches":
         return _patches(options)
-    return _hot_vocab(options) if options.command == "hot-vocab" else _demo(options)
+    if options.command == "hot-vocab":
+        return _hot_vocab(options)
+    return _with_servers("demo", lambda: _demo(options))
+
+
+def _with_servers(command: str, run: Callable[[], int]) -> int:
+    """The exit code of a command whose servers end with it, by a failure, Ctrl-C or a signal, too."""
+    try:
+        with signals_as_exit():
+            return run()
+    except BadSetting as error:
+        print(f"dflash-sglang {command}: {error}", file=sys.stderr)
+        return 2
+    except (ServerFailed, TraceError) as error:
+        print(f"\ndflash-sglang {command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ndflash-sglang {command}: interrupted, servers ended", file=sys.stderr)
+        return 130
 
 
 class _Command(argparse.ArgumentParser):
@@ -123,20 +144,11 @@ def _demo(options: argparse.Namespace) -> int:
 
     from dflash_sglang.demo.progress import Progress
     from dflash_sglang.demo.run import Setup, compare
-    from dflash_sglang.demo.server import ServerFailed
 
     setup = Setup(**pair_directories(), gpu=torch.cuda.is_available())
     prompts = spread(held_out_prompts(), options.prompts)
-    try:
-        comparison = compare(
-            setup, prompts, options.max_new_tokens, Progress(sys.stderr if options.json else sys.stdout)
-        )
-    except ServerFailed as error:
-        print(f"dflash-sglang demo: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ndflash-sglang demo: interrupted, servers ended", file=sys.stderr)
-        return 130
+    progress = Progress(sys.stderr if options.json else sys.stdout)
+    comparison = compare(setup, prompts, options.max_new_tokens, progress)
     print(json.dumps(comparison.as_json()) if options.json else f"\n{comparison.as_table()}")
     return 0 if comparison.identical or comparison.dtype != "float32" else 1
 

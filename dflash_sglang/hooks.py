@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import flattened, is_speculators, read_config
-from dflash_sglang.checkpoint.dspark import is_dspark
-from dflash_sglang.checkpoint.families import Foreign, foreign
+from dflash_sglang.checkpoint.families import DSPARK, GEMMA4, Foreign, family_of, foreign
 from dflash_sglang.checkpoint.files import draft_config
-from dflash_sglang.checkpoint.gemma4 import gemma4_fields, is_gemma4
+from dflash_sglang.checkpoint.gemma4 import gemma4_fields
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
@@ -122,7 +121,7 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
         raw = read_config(model)
     else:
         raw, _ = PretrainedConfig.get_config_dict(model, revision=kwargs.get("revision"))
-    of_gemma4 = is_gemma4(raw)
+    of_gemma4 = family_of(raw) is GEMMA4
     if not (of_gemma4 or is_speculators(raw)) or foreign(raw) is not None:
         return original(parser, model, *args, **kwargs)
     config = AutoConfig.for_model(**(gemma4_fields(raw) if of_gemma4 else flattened(raw)))
@@ -152,7 +151,7 @@ def _instead_of_dspark(server_args: Any) -> str | None:
     if path is None:  # the target holds its draft
         return None
     config = draft_config(path, server_args.speculative_draft_model_revision)
-    if not is_dspark(config) or foreign(config) is not None:
+    if family_of(config) not in (DSPARK, GEMMA4) or foreign(config) is not None:
         return None
     return "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
 

@@ -17,29 +17,20 @@ from dflash_sglang.bench.trace import TraceError
 from dflash_sglang.bench.versions import versions
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import ServerFailed
-from dflash_sglang.demo.signals import signals_as_exit
 
 
 def bench(options: argparse.Namespace) -> int:
-    """The exit code: 0; 1 when a server, a load or a trace failed, another worker ran, or float32 outputs differ;
-    2 for settings that cannot be measured; 130 after Ctrl-C."""
+    """The exit code: 0, or 1 when float32 outputs differ.
+
+    Raises BadSetting for settings that cannot be measured; ServerFailed or TraceError where a server, a load or a
+    trace failed, or another worker ran.
+    """
     import torch
 
-    try:
-        with signals_as_exit():
-            if options.redraw is not None:
-                write(_read(options.redraw), options.out)
-                return 0
-            return measure(settings_of(options, torch.cuda.is_available()))
-    except BadSetting as error:
-        print(f"dflash-sglang bench: {error}", file=sys.stderr)
-        return 2
-    except (ServerFailed, TraceError) as error:
-        print(f"\ndflash-sglang bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ndflash-sglang bench: interrupted, servers ended", file=sys.stderr)
-        return 130
+    if options.redraw is not None:
+        write(_read(options.redraw), options.out)
+        return 0
+    return measure(settings_of(options, torch.cuda.is_available()))
 
 
 def _read(path: Path) -> dict[str, Any]:

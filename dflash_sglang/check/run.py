@@ -24,30 +24,20 @@ from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import FINE
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Client, ServerFailed
-from dflash_sglang.demo.signals import signals_as_exit
 
 BAR = 24  # characters of a full progress bar
 
 
 def check(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """The exit code: 0 for a pair that is fine; 1 for another verdict or a server that failed; 2 for options and
-    files; 130 after Ctrl-C. `flags`: launch flags."""
+    """The exit code: 0 for a pair that is fine, 1 for another verdict. `flags`: launch flags.
+
+    Raises BadSetting for options and files, and ServerFailed.
+    """
     import torch
 
-    try:
-        with signals_as_exit():
-            settings = settings_of(options, flags, torch.cuda.is_available())
-            found = measure(settings, Progress(sys.stderr if options.json else sys.stdout))
-            _write(settings.html, page(found))
-    except BadSetting as error:
-        print(f"dflash-sglang check: {error}", file=sys.stderr)
-        return 2
-    except ServerFailed as error:
-        print(f"\ndflash-sglang check: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ndflash-sglang check: interrupted, servers ended", file=sys.stderr)
-        return 130
+    settings = settings_of(options, flags, torch.cuda.is_available())
+    found = measure(settings, Progress(sys.stderr if options.json else sys.stdout))
+    _write(settings.html, page(found))
     print(json.dumps(found, indent=1) if options.json else f"\n{table(found)}\nwritten: {settings.html}")
     return 0 if found["verdict"] == FINE else 1
 

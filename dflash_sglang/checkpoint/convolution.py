@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from dflash_sglang.checkpoint.dflash2 import is_dflash2
 from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, both_sizes
-from dflash_sglang.checkpoint.lilicorr import is_lilicorr
 
 MAX_TAPS = 16
 """Taps that the kernel of the convolution unrolls."""
@@ -21,11 +17,6 @@ class ConvolutionSpec:
 
     taps: int
     group_size: int
-
-
-def may_convolve(config: Mapping[str, Any]) -> bool:
-    """Whether a draft of this family may have convolutions."""
-    return is_dflash2(config) or is_lilicorr(config)
 
 
 def convolution(fields: Fields, hidden_size: int) -> ConvolutionSpec | None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, both_sizes
-from dflash_sglang.checkpoint.speculators import ALGORITHM, DFLASH2, is_speculators
-
-DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
-"""Names under which checkpoints declare one and the same model."""
 
 MAX_CANDIDATES = 32
 """Candidates per position that the kernel of the selector's walk holds in registers."""
@@ -24,15 +18,6 @@ class DFlash2Spec:
 
     selector_rank: int
     selector_top_k: int
-
-
-def is_dflash2(config: Mapping[str, Any]) -> bool:
-    """Whether a raw config.json declares a DFlash2 draft: by its algorithm in the speculators format, else by its
-    first architecture."""
-    if is_speculators(config):
-        return bool(config.get(ALGORITHM) == DFLASH2)
-    names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in DFLASH2_ARCHITECTURES
 
 
 def dflash2(fields: Fields, vocab_size: int) -> DFlash2Spec:

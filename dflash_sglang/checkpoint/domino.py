@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, as_bool, as_int
-from dflash_sglang.checkpoint.speculators import is_speculators
-
-ARCHITECTURE = "DFlashDraftModel"
-"""A plain draft's, too: the projector tells them apart."""
-PROJECTOR = "domino"
 
 
 @dataclass(frozen=True)
@@ -21,16 +14,6 @@ class DominoSpec:
     # Whether each row proposes the token after its own, the last committed token's the first one. The last row of
     # a block then has no proposal.
     shifted: bool
-
-
-def is_domino(config: Mapping[str, Any]) -> bool:
-    """Whether a raw config.json declares a Domino draft: a plain one with its projector. The speculators format
-    has none."""
-    names, nested = config.get("architectures"), config.get("dflash_config")
-    if is_speculators(config) or not isinstance(names, list) or names[:1] != [ARCHITECTURE]:
-        return False
-    projector = nested.get("projector_type") if isinstance(nested, Mapping) else None
-    return bool((config.get("projector_type") if projector is None else projector) == PROJECTOR)
 
 
 def domino(fields: Fields, vocab_size: int) -> DominoSpec:

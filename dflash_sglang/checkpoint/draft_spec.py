@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution, may_convolve
-from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2, is_dflash2
-from dflash_sglang.checkpoint.domino import DominoSpec, domino, is_domino
-from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark, is_dspark
+from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution
+from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2
+from dflash_sglang.checkpoint.domino import DominoSpec, domino
+from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark
+from dflash_sglang.checkpoint.families import DFLASH2, DOMINO, DSPARK, GEMMA4, LAGUNA, LILICORR, family_of
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
     DraftConfigError,
@@ -19,10 +20,10 @@ from dflash_sglang.checkpoint.fields import (
     as_int,
     class_default,
 )
-from dflash_sglang.checkpoint.gemma4 import GEMMA4_ARCHITECTURE, gemma4_fields, is_gemma4
-from dflash_sglang.checkpoint.laguna import LagunaSpec, is_laguna, laguna
+from dflash_sglang.checkpoint.gemma4 import gemma4_fields
+from dflash_sglang.checkpoint.laguna import LagunaSpec, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
-from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec, is_lilicorr, lilicorr
+from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec, lilicorr
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
 from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
@@ -101,7 +102,8 @@ class DraftSpec:
         speculators = is_speculators(config)
         if speculators:
             config = flattened(config)
-        elif is_gemma4(config):
+        family = family_of(config)
+        if family is GEMMA4:
             config = gemma4_fields(config)
         fields = Fields(config)
         num_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
@@ -114,7 +116,7 @@ class DraftSpec:
         if norm_eps[1] is None:
             norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
         target_layer_ids = _target_layer_ids(fields)
-        of_dspark = dspark(fields, vocab_size) if is_dspark(config) else None
+        of_dspark = dspark(fields, vocab_size) if family in (DSPARK, GEMMA4) else None
         _check_features(fields, target_layer_ids)
         return cls(
             architecture=config["architectures"][0],
@@ -141,18 +143,18 @@ class DraftSpec:
             speculators=speculators,
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
-            convolution=convolution(fields, hidden_size) if may_convolve(config) else None,
-            dflash2=dflash2(fields, vocab_size) if is_dflash2(config) else None,
+            convolution=convolution(fields, hidden_size) if family in (DFLASH2, LILICORR) else None,
+            dflash2=dflash2(fields, vocab_size) if family is DFLASH2 else None,
             dspark=of_dspark,
-            domino=domino(fields, vocab_size) if is_domino(config) else None,
-            laguna=laguna(fields, head_dim) if is_laguna(config) else None,
-            lilicorr=lilicorr(fields, hidden_size, vocab_size) if is_lilicorr(config) else None,
+            domino=domino(fields, vocab_size) if family is DOMINO else None,
+            laguna=laguna(fields, head_dim) if family is LAGUNA else None,
+            lilicorr=lilicorr(fields, hidden_size, vocab_size) if family is LILICORR else None,
         )
 
     @property
     def gemma4_layers(self) -> bool:
         """Whether its layers are Gemma 4's: norms behind each sublayer, keys that are values, too."""
-        return self.architecture == GEMMA4_ARCHITECTURE
+        return self.architecture in GEMMA4.architectures
 
     @property
     def anchor_proposes(self) -> bool:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_sglang.checkpoint.fields import DraftConfigError, Fields, as_bool, as_int
-from dflash_sglang.checkpoint.gemma4 import is_gemma4
-from dflash_sglang.checkpoint.speculators import ALGORITHM, DSPARK, is_speculators
-
-DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
-"""Names under which checkpoints declare one and the same model."""
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
 KINDS = (VANILLA, GATED, RNN)
@@ -23,15 +16,6 @@ class DSparkSpec:
     rank: int  # width of the Markov head's matrices, 0 without a head
     kind: str  # one of KINDS
     from_anchor: bool  # whether the last committed token's row proposes, too: a block has a token more than rows
-
-
-def is_dspark(config: Mapping[str, Any]) -> bool:
-    """Whether a raw config.json declares a DSpark draft: by its algorithm in the speculators format, else by its
-    first architecture."""
-    if is_speculators(config):
-        return bool(config.get(ALGORITHM) == DSPARK)
-    names = config.get("architectures")
-    return is_gemma4(config) or (isinstance(names, list) and bool(names) and names[0] in DSPARK_ARCHITECTURES)
 
 
 def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:

@@ -1,4 +1,4 @@
-"""Which worker serves a draft checkpoint: this package's, SGLang's built-in one, or none."""
+"""Which family a draft belongs to, and which worker serves it: this package's, SGLang's built-in one, or none."""
 
 from __future__ import annotations
 
@@ -7,24 +7,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.checkpoint import DraftConfigError, is_speculators
-from dflash_sglang.checkpoint.convolution import may_convolve
-from dflash_sglang.checkpoint.dflash2 import DFLASH2_ARCHITECTURES, is_dflash2
-from dflash_sglang.checkpoint.domino import is_domino
-from dflash_sglang.checkpoint.dspark import DSPARK_ARCHITECTURES, KINDS, is_dspark
-from dflash_sglang.checkpoint.fields import shown
+from dflash_sglang.checkpoint import speculators
+from dflash_sglang.checkpoint.dspark import KINDS
+from dflash_sglang.checkpoint.fields import DraftConfigError, first_architecture, shown
 from dflash_sglang.checkpoint.files import read_config
-from dflash_sglang.checkpoint.gemma4 import GEMMA4_ARCHITECTURE, is_gemma4
-from dflash_sglang.checkpoint.laguna import LAGUNA_ARCHITECTURE, is_laguna
-from dflash_sglang.checkpoint.lilicorr import LILICORR_ARCHITECTURE, is_lilicorr
 from dflash_sglang.checkpoint.mtp import holds_mtp
-from dflash_sglang.checkpoint.speculators import ARCHITECTURES as SPECULATORS_ARCHITECTURES
-from dflash_sglang.checkpoint.speculators import DSPARK_ARCHITECTURE
+from dflash_sglang.checkpoint.speculators import ALGORITHM, is_speculators
 
-PLAIN_ARCHITECTURE = "DFlashDraftModel"
+
+@dataclass(frozen=True)
+class Family:
+    """Drafts that are one and the same model.
+
+    ``architectures``: names under which checkpoints declare it. ``algorithm``: its name in the speculators format,
+    None where that format has no such draft; ``exported``: what the format's exporters call it besides.
+    """
+
+    architectures: tuple[str, ...]
+    algorithm: str | None = None
+    exported: tuple[str, ...] = ()
+
+
+PLAIN = Family(("DFlashDraftModel",), speculators.DFLASH, exported=("DFlashSpeculator",))
+DOMINO = Family(PLAIN.architectures)  # told from a plain draft by its projector
+DFLASH2 = Family(("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"), speculators.DFLASH2)
+DSPARK = Family(
+    ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel"), speculators.DSPARK, exported=("DSparkSpeculator",)
+)
+GEMMA4 = Family(("Gemma4DSparkModel",))  # DSpark on Gemma 4's layers
+LAGUNA = Family(("DFlashLagunaForCausalLM",))
+LILICORR = Family(("LiLiCorrDraftModel",))
+FAMILIES = (PLAIN, DFLASH2, DSPARK, GEMMA4, LAGUNA, LILICORR)
+
 BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
 
-# Architectures that are served under the DFLASH name and are neither plain DFlash nor DFlash2 drafts.
+# Architectures that are served under the DFLASH name and are of no family above.
 FOREIGN_ARCHITECTURES = {
     "MuseGlimmerAssistantModel": "Muse: tensors of other names, and no vocabulary in the config",
     "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
@@ -51,33 +68,50 @@ class _Row:
     field: str
     is_foreign: Callable[[Any], bool]  # of the field's value
     reason: str
-    part_of: Callable[[Mapping[str, Any]], bool] | None = None  # drafts of ours that have the field
+    part_of: tuple[Family, ...] = ()  # drafts of ours that have the field
 
 
 # Looked up in dflash_config and then at the top level, in this order; the first match is reported.
 _ROWS = (
     _Row(
         "speculators_model_type",
-        lambda value: value not in (None, "dflash", "dflash2", "dspark"),
+        lambda value: value not in [family.algorithm for family in FAMILIES],
         "another algorithm in the speculators format",
     ),
     _Row(
         "projector_type",
         lambda value: value not in (None, "", "dflash"),
         "a head that corrects the proposals",
-        part_of=is_domino,
+        part_of=(DOMINO,),
     ),
-    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=may_convolve),
-    _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=is_dflash2),
-    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=is_lilicorr),
-    _Row("sample_from_anchor", bool, "DSpark's layout, a proposal in every row of the block", part_of=is_dspark),
+    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=(DFLASH2, LILICORR)),
+    _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=(DFLASH2,)),
+    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=(LILICORR,)),
+    _Row(
+        "sample_from_anchor",
+        bool,
+        "DSpark's layout, a proposal in every row of the block",
+        part_of=(DSPARK, GEMMA4),
+    ),
     _Row(
         "markov_head_type",
         lambda value: value not in (None, *KINDS),
         "a Markov head of another kind",
     ),
-    _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block", part_of=is_domino),
+    _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block", part_of=(DOMINO,)),
 )
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Of a draft by its raw config.json: by its algorithm in the speculators format, else by its first
+    architecture and its projector. PLAIN where these name no other family."""
+    if is_speculators(config):
+        algorithm = config.get(ALGORITHM) or PLAIN.algorithm
+        return next((family for family in FAMILIES if family.algorithm == algorithm), PLAIN)
+    name = first_architecture(config)
+    if name in DOMINO.architectures and _nested_or_top(config, "projector_type")[1] == "domino":
+        return DOMINO
+    return next((family for family in FAMILIES if name in family.architectures), PLAIN)
 
 
 def check_family(config: Mapping[str, Any]) -> None:
@@ -123,16 +157,12 @@ def mixed_up(target: Path, draft: Path) -> str | None:
 
 def _known(config: Mapping[str, Any]) -> set[str]:
     """Architectures of the drafts that some worker serves, in the format of this config."""
-    known = {PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES, *DSPARK_ARCHITECTURES}
-    known |= {GEMMA4_ARCHITECTURE, LAGUNA_ARCHITECTURE, LILICORR_ARCHITECTURE}
-    known |= FOREIGN_ARCHITECTURES.keys()
-    return known.union(SPECULATORS_ARCHITECTURES, (DSPARK_ARCHITECTURE,)) if is_speculators(config) else known
+    known = FOREIGN_ARCHITECTURES.keys() | {name for family in FAMILIES for name in family.architectures}
+    return known | {name for family in FAMILIES for name in family.exported if is_speculators(config)}
 
 
 def _is_draft(config: Mapping[str, Any]) -> bool:
-    names = config.get("architectures")
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return bool(listed and names and names[0] in _known(config))
+    return first_architecture(config) in _known(config)
 
 
 def foreign(config: Mapping[str, Any]) -> Foreign | None:
@@ -142,38 +172,28 @@ def foreign(config: Mapping[str, Any]) -> Foreign | None:
     """
     names = config.get("architectures")
     if not isinstance(names, list):
-        names = []  # which `check_family` refuses, as DraftSpec does a malformed dflash_config
+        names = []  # which `check_family` refuses
     for name in names:
         if name in FOREIGN_ARCHITECTURES:
             return Foreign("draft config architectures", name, FOREIGN_ARCHITECTURES[name])
-    expected: tuple[str, ...] = (PLAIN_ARCHITECTURE,)
-    if is_dflash2(config):
-        expected = DFLASH2_ARCHITECTURES
-    elif is_gemma4(config):
-        expected = (GEMMA4_ARCHITECTURE,)
-    elif is_dspark(config):
-        expected = (*DSPARK_ARCHITECTURES, *((DSPARK_ARCHITECTURE,) if is_speculators(config) else ()))
-    elif is_laguna(config):
-        expected = (LAGUNA_ARCHITECTURE,)
-    elif is_lilicorr(config):
-        expected = (LILICORR_ARCHITECTURE,)
-    elif is_speculators(config):
-        expected = SPECULATORS_ARCHITECTURES
+    family = family_of(config)
+    expected = (*family.architectures, *(family.exported if is_speculators(config) else ()))
     if names and not set(expected) & set(names):
         return Foreign("draft config architectures", names[0], "no draft of a family of ours")
-    nested = config.get("dflash_config")
-    if not isinstance(nested, Mapping):
-        nested = {}
     for row in _ROWS:
-        if row.part_of is not None and row.part_of(config):
+        if family in row.part_of:
             continue
-        value = nested.get(row.field)
-        path = f"dflash_config.{row.field}"
-        if value is None:
-            path, value = row.field, config.get(row.field)
+        path, value = _nested_or_top(config, row.field)
         if row.is_foreign(value):
             return Foreign(f"draft config {path}", value, row.reason)
     return _converted_speculators(config)
+
+
+def _nested_or_top(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
+    """(path, value) of a field. A malformed dflash_config counts as none: DraftSpec refuses it."""
+    nested = config.get("dflash_config")
+    value = nested.get(name) if isinstance(nested, Mapping) else None
+    return (name, config.get(name)) if value is None else (f"dflash_config.{name}", value)
 
 
 def _converted_speculators(config: Mapping[str, Any]) -> Foreign | None:

@@ -55,6 +55,14 @@ class DraftConfigError(ValueError):
         super().__init__(f"draft config {field}={shown(value)}: expected {expected}. {self.fix}")
 
 
+def first_architecture(config: Mapping[str, Any]) -> str | None:
+    """By which a server finds a model's class; None where `architectures` is malformed or absent."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        return None
+    return names[0]
+
+
 class Fields:
     """The three places of a draft's config.json: `dflash_config`, `text_config` and the top level."""
 

@@ -6,19 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_sglang.checkpoint.fields import LARGEST, DraftConfigError, Fields, as_float, as_int
-from dflash_sglang.checkpoint.speculators import is_speculators
-
-GEMMA4_ARCHITECTURE = "Gemma4DSparkModel"
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _FULL = "full_attention"
 _FIX = "No worker has other layers for this architecture; serve a draft that was trained with these."
-
-
-def is_gemma4(config: Mapping[str, Any]) -> bool:
-    """Whether a raw config.json declares a draft of Gemma 4's layers, by its first architecture."""
-    names = config.get("architectures")
-    return not is_speculators(config) and isinstance(names, list) and names[:1] == [GEMMA4_ARCHITECTURE]
 
 
 def gemma4_fields(config: Mapping[str, Any]) -> dict[str, Any]:

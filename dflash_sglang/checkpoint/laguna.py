@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_sglang.checkpoint.fields import DraftConfigError, Fields
-
-LAGUNA_ARCHITECTURE = "DFlashLagunaForCausalLM"
 
 # Values of `gating`: one gate for each head, one for each channel, none.
 _PER_HEAD, _PER_ELEMENT, _DISABLED = (True, "per-head"), ("per-element",), (False, None, "disabled")
@@ -22,12 +18,6 @@ class LagunaSpec:
     """
 
     gates: int
-
-
-def is_laguna(config: Mapping[str, Any]) -> bool:
-    """Whether a raw config.json declares a Laguna draft, by its first architecture."""
-    names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] == LAGUNA_ARCHITECTURE
 
 
 def laguna(fields: Fields, head_dim: int) -> LagunaSpec:

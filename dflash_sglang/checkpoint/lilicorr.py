@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_float, as_int
-from dflash_sglang.checkpoint.speculators import is_speculators
 
-LILICORR_ARCHITECTURE = "LiLiCorrDraftModel"
 MAX_CANDIDATES = 16
 """Candidates per position; the scores of a step are their square."""
 
@@ -37,20 +33,13 @@ class LiLiCorrSpec:
     scale: float
 
 
-def is_lilicorr(config: Mapping[str, Any]) -> bool:
-    """Whether a raw config.json declares a LiLiCorr draft, by its first architecture. The speculators format has
-    none."""
-    names = config.get("architectures")
-    return not is_speculators(config) and isinstance(names, list) and names[:1] == [LILICORR_ARCHITECTURE]
-
-
 def lilicorr(fields: Fields, hidden_size: int, vocab_size: int) -> LiLiCorrSpec:
     """Raises DraftConfigError for a field that is missing, malformed or not servable."""
     enabled = fields.draft("lilicorr_enabled", True)
     if enabled[1] is not True:
         raise DraftConfigError(
             *enabled,
-            f"true or none in a draft of the architecture {LILICORR_ARCHITECTURE}",
+            "true or none in a draft of the architecture LiLiCorrDraftModel",
             "Correct it, or name the architecture of the draft without its head: DFlashDraftModel.",
         )
     fields.check_whole_vocabulary(vocab_size, "LiLiCorr was trained on the likeliest tokens of all", "LiLiCorr")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_int
+from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_int, first_architecture
 from dflash_sglang.checkpoint.layers import LayerAttention
 
-ARCHITECTURE = "Step3p5MTPDraftModel"
-"""Of the draft: the name by which SGLang finds its class."""
 _MIMO_V2 = "MiMoV2FlashForCausalLM"
 _TARGETS = ("Step3p5ForCausalLM", _MIMO_V2)
 _NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
@@ -20,34 +18,29 @@ _PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_lim
 
 def holds_mtp(config: Mapping[str, Any]) -> bool:
     """Whether this config.json is of a target whose MTP layers can be its draft."""
-    names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in _TARGETS
+    return first_architecture(config) in _TARGETS
 
 
 @dataclass(frozen=True)
 class MtpSpec:
     """A chain of MTP layers. Layer i, counted from 1, proposes the token i places behind the last one.
 
-    ``chained``: whether a layer reads the hidden states of the layer before; else the target's. ``own_heads``:
-    whether each has a head; else the target's proposes.
-
-    ``num_target_layers``: which precede them in the checkpoint. ``layers``: their attention. ``quantization``:
-    of the checkpoint, None where there is none. ``mask_token_id``: no row of the draft is masked.
-    ``anchor_proposes``, ``has_row_less``: a block's own rows are not the draft's.
+    ``num_target_layers``: which precede them in the checkpoint. ``layers``: their attention.
     """
 
-    architecture: str
     num_target_layers: int
     layers: tuple[LayerAttention, ...]
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
-    quantization: str | None = None
-    mask_token_id: None = None
-    anchor_proposes: bool = True
-    has_row_less: bool = False
-    chained: ClassVar[bool] = True
-    own_heads: ClassVar[bool] = True
+    architecture: ClassVar[str] = "Step3p5MTPDraftModel"  # of the draft: by which SGLang finds its class
+    chained: ClassVar[bool] = True  # a layer reads the hidden states of the layer before; else the target's
+    own_heads: ClassVar[bool] = True  # each has a head; else the target's proposes
+    # As in DraftSpec: weights are in the model's dtype, no row is masked, and the draft has rows of its own.
+    quantization: ClassVar[None] = None
+    mask_token_id: ClassVar[None] = None
+    anchor_proposes: ClassVar[bool] = True
+    has_row_less: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MtpSpec:
@@ -93,13 +86,18 @@ class MtpSpec:
                 "none: multi-token-prediction layers are read in the model's dtype",
                 "Serve the unquantised checkpoint, or without --speculative-algorithm DFLASH.",
             )
+        layers = (
+            LayerAttention(kind, True, window if kind == "sliding_attention" else None)
+            for kind in kinds[target_layers : target_layers + count]
+        )
+        return cls._with(fields, tuple(layers))
+
+    @classmethod
+    def _with(cls, fields: Fields, layers: tuple[LayerAttention, ...]) -> Self:
+        """These layers, beside the target's shape."""
         return cls(
-            architecture=ARCHITECTURE,
-            num_target_layers=target_layers,
-            layers=tuple(
-                LayerAttention(kind, True, window if kind == "sliding_attention" else None)
-                for kind in kinds[target_layers : target_layers + count]
-            ),
+            num_target_layers=as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS),
+            layers=layers,
             hidden_size=as_int(fields.shape("hidden_size"), 1),
             vocab_size=as_int(fields.shape("vocab_size"), 1),
             max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
@@ -159,6 +157,7 @@ class MtpSpec:
 class MimoV2Spec(MtpSpec):
     """MiMo-V2's layers, all sliding and dense. Its config.json does not say how many there are: three."""
 
+    architecture: ClassVar[str] = "MiMoV2MTPDraftModel"
     chained: ClassVar[bool] = False
     own_heads: ClassVar[bool] = False
 
@@ -175,14 +174,7 @@ class MimoV2Spec(MtpSpec):
         # SGLang's layers do not count the query's own key.
         window = as_int(fields.shape("sliding_window_size"), 1) + 1
         count = as_int(fields.shape("num_nextn_predict_layers", 3), 1, MOST_LAYERS)
-        return cls(
-            architecture="MiMoV2MTPDraftModel",
-            num_target_layers=as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS),
-            layers=(LayerAttention("sliding_attention", True, window),) * count,
-            hidden_size=as_int(fields.shape("hidden_size"), 1),
-            vocab_size=as_int(fields.shape("vocab_size"), 1),
-            max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
-        )
+        return cls._with(fields, (LayerAttention("sliding_attention", True, window),) * count)
 
     def prefix(self, layer: int) -> str:
         return f"model.mtp.layers.{layer}."

@@ -10,10 +10,7 @@ from dflash_sglang.checkpoint.fields import DraftConfigError
 DECODER = "transformer_layer_config"
 LAYER_IDS = "aux_hidden_state_layer_ids"
 ALGORITHM = "speculators_model_type"
-DFLASH2, DSPARK = "dflash2", "dspark"  # values of ALGORITHM
-# Names under which the format's exporters save a plain DFlash draft.
-ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
-DSPARK_ARCHITECTURE = "DSparkSpeculator"  # the exporters', of a DSpark draft
+DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"  # values of ALGORITHM
 
 _DTYPE = ("dtype", "torch_dtype")
 # All that the package's model classes read of the decoder; other fields change nothing there.

@@ -13,7 +13,6 @@ from dflash_sglang.demo.measure import Run, run_prompts, stream_text
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.report import HEADING, MARK, Comparison, ending
 from dflash_sglang.demo.server import Server
-from dflash_sglang.demo.signals import signals_as_exit
 
 WORKER = f"dflash_sglang {__version__}"  # proven by the log of the server
 NAMES = {OURS: "DFLASH", PLAIN: "plain"}
@@ -51,7 +50,7 @@ class Setup:
 
 def compare(setup: Setup, prompts: Sequence[str], max_new_tokens: int, progress: Progress) -> Comparison:
     """Runs the prompts on one server after the other. Raises ServerFailed; both servers end in any case."""
-    with tempfile.TemporaryDirectory(prefix="dflash-sglang-demo-") as directory, signals_as_exit():
+    with tempfile.TemporaryDirectory(prefix="dflash-sglang-demo-") as directory:
         runs = {kind: _measure(setup, kind, prompts, max_new_tokens, progress, Path(directory)) for kind in NAMES}
     return Comparison(
         worker=WORKER,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, own_modules
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.doctor import launch, sizes, tokens
-from dflash_sglang.doctor.report import Draft, Memory, Report, Serving
-from dflash_sglang.kernels.context.rings import RingShape
 from dflash_sglang.models.head.form import HeadFacts, choose_form
 from dflash_sglang.patches.contract import states
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
@@ -35,31 +34,40 @@ DEFAULT_REQUESTS = 48  # that run under DFLASH, where SGLang is not told
 _KV_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
 
 
-def examine(target: str, draft: str, flags: Sequence[str]) -> Report:
-    """Raises Unreadable where flags or checkpoints cannot be read."""
+def examine(target: str, draft: str, flags: Sequence[str]) -> dict[str, Any]:
+    """The findings by the keys of docs/reference/doctor.md.
+
+    Parts are None where a refusal came before they could be read. Raises Unreadable where flags or checkpoints
+    cannot be read.
+    """
     server_args = launch.read_flags(target, draft, flags)
     versions = {name: importlib.metadata.version(name) for name in VERSIONS_OF}
     versions["python"] = platform.python_version()
+    found: dict[str, Any] = {
+        **{"target": target, "draft": draft, "device": server_args.device},
+        **{"worker": None, "why_built_in": None, "refused": [], "suspicious": []},
+        **dict.fromkeys(("model", "serving", "memory_per_rank", "vocabulary", "break_even")),
+        **{"versions": versions, "patches": states()},
+    }
     if refused := launch.settle(server_args):
-        return Report(target, draft, server_args.device, launch.Verdict(None, refused), (), versions, states())
+        return found | {"refused": refused}
     checkpoints = launch.read_checkpoints(server_args)
     target_config = launch.read_target(server_args)
     no_plugin = launch.plugin_refusal()
-    verdict = launch.Verdict(None, (no_plugin,)) if no_plugin else launch.verdict_of(server_args)
+    found |= {"refused": [no_plugin]} if no_plugin else launch.verdict_of(server_args)
     cfg = resolving_view(server_args)
-    found = Report(target, draft, cfg.device, verdict, (), versions, states())
-    read = None if verdict.worker == launch.BUILT_IN else _read(cfg)
+    found["device"] = cfg.device
+    read = None if found["worker"] == launch.BUILT_IN else _read(cfg)
     if read is None:
         return found
     facts = TargetFacts.from_config(target_config.hf_text_config)
     spec, held, own = read
-    parts: dict[str, Any] = {"model": _draft(spec, own, facts)}
     vocabulary = tokens.compare(checkpoints.target, checkpoints.draft, spec.mask_token_id)
-    parts["vocabulary"] = vocabulary
-    if verdict.worker == launch.OURS:
-        parts |= _sizes(server_args, target_config, spec, held, own, checkpoints.tensors)
-        parts["suspicious"] = list(_suspicions(spec, own, facts, vocabulary, target_config.context_len))
-    return Report(**{**vars(found), **parts})
+    found |= {"model": _draft(spec, own, facts), "vocabulary": asdict(vocabulary)}
+    if found["worker"] == launch.OURS:
+        found |= _sizes(server_args, target_config, spec, held, own, checkpoints.tensors)
+        found["suspicious"] = list(_suspicions(spec, own, facts, vocabulary, target_config.context_len))
+    return found
 
 
 def _read(cfg: Any) -> tuple[DraftSpec, dict[str, TensorFacts], OwnModules] | None:
@@ -76,7 +84,8 @@ def _read(cfg: Any) -> tuple[DraftSpec, dict[str, TensorFacts], OwnModules] | No
         return None
 
 
-def _draft(spec: DraftSpec, own: OwnModules, target: TargetFacts) -> Draft:
+def _draft(spec: DraftSpec, own: OwnModules, target: TargetFacts) -> dict[str, Any]:
+    """`model` of the findings, in words where the start-up line has words."""
     try:
         target_layers = list(spec.feature_layer_ids(target.num_layers))
     except DraftConfigError:
@@ -86,17 +95,17 @@ def _draft(spec: DraftSpec, own: OwnModules, target: TargetFacts) -> Draft:
         f"embedding of {spec.vocab_size} tokens" if own.embedding is not None else None,
         "mask row" if own.mask_embedding is not None else None,
     )
-    return Draft(
-        architecture=f"{spec.architecture} ({spec.num_layers} layers)",
-        layers=layers_read(spec),
-        rope=rope_read(spec),
-        heads=f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
-        target_layers=target_layers,
-        mask_token_id=spec.mask_token_id,
-        own_modules=", ".join(part for part in parts if part is not None) or "none",
-        quantization=spec.quantization or "none",
-        block=spec.block_size,
-    )
+    return {
+        "architecture": f"{spec.architecture} ({spec.num_layers} layers)",
+        "layers": layers_read(spec),
+        "rope": rope_read(spec),
+        "heads": f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
+        "target_layers": target_layers,
+        "mask_token_id": spec.mask_token_id,
+        "own_modules": ", ".join(part for part in parts if part is not None) or "none",
+        "quantization": spec.quantization or "none",
+        "block": spec.block_size,
+    }
 
 
 def _sizes(
@@ -107,7 +116,8 @@ def _sizes(
     own: OwnModules,
     target: dict[str, TensorFacts],
 ) -> dict[str, Any]:
-    """The parts of a launch that this package serves. held, target: tensors of the two checkpoints."""
+    """`serving`, `memory_per_rank` and `break_even` of the findings. held, target: tensors of the two
+    checkpoints."""
     cfg, config = resolving_view(server_args), PluginConfig.from_env()
     ranks = draft_ranks(cfg)
     block = cfg.speculative_dflash_block_size or cfg.speculative_num_draft_tokens or spec.block_size
@@ -117,37 +127,42 @@ def _sizes(
     weights += sizes.rope_table_bytes(spec, target_config.context_len)
     kv_dtype = cfg.speculative_draft_kv_cache_dtype or cfg.kv_cache_dtype
     kv = sizes.kv_bytes_per_token(spec, ranks, _KV_BYTES.get(kv_dtype, dtype.itemsize))
-    total, shape = cfg.max_total_tokens, _rings(cfg, config, spec, block)
-    rings = None if shape is None else shape.rings(_running_requests(cfg))
-    if shape is not None and rings is not None and (total is None or rings * shape.size < total):
-        memory = Memory(weights, kv, total, kv * rings * shape.size, rings, shape.size)
-    else:
-        memory = Memory(weights, kv, total, None if total is None else kv * total)
+    rings, ring_tokens = _rings(cfg, config, spec, block)
+    tokens_kept = cfg.max_total_tokens if rings is None or ring_tokens is None else rings * ring_tokens
     try:
         head, form, read = _head(cfg, config, target_config, own, target, ranks)
     except ValueError as error:  # draft_head asks for a form that this head cannot have
-        refusal = launch.Refusal(CONFIG_ENV, f"{CONFIG_ENV}: {one_line(error)}")
-        return {"verdict": launch.Verdict(None, (refusal,))}
+        return {"worker": None, "refused": [launch.refusal(CONFIG_ENV, f"{CONFIG_ENV}: {one_line(error)}")]}
     context = "stacked" if spec.quantization is None and not in_fp8 else "decided when the weights are loaded"
     sizes_of_all = sizes.draft_weights(spec, held, 1, dtype.itemsize, in_fp8)
     of_step = sizes_of_all - (sizes.nbytes(own.embedding, dtype.itemsize) if own.embedding else 0)
+    even = sizes.break_even(target, _experts(target_config), of_step, read, block) if head else None
     return {
-        "serving": Serving(
-            block=block,
-            widths=list(config.width.states(block)),
-            ragged=config.width.fixed is None,
-            draft_attention=_attention(cfg),
-            head=form,
-            context_kv=context if config.context_kv == "auto" else config.context_kv,
-            draft_weights=why,
-            ranks=ranks,
-        ),
-        "memory": memory,
-        "break_even": sizes.break_even(target, _experts(target_config), of_step, read, block) if head else None,
+        "serving": {
+            "block": block,
+            "widths": list(config.width.states(block)),
+            "ragged": config.width.fixed is None,
+            "draft_attention": _attention(cfg),
+            "head": form,
+            "context_kv": context if config.context_kv == "auto" else config.context_kv,
+            "draft_weights": why,
+            "ranks": ranks,
+        },
+        "memory_per_rank": {
+            "weight_bytes": weights,
+            "kv_bytes_per_token": kv,
+            "max_total_tokens": cfg.max_total_tokens,
+            "kv_bytes": None if tokens_kept is None else kv * tokens_kept,
+            "rings": rings,
+            "ring_tokens": ring_tokens,
+        },
+        "break_even": None if even is None else {**asdict(even), "assumes": sizes.ASSUMES},
     }
 
 
-def _rings(cfg: Any, config: PluginConfig, spec: DraftSpec, block: int) -> RingShape | None:
+def _rings(cfg: Any, config: PluginConfig, spec: DraftSpec, block: int) -> tuple[int | None, int | None]:
+    """(rings for the requests that may run at most, tokens of a ring), (None, None) where the pool is smaller or
+    there are none."""
     shape = ring_shape(
         spec,
         config,
@@ -157,12 +172,11 @@ def _rings(cfg: Any, config: PluginConfig, spec: DraftSpec, block: int) -> RingS
         cfg.speculative_draft_sink_size,
         needs_whole_pool(cfg.enable_hierarchical_cache, cfg.disaggregation_mode),
     )
-    return None if isinstance(shape, str) else shape
-
-
-def _running_requests(cfg: Any) -> int:
-    """The most of a rank."""
-    return max(1, (cfg.max_running_requests or DEFAULT_REQUESTS) // cfg.attn_dp_size)
+    if isinstance(shape, str):
+        return None, None
+    rings = shape.rings(max(1, (cfg.max_running_requests or DEFAULT_REQUESTS) // cfg.attn_dp_size))
+    larger = cfg.max_total_tokens is not None and rings * shape.size >= cfg.max_total_tokens
+    return (None, None) if larger else (rings, shape.size)
 
 
 def _draft_form(cfg: Any, spec: DraftSpec, held: dict[str, TensorFacts], ranks: int) -> tuple[bool, str]:

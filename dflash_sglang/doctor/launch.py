@@ -41,19 +41,9 @@ class Unreadable(ValueError):
     """A flag or a checkpoint that cannot be read; names it, its value and what was expected."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """One reason why the launch would end."""
-
-    field: str
-    text: str  # the line that start-up writes of it
-
-
-@dataclass(frozen=True)
-class Verdict:
-    worker: str | None  # OURS, BUILT_IN, or None where start-up refuses
-    refused: tuple[Refusal, ...] = ()
-    reason: str | None = None  # why the built-in worker
+def refusal(field: str, text: str) -> dict[str, str]:
+    """One reason why the launch would end; text: the line that start-up writes of it."""
+    return {"field": field, "text": text}
 
 
 @dataclass(frozen=True)
@@ -120,25 +110,27 @@ def read_flags(target: str, draft: str, flags: Sequence[str]) -> Any:
     return server_args
 
 
-def settle(server_args: Any) -> tuple[Refusal, ...]:
+def settle(server_args: Any) -> list[dict[str, str]]:
     """Take SGLang's steps that need no GPU, which `verdict_of` builds on.
 
-    Returns what ends the launch in them. Raises Unreadable for flags that SGLang refuses.
+    Returns the refusals that end the launch in them. Raises Unreadable for flags that SGLang refuses.
     """
     from dflash_sglang.sglang_names.launcher import settle_without_device
 
     given = {f"--{name.replace('_', '-')}": getattr(server_args, name) for name in _AT_LEAST_ONE}
     below = {flag: value for flag, value in given.items() if value is not None and value < 1}
     if below:
-        texts = {flag: f"{flag}={value}: expected an integer >= 1. Correct it." for flag, value in below.items()}
-        return tuple(Refusal(flag, text) for flag, text in texts.items())
+        return [
+            refusal(flag, f"{flag}={value}: expected an integer >= 1. Correct it.")
+            for flag, value in below.items()
+        ]
     try:
         settle_without_device(server_args)
     except (StartupError, PluginConfigError, SGLangMismatchError) as error:
         return _refusals(error)
     except (ValueError, AssertionError) as error:
         raise Unreadable(f"launch flags: expected those of sglang ({described(error)})") from error
-    return ()
+    return []
 
 
 def read_target(server_args: Any) -> Any:
@@ -168,25 +160,25 @@ def read_target(server_args: Any) -> Any:
     return config
 
 
-def verdict_of(server_args: Any) -> Verdict:
-    """What the checks of start-up say."""
+def verdict_of(server_args: Any) -> dict[str, Any]:
+    """What the checks of start-up say: `worker`, `why_built_in` and `refused` of the findings."""
     try:
         other = hooks.check_launch(server_args)
     except (StartupError, PluginConfigError, SGLangMismatchError, SystemExit) as error:
-        return Verdict(None, _refusals(error))
-    return Verdict(OURS) if other is None else Verdict(BUILT_IN, reason=str(other))
+        return {"worker": None, "refused": _refusals(error)}
+    return {"worker": OURS} if other is None else {"worker": BUILT_IN, "why_built_in": str(other)}
 
 
-def _refusals(error: BaseException) -> tuple[Refusal, ...]:
+def _refusals(error: BaseException) -> list[dict[str, str]]:
     """Of an error that ends start-up."""
     if isinstance(error, StartupError):
-        return tuple(Refusal(problem.field, str(problem)) for problem in error.problems)
+        return [refusal(problem.field, str(problem)) for problem in error.problems]
     if isinstance(error, PluginConfigError):
         variable = re.match(r"DFLASH_SGLANG_\w+", str(error))
-        return (Refusal(variable[0] if variable else CONFIG_ENV, one_line(error, 2000)),)
+        return [refusal(variable[0] if variable else CONFIG_ENV, one_line(error, 2000))]
     if isinstance(error, SystemExit):
-        return (Refusal(REQUIRE_ENV, one_line(error, 2000)),)
-    return (Refusal("sglang", one_line(error, 4000)),)
+        return [refusal(REQUIRE_ENV, one_line(error, 2000))]
+    return [refusal("sglang", one_line(error, 4000))]
 
 
 @functools.cache
@@ -200,13 +192,13 @@ def load_plugins() -> None:
         load()
 
 
-def plugin_refusal() -> Refusal | None:
+def plugin_refusal() -> dict[str, str] | None:
     """Where SGLang did not load this package's plugin: its built-in worker would run without a word."""
     if registered():
         return None
     value = os.environ.get("SGLANG_PLUGINS")
     text = f"SGLANG_PLUGINS={value!r}: expected dflash_sglang among them, or unset. SGLang loads no such plugin."
-    return Refusal("SGLANG_PLUGINS", text)
+    return refusal("SGLANG_PLUGINS", text)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_sglang.doctor import launch
+from dflash_sglang.doctor.page import page
 
 
 def doctor(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -23,14 +24,14 @@ def doctor(options: argparse.Namespace, flags: Sequence[str]) -> int:
             launch.load_plugins()
             from dflash_sglang.doctor.findings import examine  # imports SGLang
 
-            report = examine(options.target, options.draft, _without_command(flags))
+            found = examine(options.target, options.draft, _without_command(flags))
     except launch.Unreadable as error:
         if options.json:
             print(json.dumps({"target": options.target, "draft": options.draft, "unreadable": str(error)}))
         print(f"dflash-sglang doctor: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report.as_json(), indent=1) if options.json else report.as_page())
-    return report.exit_code
+    print(json.dumps(found, indent=1) if options.json else page(found))
+    return 1 if found["refused"] else 0
 
 
 def _without_command(words: Sequence[str]) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ _SPLIT = (
     ".attention_sink_bias",
 )
 _WHOLE_BIASES = (".o_proj.bias", ".down_proj.bias")
+ASSUMES = "a step takes as long as reading its weights; experts are read by the tokens that choose them"
 _NOT_OF_THE_SERVER = ("verifier_", "t2d", "d2t", "rotary_emb.")
 
 
@@ -50,10 +52,8 @@ class BreakEven:
 
 def nbytes(facts: TensorFacts, served: int | None = None) -> int:
     """Bytes of a tensor; floats in `served` bytes each, None: as they are stored."""
-    count = 1
-    for size in facts.shape:
-        count *= size
-    return count * (served if served is not None and facts.dtype in _FLOATS else BYTES.get(facts.dtype, 1))
+    element = served if served is not None and facts.dtype in _FLOATS else BYTES.get(facts.dtype, 1)
+    return math.prod(facts.shape) * element
 
 
 def draft_weights(

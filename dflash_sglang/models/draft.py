@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
+from dflash_sglang.checkpoint.shapes import layer_shapes
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
 from dflash_sglang.models.context_kv.last_rows import LastRows
@@ -34,7 +35,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_model,
 )
 from dflash_sglang.startup.facts import LoadError
-from dflash_sglang.startup.tensor_checks import layer_shapes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

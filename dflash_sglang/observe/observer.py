@@ -9,12 +9,13 @@ from typing import Any
 
 from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.causes import Causes
-from dflash_sglang.observe.counts import Counts, DoneStep
-from dflash_sglang.observe.decode_line import decode_line
+from dflash_sglang.observe.counts import Counts, DoneStep, Shape, Totals
 from dflash_sglang.observe.series import Series
 from dflash_sglang.observe.step_split import StepSplit
 
 logger = logging.getLogger(__name__)
+
+POSITIONS = 8  # that the decode line shows
 
 
 class Observer:
@@ -75,3 +76,22 @@ class Observer:
         """`dflash_acceptance` of /server_info, counts since start-up."""
         parts = {"timed_steps": self.split.timed, "seconds": dict(self.split.seconds)}
         return {**self.counts.snapshot(), "step_split": parts, "alarm": self._alarm.state}
+
+
+def decode_line(steps: Totals, shapes: Mapping[Shape, int]) -> str:
+    """`DFlash decode, ...`, the line below SGLang's decode line: what the steps since the last one did.
+
+    shapes: how many of them had each shape.
+    """
+    tried = int((steps.verified[:POSITIONS] > 0).sum())
+    chances = steps.accepted[:tried] / steps.verified[:tried]
+    widths: dict[int, int] = {}
+    for shape, count in shapes.items():
+        widths[shape.width] = widths.get(shape.width, 0) + count
+    return (
+        f"DFlash decode, #steps: {steps.steps}, accept len: {steps.accept_length:.2f}, "
+        f"accept rate: {steps.accept_rate:.2f}, "
+        f"by position: {' '.join(f'{chance:.2f}' for chance in chances) or 'none verified'}, "
+        f"rows per token: {steps.rows / steps.committed:.2f}, "
+        f"width: {' '.join(f'{width}x{count}' for width, count in sorted(widths.items()))}"
+    )

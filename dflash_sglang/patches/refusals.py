@@ -10,7 +10,6 @@ from types import TracebackType
 from dflash_sglang.checkpoint.fields import DraftConfigError
 from dflash_sglang.checkpoint.token_map import TokenMapError
 from dflash_sglang.settings.plugin_config import PluginConfigError
-from dflash_sglang.settings.width import WidthConfigError
 from dflash_sglang.sglang_names.probe import SGLangMismatchError
 from dflash_sglang.startup.facts import LoadError, StartupError
 
@@ -19,7 +18,6 @@ REFUSALS = (
     StartupError,
     LoadError,
     PluginConfigError,
-    WidthConfigError,
     DraftConfigError,
     TokenMapError,
     SGLangMismatchError,

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
-from dflash_sglang.settings.schema import known_settings
-from dflash_sglang.settings.width import AUTO, WidthConfig, WidthConfigError
+from dflash_sglang.settings.schema import CONFIG_ENV, PluginConfigError, known_settings
+from dflash_sglang.settings.width import AUTO, WidthConfig
 
-CONFIG_ENV = "DFLASH_SGLANG_CONFIG"
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
@@ -31,10 +30,6 @@ SimulatedAcceptance = Sequence[Profile] | Path | Texts
 ProposalKind = Literal["auto", "argmax", "drawn"]
 PrefillServers = Literal["same", "any"]
 Copy = Literal["off", "block", 64]
-
-
-class PluginConfigError(ValueError):
-    """DFLASH_SGLANG_CONFIG cannot be read, or names a key or value that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class PluginConfig:
     @classmethod
     def from_mapping(cls, values: object) -> PluginConfig:
         """From a decoded JSON object. Raises PluginConfigError naming the key and what is known."""
-        checked = known_settings(values, cls, CONFIG_ENV, PluginConfigError)
+        checked = known_settings(values, cls, CONFIG_ENV)
         return cls(**{key: _checked(key, value) for key, value in checked.items()})
 
     def draws(self, joint: bool) -> bool:
@@ -154,10 +149,7 @@ def _width(value: Any) -> WidthConfig:
     """An object of WidthConfig's settings, or only its `fixed`, or "auto"."""
     if value == AUTO:
         return WidthConfig()
-    try:
-        return WidthConfig.from_mapping(value if isinstance(value, dict) else {"fixed": value})
-    except WidthConfigError as error:
-        raise PluginConfigError(f"{CONFIG_ENV}: {error}") from error
+    return WidthConfig.from_mapping(value if isinstance(value, dict) else {"fixed": value})
 
 
 def _read(path: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dflash_sglang.settings.schema import known_settings
+from dflash_sglang.settings.schema import CONFIG_ENV, PluginConfigError, known_settings
 
 PLAIN = 1  # the width of plain decoding: nothing is drafted
 DEFAULT_WIDTHS = (16, 12, 8, 6, 4, 2, PLAIN)
@@ -17,14 +17,15 @@ DEFAULT_TREES = (16, 32, 64)  # nodes; bench/results/rows_trees.json
 
 AUTO = "auto"  # a width chosen for every step
 
-
-class WidthConfigError(ValueError):
-    """A setting of the width policy is unknown, of the wrong type or out of range."""
+_WHERE = f"{CONFIG_ENV}: width"
 
 
 @dataclass(frozen=True)
 class WidthConfig:
-    """Settings of the width policy: docs/reference/settings.md has what each of their values does."""
+    """Settings of the width policy: docs/reference/settings.md has what each of their values does.
+
+    Raises PluginConfigError for one of the wrong type or out of range.
+    """
 
     widths: tuple[int, ...] | None = None  # to choose from; None: those of `states`
     fixed: int | str | None = None  # always this width, BLOCK, or TREE with its nodes; nothing is measured
@@ -41,7 +42,7 @@ class WidthConfig:
                 _check("widths", width, int, 1, None, "whole numbers from 1 to the draft's block")
             object.__setattr__(self, "widths", tuple(self.widths))
             if self.fixed is not None:
-                raise WidthConfigError(f"width: fixed={self.fixed} and widths={self.widths}: give one of them.")
+                raise _both("widths", self)
         if not isinstance(self.trees, Sequence) or isinstance(self.trees, str):
             raise _error("trees", self.trees, f"a list of {_NODES}")
         trees = self.trees
@@ -53,7 +54,7 @@ class WidthConfig:
                 _check("fixed", self.fixed, int, 1, None, expected)
             trees = ()
         if self.fixed is not None and self.trees not in (DEFAULT_TREES, trees):
-            raise WidthConfigError(f"width: fixed={self.fixed!r} and trees={self.trees}: give one of them.")
+            raise _both("trees", self)
         for nodes in trees:
             _check("trees" if self.fixed is None else "fixed", nodes, int, 2, MAX_NODES, _NODES)
         object.__setattr__(self, "trees", tuple(sorted(set(trees))))
@@ -63,8 +64,8 @@ class WidthConfig:
 
     @classmethod
     def from_mapping(cls, values: object) -> WidthConfig:
-        """From decoded JSON. Raises WidthConfigError naming the key, its value and what was expected."""
-        return cls(**known_settings(values, cls, "width", WidthConfigError))
+        """From decoded JSON. Raises PluginConfigError naming the key, its value and what was expected."""
+        return cls(**known_settings(values, cls, _WHERE))
 
     @property
     def widest(self) -> int:
@@ -91,5 +92,11 @@ def _check(key: str, value: Any, kind: type, low: float, high: float | None, exp
         raise _error(key, value, expected)
 
 
-def _error(key: str, value: Any, expected: str) -> WidthConfigError:
-    return WidthConfigError(f"width: {key}={value!r} ({type(value).__name__}): expected {expected}. Change it.")
+def _both(key: str, config: WidthConfig) -> PluginConfigError:
+    given = f"fixed={config.fixed!r} and {key}={getattr(config, key)}"
+    return PluginConfigError(f"{_WHERE}: {given}: give one of them.")
+
+
+def _error(key: str, value: Any, expected: str) -> PluginConfigError:
+    found = f"{key}={value!r} ({type(value).__name__})"
+    return PluginConfigError(f"{_WHERE}: {found}: expected {expected}. Change it.")

@@ -21,7 +21,6 @@ from dflash_sglang.sglang_names.launcher import (
     check_gguf_file,
     declare_resolution,
     draft_model_config_of,
-    envs,
     has_hf_quant_config,
     hybrid_gdn_config,
     mambaish_config,
@@ -30,21 +29,12 @@ from dflash_sglang.sglang_names.launcher import (
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
 from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
-from dflash_sglang.startup.launch_checks import (
-    COORDINATION,
-    ROLE,
-    UNSERVED,
-    UNSERVED_APART,
-    label_problems,
-    launch_problems,
-    transfer_problems,
-)
+from dflash_sglang.startup.launch_checks import launch_problems
 from dflash_sglang.startup.mtp_checks import mtp_problems
-from dflash_sglang.startup.presence_checks import SAFETENSORS_FORMATS, presence_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
 from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features
-from dflash_sglang.startup.tensor_checks import weights_problems
+from dflash_sglang.startup.tensor_checks import SAFETENSORS_FORMATS, presence_problems, weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
 # Targets with recurrent layers beside gated delta nets that are served, by their model type.
@@ -91,9 +81,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     if not cfg.device.startswith("cuda") and cfg.device != "cpu":  # the latter: through this package's platform
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving = _serving_facts(cfg)
-    problems += [*launch_problems(_launch_settings(cfg)), *serving_problems(serving)]
-    problems += label_problems(cfg.extra_metric_labels)
-    problems += transfer_problems(cfg.disaggregation_mode, cfg.disaggregation_transfer_backend)
+    problems += [*launch_problems(cfg), *serving_problems(serving)]
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
@@ -274,12 +262,3 @@ def _loads_gguf(cfg: Any) -> bool:
 def draft_ranks(cfg: Any) -> int:
     """Ranks over which one draft is split, of server arguments as `resolving_view` shows them."""
     return max(1, cfg.tp_size // (cfg.attn_dp_size * cfg.attn_cp_size))
-
-
-def _launch_settings(cfg: Any) -> dict[str, object]:
-    rows = (row.field for row in (*UNSERVED, *UNSERVED_APART) if row.field != COORDINATION)
-    settings = {field: getattr(cfg, field) for field in (ROLE, *rows)}
-    settings["grammar_backend"] = cfg.grammar_backend if cfg.grammar_backend == "outlines" else None
-    # Data-parallel attention alone reads it.
-    settings[COORDINATION] = cfg.attn_dp_size > 1 and envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
-    return settings

@@ -90,18 +90,18 @@ def _shape_problems(spec: DraftSpec, target: TargetFacts, ranks: int, own: OwnMo
             f"the target's hidden_size of {target.hidden_size} (embedding and head are the target's)",
             other_target,
         )
-    a_row_for_each = "any of its tokens is embedded" if own.embedding is not None else None
-    if a_row_for_each is None and spec.dflash2 is not None:
-        a_row_for_each = "the selector has a row for each candidate"
-    if a_row_for_each is None and spec.dspark is not None and spec.dspark.rank:
-        a_row_for_each = "the Markov head has a row for each token"
-    if a_row_for_each is None and spec.domino is not None:
-        a_row_for_each = "Domino's projector has a row for each token"
-    if a_row_for_each is not None and spec.vocab_size < target.vocab_size:
+    needs_all_tokens = (
+        (own.embedding, "any of its tokens is embedded"),
+        (spec.dflash2, "the selector has a row for each candidate"),
+        (spec.dspark and spec.dspark.rank, "the Markov head has a row for each token"),
+        (spec.domino, "Domino's projector has a row for each token"),
+    )
+    why = next((why for part, why in needs_all_tokens if part), None)
+    if why is not None and spec.vocab_size < target.vocab_size:
         yield Problem(
             "draft config vocab_size",
             spec.vocab_size,
-            f"at least the target's vocab_size of {target.vocab_size} ({a_row_for_each})",
+            f"at least the target's vocab_size of {target.vocab_size} ({why})",
             other_target,
         )
     if spec.num_target_layers is not None and spec.num_target_layers != target.num_layers:

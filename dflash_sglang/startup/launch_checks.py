@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.startup.facts import Problem
 
 COORDINATION = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
-ROLE = "disaggregation_mode"
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,11 @@ class Unserved:
     fix: str = ""
     instead: str = ""  # what to set, where that value is not it
     flag: str = ""  # as the operator writes the field, where it is not the field's name
+    read: Callable[[Any], object] | None = None  # of the server arguments, where it is not the field as it is
+
+    def value(self, cfg: Any) -> object:
+        """cfg: the server arguments."""
+        return getattr(cfg, self.field) if self.read is None else self.read(cfg)
 
     @property
     def setting(self) -> str:
@@ -32,6 +36,13 @@ class Unserved:
         wanted = self.instead or ("unset" if self.off in (None, False) else repr(self.off))
         fix = self.fix or f"Remove {self.setting}, or serve without speculation."
         return Problem(self.setting, value, f"{wanted} with DFLASH: {self.why}", fix)
+
+
+def _coordinates(cfg: Any) -> bool:
+    from dflash_sglang.sglang_names.launcher import envs  # imported here: the names are checked by now
+
+    # Data-parallel attention alone reads it.
+    return cfg.attn_dp_size > 1 and envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
 
 
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
@@ -60,7 +71,13 @@ UNSERVED = (
         f"Remove --use-ray, {_BUILT_IN}.",
     ),
     Unserved("dwdp_size", 1, "SGLang has no speculative decoding with it"),
-    Unserved(COORDINATION, False, "data-parallel ranks prefill together, or decode together", flag=COORDINATION),
+    Unserved(
+        COORDINATION,
+        False,
+        "data-parallel ranks prefill together, or decode together",
+        flag=COORDINATION,
+        read=_coordinates,
+    ),
     Unserved(
         "decrypted_draft_config_file",
         None,
@@ -73,6 +90,7 @@ UNSERVED = (
         "outlines cannot take back the proposals that it has looked at",
         "Set --grammar-backend xgrammar.",
         instead="xgrammar or llguidance",
+        read=lambda cfg: cfg.grammar_backend if cfg.grammar_backend == "outlines" else None,
     ),
     Unserved("enable_unified_memory", False, _ONE_ROW),
     Unserved("enable_page_major_kv_layout", False, _ONE_ROW),
@@ -115,17 +133,24 @@ UNSERVED_APART = (
 TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl", "fake")
 
 
-def launch_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
-    """What of a launch no draft could be served with. ``settings``: values by the fields of UNSERVED, and of
-    UNSERVED_APART where ROLE is not "null"."""
-    for row in UNSERVED if settings[ROLE] == "null" else (*UNSERVED, *UNSERVED_APART):
-        if settings[row.field] != row.off:
-            yield row.problem(settings[row.field])
+def launch_problems(cfg: Any) -> Iterator[Problem]:
+    """What of a launch no draft could be served with. cfg: the server arguments."""
+    yield from unserved_problems(UNSERVED, cfg)
+    if cfg.disaggregation_mode != "null":
+        yield from unserved_problems(UNSERVED_APART, cfg)
+        yield from _transfer_problems(cfg.disaggregation_transfer_backend)
+    yield from label_problems(cfg.extra_metric_labels)
 
 
-def transfer_problems(role: str, backend: str) -> Iterator[Problem]:
-    """role: --disaggregation-mode; backend: --disaggregation-transfer-backend."""
-    if role != "null" and backend not in TRANSFER_BACKENDS:
+def unserved_problems(rows: Iterable[Unserved], cfg: Any) -> Iterator[Problem]:
+    """Of the rows whose setting has another value. cfg: the server arguments."""
+    for row in rows:
+        if (value := row.value(cfg)) != row.off:
+            yield row.problem(value)
+
+
+def _transfer_problems(backend: str) -> Iterator[Problem]:
+    if backend not in TRANSFER_BACKENDS:
         others = ", ".join(TRANSFER_BACKENDS)
         flag = "--disaggregation-transfer-backend"
         yield Problem(flag, backend, f"one of {others} with DFLASH", f"Set {flag} to one of these, {_BUILT_IN}.")

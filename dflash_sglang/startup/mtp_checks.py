@@ -11,7 +11,7 @@ from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.settings.width import DEFAULT_TREES
 from dflash_sglang.startup.facts import Problem, ServingFacts
-from dflash_sglang.startup.launch_checks import Unserved
+from dflash_sglang.startup.launch_checks import Unserved, unserved_problems
 
 _WITH = "with multi-token-prediction layers as the draft"
 _NOT_TESTED = f"{_WITH} it is not tested"
@@ -69,10 +69,7 @@ def mtp_problems(
     draft: Path,
 ) -> Iterator[Problem]:
     """server: SGLang's arguments. target, draft: directories of their weights."""
-    for row in unserved_with(spec):
-        value = getattr(server, row.field)
-        if value != row.off:
-            yield row.problem(value)
+    yield from unserved_problems(unserved_with(spec), server)
     yield from attention_problems(server.device, serving.draft_reader)
     if target.resolve() != draft.resolve():
         yield Problem(

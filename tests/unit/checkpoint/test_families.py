@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.checkpoint.families import FOREIGN_ARCHITECTURES, check_family
+from dflash_sglang.checkpoint import families
+from dflash_sglang.checkpoint.families import FOREIGN_ARCHITECTURES, check_family, family_of
+from dflash_sglang.checkpoint.speculators import ALGORITHM, DECODER
 from tests.support.start_up import change, refusal, refused
 from tests.support.tiny import draft_config, make_pair
 from tests.unit.checkpoint.test_dflash2_config import dflash2_config
@@ -41,6 +43,22 @@ MLA = [
         "draft config dflash_config.attention_mode='mla': expected ",
     ),
 ]
+
+
+@pytest.mark.parametrize(("fields", "family"), [
+    ({}, families.PLAIN),
+    ({"architectures": ["MiniMaxDFlash2DraftModel", "DFlashDraftModel"]}, families.DFLASH2),
+    ({"architectures": None}, families.PLAIN),
+    ({"projector_type": "domino"}, families.DOMINO),
+    ({"projector_type": "domino", "dflash_config": {"projector_type": ""}}, families.PLAIN),
+    ({"projector_type": "domino", "architectures": ["LiLiCorrDraftModel"]}, families.LILICORR),
+    ({DECODER: {}, ALGORITHM: "dspark"}, families.DSPARK),
+    ({DECODER: {}, ALGORITHM: None, "projector_type": "domino"}, families.PLAIN),
+], ids=str)  # fmt: skip
+def test_a_family_is_told_by_architecture_and_projector_or_by_the_algorithm_of_the_format(
+    fields: dict, family: families.Family
+) -> None:
+    assert family_of(draft_config(**fields)) is family
 
 
 @pytest.mark.parametrize(

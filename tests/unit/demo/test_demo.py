@@ -199,7 +199,7 @@ def test_a_demo_whose_server_dies_ends_with_its_name_its_error_and_its_log(
     monkeypatch.setattr(Setup, "server", lambda *_: fake_server(tmp_path, streaming(sent, dies=True)))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["demo"]) == 1
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.strip().splitlines()
     assert lines[0].startswith(f"dflash-sglang demo: the DFLASH server: {said}")
     assert lines[1] == "RuntimeError: the reason" and lines[-1] == "RuntimeError: the reason"
     assert lines[2].startswith("--- the last lines of ") and lines[3] == WORKER_LINE

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_sglang.observe.counts import Counts, DoneStep, Shape
-from dflash_sglang.observe.decode_line import decode_line
+from dflash_sglang.observe.observer import decode_line
 from dflash_sglang.observe.step_split import EVERY, StepSplit
 
 BLOCK = 8

@@ -10,7 +10,7 @@ import pytest
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.own_modules import TRAINING_TENSORS
-from dflash_sglang.startup.presence_checks import presence_problems
+from dflash_sglang.startup.tensor_checks import presence_problems
 from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.reference_domino import domino_config, domino_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors

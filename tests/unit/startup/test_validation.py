@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,19 +20,24 @@ from dflash_sglang.startup.facts import Problem, ServingFacts, TargetFacts
 from dflash_sglang.startup.fit_checks import draft_problems
 from dflash_sglang.startup.launch_checks import (
     COORDINATION,
-    ROLE,
     UNSERVED,
     UNSERVED_APART,
     launch_problems,
-    transfer_problems,
 )
 from dflash_sglang.startup.serving_checks import serving_problems
 from dflash_sglang.startup.vocabulary_checks import own_problems
 from tests.support.tiny import draft_config, make_pair, target_config, write_checkpoint
 
 TARGET = TargetFacts.from_config(target_config())
-ORDINARY = {ROLE: "null", **{row.field: row.off for row in (*UNSERVED, *UNSERVED_APART)}}
 FC = {"fc.weight": TensorFacts("F32", (64, 192))}
+
+
+def ordinary(**changed: object) -> SimpleNamespace:
+    """Server arguments of a launch that nothing is wrong with, and what is changed."""
+    values = {row.field: row.off for row in (*UNSERVED, *UNSERVED_APART)}
+    values |= {"attn_dp_size": 1, "extra_metric_labels": None}
+    values |= {"disaggregation_mode": "null", "disaggregation_transfer_backend": "nixl"}
+    return SimpleNamespace(**{**values, **changed})
 
 
 def problems(
@@ -54,7 +60,7 @@ def test_a_matching_draft_target_and_server_have_no_problem() -> None:
     assert problems() == []
     assert problems(dflash_config={"target_layer_ids": [4, 0, 2]}) == []
     assert list(serving_problems(ServingFacts(draft_path="draft"))) == []
-    assert list(launch_problems(ORDINARY)) == []
+    assert list(launch_problems(ordinary())) == []
 
 
 @pytest.mark.parametrize("vocab_size", [300, 384])
@@ -305,9 +311,13 @@ APART_ROWS = {
     ids=[*LAUNCH_ROWS, *APART_ROWS],
 )
 def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(
-    role: str, field: str, value: object, says: str
+    role: str, field: str, value: object, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (problem,) = launch_problems({**ORDINARY, ROLE: role, field: value})
+    if field == COORDINATION:
+        monkeypatch.setenv(COORDINATION, "1")
+        assert list(launch_problems(ordinary())) == []  # of no effect without data-parallel attention
+    changed = {"attn_dp_size": 2} if field == COORDINATION else {field: value}
+    (problem,) = launch_problems(ordinary(disaggregation_mode=role, **changed))
     assert str(problem).startswith(says)
     offers_the_built_in_worker = "SGLANG_PLUGINS=none: SGLang's built-in worker serves it" in problem.fix
     assert offers_the_built_in_worker == (field in ELSEWHERE)
@@ -315,8 +325,9 @@ def test_a_launch_that_this_worker_takes_no_part_in_is_refused_with_the_reason(
 
 
 def test_what_is_refused_of_a_prefill_or_a_decode_server_is_served_by_one_that_does_both() -> None:
-    assert list(launch_problems({**ORDINARY, **{field: value for field, (value, _) in APART_ROWS.items()}})) == []
-    assert list(transfer_problems("null", "mori")) == list(transfer_problems("prefill", "nixl")) == []
+    apart = {field: value for field, (value, _) in APART_ROWS.items()}
+    assert list(launch_problems(ordinary(disaggregation_transfer_backend="mori", **apart))) == []
+    assert list(launch_problems(ordinary(disaggregation_mode="prefill"))) == []
 
 
 def test_a_draft_in_an_object_store_is_refused_with_what_to_do() -> None:

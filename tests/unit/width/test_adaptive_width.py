@@ -20,7 +20,8 @@ from dflash_sglang.patches.request_checks import validate_dflash_request
 from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
 from dflash_sglang.requests.limits import width_bounds
-from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.settings.schema import PluginConfigError
+from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.verify.rows import Excluded, Shape
 from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.group import Group
@@ -418,7 +419,7 @@ def test_a_request_widens_or_narrows_steps_as_far_as_the_operator_allows(
 def test_the_bounds_of_what_requests_ask_for_are_settings_that_are_checked() -> None:
     for key in ("highest_min_width", "lowest_max_width"):
         for value in (0, "4", 1.5, True, None):
-            with pytest.raises(WidthConfigError, match=rf"width: {key}=.*: expected a whole number from 1 on"):
+            with pytest.raises(PluginConfigError, match=rf"width: {key}=.*: expected a whole number from 1 on"):
                 WidthConfig.from_mapping({key: value})
 
 

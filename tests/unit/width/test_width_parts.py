@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.settings.width import WidthConfig, WidthConfigError
+from dflash_sglang.settings.schema import PluginConfigError
+from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.width import choice
 from dflash_sglang.width.choice import Chooser
 from dflash_sglang.width.decider import Decision
@@ -386,7 +387,7 @@ def test_widths_follow_the_block() -> None:
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_what_was_expected(values: Any, message: str) -> None:
-    with pytest.raises(WidthConfigError, match=message):
+    with pytest.raises(PluginConfigError, match=message):
         WidthConfig.from_mapping(values)
 
 

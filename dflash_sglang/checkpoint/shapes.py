@@ -1,69 +1,36 @@
-"""Which tensors a dense draft's checkpoint lacks, has too many, or has in another shape than its config.json says.
-
-The strict loader asks the same once more, after the target is loaded.
-"""
+"""Shapes of the tensors that a draft's checkpoint holds, as its config.json describes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-
-from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.draft_spec import DraftSpec
 from dflash_sglang.checkpoint.dspark import GATED, RNN
-from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.lilicorr import FEATURES, LiLiCorrSpec
-from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
-from dflash_sglang.startup.facts import Problem
-from dflash_sglang.startup.tensor_checks import MLA_MODULES, UNPACKED_DTYPES, layer_shapes
-
-SAFETENSORS_FORMATS = ("auto", "safetensors")
-"""Of --load-format: tensors have the names of the checkpoint."""
-_STACKS = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-# Checked elsewhere: modules of the draft's own, and what the loader passes over or remaps.
-_ELSEWHERE = ("lm_head.", "embed_tokens.", MASK_EMBEDDING, *VOCABULARY_TENSORS, *TRAINING_TENSORS)
-_PASSED_OVER = (
-    *(".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached"),
-    *(".k_scale", ".v_scale", ".kv_scale", ".output_scale"),
-)
-_COMPLETE = "Use a complete checkpoint, or correct its config.json (layers, biases, sinks)."
-_DENSE = ("F64", "F32", "F16", "BF16")
-_NAMED = 4  # of many tensors
 
 
-def presence_problems(spec: DraftSpec, features: int, tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
-    """features: layers of the target that `fc` joins. tensors: by name.
-
-    Nothing is said of a checkpoint without tensors, of MLA layers, and of a quantised one, whose method decides on
-    its tensors. ModelOpt may describe that in a file of its own, so dtypes tell it too.
-    """
-    quantised = spec.quantization is not None or any(
-        facts.dtype not in _DENSE for name, facts in tensors.items() if "layers." in name
-    )
-    if not tensors or quantised or any(module in name for name in tensors for module in MLA_MODULES):
-        return
-    found = {name.removeprefix("model."): facts for name, facts in tensors.items()}
-    shapes = dense_shapes(spec, features)
-    expected = set(_taken(shapes, found))
-    missing = sorted(expected - found.keys())
-    if missing:
-        yield Problem("draft tensors", None, f"{_listed(missing)} in the checkpoint", _COMPLETE)
-    unknown = sorted(
-        name
-        for name in found.keys() - expected
-        if not name.startswith(_ELSEWHERE) and not name.endswith(_PASSED_OVER)
-    )
-    if unknown:
-        expectation = "only tensors of the draft that its config.json describes"
-        fix = "Remove them, or correct config.json (layers, biases, sinks)."
-        yield Problem("draft tensors", _listed(unknown), expectation, fix)
-    of_layers = layer_shapes(spec)
-    for name in sorted(expected & found.keys() - of_layers.keys() - {"fc.weight"}):  # those are checked elsewhere
-        if found[name].dtype in UNPACKED_DTYPES and found[name].shape != shapes[name]:
-            fix = "Make config.json and the checkpoint agree."
-            expectation = f"{list(shapes[name])}, which config.json describes"
-            yield Problem(f"draft tensor {name}", list(found[name].shape), expectation, fix)
+def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
+    """By checkpoint name, of whole tensors that are not packed."""
+    hidden, mlp = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    matrices = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.qkv_proj": (q + 2 * kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.gate_up_proj": (2 * mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    if spec.laguna is not None and spec.laguna.gates:
+        matrices["self_attn.g_proj"] = (spec.num_heads * spec.laguna.gates, hidden)
+    if spec.gemma4_layers:  # keys are values, too
+        del matrices["self_attn.v_proj"], matrices["self_attn.qkv_proj"]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    shapes |= {f"self_attn.{name}.weight": (spec.head_dim,) for name in ("q_norm", "k_norm")}
+    shapes["self_attn.attention_sink_bias"] = (spec.num_heads,)
+    return {f"layers.{i}.{name}": shape for i in range(spec.num_layers) for name, shape in shapes.items()}
 
 
 def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
@@ -153,21 +120,3 @@ def _lilicorr_shapes(spec: LiLiCorrSpec, hidden: int, block_size: int) -> dict[s
     for name, shape in linear.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     return shapes
-
-
-def _taken(names: Iterable[str], found: Mapping[str, TensorFacts]) -> Iterator[str]:
-    """Of single and stacked forms the one that the checkpoint has: the stack where it is there."""
-    for name in names:
-        layer, kind = name.rpartition(".")[0], name.rpartition(".")[2]
-        stack = next((s for s, parts in _STACKS.items() if layer.endswith((s, *parts))), None)
-        if stack is None:
-            yield name
-            continue
-        prefix = ".".join(layer.split(".")[:2])
-        if layer.endswith(stack) == (f"{prefix}.{stack}.{kind}" in found):
-            yield name
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
