@@ -38,12 +38,8 @@ def test_a_server_drafts_the_candidates_of_the_reference_in_graphs_that_are_padd
     """One request, three in a graph of four, and five in a graph of eight, whose blocks have logprobs alone."""
     directories = pair_directories()
     prompts = [list(prompt.encode()[:150]) for prompt in held_out_prompts()[:9]]
-    environment = {
-        **recorded_graphs.recording(tmp_path),
-        CONFIG_ENV: json.dumps({"proposals": proposals, "width": "block"}),
-        scheduler_hooks.HOOKS_ENV: "candidates",
-        scheduler_hooks.RECORDS_ENV: str(tmp_path),
-    }
+    config = {CONFIG_ENV: json.dumps({"proposals": proposals, "width": "block"})}
+    environment = recorded_graphs.recording(tmp_path, "candidates", **config)
     target, draft = (Path(directories[name]) for name in ("target", "draft"))
     with (
         serve(target, draft, environment=environment, max_running_requests=16) as server,

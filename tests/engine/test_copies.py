@@ -17,7 +17,7 @@ from bench.copies import Texts
 from dflash_sglang.demo.server import Server
 from dflash_sglang.kernels.block import find_copy
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_lossless as lossless
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.kernels.test_find_copy import plain_copy, plain_match
@@ -57,14 +57,9 @@ def copying(
     environment: dict[str, str] | None = None,
     **flags: Any,
 ) -> Iterator[Server]:
-    variables = {
-        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"copy": "block", **(settings or {})}),
-        scheduler_hooks.HOOKS_ENV: hooks,
-        scheduler_hooks.RECORDS_ENV: str(directory),
-        **(environment or {}),
-    }
+    hooked = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    config = {CONFIG_ENV: json.dumps({"copy": "block", **(settings or {})})}
+    variables = hooked(directory, hooks, **config, **(environment or {}))
     with serve(*pair, environment=variables, **flags) as server:
         yield server
 

@@ -86,12 +86,7 @@ def expected(target: Any) -> list[list[int]]:
 def ours(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     """(server, directory of the oracle's records); rejected rows are poisoned after every step."""
     records = tmp_path_factory.mktemp("records")
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle,poison",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+    environment = scheduler_hooks.hooked(records, "oracle,poison")
     with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
@@ -125,8 +120,7 @@ def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
     answers = asked_together(server)
-    for path in records.iterdir():
-        path.unlink()
+    scheduler_hooks.forget(records)
     assert [answer["output_ids"] for answer in answers] == expected
     assert_accept_lengths(answers, BLOCK, at_least=8)
 
@@ -134,12 +128,7 @@ def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(
 @pytest.mark.full
 @works
 def test_blocks_of_any_width_are_plain_decodings_and_distributed_as_the_targets(draft, target, expected, tmp_path):
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "widths,poison",
-        CONFIG_ENV: '{"width": {}}',
-    }
+    environment = scheduler_hooks.hooked(tmp_path, "widths,poison", **{CONFIG_ENV: '{"width": {}}'})
     with serve(TARGET, draft, environment=environment, max_running_requests=48) as server:
         assert [answer["output_ids"] for answer in asked_together(server)] == expected
         assert_distributed(draws(server), three_tokens(target))

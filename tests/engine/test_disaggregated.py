@@ -109,13 +109,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory, records: Path) -> dict[str, str]:
-    return {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "seeds,context",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+def environment(records: Path) -> dict[str, str]:
+    return scheduler_hooks.hooked(records, "seeds,context")
 
 
 TEXT: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
@@ -436,12 +431,7 @@ def test_retracted_requests_of_a_recurrent_target_keep_states_and_context(tmp_pa
     for number, decode in enumerate(({}, retracting)):
         records = tmp_path / str(number)
         records.mkdir()
-        environment = {
-            "DFLASH_SGLANG_REQUIRE": "1",
-            "PYTHONPATH": scheduler_hooks.install(records),
-            scheduler_hooks.HOOKS_ENV: "proposals,context",
-            scheduler_hooks.RECORDS_ENV: str(records),
-        }
+        environment = scheduler_hooks.hooked(records, "proposals,context")
         with serve_apart(target, draft, records, environment=environment, decode=decode, **RECURRENT) as apart:
             answers.append([answer["output_ids"] for answer in apart.ask_all(requests)])
             assert (says in apart.decode.log_text()) == bool(decode)
@@ -462,12 +452,7 @@ def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_
     variables: dict[str, dict[str, str]] = {}
     for who in ("one", "apart"):
         (tmp_path / who).mkdir()
-        variables[who] = {
-            "DFLASH_SGLANG_REQUIRE": "1",
-            "PYTHONPATH": scheduler_hooks.install(tmp_path / who),
-            scheduler_hooks.HOOKS_ENV: "proposals",
-            scheduler_hooks.RECORDS_ENV: str(tmp_path / who),
-        }
+        variables[who] = scheduler_hooks.hooked(tmp_path / who, "proposals")
     requests = (
         asked()
         if target == TARGET

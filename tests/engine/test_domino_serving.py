@@ -98,19 +98,14 @@ def shifted(request: pytest.FixtureRequest) -> bool:
 def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], shifted: bool) -> Iterator[Server]:
     """Blocks of any width, in graphs; rejected rows are poisoned after every step."""
     draft = domino_draft(tmp_path_factory.mktemp("domino") / "draft", shifted)
-    records, graphs = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("graphs")
+    records = tmp_path_factory.mktemp("records")
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
-    environment = {
-        **recorded_graphs.recording(graphs),
-        scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        CONFIG_ENV: '{"width": {}}',
-    }
+    environment = recorded_graphs.recording(records, "widths,oracle,poison", **{CONFIG_ENV: '{"width": {}}'})
     with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure
-    replayed = recorded_graphs.replays(graphs)
+    replayed = recorded_graphs.replays(records)
     assert sum(one.role == "draft" for one in replayed) > 100
 
 

@@ -65,13 +65,8 @@ def plain() -> list[list[int]]:
 
 
 def hooked(directory: Path, hooks: str, graphs: bool = False, **config: Any) -> dict[str, str]:
-    return {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
-        scheduler_hooks.HOOKS_ENV: hooks,
-        scheduler_hooks.RECORDS_ENV: str(directory),
-        CONFIG_ENV: json.dumps({"draft_kv": "auto", **config}),
-    }
+    start = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    return start(directory, hooks, **{CONFIG_ENV: json.dumps({"draft_kv": "auto", **config})})
 
 
 def all_sliding(directory: Path) -> Path:

@@ -74,12 +74,7 @@ def asking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Random drafts have an oracle beside them, whose blocks the target verifies in place of theirs."""
     arguments = {name: value for name, value in TARGETS[request.param].items() if name != "grid"}
     directory = tmp_path_factory.mktemp("proposals")
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory),
-        scheduler_hooks.HOOKS_ENV: "proposals,oracle",
-        scheduler_hooks.RECORDS_ENV: str(directory),
-    }
+    environment = scheduler_hooks.hooked(directory, "proposals,oracle")
     with serve(*checkpoints(request.param), environment=environment, **ON_HOST, **arguments) as server:
         yield Asking(server, directory)
         print(server.log_tail(40))  # shown with a failure

@@ -29,12 +29,7 @@ def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[
     Together they need the sliding layers' pool several times over: its slots part from the full layers'.
     """
     directory.mkdir()
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory),
-        scheduler_hooks.HOOKS_ENV: "proposals",
-        scheduler_hooks.RECORDS_ENV: str(directory),
-    }
+    environment = scheduler_hooks.hooked(directory, "proposals")
     arguments |= dict(ZOO[GPT_OSS].arguments, chunked_prefill_size=64, max_total_tokens=4096)
     arguments["swa_full_tokens_ratio"] = 0.15
     generator = torch.Generator().manual_seed(7)

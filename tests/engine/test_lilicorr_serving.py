@@ -93,17 +93,12 @@ def ours(
 ) -> Iterator[tuple[Server, Path]]:
     """(server, directory of the oracle's records): blocks of any width, in graphs; rejected rows are poisoned
     after every step."""
-    records, graphs = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("graphs")
-    environment = {
-        **recorded_graphs.recording(graphs),
-        scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        CONFIG_ENV: '{"width": {}}',
-    }
+    records = tmp_path_factory.mktemp("records")
+    environment = recorded_graphs.recording(records, "widths,oracle,poison", **{CONFIG_ENV: '{"width": {}}'})
     with serve(TARGET, draft.path, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
-    replayed = recorded_graphs.replays(graphs)
+    replayed = recorded_graphs.replays(records)
     assert sum(one.role == "draft" for one in replayed) > 100
 
 
@@ -115,8 +110,7 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
     assert_plain_at_every_width(server, expected, BLOCK, at_least=8)
-    for path in records.iterdir():
-        path.unlink()
+    scheduler_hooks.forget(records)
 
 
 def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, target, expected):

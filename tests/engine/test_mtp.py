@@ -88,19 +88,9 @@ def ours(
     graphs."""
     records = directory / "records"
     records.mkdir()
-    if graphs:
-        plugins = recorded_graphs.recording(records, *modules)
-    else:
-        plugins = {"PYTHONPATH": scheduler_hooks.install(directory / "hooks", *modules)}
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        scheduler_hooks.HOOKS_ENV: hooks,
-        scheduler_hooks.RECORDS_ENV: str(records),
-        RANKS_ENV: str(records),
-        DIRECTORY_ENV: str(records),
-        CONFIG_ENV: json.dumps(config or {}),
-        **plugins,
-    }
+    hooked = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    variables = {RANKS_ENV: str(records), DIRECTORY_ENV: str(records), CONFIG_ENV: json.dumps(config or {})}
+    environment = hooked(records, hooks, *modules, **variables)
     with serve(checkpoint(), checkpoint(), environment=environment, **{**COMMON, **arguments}) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure

@@ -70,13 +70,7 @@ def ours(configuration, plain, tmp_path_factory) -> Iterator[Server]:
     target, overrides = CONFIGURATIONS[configuration]
     arguments = {"mamba_track_interval": GRID, **ZOO[target].arguments, **overrides}
     records = recorded(tmp_path_factory.mktemp("records"), plain)
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        **arguments.pop("env", {}),
-    }
+    environment = scheduler_hooks.hooked(records, "oracle", **arguments.pop("env", {}))
     with serve(*pair(target), environment=environment, **arguments) as server:
         yield server
         print(server.log_tail(40))  # shown with a failure

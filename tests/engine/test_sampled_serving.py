@@ -14,7 +14,7 @@ import pytest
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import greedy, serve
 from tests.support.tiny import make_pair
@@ -87,12 +87,8 @@ def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[
     ],
 )
 def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, proposals, width, tmp_path):
-    environment = {
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"proposals": proposals, "width": width}),
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "" if width else "widths",
-    }
+    config = {CONFIG_ENV: json.dumps({"proposals": proposals, "width": width})}
+    environment = scheduler_hooks.hooked(tmp_path, "" if width else "widths", **config)
     with serve(*tiny, environment=environment, max_running_requests=48) as server, ThreadPoolExecutor(1) as pool:
         beside = pool.submit(greedy, server, [PROMPT] * 3, GREEDY_TOKENS)
         assert_sampled_from(server, PROMPT, plain["expected"])
@@ -108,11 +104,8 @@ def test_ragged_steps_sample_from_the_plain_servers_distribution(tmp_path):
     prompt = list(held_out_prompts()[0].encode()[:60])
     with serve(target) as server:
         expected = distribution(server, prompt)
-    environment = {
-        **recorded_graphs.recording(tmp_path),
-        CONFIG_ENV: json.dumps({"proposals": "drawn", "width": "auto"}),
-        scheduler_hooks.HOOKS_ENV: "widths,shares",
-    }
+    config = {CONFIG_ENV: json.dumps({"proposals": "drawn", "width": "auto"})}
+    environment = recorded_graphs.recording(tmp_path, "widths,shares", **config)
     with serve(target, draft, environment=environment, max_running_requests=16) as server:
         assert_sampled_from(server, prompt, expected)
         (state,) = server.get("/server_info")["internal_states"]

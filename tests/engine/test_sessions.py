@@ -61,13 +61,7 @@ def conversations(request, tmp_path_factory) -> Iterator[tuple[Server, list[list
     trained = pair_directories()
     target, draft = pair("Qwen3.5") if arguments.pop("recurrent", False) else (trained["target"], trained["draft"])
     records = tmp_path_factory.mktemp("records")
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: arguments.pop("hooks"),
-        scheduler_hooks.RECORDS_ENV: str(records),
-        **arguments.pop("env", {}),
-    }
+    environment = scheduler_hooks.hooked(records, arguments.pop("hooks"), **arguments.pop("env", {}))
     with serve(target, draft, environment=environment, enable_streaming_session=True, **arguments) as server:
         yield server, [list(turns_of(server, number, records)) for number in range(len(SESSIONS))]
         print(server.log_tail(40))  # shown with a failure

@@ -1,13 +1,11 @@
 """Instruments for engine tests, inside the scheduler process of an engine under test.
 
-A plugin of SGLang like the package's own. A test gives the server three variables:
+A plugin of SGLang like the package's own. `hooked(directory, "oracle,poison")` gives the environment of a server
+with these hooks: PYTHONPATH with the plugin's metadata (`install`), DFLASH_TEST_HOOKS, and in DFLASH_TEST_RECORDS
+the directory of files that hooks read and write. `tests.support.hooks` lists the hooks; a hook's function says
+what it does.
 
-- PYTHONPATH, from `install(directory)`, which writes the plugin's metadata.
-- DFLASH_TEST_HOOKS (`HOOKS_ENV`), the hooks, comma-separated. `tests.support.hooks` lists them; a hook's function
-  says what it does.
-- DFLASH_TEST_RECORDS (`RECORDS_ENV`), for hooks that read or write files: the directory of these.
-
-Here is what a test does with the files: `record` before it asks, the others afterwards.
+Here is also what a test does with the files: `record` before it asks, the others afterwards.
 """
 
 from __future__ import annotations
@@ -23,11 +21,21 @@ from typing import Any
 import torch
 
 from bench import plugin
+from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests.support import hooks
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
 TREE_REQUESTS = 5  # the most requests whose blocks come with candidates, under the hook "candidates"
+
+
+def hooked(directory: Path, hooks: str, *modules: str, **environment: str) -> dict[str, str]:
+    """The environment of a server of ours with these hooks, comma-separated, whose files lie in `directory`.
+
+    modules: more plugins, as of `install`. environment: other variables, or these with another value.
+    """
+    path = install(directory, *modules)
+    return {REQUIRE_ENV: "1", "PYTHONPATH": path, HOOKS_ENV: hooks, RECORDS_ENV: str(directory), **environment}
 
 
 def install(directory: Path, *modules: str) -> str:
@@ -72,6 +80,12 @@ def _void_what_is_gathered() -> None:
 def record(directory: Path, prompt: list[int] | str, output_ids: list[int]) -> None:
     """From now on the oracle proposes `output_ids` after `prompt`: its ids, or the rid of its request."""
     _record_path(directory, prompt).write_text(json.dumps(output_ids))
+
+
+def forget(directory: Path) -> None:
+    """The oracle proposes nothing any more."""
+    for path in directory.glob("*.json"):
+        path.unlink()
 
 
 def recorded(*prompts: list[int] | str) -> list[int]:
