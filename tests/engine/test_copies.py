@@ -22,7 +22,7 @@ from tests.engine import test_lossless as lossless
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.kernels.test_find_copy import plain_copy, plain_match
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import RETRACTING, greedy_params, serve
 from tests.support.rows import in_full_but
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft, generate
@@ -30,7 +30,6 @@ from training.reference import ReferenceDraft, generate
 pytestmark = pytest.mark.slow
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "always": dict(hooks="always copies"),
     "recorded_graphs_of_random_shapes": dict(

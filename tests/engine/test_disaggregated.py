@@ -29,7 +29,7 @@ from tests.gpu.test_lora import adapter
 from tests.gpu.test_seeds import requests as seeded_requests
 from tests.support import scheduler_hooks
 from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
-from tests.support.engines import BUILT_IN_WORKER, greedy_params, serve
+from tests.support.engines import BUILT_IN_WORKER, RETRACTING, greedy_params, serve
 from tests.support.kits import without_the_last_layer
 from tests.support.rows import in_full_but
 from tests.support.tiny import write_checkpoint
@@ -305,9 +305,6 @@ def test_a_prefill_server_only_prefills(one, apart):
     assert "Prefill batch" in prefill and "Prefill batch" not in decode
     for server in (apart.prefill, apart.decode):
         assert server.get("/server_info")["internal_states"][0]["dflash_worker"].startswith("dflash_sglang ")
-
-
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 
 
 @pytest.mark.full

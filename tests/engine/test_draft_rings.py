@@ -17,8 +17,8 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import greedy_params, serve
-from tests.support.kits import DRAFT, RETRACTION, TARGET
+from tests.support.engines import RETRACTING, greedy_params, serve
+from tests.support.kits import DRAFT, TARGET
 
 TEXT = list("\n".join(held_out_prompts()).encode())
 WINDOW, NEW_TOKENS, RUNNING = 32, 60, 4
@@ -112,7 +112,7 @@ def all_sliding(directory: Path) -> Path:
 )
 def test_the_output_is_plain_decodings(plain, tmp_path, arguments, hooks, config):
     environment = hooked(tmp_path, hooks, arguments.pop("graphs", False), **config)
-    environment |= RETRACTION if arguments.pop("retraction", False) else {}
+    environment |= RETRACTING if arguments.pop("retraction", False) else {}
     sliding = arguments.pop("sliding", False)
     draft = all_sliding(tmp_path) if sliding else DRAFT
     if not sliding:

@@ -21,7 +21,7 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_width_serving import assert_all_shapes_are_drawn
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         max_total_tokens=6400,
         hooks="sentinels",
     ),
-    "retracting": dict(hooks="poison", env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}),
+    "retracting": dict(hooks="poison", env=RETRACTING),
 }
 CORE = (
     "overlap",

@@ -22,7 +22,7 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import RANKS, RANKS_ENV
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.collectives import DIRECTORY_ENV
-from tests.support.engines import greedy, greedy_params, serve
+from tests.support.engines import RETRACTING, greedy, greedy_params, serve
 from tests.zoo import step3p5
 from tests.zoo.step3p5 import MTP_LAYERS, Reference
 
@@ -203,11 +203,10 @@ def by_field(server: Server) -> dict[str, list[int]]:
 @pytest.mark.full
 def test_request_fields_act_as_in_plain_decoding(tmp_path: Path) -> None:
     """In synchronous steps, with requests that are retracted and go on."""
-    retracting = dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="9")
     with serve(checkpoint(), disable_overlap_schedule=True, **COMMON) as server:
         expected = by_field(server)
     with serve(
-        checkpoint(), checkpoint(), environment=retracting, disable_overlap_schedule=True, **COMMON
+        checkpoint(), checkpoint(), environment=RETRACTING, disable_overlap_schedule=True, **COMMON
     ) as server:
         got = by_field(server)
         assert "Testing retraction" in server.log_text()

@@ -26,12 +26,11 @@ from tests.engine.test_recurrent_serving import (
     request,
 )
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.zoo import ZOO
 from tests.zoo.member import pair
 
 CHUNK = 128
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 # By the target and what its server is told. Without buffers, as SGLang serves short convolutions, the prefix cache
 # keeps a state wherever a prefix ends.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {

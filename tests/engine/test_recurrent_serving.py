@@ -21,7 +21,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.support.rows import in_full_but
 from tests.zoo import ZOO, recurrent
 from tests.zoo.member import BLOCK, pair
@@ -47,12 +47,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "nemotron_h_chunked_retracting": dict(
         target="Nemotron-H",
         chunked_prefill_size=128,
-        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"},
+        env=RETRACTING,
     ),
     "synchronous_pages_of_64_retracting": dict(
         disable_overlap_schedule=True,
         page_size=64,
-        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"},
+        env=RETRACTING,
     ),
 }
 

@@ -21,13 +21,12 @@ from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_recurrent_serving import random_ids
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.support.rows import in_full_but
 from tests.zoo.member import pair
 
 pytestmark = pytest.mark.slow
 
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 EVERY_WIDTH = {CONFIG_ENV: '{"width": {"widths": [1, 2, 3, 5, 8]}}'}  # another one in each step
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "width_1": dict(hooks="poison", env={CONFIG_ENV: '{"width": 1}'}),
