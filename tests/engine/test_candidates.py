@@ -56,8 +56,7 @@ def test_a_server_drafts_the_candidates_of_the_reference_in_graphs_that_are_padd
     decode(requests, Shape(BLOCK), NEW_TOKENS, [greedy] * len(prompts))
 
     seen: dict[int, int] = {}
-    for line in (tmp_path / "candidates.jsonl").read_text().splitlines():
-        rids, *rows, best = json.loads(line)
+    for rids, *rows, best in scheduler_hooks.noted(tmp_path, "candidates.jsonl"):
         if not all(rid.isdigit() for rid in rids):
             continue  # before the first request
         seen[len(rids)] = seen.get(len(rids), 0) + 1

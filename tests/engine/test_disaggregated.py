@@ -396,7 +396,7 @@ KINDS: dict[str, Kind] = {
 def blocks(directory: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
     """(prefix length, proposals) of every block of requests that were asked one by one, but for those that overlap
     scheduling launches of a request that has ended."""
-    found, lines = [], [json.loads(line) for line in (directory / "proposals.jsonl").read_text().splitlines()]
+    found, lines = [], scheduler_hooks.noted(directory, "proposals.jsonl")
     for request in requests:
         prefix = len(request["input_ids"])
         end = prefix + request["sampling_params"]["max_new_tokens"] - 1

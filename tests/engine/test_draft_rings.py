@@ -148,12 +148,10 @@ def pools(tmp_path_factory) -> dict[str, Any]:
             for other in range(40):  # more than there are rings
                 ask(server, TEXT[4000 + 50 * other :][:20], 2)
             time.sleep(0.5)  # a step that was in flight
-            path = directory / "proposals.jsonl"
-            before = len(path.read_text().splitlines())
+            before = len(scheduler_hooks.noted(directory, "proposals.jsonl"))
             answer = ask(server, prompt, 100)
             assert answer["meta_info"]["cached_tokens"] == HIT
-            rows = [json.loads(line) for line in path.read_text().splitlines()[before:]]
-            found[kind] = counts, dict(rows)
+            found[kind] = counts, dict(scheduler_hooks.noted(directory, "proposals.jsonl")[before:])
     return found
 
 

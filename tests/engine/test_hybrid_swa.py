@@ -6,7 +6,6 @@ proposed, and nothing else.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[
         outputs += greedy(server, [prompts[-1] + outputs[-1] + [9, 8, 7]], NEW_TOKENS)
         hybrid = "SWAKVPool" in server.log_text()
     assert hybrid == ("disable_hybrid_swa_memory" not in arguments)
-    return outputs, [json.loads(line) for line in (directory / "proposals.jsonl").read_text().splitlines()]
+    return outputs, scheduler_hooks.noted(directory, "proposals.jsonl")
 
 
 @pytest.fixture(scope="module")

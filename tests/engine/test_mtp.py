@@ -107,8 +107,8 @@ class Noted(NamedTuple):
 
 def noted(records: Path) -> list[Noted]:
     """The blocks of this test's requests."""
-    lines = (records / "mtp.jsonl").read_text().splitlines()
-    return [block for block in (Noted(*json.loads(line)) for line in lines) if block.rid.startswith("text")]
+    blocks = [Noted(*row) for row in scheduler_hooks.noted(records, "mtp.jsonl")]
+    return [block for block in blocks if block.rid.startswith("text")]
 
 
 def wrong_proposals(

@@ -44,8 +44,7 @@ def trees(directory: Path, nodes: list[int], hooks: str, graphs: bool = False, *
 def grown(directory: Path) -> dict[str, list[tuple[list[int], list[int], list[int]]]]:
     """{rid: tokens, parents and accepted path of each step}; those of start-up have no rid."""
     found = defaultdict(list)
-    for line in (directory / "grown.jsonl").read_text().splitlines():
-        rid, tokens, parents, nodes = json.loads(line)
+    for rid, tokens, parents, nodes in scheduler_hooks.noted(directory, "grown.jsonl"):
         path = [0, *(node for node in nodes[1:] if node)]
         if rid:
             found[rid].append((tokens, parents, path))

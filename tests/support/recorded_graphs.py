@@ -145,7 +145,7 @@ class Replay(NamedTuple):
 
 
 def replays(directory: Path) -> list[Replay]:
-    return [Replay(*json.loads(line)) for line in (directory / "replays.jsonl").read_text().splitlines()]
+    return [Replay(*row) for row in scheduler_hooks.noted(directory, "replays.jsonl")]
 
 
 def activate() -> None:

@@ -109,6 +109,12 @@ def note(file: str, *rows: Any) -> None:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def noted(directory: Path, file: str) -> list[Any]:
+    """The rows of a file of JSON lines, but for one that is being written."""
+    lines = (directory / file).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def features_at(directory: Path) -> dict[int, torch.Tensor]:
     """The features last captured at each position, [n_layers * hidden]; forgets them."""
     by_position = {}
