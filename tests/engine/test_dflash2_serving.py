@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,7 @@ def test_greedy_output_is_plain_decodings_and_accepted_as_the_reference_loop_acc
     reference = ReferenceDFlash2.from_weights(*config_and_tensors())
     answers = [server.generate(**request(prompt)) for prompt in prompts()]
     assert [answer["output_ids"] for answer in answers] == expected
-    lengths: list[int] = []
-    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
-        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
-        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
-        lengths += result.accept_lengths
-    assert sum(lengths) / len(lengths) > 2, "the draft is of use"
+    assert_accepted_as_in_the_reference_loop(answers, target, reference, more_than=2)
 
 
 @works
@@ -153,6 +149,32 @@ def assert_accept_lengths(answers: list[dict[str, Any]], block: int, at_least: i
         for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
             histogram[accepted] += count
     assert sum(count > 0 for count in histogram) >= at_least, f"accepted proposals per step: {histogram}"
+
+
+def assert_accepted_as_in_the_reference_loop(
+    answers: list[dict[str, Any]], target: Any, reference: Any, more_than: float
+) -> None:
+    """answers: to all prompts; some of them are compared. more_than: the mean accept length of a draft of use."""
+    lengths: list[int] = []
+    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
+        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
+        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
+        lengths += result.accept_lengths
+    assert sum(lengths) / len(lengths) > more_than
+
+
+def letter_logprobs(vocab: int) -> torch.Tensor:
+    """[vocab, vocab]: how often a byte follows another in English, which two families draft by."""
+    counts = torch.full((vocab, vocab), 0.05)
+    for before, after in pairwise("\n".join(held_out_prompts()).encode()):
+        counts[before, after] += 1
+    return (counts / counts.sum(1, keepdim=True)).log()
+
+
+def write_trained(directory: Path, config: dict[str, Any], added: dict[str, torch.Tensor]) -> Path:
+    """The trained plain draft with a config and tensors of a family."""
+    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
+    return write_checkpoint(directory, config, tensors | {name: one.bfloat16() for name, one in added.items()})
 
 
 def assert_every_width_ran(server: Server) -> None:

@@ -21,13 +21,12 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_parallel
 from tests.engine.test_dflash2_serving import (
     BLOCK,
-    LOOPED,
-    NEW_TOKENS,
     PLAIN_DRAFT,
     SCALE,
     TARGET,
     TINY,
     asked_together,
+    assert_accepted_as_in_the_reference_loop,
     assert_plain_at_every_width,
     assert_ranks_walk_alike,
     assert_sampled_beside_greedy,
@@ -47,7 +46,6 @@ from tests.support.reference_lilicorr import (
     lilicorr_tensors,
 )
 from tests.support.tiny import write_checkpoint
-from training.reference import generate
 
 __all__ = ["expected", "target"]
 pytestmark = pytest.mark.slow
@@ -125,12 +123,7 @@ def test_blocks_are_accepted_as_the_reference_loop_accepts_them(draft, target, e
     with serve(TARGET, draft.path, environment=environment, max_running_requests=48) as server:
         answers = asked_together(server)
     assert [answer["output_ids"] for answer in answers] == expected
-    lengths: list[int] = []
-    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
-        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
-        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
-        lengths += result.accept_lengths
-    assert sum(lengths) / len(lengths) > 1.5, "the draft is of use"
+    assert_accepted_as_in_the_reference_loop(answers, target, reference, more_than=1.5)
 
 
 @pytest.mark.full
