@@ -105,11 +105,7 @@ def rehearsed(records: Path) -> dict[str, Any]:
 
 def firsts(records: Path) -> list[tuple[str, list[str], list[Any]]]:
     """(forward mode, modules imported since start-up, buffers made since) of each forward."""
-    return [tuple(line) for line in lines(records / "firsts.jsonl")]
-
-
-def lines(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [tuple(row) for row in scheduler_hooks.noted(records, "firsts.jsonl")]
 
 
 def generate(server: Server, sampling: dict[str, Any], tokens: int = 60, **fields: Any) -> list[int]:
@@ -170,7 +166,7 @@ def test_requests_launch_no_kernel_of_triton_that_start_up_has_not(tmp_path, wid
         for requests, length, sampling in itertools.product((1, 2, 3, 8), (1, 40, 300), REQUESTS):
             prompts = [[5 + i] * (length + i) for i in range(requests)]
             server.generate(input_ids=prompts, sampling_params={**sampling, "max_new_tokens": 33 + requests})
-        launched = lines(records / "kernels.jsonl")
+        launched = scheduler_hooks.noted(records, "kernels.jsonl")
         assert [name for when, name in launched if when == "start-up"]
         late = [name for when, name in launched if when == "request"]
         assert not late, f"first launched by a request: {late}"
