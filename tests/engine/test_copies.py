@@ -19,7 +19,7 @@ from dflash_sglang.kernels.block import find_copy
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_lossless as lossless
-from tests.engine.test_sampled_serving import assert_sampled_from, distribution
+from tests.engine.test_sampled_serving import assert_sampled_from, of_the_trained_target
 from tests.kernels.test_find_copy import plain_copy, plain_match
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import RETRACTING, greedy_params, serve
@@ -119,9 +119,7 @@ def test_two_ranks_copy_alike(plain, tmp_path):
 @pytest.mark.parametrize("proposals", ["drawn", pytest.param("argmax", marks=pytest.mark.full)])
 def test_samples_follow_the_plain_servers_distribution_where_copies_are_confidently_wrong(tmp_path, proposals):
     """Every match is copied, if only of the last byte: most copies are wrong, and said to be certain."""
-    prompt = list(held_out_prompts()[0].encode()[:60])
-    with serve(TARGET) as server:
-        expected = distribution(server, prompt)
+    prompt, expected = of_the_trained_target()
     settings = {"proposals": proposals}
     with copying(tmp_path, hooks="always copies", settings=settings, max_running_requests=48) as server:
         assert_sampled_from(server, prompt, expected)

@@ -3,6 +3,7 @@ of another in each step, and greedy requests beside sampled ones their greedy ou
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
@@ -37,6 +38,14 @@ def plain(tiny) -> dict[str, Any]:
     """Greedy output after the prompt, and the distribution of three sampled tokens from the server's logprobs."""
     with serve(tiny[0]) as server:
         return dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=distribution(server, PROMPT))
+
+
+@functools.cache
+def of_the_trained_target() -> tuple[list[int], dict[tuple[int, ...], float]]:
+    """A prompt that leaves three tokens in doubt, and the `distribution` of these."""
+    prompt = list(held_out_prompts()[0].encode()[:60])
+    with serve(Path(pair_directories()["target"])) as server:
+        return prompt, distribution(server, prompt)
 
 
 def distribution(server: Server, prompt: list[int], count: int = 3) -> dict[tuple[int, ...], float]:
@@ -98,12 +107,10 @@ def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, propo
 
 
 def test_ragged_steps_sample_from_the_plain_servers_distribution(tmp_path):
-    """Of a trained pair, whose drawn proposals are often accepted; the prompt leaves three tokens in doubt. In
-    graphs, which accept the likeliest tokens before others are drawn."""
+    """Of a trained pair, whose drawn proposals are often accepted. In graphs, which accept the likeliest tokens
+    before others are drawn."""
     target, draft = (Path(pair_directories()[name]) for name in ("target", "draft"))
-    prompt = list(held_out_prompts()[0].encode()[:60])
-    with serve(target) as server:
-        expected = distribution(server, prompt)
+    prompt, expected = of_the_trained_target()
     config = {CONFIG_ENV: json.dumps({"proposals": "drawn", "width": "auto"})}
     environment = recorded_graphs.recording(tmp_path, "widths,shares", **config)
     with serve(target, draft, environment=environment, max_running_requests=16) as server:
