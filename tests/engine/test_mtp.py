@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -24,6 +23,7 @@ from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.collectives import DIRECTORY_ENV
 from tests.support.engines import RETRACTING, greedy, greedy_params, serve
 from tests.zoo import step3p5
+from tests.zoo.member import directory_of
 from tests.zoo.step3p5 import MTP_LAYERS, Reference
 
 pytestmark = pytest.mark.slow
@@ -34,13 +34,8 @@ COMMON: dict[str, Any] = dict(chunked_prefill_size=CHUNK, max_total_tokens=4096)
 
 
 @functools.cache
-def _directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="mtp")
-
-
-@functools.cache
 def checkpoint() -> Path:
-    return step3p5.write(Path(_directory().name) / "target")
+    return step3p5.write(directory_of("Step-3.5"))
 
 
 @functools.cache
