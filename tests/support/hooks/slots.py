@@ -86,7 +86,7 @@ def sentinels() -> None:
         for buffer, copy in zip(buffers, copies, strict=True):
             copy.copy_(buffer)
         slots, page_size = _own_slots(self, batch), self._reservation.page_size
-        in_padding = sorted(slot for slot in set(slots.tolist()) if slot < page_size)
+        in_padding = sorted(set(slots.tolist()) & set(range(page_size)))
         assert not in_padding, f"live slots in the padding page: {in_padding[:4]}"
         table_before = table.clone()
         states = [rows.view(torch.int32) for rows in recurrent_states(self)]
