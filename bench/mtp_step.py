@@ -24,96 +24,92 @@ from typing import Any
 
 from bench import report, serve
 from bench.servers import Candidate, add_load_options, add_options, at_each_concurrency, parse
+from bench.step3p5 import FOR_SGLANG, FULL, MTP_LAYERS, SLIDING, hub_config
 from dflash_sglang.demo.launch import OURS, PLAIN
 from dflash_sglang.demo.server import Server, ServerFailed
 
 EAGLE = "eagle"
-MTP_LAYERS = 3
 # What a log has where the worker runs that the name says.
 PROOF: Mapping[str, str] = {
     OURS: f"draft: MTP({MTP_LAYERS} layers",
     EAGLE: "Enable multi-layer EAGLE speculative decoding",
 }
 BOUNDS: Mapping[str, float] = {"greedy": 1.0, "sampled": 1.1}  # of SGLang's tokens/s, at least
-FULL, SLIDING = "full_attention", "sliding_attention"
-# Layers, hidden and MLP size, query heads of full and of sliding layers, KV heads, head size, vocabulary, experts,
-# how many a token has, their size, sliding window. SGLang's worker takes layer 45 for its own: it needs 45 layers.
-SHAPES: Mapping[str, tuple[int, ...]] = {
-    "flash": (45, 4096, 11264, 64, 96, 8, 128, 128896, 16, 8, 1280, 512),
-    "tiny": (45, 64, 96, 4, 6, 2, 16, 320, 4, 2, 32, 24),
+# Fields of config.json, and "heads", query heads of full and of sliding layers. SGLang's worker takes layer 45 for
+# its own: the target needs 45 layers.
+LAYERS = 45
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "flash": dict(
+        heads={FULL: 64, SLIDING: 96},
+        num_attention_groups=8,
+        head_dim=128,
+        hidden_size=4096,
+        intermediate_size=11264,
+        vocab_size=128896,
+        sliding_window=512,
+        moe_num_experts=16,
+        moe_top_k=8,
+        moe_intermediate_size=1280,
+        share_expert_dim=1280,
+    ),
+    "tiny": dict(
+        heads={FULL: 4, SLIDING: 6},
+        num_attention_groups=2,
+        head_dim=16,
+        hidden_size=64,
+        intermediate_size=96,
+        vocab_size=320,
+        sliding_window=24,
+        moe_num_experts=4,
+        moe_top_k=2,
+        moe_intermediate_size=32,
+        share_expert_dim=32,
+    ),
 }
+DENSE = 3  # the first layers have an MLP, all others experts
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """config.json of a target, in the hub's form: lists by layer cover the MTP layers."""
-    layers, hidden, mlp, heads, sliding_heads, groups, dim, vocab, experts, chosen, expert, window = SHAPES[shape]
-    types = [FULL if layer % 4 == 0 else SLIDING for layer in range(layers)] + [SLIDING] * MTP_LAYERS
-    return dict(
-        architectures=["Step3p5ForCausalLM"],
-        model_type="step3p5",
+    """config.json of a target."""
+    types = [FULL if layer % 4 == 0 else SLIDING for layer in range(LAYERS)] + [SLIDING] * MTP_LAYERS
+    config = hub_config(
+        types,
+        sparse=range(DENSE, LAYERS),
+        rope_base=5e6,
+        rope_scaling=dict(factor=2.0, high_freq_factor=32.0, original_max_position_embeddings=131072),
         torch_dtype="bfloat16",
-        num_hidden_layers=layers,
-        num_nextn_predict_layers=MTP_LAYERS,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_attention_heads=heads,
-        num_attention_groups=groups,
-        head_dim=dim,
-        vocab_size=vocab,
         max_position_embeddings=262144,
         max_seq_len=262144,
-        rms_norm_eps=1e-5,
         bos_token_id=0,
         eos_token_id=1,
-        tie_word_embeddings=False,
-        layer_types=types,
-        sliding_window=window,
-        attention_other_setting=dict(
-            attention_type=SLIDING, num_attention_heads=sliding_heads, num_attention_groups=groups, head_dim=dim
-        ),
-        use_head_wise_attn_gate=True,
-        rope_theta=[5e6 if kind == FULL else 1e4 for kind in types],
-        partial_rotary_factors=[0.5 if kind == FULL else 1.0 for kind in types],
-        rope_scaling=dict(
-            rope_type="llama3",
-            factor=2.0,
-            low_freq_factor=1.0,
-            high_freq_factor=32.0,
-            original_max_position_embeddings=131072,
-        ),
-        yarn_only_types=[FULL],
-        moe_layers_enum=",".join(map(str, range(3, layers))),
-        moe_num_experts=experts,
-        moe_top_k=chosen,
-        moe_intermediate_size=expert,
-        share_expert_dim=expert,
         moe_router_scaling_factor=3.0,
-        use_moe_router_bias=True,
-        need_fp32_gate=True,
-        norm_expert_weight=True,
-        swiglu_limits=[0.0] * len(types),
         swiglu_limits_shared=[0.0] * len(types),
-        per_layer_config={},  # not the hub's: else SGLang 0.5.23 asks transformers for one number of heads
+        **SHAPES[shape],
     )
+    return {**config, **FOR_SGLANG}
 
 
 def parameters(shape: str) -> dict[str, int]:
     """Of the target, of its MTP layers, and of the embedding that SGLang's worker has for each of them."""
-    layers, hidden, mlp, heads, sliding_heads, groups, dim, vocab, experts, _, expert, _ = SHAPES[shape]
+    sizes = SHAPES[shape]
+    hidden, head_dim, experts = sizes["hidden_size"], sizes["head_dim"], sizes["moe_num_experts"]
+    embedding = sizes["vocab_size"] * hidden
 
-    def attention(of_layer: int) -> int:
-        return hidden * (2 * of_layer * dim + of_layer + 2 * groups * dim)
+    def attention(kind: str) -> int:
+        heads = sizes["heads"][kind]
+        return hidden * (2 * heads * head_dim + heads + 2 * sizes["num_attention_groups"] * head_dim)
 
-    full = len(range(0, layers, 4))
-    dense = 3 * hidden * mlp
-    sparse = 3 * hidden * expert * (experts + 1) + hidden * experts
-    target = full * attention(heads) + (layers - full) * attention(sliding_heads)
-    target += 3 * dense + (layers - 3) * sparse + 2 * vocab * hidden
-    layer = attention(sliding_heads) + dense + 2 * hidden * hidden + vocab * hidden
+    full = len(range(0, LAYERS, 4))
+    dense = 3 * hidden * sizes["intermediate_size"]
+    routed, shared = sizes["moe_intermediate_size"], sizes["share_expert_dim"]
+    sparse = 3 * hidden * (routed * experts + shared) + hidden * experts
+    target = full * attention(FULL) + (LAYERS - full) * attention(SLIDING)
+    target += DENSE * dense + (LAYERS - DENSE) * sparse + 2 * embedding
+    layer = attention(SLIDING) + dense + 2 * hidden * hidden + embedding
     return {
         "target": target,
         "MTP layers": MTP_LAYERS * layer,
-        "SGLang's worker besides": MTP_LAYERS * vocab * hidden,
+        "SGLang's worker besides": MTP_LAYERS * embedding,
     }
 
 

@@ -38,12 +38,8 @@ def test_a_server_drafts_the_candidates_of_the_reference_in_graphs_that_are_padd
     """One request, three in a graph of four, and five in a graph of eight, whose blocks have logprobs alone."""
     directories = pair_directories()
     prompts = [list(prompt.encode()[:150]) for prompt in held_out_prompts()[:9]]
-    environment = {
-        **recorded_graphs.recording(tmp_path),
-        CONFIG_ENV: json.dumps({"proposals": proposals, "width": "block"}),
-        scheduler_hooks.HOOKS_ENV: "candidates",
-        scheduler_hooks.RECORDS_ENV: str(tmp_path),
-    }
+    config = {CONFIG_ENV: json.dumps({"proposals": proposals, "width": "block"})}
+    environment = recorded_graphs.recording(tmp_path, "candidates", **config)
     target, draft = (Path(directories[name]) for name in ("target", "draft"))
     with (
         serve(target, draft, environment=environment, max_running_requests=16) as server,
@@ -60,8 +56,7 @@ def test_a_server_drafts_the_candidates_of_the_reference_in_graphs_that_are_padd
     decode(requests, Shape(BLOCK), NEW_TOKENS, [greedy] * len(prompts))
 
     seen: dict[int, int] = {}
-    for line in (tmp_path / "candidates.jsonl").read_text().splitlines():
-        rids, *rows, best = json.loads(line)
+    for rids, *rows, best in scheduler_hooks.noted(tmp_path, "candidates.jsonl"):
         if not all(rid.isdigit() for rid in rids):
             continue  # before the first request
         seen[len(rids)] = seen.get(len(rids), 0) + 1

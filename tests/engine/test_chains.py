@@ -12,9 +12,9 @@ import pytest
 from bench.copies import Texts
 from dflash_sglang.demo.server import Server
 from tests.engine import test_lossless as lossless
-from tests.engine.test_copies import RETRACTING, TARGET, copying
+from tests.engine.test_copies import TARGET, copying
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow

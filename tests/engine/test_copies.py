@@ -17,12 +17,12 @@ from bench.copies import Texts
 from dflash_sglang.demo.server import Server
 from dflash_sglang.kernels.block import find_copy
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_lossless as lossless
-from tests.engine.test_sampled_serving import assert_sampled_from, distribution
+from tests.engine.test_sampled_serving import assert_sampled_from, of_the_trained_target
 from tests.kernels.test_find_copy import plain_copy, plain_match
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import RETRACTING, greedy_params, serve
 from tests.support.rows import in_full_but
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft, generate
@@ -30,7 +30,6 @@ from training.reference import ReferenceDraft, generate
 pytestmark = pytest.mark.slow
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "always": dict(hooks="always copies"),
     "recorded_graphs_of_random_shapes": dict(
@@ -57,14 +56,9 @@ def copying(
     environment: dict[str, str] | None = None,
     **flags: Any,
 ) -> Iterator[Server]:
-    variables = {
-        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"copy": "block", **(settings or {})}),
-        scheduler_hooks.HOOKS_ENV: hooks,
-        scheduler_hooks.RECORDS_ENV: str(directory),
-        **(environment or {}),
-    }
+    hooked = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    config = {CONFIG_ENV: json.dumps({"copy": "block", **(settings or {})})}
+    variables = hooked(directory, hooks, **config, **(environment or {}))
     with serve(*pair, environment=variables, **flags) as server:
         yield server
 
@@ -125,9 +119,7 @@ def test_two_ranks_copy_alike(plain, tmp_path):
 @pytest.mark.parametrize("proposals", ["drawn", pytest.param("argmax", marks=pytest.mark.full)])
 def test_samples_follow_the_plain_servers_distribution_where_copies_are_confidently_wrong(tmp_path, proposals):
     """Every match is copied, if only of the last byte: most copies are wrong, and said to be certain."""
-    prompt = list(held_out_prompts()[0].encode()[:60])
-    with serve(TARGET) as server:
-        expected = distribution(server, prompt)
+    prompt, expected = of_the_trained_target()
     settings = {"proposals": proposals}
     with copying(tmp_path, hooks="always copies", settings=settings, max_running_requests=48) as server:
         assert_sampled_from(server, prompt, expected)

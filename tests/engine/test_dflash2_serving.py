@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,7 @@ def expected(target: Any) -> list[list[int]]:
 def ours(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     """(server, directory of the oracle's records); rejected rows are poisoned after every step."""
     records = tmp_path_factory.mktemp("records")
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle,poison",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+    environment = scheduler_hooks.hooked(records, "oracle,poison")
     with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
@@ -111,12 +107,7 @@ def test_greedy_output_is_plain_decodings_and_accepted_as_the_reference_loop_acc
     reference = ReferenceDFlash2.from_weights(*config_and_tensors())
     answers = [server.generate(**request(prompt)) for prompt in prompts()]
     assert [answer["output_ids"] for answer in answers] == expected
-    lengths: list[int] = []
-    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
-        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
-        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
-        lengths += result.accept_lengths
-    assert sum(lengths) / len(lengths) > 2, "the draft is of use"
+    assert_accepted_as_in_the_reference_loop(answers, target, reference, more_than=2)
 
 
 @works
@@ -125,8 +116,7 @@ def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
     answers = asked_together(server)
-    for path in records.iterdir():
-        path.unlink()
+    scheduler_hooks.forget(records)
     assert [answer["output_ids"] for answer in answers] == expected
     assert_accept_lengths(answers, BLOCK, at_least=8)
 
@@ -134,12 +124,7 @@ def test_greedy_output_is_plain_decodings_at_every_accept_length_and_in_a_batch(
 @pytest.mark.full
 @works
 def test_blocks_of_any_width_are_plain_decodings_and_distributed_as_the_targets(draft, target, expected, tmp_path):
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "widths,poison",
-        CONFIG_ENV: '{"width": {}}',
-    }
+    environment = scheduler_hooks.hooked(tmp_path, "widths,poison", **{CONFIG_ENV: '{"width": {}}'})
     with serve(TARGET, draft, environment=environment, max_running_requests=48) as server:
         assert [answer["output_ids"] for answer in asked_together(server)] == expected
         assert_distributed(draws(server), three_tokens(target))
@@ -164,6 +149,32 @@ def assert_accept_lengths(answers: list[dict[str, Any]], block: int, at_least: i
         for accepted, count in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
             histogram[accepted] += count
     assert sum(count > 0 for count in histogram) >= at_least, f"accepted proposals per step: {histogram}"
+
+
+def assert_accepted_as_in_the_reference_loop(
+    answers: list[dict[str, Any]], target: Any, reference: Any, more_than: float
+) -> None:
+    """answers: to all prompts; some of them are compared. more_than: the mean accept length of a draft of use."""
+    lengths: list[int] = []
+    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
+        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
+        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
+        lengths += result.accept_lengths
+    assert sum(lengths) / len(lengths) > more_than
+
+
+def letter_logprobs(vocab: int) -> torch.Tensor:
+    """[vocab, vocab]: how often a byte follows another in English, which two families draft by."""
+    counts = torch.full((vocab, vocab), 0.05)
+    for before, after in pairwise("\n".join(held_out_prompts()).encode()):
+        counts[before, after] += 1
+    return (counts / counts.sum(1, keepdim=True)).log()
+
+
+def write_trained(directory: Path, config: dict[str, Any], added: dict[str, torch.Tensor]) -> Path:
+    """The trained plain draft with a config and tensors of a family."""
+    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
+    return write_checkpoint(directory, config, tensors | {name: one.bfloat16() for name, one in added.items()})
 
 
 def assert_every_width_ran(server: Server) -> None:

@@ -29,7 +29,7 @@ from tests.gpu.test_lora import adapter
 from tests.gpu.test_seeds import requests as seeded_requests
 from tests.support import scheduler_hooks
 from tests.support.disaggregated import Apart, Refused, answer_of, prefill_beside, serve_apart
-from tests.support.engines import BUILT_IN_WORKER, greedy_params, serve
+from tests.support.engines import BUILT_IN_WORKER, RETRACTING, greedy_params, serve
 from tests.support.kits import without_the_last_layer
 from tests.support.rows import in_full_but
 from tests.support.tiny import write_checkpoint
@@ -109,13 +109,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory, records: Path) -> dict[str, str]:
-    return {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "seeds,context",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+def environment(records: Path) -> dict[str, str]:
+    return scheduler_hooks.hooked(records, "seeds,context")
 
 
 TEXT: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
@@ -312,9 +307,6 @@ def test_a_prefill_server_only_prefills(one, apart):
         assert server.get("/server_info")["internal_states"][0]["dflash_worker"].startswith("dflash_sglang ")
 
 
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
-
-
 @pytest.mark.full
 def test_retracted_requests_keep_their_context(one, tmp_path, environment):
     """The pool begins as NaN, and rows of a retracted request are others' before it goes on."""
@@ -404,7 +396,7 @@ KINDS: dict[str, Kind] = {
 def blocks(directory: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
     """(prefix length, proposals) of every block of requests that were asked one by one, but for those that overlap
     scheduling launches of a request that has ended."""
-    found, lines = [], [json.loads(line) for line in (directory / "proposals.jsonl").read_text().splitlines()]
+    found, lines = [], scheduler_hooks.noted(directory, "proposals.jsonl")
     for request in requests:
         prefix = len(request["input_ids"])
         end = prefix + request["sampling_params"]["max_new_tokens"] - 1
@@ -436,12 +428,7 @@ def test_retracted_requests_of_a_recurrent_target_keep_states_and_context(tmp_pa
     for number, decode in enumerate(({}, retracting)):
         records = tmp_path / str(number)
         records.mkdir()
-        environment = {
-            "DFLASH_SGLANG_REQUIRE": "1",
-            "PYTHONPATH": scheduler_hooks.install(records),
-            scheduler_hooks.HOOKS_ENV: "proposals,context",
-            scheduler_hooks.RECORDS_ENV: str(records),
-        }
+        environment = scheduler_hooks.hooked(records, "proposals,context")
         with serve_apart(target, draft, records, environment=environment, decode=decode, **RECURRENT) as apart:
             answers.append([answer["output_ids"] for answer in apart.ask_all(requests)])
             assert (says in apart.decode.log_text()) == bool(decode)
@@ -462,12 +449,7 @@ def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_
     variables: dict[str, dict[str, str]] = {}
     for who in ("one", "apart"):
         (tmp_path / who).mkdir()
-        variables[who] = {
-            "DFLASH_SGLANG_REQUIRE": "1",
-            "PYTHONPATH": scheduler_hooks.install(tmp_path / who),
-            scheduler_hooks.HOOKS_ENV: "proposals",
-            scheduler_hooks.RECORDS_ENV: str(tmp_path / who),
-        }
+        variables[who] = scheduler_hooks.hooked(tmp_path / who, "proposals")
     requests = (
         asked()
         if target == TARGET

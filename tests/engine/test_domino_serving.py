@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,11 @@ from tests.engine.test_dflash2_serving import (
     assert_ranks_walk_alike,
     assert_sampled_beside_greedy,
     expected,
+    letter_logprobs,
     prompts,
     request,
     target,
+    write_trained,
 )
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import serve
@@ -58,9 +59,7 @@ def domino_draft(directory: Path, shifted: bool) -> Path:
     embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
     added = next_letters(embedding)
     added["embed_proj.2.weight"] *= 1 if shifted else 0.2
-    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
-    tensors |= {name: tensor.bfloat16() for name, tensor in added.items()}
-    return write_checkpoint(directory, config, tensors)
+    return write_trained(directory, config, added)
 
 
 def next_letters(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -68,9 +67,7 @@ def next_letters(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
     the token it reads, and scores of how often a byte follows the last one in English, as far as the state tells.
     """
     vocab, hidden = embedding.shape
-    text, counts = list("\n".join(held_out_prompts()).encode()), torch.full((vocab, vocab), 0.05)
-    for before, after in pairwise(text):
-        counts[before, after] += 1
+    text = list("\n".join(held_out_prompts()).encode())
     generator = torch.Generator().manual_seed(5)
     read = torch.randn(STATE, hidden, generator=generator) / embedding.std() * hidden**-0.5
     of_state = torch.randn(RANK, STATE, generator=generator) * 4 * STATE**-0.5
@@ -79,7 +76,7 @@ def next_letters(embedding: torch.Tensor) -> dict[str, torch.Tensor]:
         state = (state + row) / 2
         states.append(state)
     vectors = functional.silu(torch.stack(states) @ of_state.T)
-    wanted = 2 * (counts / counts.sum(1, keepdim=True)).log()[text[: len(states)]]
+    wanted = 2 * letter_logprobs(vocab)[text[: len(states)]]
     ridge = vectors.T @ vectors + torch.eye(RANK)
     return {
         "prefix_gru.weight_ih_l0": torch.cat((torch.zeros(2 * STATE, hidden), read)),
@@ -98,19 +95,14 @@ def shifted(request: pytest.FixtureRequest) -> bool:
 def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], shifted: bool) -> Iterator[Server]:
     """Blocks of any width, in graphs; rejected rows are poisoned after every step."""
     draft = domino_draft(tmp_path_factory.mktemp("domino") / "draft", shifted)
-    records, graphs = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("graphs")
+    records = tmp_path_factory.mktemp("records")
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
-    environment = {
-        **recorded_graphs.recording(graphs),
-        scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        CONFIG_ENV: '{"width": {}}',
-    }
+    environment = recorded_graphs.recording(records, "widths,oracle,poison", **{CONFIG_ENV: '{"width": {}}'})
     with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure
-    replayed = recorded_graphs.replays(graphs)
+    replayed = recorded_graphs.replays(records)
     assert sum(one.role == "draft" for one in replayed) > 100
 
 

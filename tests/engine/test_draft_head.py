@@ -62,11 +62,7 @@ def test_a_server_with_an_fp8_head_is_lossless_and_drafts_by_the_copy_of_its_pre
         expected, _ = decode(plain)
     with serve(flipped_head) as plain:
         flipped, _ = decode(plain)
-    recording = {
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "features",
-        scheduler_hooks.RECORDS_ENV: str(tmp_path),
-    }
+    recording = scheduler_hooks.hooked(tmp_path, "features")
 
     def drafts_by_the_copy_of(target: Path) -> None:
         _, rows, logits = scheduler_hooks.borrowed(tmp_path)

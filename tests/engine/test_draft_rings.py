@@ -17,8 +17,8 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import greedy_params, serve
-from tests.support.kits import DRAFT, RETRACTION, TARGET
+from tests.support.engines import RETRACTING, greedy_params, serve
+from tests.support.kits import DRAFT, TARGET
 
 TEXT = list("\n".join(held_out_prompts()).encode())
 WINDOW, NEW_TOKENS, RUNNING = 32, 60, 4
@@ -65,13 +65,8 @@ def plain() -> list[list[int]]:
 
 
 def hooked(directory: Path, hooks: str, graphs: bool = False, **config: Any) -> dict[str, str]:
-    return {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
-        scheduler_hooks.HOOKS_ENV: hooks,
-        scheduler_hooks.RECORDS_ENV: str(directory),
-        CONFIG_ENV: json.dumps({"draft_kv": "auto", **config}),
-    }
+    start = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    return start(directory, hooks, **{CONFIG_ENV: json.dumps({"draft_kv": "auto", **config})})
 
 
 def all_sliding(directory: Path) -> Path:
@@ -117,7 +112,7 @@ def all_sliding(directory: Path) -> Path:
 )
 def test_the_output_is_plain_decodings(plain, tmp_path, arguments, hooks, config):
     environment = hooked(tmp_path, hooks, arguments.pop("graphs", False), **config)
-    environment |= RETRACTION if arguments.pop("retraction", False) else {}
+    environment |= RETRACTING if arguments.pop("retraction", False) else {}
     sliding = arguments.pop("sliding", False)
     draft = all_sliding(tmp_path) if sliding else DRAFT
     if not sliding:
@@ -153,12 +148,10 @@ def pools(tmp_path_factory) -> dict[str, Any]:
             for other in range(40):  # more than there are rings
                 ask(server, TEXT[4000 + 50 * other :][:20], 2)
             time.sleep(0.5)  # a step that was in flight
-            path = directory / "proposals.jsonl"
-            before = len(path.read_text().splitlines())
+            before = len(scheduler_hooks.noted(directory, "proposals.jsonl"))
             answer = ask(server, prompt, 100)
             assert answer["meta_info"]["cached_tokens"] == HIT
-            rows = [json.loads(line) for line in path.read_text().splitlines()[before:]]
-            found[kind] = counts, dict(rows)
+            found[kind] = counts, dict(scheduler_hooks.noted(directory, "proposals.jsonl")[before:])
     return found
 
 

@@ -11,11 +11,7 @@ from tests.support.kits import DRAFT, TARGET
 
 @pytest.mark.slow
 def test_a_server_whose_backend_ignores_causality_does_not_start(tmp_path):
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "causal",
-    }
+    environment = scheduler_hooks.hooked(tmp_path, "causal")
     with pytest.raises(Exception, match="row 0 of a block does not see row 1's key") as caught:
         with serve(TARGET, DRAFT, environment=environment):
             pass

@@ -147,13 +147,11 @@ def windowed(
 ) -> list[dict[str, Any]]:
     """Answers of a server whose draft would read NaN outside of its window; any_width: each step has one of its
     own, and its lengths on the host; graphs: recorded ones."""
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
-        scheduler_hooks.HOOKS_ENV: "blindfold,widths,host_lengths" if any_width else "blindfold",
-        **({CONFIG_ENV: '{"width": {}}'} if any_width else {}),
-        **arguments.pop("environment", {}),
-    }
+    hooked = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    hooks, config = "blindfold", {}
+    if any_width:
+        hooks, config = "blindfold,widths,host_lengths", {CONFIG_ENV: '{"width": {}}'}
+    environment = hooked(directory, hooks, **config, **arguments.pop("environment", {}))
     with serve(TARGET, DRAFT, environment=environment, **arguments) as server:
         answers = generate(server)
         assert "draft_window: " in server.log_text()

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_dflash2_serving import (
     PLAIN_DRAFT,
@@ -27,8 +24,10 @@ from tests.engine.test_dflash2_serving import (
     assert_ranks_walk_alike,
     assert_sampled_beside_greedy,
     expected,
+    letter_logprobs,
     prompts,
     target,
+    write_trained,
 )
 from tests.support import scheduler_hooks
 from tests.support.draft_formats import speculators_config
@@ -57,9 +56,7 @@ def dspark_draft(directory: Path, kind: str = "vanilla") -> Path:
         joint[2 * RANK :, RANK : 2 * RANK].fill_diagonal_(0.02)
         added["markov_head.joint_proj.bias"].zero_()
         added["markov_head.markov_w2.weight"] *= 50
-    tensors = load_file(PLAIN_DRAFT / "model.safetensors")
-    tensors |= {name: tensor.bfloat16() for name, tensor in added.items()}
-    return write_checkpoint(directory, config, tensors)
+    return write_trained(directory, config, added)
 
 
 @pytest.fixture(scope="module", params=["vanilla", pytest.param("rnn", marks=pytest.mark.full)])
@@ -74,13 +71,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], ki
     records = tmp_path_factory.mktemp("records")
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        CONFIG_ENV: '{"width": {}}',
-    }
+    environment = scheduler_hooks.hooked(records, "widths,oracle,poison", **{CONFIG_ENV: '{"width": {}}'})
     with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure
@@ -88,10 +79,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], ki
 
 def pairs_of_letters(vocab: int) -> dict[str, torch.Tensor]:
     """A Markov head of how often a byte follows another in English."""
-    text, counts = list("\n".join(held_out_prompts()).encode()), torch.full((vocab, vocab), 0.05)
-    for before, after in pairwise(text):
-        counts[before, after] += 1
-    u, s, v = torch.linalg.svd(3 * (counts / counts.sum(1, keepdim=True)).log())
+    u, s, v = torch.linalg.svd(3 * letter_logprobs(vocab))
     kept = s[:RANK].sqrt()
     w1, w2 = u[:, :RANK] * kept, v[:RANK].T * kept
     return {"markov_head.markov_w1.weight": w1.contiguous(), "markov_head.markov_w2.weight": w2.contiguous()}

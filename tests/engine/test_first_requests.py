@@ -15,7 +15,7 @@ import torch
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.settings.width import DEFAULT_TREES
 from dflash_sglang.warmup.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT, prompts
 from tests.support import scheduler_hooks
@@ -86,21 +86,15 @@ def test_rehearsed_contexts_are_read_from_slots_that_have_memory(
 @pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """(name of the configuration, server that had no request, directory of its records)"""
-    hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")
+    records = tmp_path_factory.mktemp("records")
     arguments = dict(skip_server_warmup=True, **CONFIGURATIONS[request.param])
-    with serve(TARGET, DRAFT, environment=watching(hooks, records), **arguments) as server:
+    with serve(TARGET, DRAFT, environment=watching(records), **arguments) as server:
         yield request.param, server, records
         print(server.log_tail(40))
 
 
-def watching(hooks: Path, records: Path, **settings: Any) -> dict[str, str]:
-    return {
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps(settings),
-        "PYTHONPATH": scheduler_hooks.install(hooks),
-        scheduler_hooks.HOOKS_ENV: "rehearsals,firsts",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+def watching(records: Path, **settings: Any) -> dict[str, str]:
+    return scheduler_hooks.hooked(records, "rehearsals,firsts", **{CONFIG_ENV: json.dumps(settings)})
 
 
 def rehearsed(records: Path) -> dict[str, Any]:
@@ -111,11 +105,7 @@ def rehearsed(records: Path) -> dict[str, Any]:
 
 def firsts(records: Path) -> list[tuple[str, list[str], list[Any]]]:
     """(forward mode, modules imported since start-up, buffers made since) of each forward."""
-    return [tuple(line) for line in lines(records / "firsts.jsonl")]
-
-
-def lines(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [tuple(row) for row in scheduler_hooks.noted(records, "firsts.jsonl")]
 
 
 def generate(server: Server, sampling: dict[str, Any], tokens: int = 60, **fields: Any) -> list[int]:
@@ -169,14 +159,14 @@ def test_requests_launch_no_kernel_of_triton_that_start_up_has_not(tmp_path, wid
     """SGLang's warm-up request among them."""
     records = tmp_path / "records"
     records.mkdir()
-    environment = {**watching(tmp_path / "hooks", records, width=width), **DEVICE_ENVIRONMENT}
+    environment = {**watching(records, width=width), **DEVICE_ENVIRONMENT}
     environment[scheduler_hooks.HOOKS_ENV] = "firsts"
     graphs = dict(cuda_graph_max_bs_decode=8, max_running_requests=8, min_free_slots_delay=1)
     with serve(TARGET, DRAFT, environment=environment, **graphs, **ON_DEVICE) as server:
         for requests, length, sampling in itertools.product((1, 2, 3, 8), (1, 40, 300), REQUESTS):
             prompts = [[5 + i] * (length + i) for i in range(requests)]
             server.generate(input_ids=prompts, sampling_params={**sampling, "max_new_tokens": 33 + requests})
-        launched = lines(records / "kernels.jsonl")
+        launched = scheduler_hooks.noted(records, "kernels.jsonl")
         assert [name for when, name in launched if when == "start-up"]
         late = [name for when, name in launched if when == "request"]
         assert not late, f"first launched by a request: {late}"
@@ -186,7 +176,7 @@ def test_requests_launch_no_kernel_of_triton_that_start_up_has_not(tmp_path, wid
 def test_steps_of_every_served_width_are_rehearsed(tmp_path):
     records = tmp_path / "records"
     records.mkdir()
-    environment = watching(tmp_path / "hooks", records, width={"widths": [1, 4, 16]})
+    environment = watching(records, width={"widths": [1, 4, 16]})
     with serve(TARGET, DRAFT, environment=environment, skip_server_warmup=True) as server:
         ran = rehearsed(records)
         shapes = 4 + len(DEFAULT_TREES)  # a ragged one, too
@@ -201,7 +191,7 @@ def test_steps_of_every_served_width_are_rehearsed(tmp_path):
 def test_recurrent_targets_rehearse_steps_of_every_width_and_leave_no_states(tmp_path, strategy):
     records = tmp_path / "records"
     records.mkdir()
-    environment = watching(tmp_path / "hooks", records, width={"widths": [1, 4, 8]})
+    environment = watching(records, width={"widths": [1, 4, 8]})
     arguments = dict(
         skip_server_warmup=True,
         max_mamba_cache_size=64,

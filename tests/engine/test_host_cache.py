@@ -7,7 +7,6 @@ and the pool has only those that came back. `test_host_cache_gpu` does the same 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +43,9 @@ class Asking:
     directory: Path
 
     def ask(self, prompt: list[int]) -> tuple[dict[str, Any], Proposals]:
-        file = self.directory / "proposals.jsonl"
-        before = len(file.read_text().splitlines()) if file.exists() else 0
+        before = len(scheduler_hooks.noted(self.directory, "proposals.jsonl"))
         answer = self.server.generate(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS))
-        lines = file.read_text().splitlines()[before:]
-        return answer, dict(json.loads(line) for line in lines)
+        return answer, dict(scheduler_hooks.noted(self.directory, "proposals.jsonl")[before:])
 
     def record(self, prompt: list[int], output: list[int]) -> None:
         """The oracle, where the server has one, proposes this output from now on."""
@@ -74,12 +71,7 @@ def asking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Random drafts have an oracle beside them, whose blocks the target verifies in place of theirs."""
     arguments = {name: value for name, value in TARGETS[request.param].items() if name != "grid"}
     directory = tmp_path_factory.mktemp("proposals")
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory),
-        scheduler_hooks.HOOKS_ENV: "proposals,oracle",
-        scheduler_hooks.RECORDS_ENV: str(directory),
-    }
+    environment = scheduler_hooks.hooked(directory, "proposals,oracle")
     with serve(*checkpoints(request.param), environment=environment, **ON_HOST, **arguments) as server:
         yield Asking(server, directory)
         print(server.log_tail(40))  # shown with a failure

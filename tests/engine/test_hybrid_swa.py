@@ -6,7 +6,6 @@ proposed, and nothing else.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,7 @@ def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[
     Together they need the sliding layers' pool several times over: its slots part from the full layers'.
     """
     directory.mkdir()
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory),
-        scheduler_hooks.HOOKS_ENV: "proposals",
-        scheduler_hooks.RECORDS_ENV: str(directory),
-    }
+    environment = scheduler_hooks.hooked(directory, "proposals")
     arguments |= dict(ZOO[GPT_OSS].arguments, chunked_prefill_size=64, max_total_tokens=4096)
     arguments["swa_full_tokens_ratio"] = 0.15
     generator = torch.Generator().manual_seed(7)
@@ -44,7 +38,7 @@ def proposals(directory: Path, **arguments: Any) -> tuple[list[list[int]], list[
         outputs += greedy(server, [prompts[-1] + outputs[-1] + [9, 8, 7]], NEW_TOKENS)
         hybrid = "SWAKVPool" in server.log_text()
     assert hybrid == ("disable_hybrid_swa_memory" not in arguments)
-    return outputs, [json.loads(line) for line in (directory / "proposals.jsonl").read_text().splitlines()]
+    return outputs, scheduler_hooks.noted(directory, "proposals.jsonl")
 
 
 @pytest.fixture(scope="module")

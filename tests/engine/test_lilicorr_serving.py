@@ -21,13 +21,12 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_parallel
 from tests.engine.test_dflash2_serving import (
     BLOCK,
-    LOOPED,
-    NEW_TOKENS,
     PLAIN_DRAFT,
     SCALE,
     TARGET,
     TINY,
     asked_together,
+    assert_accepted_as_in_the_reference_loop,
     assert_plain_at_every_width,
     assert_ranks_walk_alike,
     assert_sampled_beside_greedy,
@@ -47,7 +46,6 @@ from tests.support.reference_lilicorr import (
     lilicorr_tensors,
 )
 from tests.support.tiny import write_checkpoint
-from training.reference import generate
 
 __all__ = ["expected", "target"]
 pytestmark = pytest.mark.slow
@@ -93,17 +91,12 @@ def ours(
 ) -> Iterator[tuple[Server, Path]]:
     """(server, directory of the oracle's records): blocks of any width, in graphs; rejected rows are poisoned
     after every step."""
-    records, graphs = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("graphs")
-    environment = {
-        **recorded_graphs.recording(graphs),
-        scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        CONFIG_ENV: '{"width": {}}',
-    }
+    records = tmp_path_factory.mktemp("records")
+    environment = recorded_graphs.recording(records, "widths,oracle,poison", **{CONFIG_ENV: '{"width": {}}'})
     with serve(TARGET, draft.path, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
-    replayed = recorded_graphs.replays(graphs)
+    replayed = recorded_graphs.replays(records)
     assert sum(one.role == "draft" for one in replayed) > 100
 
 
@@ -115,8 +108,7 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
     assert_plain_at_every_width(server, expected, BLOCK, at_least=8)
-    for path in records.iterdir():
-        path.unlink()
+    scheduler_hooks.forget(records)
 
 
 def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(ours, target, expected):
@@ -131,12 +123,7 @@ def test_blocks_are_accepted_as_the_reference_loop_accepts_them(draft, target, e
     with serve(TARGET, draft.path, environment=environment, max_running_requests=48) as server:
         answers = asked_together(server)
     assert [answer["output_ids"] for answer in answers] == expected
-    lengths: list[int] = []
-    for prompt, answer in zip(prompts()[LOOPED], answers[LOOPED], strict=True):
-        result = generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True)
-        assert answer["meta_info"]["spec_verify_ct"] == len(result.accept_lengths)
-        lengths += result.accept_lengths
-    assert sum(lengths) / len(lengths) > 1.5, "the draft is of use"
+    assert_accepted_as_in_the_reference_loop(answers, target, reference, more_than=1.5)
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_width_serving import assert_all_shapes_are_drawn
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         max_total_tokens=6400,
         hooks="sentinels",
     ),
-    "retracting": dict(hooks="poison", env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}),
+    "retracting": dict(hooks="poison", env=RETRACTING),
 }
 CORE = (
     "overlap",
@@ -133,15 +133,10 @@ def plain() -> dict[str, Any]:
 def ours(request, plain, tmp_path_factory) -> Any:
     """(server, directory of the oracle's records) of one configuration; the oracle is silent at first."""
     arguments = dict(CONFIGURATIONS[request.param])
-    records, hooks = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("hooks")
-    captured = arguments.pop("graphs", False)
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        **(recorded_graphs.recording(hooks) if captured else {"PYTHONPATH": scheduler_hooks.install(hooks)}),
-        scheduler_hooks.HOOKS_ENV: ",".join(filter(None, ["oracle", arguments.pop("hooks", "")])),
-        scheduler_hooks.RECORDS_ENV: str(records),
-        **arguments.pop("env", {}),
-    }
+    records, captured = tmp_path_factory.mktemp("records"), arguments.pop("graphs", False)
+    hooked = recorded_graphs.recording if captured else scheduler_hooks.hooked
+    hooks = f"oracle,{arguments.pop('hooks', '')}"
+    environment = hooked(records, hooks, **arguments.pop("env", {}))
     pair = pair_directories()
     with serve(
         Path(pair["target"]),
@@ -155,7 +150,7 @@ def ours(request, plain, tmp_path_factory) -> Any:
         if request.param == "retracting":
             assert "Testing retraction" in server.log_text()
         if captured:
-            assert_replayed(recorded_graphs.replays(hooks), in_parts=request.param != "recorded_graphs")
+            assert_replayed(recorded_graphs.replays(records), in_parts=request.param != "recorded_graphs")
             assert "skipped its input_ids / positions re-copy" in server.log_text()
 
 
@@ -255,8 +250,7 @@ def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
         ):
             scheduler_hooks.record(records, asked["input_ids"], answer["output_ids"])
     answers = ask_at_once(server, plain["asked"])
-    for path in records.iterdir():
-        path.unlink()
+    scheduler_hooks.forget(records)
     assert_equal(answers, plain)
     histogram = [0] * BLOCK
     for answer in answers:

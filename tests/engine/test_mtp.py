@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,8 +21,9 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import RANKS, RANKS_ENV
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.collectives import DIRECTORY_ENV
-from tests.support.engines import greedy, greedy_params, serve
+from tests.support.engines import RETRACTING, greedy, greedy_params, serve
 from tests.zoo import step3p5
+from tests.zoo.member import directory_of
 from tests.zoo.step3p5 import MTP_LAYERS, Reference
 
 pytestmark = pytest.mark.slow
@@ -34,13 +34,8 @@ COMMON: dict[str, Any] = dict(chunked_prefill_size=CHUNK, max_total_tokens=4096)
 
 
 @functools.cache
-def _directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="mtp")
-
-
-@functools.cache
 def checkpoint() -> Path:
-    return step3p5.write(Path(_directory().name) / "target")
+    return step3p5.write(directory_of("Step-3.5"))
 
 
 @functools.cache
@@ -88,19 +83,9 @@ def ours(
     graphs."""
     records = directory / "records"
     records.mkdir()
-    if graphs:
-        plugins = recorded_graphs.recording(records, *modules)
-    else:
-        plugins = {"PYTHONPATH": scheduler_hooks.install(directory / "hooks", *modules)}
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        scheduler_hooks.HOOKS_ENV: hooks,
-        scheduler_hooks.RECORDS_ENV: str(records),
-        RANKS_ENV: str(records),
-        DIRECTORY_ENV: str(records),
-        CONFIG_ENV: json.dumps(config or {}),
-        **plugins,
-    }
+    hooked = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    variables = {RANKS_ENV: str(records), DIRECTORY_ENV: str(records), CONFIG_ENV: json.dumps(config or {})}
+    environment = hooked(records, hooks, *modules, **variables)
     with serve(checkpoint(), checkpoint(), environment=environment, **{**COMMON, **arguments}) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
@@ -117,8 +102,8 @@ class Noted(NamedTuple):
 
 def noted(records: Path) -> list[Noted]:
     """The blocks of this test's requests."""
-    lines = (records / "mtp.jsonl").read_text().splitlines()
-    return [block for block in (Noted(*json.loads(line)) for line in lines) if block.rid.startswith("text")]
+    blocks = [Noted(*row) for row in scheduler_hooks.noted(records, "mtp.jsonl")]
+    return [block for block in blocks if block.rid.startswith("text")]
 
 
 def wrong_proposals(
@@ -213,11 +198,10 @@ def by_field(server: Server) -> dict[str, list[int]]:
 @pytest.mark.full
 def test_request_fields_act_as_in_plain_decoding(tmp_path: Path) -> None:
     """In synchronous steps, with requests that are retracted and go on."""
-    retracting = dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="9")
     with serve(checkpoint(), disable_overlap_schedule=True, **COMMON) as server:
         expected = by_field(server)
     with serve(
-        checkpoint(), checkpoint(), environment=retracting, disable_overlap_schedule=True, **COMMON
+        checkpoint(), checkpoint(), environment=RETRACTING, disable_overlap_schedule=True, **COMMON
     ) as server:
         got = by_field(server)
         assert "Testing retraction" in server.log_text()

@@ -7,7 +7,6 @@ and taken again, while it decodes.
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.engine.test_mtp import ask_each, expected, next_prompts, noted, ours,
 from tests.support import recorded_graphs
 from tests.support.engines import greedy
 from tests.zoo import step3p5
+from tests.zoo.member import directory_of
 from tests.zoo.step3p5 import FULL, LAYERS, SLIDING, TYPES, WINDOW
 
 pytestmark = pytest.mark.slow
@@ -33,13 +33,8 @@ WIDTHS: dict[str, Any] = {"width": {"widths": [1, 2, 3, 4]}}
 
 
 @functools.cache
-def _directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="mtp_groups")
-
-
-@functools.cache
 def checkpoint() -> Path:
-    return step3p5.write(Path(_directory().name) / "target", TYPES_OF_GROUPS)
+    return step3p5.write(directory_of("Step-3.5 in two KV groups"), TYPES_OF_GROUPS)
 
 
 def prompts() -> list[list[int]]:

@@ -6,7 +6,6 @@ Weights are random, so the layers choose the recorded continuation, with errors:
 from __future__ import annotations
 
 import functools
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.engine.test_mtp import (
 )
 from tests.support.engines import greedy
 from tests.zoo import mimo_v2
+from tests.zoo.member import directory_of
 from tests.zoo.mimo_v2 import Reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -35,13 +35,8 @@ WIDTHS: dict[str, Any] = {"width": {"widths": [1, 2, 3, 4]}}
 
 
 @functools.cache
-def _directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="mimo")
-
-
-@functools.cache
 def checkpoint() -> Path:
-    return mimo_v2.write(Path(_directory().name) / "target")
+    return mimo_v2.write(directory_of("MiMo-V2 with MTP layers"))
 
 
 @functools.cache

@@ -5,7 +5,6 @@ Under data-parallel attention IDLE ranks keep step, in steps of every width. Rep
 
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,8 +78,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             params = dict(temperature=1.5, max_new_tokens=in_step.NEW_TOKENS, ignore_eos=True)
             server.generate(input_ids=[5, 6, 7], rid=f"drawn {rank}", routed_dp_rank=rank, sampling_params=params)
         ended = all_ended(records, layout.tp)
-        lines = (records / "mtp.jsonl").read_text().splitlines()
-        return Served(layout, ended, answers, [Noted(*json.loads(line)) for line in lines], plain)
+        blocks = [Noted(*row) for row in scheduler_hooks.noted(records, "mtp.jsonl")]
+        return Served(layout, ended, answers, blocks, plain)
 
 
 def beside_a_prefill(server: Server, records: Path) -> list[tuple[int, dict[str, Any]]]:

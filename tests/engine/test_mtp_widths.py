@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dflash_sglang.pair import pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_request_fields as fields
 from tests.engine import test_slots as slots
 from tests.engine.test_mtp import NEW_TOKENS, ask, checkpoint, noted, ours, plain, prompts, wrong_proposals
@@ -76,12 +76,7 @@ def test_request_fields_act_as_in_plain_decoding_at_every_width(tmp_path: Path) 
     target = shutil.copytree(checkpoint(), tmp_path / "target")
     for file in Path(pair_directories()["target"]).glob("tokenizer*"):
         shutil.copy(file, target)
-    environment = {
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps(CONFIG),
-        "PYTHONPATH": scheduler_hooks.install(tmp_path / "hooks"),
-        scheduler_hooks.HOOKS_ENV: f"seeds,{HOOKS}",
-    }
+    environment = scheduler_hooks.hooked(tmp_path, f"seeds,{HOOKS}", **{CONFIG_ENV: json.dumps(CONFIG)})
     arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
     asked = {name: requests[:1] for name, requests in {"": fields.base_requests(), **fields.table()}.items()}
     without = {**environment, scheduler_hooks.HOOKS_ENV: "seeds"}

@@ -95,14 +95,8 @@ def steps(answers: list[dict[str, Any]]) -> int:
 def watched(directory: Path, *plugins: str, **environment: str) -> dict[str, str]:
     """The environment of a server of ours whose ranks write into `directory` and may read an oracle's records.
     plugins: more modules, as of `scheduler_hooks.install`."""
-    return {
-        REQUIRE_ENV: "1",
-        "PYTHONPATH": scheduler_hooks.install(directory, "engine.test_parallel", *plugins),
-        RANKS_ENV: str(directory),
-        scheduler_hooks.RECORDS_ENV: str(directory),
-        **NO_DUMPS,
-        **environment,
-    }
+    environment = {RANKS_ENV: str(directory), **NO_DUMPS, **environment}
+    return scheduler_hooks.hooked(directory, "", "engine.test_parallel", *plugins, **environment)
 
 
 def activate() -> None:

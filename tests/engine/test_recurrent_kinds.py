@@ -26,12 +26,11 @@ from tests.engine.test_recurrent_serving import (
     request,
 )
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.zoo import ZOO
 from tests.zoo.member import pair
 
 CHUNK = 128
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 # By the target and what its server is told. Without buffers, as SGLang serves short convolutions, the prefix cache
 # keeps a state wherever a prefix ends.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,13 +69,7 @@ def ours(configuration, plain, tmp_path_factory) -> Iterator[Server]:
     target, overrides = CONFIGURATIONS[configuration]
     arguments = {"mamba_track_interval": GRID, **ZOO[target].arguments, **overrides}
     records = recorded(tmp_path_factory.mktemp("records"), plain)
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        **arguments.pop("env", {}),
-    }
+    environment = scheduler_hooks.hooked(records, "oracle", **arguments.pop("env", {}))
     with serve(*pair(target), environment=environment, **arguments) as server:
         yield server
         print(server.log_tail(40))  # shown with a failure

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.support.rows import in_full_but
 from tests.zoo import ZOO, recurrent
 from tests.zoo.member import BLOCK, pair
@@ -47,12 +47,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "nemotron_h_chunked_retracting": dict(
         target="Nemotron-H",
         chunked_prefill_size=128,
-        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"},
+        env=RETRACTING,
     ),
     "synchronous_pages_of_64_retracting": dict(
         disable_overlap_schedule=True,
         page_size=64,
-        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"},
+        env=RETRACTING,
     ),
 }
 
@@ -124,14 +124,8 @@ def ours(request, tmp_path_factory) -> Iterator[Ours]:
     target, width = arguments.pop("target", TARGET), arguments.pop("width", {"widths": WIDTHS})
     plain = plain_answers(target)
     records = recorded(tmp_path_factory.mktemp("records"), plain)
-    environment = {
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"width": width}),
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle,widths,states",
-        scheduler_hooks.RECORDS_ENV: str(records),
-        **arguments.pop("env", {}),
-    }
+    config = {CONFIG_ENV: json.dumps({"width": width})}
+    environment = scheduler_hooks.hooked(records, "oracle,widths,states", **config, **arguments.pop("env", {}))
     with serve(*pair(target), environment=environment, mamba_track_interval=GRID, **arguments) as server:
         yield Ours(server, records, plain)
         print(server.log_tail(40))  # shown with a failure
@@ -270,12 +264,8 @@ def converse(server: Server, first: Answered, after_all: Answered, after_part: A
 @pytest.mark.full
 def test_a_kernel_whose_states_lie_at_another_distance_is_found_and_its_widths_left_out(tmp_path):
     target, draft = pair(TARGET)
-    environment = {
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"width": {"widths": [2, 4, BLOCK]}}),
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "misplaced",
-    }
+    config = {CONFIG_ENV: json.dumps({"width": {"widths": [2, 4, BLOCK]}})}
+    environment = scheduler_hooks.hooked(tmp_path, "misplaced", **config)
     with serve(target, draft, environment=environment, **KEPT) as server:
         log = server.log_text()
         assert "left out [1, 4]: at these, TritonGDNKernel does not keep the states of verified rows" in log

@@ -3,6 +3,7 @@ of another in each step, and greedy requests beside sampled ones their greedy ou
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
@@ -14,7 +15,7 @@ import pytest
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import greedy, serve
 from tests.support.tiny import make_pair
@@ -37,6 +38,14 @@ def plain(tiny) -> dict[str, Any]:
     """Greedy output after the prompt, and the distribution of three sampled tokens from the server's logprobs."""
     with serve(tiny[0]) as server:
         return dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=distribution(server, PROMPT))
+
+
+@functools.cache
+def of_the_trained_target() -> tuple[list[int], dict[tuple[int, ...], float]]:
+    """A prompt that leaves three tokens in doubt, and the `distribution` of these."""
+    prompt = list(held_out_prompts()[0].encode()[:60])
+    with serve(Path(pair_directories()["target"])) as server:
+        return prompt, distribution(server, prompt)
 
 
 def distribution(server: Server, prompt: list[int], count: int = 3) -> dict[tuple[int, ...], float]:
@@ -87,12 +96,8 @@ def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[
     ],
 )
 def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, proposals, width, tmp_path):
-    environment = {
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"proposals": proposals, "width": width}),
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "" if width else "widths",
-    }
+    config = {CONFIG_ENV: json.dumps({"proposals": proposals, "width": width})}
+    environment = scheduler_hooks.hooked(tmp_path, "" if width else "widths", **config)
     with serve(*tiny, environment=environment, max_running_requests=48) as server, ThreadPoolExecutor(1) as pool:
         beside = pool.submit(greedy, server, [PROMPT] * 3, GREEDY_TOKENS)
         assert_sampled_from(server, PROMPT, plain["expected"])
@@ -102,17 +107,12 @@ def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, propo
 
 
 def test_ragged_steps_sample_from_the_plain_servers_distribution(tmp_path):
-    """Of a trained pair, whose drawn proposals are often accepted; the prompt leaves three tokens in doubt. In
-    graphs, which accept the likeliest tokens before others are drawn."""
+    """Of a trained pair, whose drawn proposals are often accepted. In graphs, which accept the likeliest tokens
+    before others are drawn."""
     target, draft = (Path(pair_directories()[name]) for name in ("target", "draft"))
-    prompt = list(held_out_prompts()[0].encode()[:60])
-    with serve(target) as server:
-        expected = distribution(server, prompt)
-    environment = {
-        **recorded_graphs.recording(tmp_path),
-        CONFIG_ENV: json.dumps({"proposals": "drawn", "width": "auto"}),
-        scheduler_hooks.HOOKS_ENV: "widths,shares",
-    }
+    prompt, expected = of_the_trained_target()
+    config = {CONFIG_ENV: json.dumps({"proposals": "drawn", "width": "auto"})}
+    environment = recorded_graphs.recording(tmp_path, "widths,shares", **config)
     with serve(target, draft, environment=environment, max_running_requests=16) as server:
         assert_sampled_from(server, prompt, expected)
         (state,) = server.get("/server_info")["internal_states"]

@@ -21,13 +21,12 @@ from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_recurrent_serving import random_ids
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import RETRACTING, serve
 from tests.support.rows import in_full_but
 from tests.zoo.member import pair
 
 pytestmark = pytest.mark.slow
 
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 EVERY_WIDTH = {CONFIG_ENV: '{"width": {"widths": [1, 2, 3, 5, 8]}}'}  # another one in each step
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "width_1": dict(hooks="poison", env={CONFIG_ENV: '{"width": 1}'}),
@@ -61,13 +60,7 @@ def conversations(request, tmp_path_factory) -> Iterator[tuple[Server, list[list
     trained = pair_directories()
     target, draft = pair("Qwen3.5") if arguments.pop("recurrent", False) else (trained["target"], trained["draft"])
     records = tmp_path_factory.mktemp("records")
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: arguments.pop("hooks"),
-        scheduler_hooks.RECORDS_ENV: str(records),
-        **arguments.pop("env", {}),
-    }
+    environment = scheduler_hooks.hooked(records, arguments.pop("hooks"), **arguments.pop("env", {}))
     with serve(target, draft, environment=environment, enable_streaming_session=True, **arguments) as server:
         yield server, [list(turns_of(server, number, records)) for number in range(len(SESSIONS))]
         print(server.log_tail(40))  # shown with a failure

@@ -49,11 +49,7 @@ def plain(tiny) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_requests_at_the_context_limit_touch_only_their_own_slots(tiny, plain, page_size, tmp_path):
-    environment = {
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "sentinels",
-    }
+    environment = scheduler_hooks.hooked(tmp_path, "sentinels")
     with serve(
         *tiny,
         environment=environment,

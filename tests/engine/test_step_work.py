@@ -53,7 +53,7 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
         shutil.copy(part_of_tokenizer, target)
     environment = step_work.recorded(tmp_path)
     if captured:
-        environment |= recorded_graphs.recording(tmp_path, "support.step_work")
+        environment |= recorded_graphs.recording(tmp_path, "", "support.step_work")
     with serve(
         target,
         draft,
@@ -82,7 +82,7 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
 @pytest.mark.slow
 def test_a_greedy_step_in_graphs_gathers_and_stages_nothing_and_copies_to_the_host_once(tmp_path):
     target, draft = make_pair(tmp_path)
-    environment = recorded_graphs.recording(tmp_path, "support.step_moves")
+    environment = recorded_graphs.recording(tmp_path, "", "support.step_moves")
     with serve(
         target, draft, environment=environment, max_running_requests=16, min_free_slots_delay=1, random_seed=1
     ) as server:

@@ -17,7 +17,7 @@ import pytest
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.engine.test_width_serving import ask, prompts, request
 from tests.support import recorded_graphs, scheduler_hooks
@@ -34,13 +34,9 @@ NEW_TOKENS = 100
 @contextmanager
 def trees(directory: Path, nodes: list[int], hooks: str, graphs: bool = False, **flags: Any) -> Iterator[Server]:
     """Our server with trees of so many nodes in every step that can have one."""
-    environment = {
-        **(recorded_graphs.recording(directory) if graphs else {"PYTHONPATH": scheduler_hooks.install(directory)}),
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"width": {"widths": [1, 16], "trees": nodes}}),
-        scheduler_hooks.HOOKS_ENV: f"always trees,{hooks}",
-        scheduler_hooks.RECORDS_ENV: str(directory),
-    }
+    hooked = recorded_graphs.recording if graphs else scheduler_hooks.hooked
+    config = {CONFIG_ENV: json.dumps({"width": {"widths": [1, 16], "trees": nodes}})}
+    environment = hooked(directory, f"always trees,{hooks}", **config)
     with serve(TARGET, DRAFT, environment=environment, **flags) as server:
         yield server
 
@@ -48,8 +44,7 @@ def trees(directory: Path, nodes: list[int], hooks: str, graphs: bool = False, *
 def grown(directory: Path) -> dict[str, list[tuple[list[int], list[int], list[int]]]]:
     """{rid: tokens, parents and accepted path of each step}; those of start-up have no rid."""
     found = defaultdict(list)
-    for line in (directory / "grown.jsonl").read_text().splitlines():
-        rid, tokens, parents, nodes = json.loads(line)
+    for rid, tokens, parents, nodes in scheduler_hooks.noted(directory, "grown.jsonl"):
         path = [0, *(node for node in nodes[1:] if node)]
         if rid:
             found[rid].append((tokens, parents, path))

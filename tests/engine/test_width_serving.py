@@ -15,7 +15,7 @@ import pytest
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.settings.width import DEFAULT_TREES
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
@@ -77,14 +77,8 @@ def plain() -> list[list[int]]:
 @pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(server, directory of its records)"""
-    hooks, records = tmp_path_factory.mktemp("hooks"), tmp_path_factory.mktemp("records")
-    environment = {
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"width": {"highest_min_width": 16}}),
-        "PYTHONPATH": scheduler_hooks.install(hooks),
-        scheduler_hooks.HOOKS_ENV: "rehearsals,probes",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+    records, config = tmp_path_factory.mktemp("records"), json.dumps({"width": {"highest_min_width": 16}})
+    environment = scheduler_hooks.hooked(records, "rehearsals,probes", **{CONFIG_ENV: config})
     arguments = dict(enable_metrics=True, decode_log_interval=1, **CONFIGURATIONS[request.param])
     with serve(TARGET, DRAFT, environment=environment, **arguments) as server:
         yield server, records

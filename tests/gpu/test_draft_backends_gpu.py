@@ -31,13 +31,8 @@ NEW_TOKENS = 120
 
 def told(directory: Path, names: tuple[str, ...], page: int) -> dict[str, dict[str, str]]:
     """What each backend's rows see, by kind of layer and way of running it."""
-    environment = {
-        **DEVICE_ENVIRONMENT,
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory, "support.backend_visibility"),
-        BACKENDS_ENV: ",".join(names),
-        scheduler_hooks.RECORDS_ENV: str(directory),
-    }
+    variables = {**DEVICE_ENVIRONMENT, BACKENDS_ENV: ",".join(names)}
+    environment = scheduler_hooks.hooked(directory, "", "support.backend_visibility", **variables)
     log = "the server has started"
     try:
         with serve(TARGET, DRAFT, environment=environment, page_size=page, **SHARED):

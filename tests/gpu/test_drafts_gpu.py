@@ -69,13 +69,8 @@ def test_walks_are_plain_decoding_at_random_widths_and_are_accepted(plain, tmp_p
         draft, block = dspark_draft(tmp_path / "draft", form), ROWS + 1
     else:
         draft, block = domino_draft(tmp_path / "draft", shifted=form == "shifted"), BLOCK
-    environment = {
-        **DEVICE_ENVIRONMENT,
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: '{"width": {}}',
-        "PYTHONPATH": scheduler_hooks.install(tmp_path),
-        scheduler_hooks.HOOKS_ENV: "widths",
-    }
+    variables = {**DEVICE_ENVIRONMENT, CONFIG_ENV: '{"width": {}}'}
+    environment = scheduler_hooks.hooked(tmp_path, "widths", **variables)
     with serve(TARGET, draft, environment=environment, **FLAGS) as server:
         assert f"block: {block} " in server.log_text()
         asked = [request(prompt, NEW_TOKENS) for prompt in prompts()[:MANY]]

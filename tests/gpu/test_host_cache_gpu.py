@@ -10,10 +10,7 @@ almost tied, because the rest of a prompt is prefilled in another shape.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +27,6 @@ from tests.zoo.member import pair_for
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 WHOLE = LENGTH // GRID * GRID  # tokens of a prompt that come back at any page size and grid
-RECORDS = scheduler_hooks.RECORDS_ENV
 FLAGS: dict[str, Any] = dict(cuda_graph_max_bs_decode=4, **ON_HOST, **ON_DEVICE)
 PAIR = "the trained pair"
 # hicache_io_backend "kernel" is SGLang's default.
@@ -63,8 +59,7 @@ def _note_rows(scheduler: Any) -> None:
             pool = self._runner.token_to_kv_pool
             rows = torch.stack([buffer[slots] for buffer in (*pool.k_buffer, *pool.v_buffer)])
             told = hashlib.sha256(rows.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-            with (Path(os.environ[RECORDS]) / "rows.jsonl").open("a") as file:
-                file.write(json.dumps(told) + "\n")
+            scheduler_hooks.note("rows.jsonl", told)
         return propose(self, batch, block)
 
     Proposer.propose = noting
@@ -83,12 +78,7 @@ class Answered:
 def answered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answered:
     target, flags = LAUNCHES[request.param]
     directory = tmp_path_factory.mktemp("rows")
-    environment = {
-        **DEVICE_ENVIRONMENT,
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory, "gpu.test_host_cache_gpu"),
-        RECORDS: str(directory),
-    }
+    environment = scheduler_hooks.hooked(directory, "", "gpu.test_host_cache_gpu", **DEVICE_ENVIRONMENT)
     models = checkpoints(target) if target == PAIR else pair_for(target, FLAGS["dtype"])
     asked = [
         with_logprobs(dict(input_ids=prompt, sampling_params=greedy_params(60))) for prompt in prompts_of(target)
@@ -98,7 +88,7 @@ def answered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             cold, warm = ([server.generate(**one) for one in asked] for _ in ("cold", "warm"))
         finally:
             print(server.log_tail(60))  # shown with a failure
-    rows = [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
+    rows = scheduler_hooks.noted(directory, "rows.jsonl")
     return Answered(target, cold, warm, asked, rows[-2 * len(asked) :])
 
 

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_mtp import COMMON, NEW_TOKENS, Noted, noted, prompts
 from tests.engine.test_mtp_groups import TYPES_OF_GROUPS
 from tests.engine.test_mtp_widths import CONFIG, HOOKS
@@ -96,14 +96,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
         directory = tmp_path_factory.mktemp("mtp")
         targets[name], records[name] = checkpoint(directory / "target", types), directory / "records"
         records[name].mkdir()
-        environment = {
-            **ENVIRONMENT,
-            REQUIRE_ENV: "1",
-            CONFIG_ENV: json.dumps(CONFIG),
-            "PYTHONPATH": scheduler_hooks.install(directory / "hooks"),
-            scheduler_hooks.HOOKS_ENV: f"mtp,{HOOKS}",
-            scheduler_hooks.RECORDS_ENV: str(records[name]),
-        }
+        variables = {**ENVIRONMENT, CONFIG_ENV: json.dumps(CONFIG)}
+        environment = scheduler_hooks.hooked(records[name], f"mtp,{HOOKS}", **variables)
         starts[name] = serve(targets[name], targets[name], environment=environment, **{**FLAGS, **flags})
     starts["plain"] = serve(targets["graphs"], environment=ENVIRONMENT, **FLAGS)
     with all_at_once(starts) as servers:

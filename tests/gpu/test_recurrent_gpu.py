@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_recurrent_serving import (
     GRID,
     LENGTHS,
@@ -113,14 +113,8 @@ def ours(launch, plain, tmp_path_factory) -> Iterator[Server]:
     records = tmp_path_factory.mktemp("records")
     for asked, answer in plain:
         scheduler_hooks.record(records, asked["input_ids"], answer["output_ids"])
-    environment = {
-        **DEVICE_ENVIRONMENT,
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"width": {"widths": WIDTHS}}),
-        "PYTHONPATH": scheduler_hooks.install(tmp_path_factory.mktemp("hooks")),
-        scheduler_hooks.HOOKS_ENV: "oracle,widths",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+    variables = {**DEVICE_ENVIRONMENT, CONFIG_ENV: json.dumps({"width": {"widths": WIDTHS}})}
+    environment = scheduler_hooks.hooked(records, "oracle,widths", **variables)
     checkpoints = pair_for(launch.target, FLAGS["dtype"])
     with serve(*checkpoints, environment=environment, **launch.arguments) as server:
         yield server

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests.support import scheduler_hooks
 
 DIRECTORY_ENV = "DFLASH_TEST_COLLECTIVES"
@@ -55,14 +54,13 @@ class Step:
 
 def recorded(directory: Path, **environment: str) -> dict[str, str]:
     """The environment of a server of ours whose ranks write their steps into `directory`."""
-    path = scheduler_hooks.install(directory, "support.collectives")
-    return {REQUIRE_ENV: "1", "PYTHONPATH": path, DIRECTORY_ENV: str(directory), **environment}
+    environment = {DIRECTORY_ENV: str(directory), **environment}
+    return scheduler_hooks.hooked(directory, "", "support.collectives", **environment)
 
 
 def steps(directory: Path, rank: int) -> list[Step]:
     """The steps that a rank has ended so far."""
-    lines = (directory / f"steps-{rank}.jsonl").read_text().splitlines(keepends=True)
-    return [_step(json.loads(line)) for line in lines if line.endswith("\n")]
+    return [_step(row) for row in scheduler_hooks.noted(directory, f"steps-{rank}.jsonl")]
 
 
 def all_ended(directory: Path, ranks: int) -> list[tuple[Step, ...]]:

@@ -23,6 +23,8 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import zygote
 
 READY_TIMEOUT = 400.0  # seconds; importing SGLang alone takes tens on a busy machine
+# The scheduler retracts requests every nine steps, as where a pool is full.
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 BUILT_IN_WORKER = {"SGLANG_PLUGINS": "none"}  # the CPU platform stays, our plugin does not load
 
 

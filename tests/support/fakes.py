@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +67,17 @@ def target_model() -> SimpleNamespace:
         is_local_attention_model=False,
         use_ngram_embedding=False,
     )
+
+
+class Settings(SimpleNamespace):
+    """A group of SGLang's resolved settings."""
+
+    @contextmanager
+    def override(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        yield
+        vars(self).update(before)
 
 
 class BuiltInWorker:

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests.support.engines import BUILT_IN_WORKER, serve
+from tests.support.engines import BUILT_IN_WORKER, RETRACTING, serve
 
 ON_GPU = os.environ.get("DFLASH_TEST_DEVICE", "cpu") == "cuda"
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
@@ -37,7 +37,6 @@ DEVICE_ENVIRONMENT = {"SGLANG_PLATFORM": ""}
 # The scheduler counts its slots after every step, as on the servers of SGLang's own session kits.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 RUNNING_TIMEOUT = {"SGLANG_REQ_RUNNING_TIMEOUT": "1" if ON_GPU else "8"}
-RETRACTION = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 SERVERS: dict[str, dict[str, Any]] = {
     "plain": dict(),
     "ours": dict(draft=DRAFT, chunked_prefill_size=128, enable_streaming_session=True),
@@ -46,7 +45,7 @@ SERVERS: dict[str, dict[str, Any]] = {
         page_size=64,
         chunked_prefill_size=512,
         enable_streaming_session=True,
-        environment={**RUNNING_TIMEOUT, **RETRACTION},
+        environment={**RUNNING_TIMEOUT, **RETRACTING},
     ),
 }
 

@@ -24,7 +24,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests.support import scheduler_hooks
 
 DIRECTORY_ENV = "DFLASH_TEST_REPLAYS"
@@ -132,10 +131,10 @@ class Backend:
         self._graphs.clear()
 
 
-def recording(directory: Path, *modules: str, **environment: str) -> dict[str, str]:
-    """The environment of a server of ours with recorded graphs, and other plugins of this package's tests."""
-    path = scheduler_hooks.install(directory, "support.recorded_graphs", *modules)
-    return {REQUIRE_ENV: "1", "PYTHONPATH": path, DIRECTORY_ENV: str(directory), **environment}
+def recording(directory: Path, hooks: str = "", *modules: str, **environment: str) -> dict[str, str]:
+    """`scheduler_hooks.hooked` of a server with recorded graphs."""
+    environment = {DIRECTORY_ENV: str(directory), **environment}
+    return scheduler_hooks.hooked(directory, hooks, "support.recorded_graphs", *modules, **environment)
 
 
 class Replay(NamedTuple):
@@ -146,7 +145,7 @@ class Replay(NamedTuple):
 
 
 def replays(directory: Path) -> list[Replay]:
-    return [Replay(*json.loads(line)) for line in (directory / "replays.jsonl").read_text().splitlines()]
+    return [Replay(*row) for row in scheduler_hooks.noted(directory, "replays.jsonl")]
 
 
 def activate() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support import scheduler_hooks
 from tests.support.recorded_graphs import DIRECTORY_ENV, Backend
 
 
@@ -33,8 +34,7 @@ class Moves:
 
 def steps(directory: Path, requests: int) -> list[Moves]:
     """The steps of batches of so many requests, those that have ended so far."""
-    lines = (directory / "moves.jsonl").read_text().splitlines(keepends=True)
-    found = [Moves(**json.loads(line)) for line in lines if line.endswith("\n")]
+    found = [Moves(**row) for row in scheduler_hooks.noted(directory, "moves.jsonl")]
     return [moves for moves in found if moves.requests == requests]
 
 

@@ -27,7 +27,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash_sglang
-from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests.support import scheduler_hooks
 
 DIRECTORY_ENV = "DFLASH_TEST_STEP_WORK"
@@ -67,15 +66,14 @@ class Work:
 
 def recorded(directory: Path, synchronising: bool = False, **environment: str) -> dict[str, str]:
     """The environment of a server of ours that writes its steps' work into `directory`."""
-    path = scheduler_hooks.install(directory, "support.step_work")
     flags = {SYNCHRONISING_ENV: "1"} if synchronising else {}
-    return {REQUIRE_ENV: "1", "PYTHONPATH": path, DIRECTORY_ENV: str(directory), **flags, **environment}
+    environment = {DIRECTORY_ENV: str(directory), **flags, **environment}
+    return scheduler_hooks.hooked(directory, "", "support.step_work", **environment)
 
 
 def steps(directory: Path, requests: int) -> list[Work]:
     """The steps of batches of so many requests, those that have ended so far."""
-    lines = (directory / "work.jsonl").read_text().splitlines(keepends=True)
-    found = [Work(**json.loads(line)) for line in lines if line.endswith("\n")]
+    found = [Work(**row) for row in scheduler_hooks.noted(directory, "work.jsonl")]
     return [work for work in found if work.requests == requests]
 
 

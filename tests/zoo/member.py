@@ -101,7 +101,7 @@ def pair_for(name: str, dtype: str) -> tuple[Path, Path]:
 def pair(name: str) -> tuple[Path, Path]:
     """The directories of the member's target and draft checkpoints, float32, made at the first call."""
     member = ZOO[name]
-    directory = Path(_directory().name) / name.replace(" ", "_")
+    directory = directory_of(name)
     model = _random_model(member)
     model.save_pretrained(directory / "target")
     for theirs, sglangs in member.renamed.items():
@@ -124,9 +124,13 @@ def pair(name: str) -> tuple[Path, Path]:
     return directory / "target", write_checkpoint(directory / "draft", config, draft_tensors(config))
 
 
+def directory_of(name: str) -> Path:
+    """Where checkpoints of this name lie, which is removed when the test run ends."""
+    return Path(_directory().name) / name.replace(" ", "_")
+
+
 @functools.cache
 def _directory() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the test run ends."""
     return tempfile.TemporaryDirectory(prefix="zoo")
 
 

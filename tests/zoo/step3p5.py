@@ -18,17 +18,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from bench import step3p5
+from bench.step3p5 import FOR_SGLANG, FULL, MTP_LAYERS, SLIDING
 from tests.support.tiny import write_checkpoint
 from tests.zoo.member import LAYERS, TEXT
 
-MTP_LAYERS = 3
-FULL, SLIDING = "full_attention", "sliding_attention"
 TYPES = [FULL, SLIDING, SLIDING, SLIDING, FULL] + [SLIDING] * MTP_LAYERS
 HEADS = {FULL: 4, SLIDING: 6}
 WINDOW = 24  # sliding_window of config.json
 SERVED_WINDOW = WINDOW + 1  # keys that a query of a sliding layer sees in SGLang, its own among them
 EXPERTS, EXPERT_SIZE, SHARED_SIZE = 8, 32, 48
 SPARSE = (2, 3, 4)
+# Fields of TEXT that the config has otherwise, or under another name.
+GIVEN = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "tie_word_embeddings"}
 
 
 def hub_config(types: Sequence[str] = TYPES, sizes: Mapping[str, Any] = TEXT) -> dict[str, Any]:
@@ -38,60 +40,34 @@ def hub_config(types: Sequence[str] = TYPES, sizes: Mapping[str, Any] = TEXT) ->
 
     Routed experts are not clamped: SGLang's torch experts do not clamp.
     """
-    text = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
-    rope = {FULL: (500000.0, 0.5), SLIDING: (10000.0, 1.0)}  # base, rotated part of a head
-    return text | dict(
-        architectures=["Step3p5ForCausalLM"],
-        model_type="step3p5",
+    text = {key: value for key, value in sizes.items() if key not in GIVEN}
+    return step3p5.hub_config(
+        types,
+        heads=HEADS,
+        sparse=SPARSE,
+        rope_base=500000.0,
+        rope_scaling=dict(factor=8.0, high_freq_factor=4.0, original_max_position_embeddings=64),
         torch_dtype="float32",
-        rms_norm_eps=1e-5,
-        num_attention_groups=TEXT["num_key_value_heads"],
-        num_nextn_predict_layers=MTP_LAYERS,
-        layer_types=list(types),
+        num_attention_groups=sizes["num_key_value_heads"],
         sliding_window=WINDOW,
-        attention_other_setting=dict(
-            attention_type=SLIDING,
-            num_attention_heads=HEADS[SLIDING],
-            num_attention_groups=TEXT["num_key_value_heads"],
-            head_dim=sizes["head_dim"],
-        ),
-        use_head_wise_attn_gate=True,
-        rope_theta=[rope[kind][0] for kind in types],
-        partial_rotary_factors=[rope[kind][1] for kind in types],
-        rope_scaling=dict(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-        yarn_only_types=[FULL],
-        moe_layers_enum=",".join(map(str, SPARSE)),
         moe_num_experts=EXPERTS,
         moe_top_k=2,
         moe_intermediate_size=EXPERT_SIZE,
         share_expert_dim=SHARED_SIZE,
         moe_router_scaling_factor=1.5,
-        use_moe_router_bias=True,
-        need_fp32_gate=True,
-        norm_expert_weight=True,
-        swiglu_limits=[0.0] * len(types),
         swiglu_limits_shared=[0.5 if i == LAYERS - 1 else 0.0 for i in range(len(types))],
+        **text,
     )
 
 
 def write(directory: Path, types: Sequence[str] = TYPES, sizes: Mapping[str, Any] = TEXT) -> Path:
-    """Writes the checkpoint: seeded weights that keep the scale of their input, float32. sizes: in place of TEXT.
-
-    `per_layer_config` is not part of the hub's file. Without it, SGLang 0.5.23 fails on the config that
-    transformers makes of this one: it reads `num_attention_heads`, which varies among layers.
-    """
+    """Writes the checkpoint of `hub_config`: seeded weights that keep the scale of their input, float32."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
         for name, shape in _shapes(types, sizes)
     }
-    return write_checkpoint(directory, hub_config(types, sizes) | dict(per_layer_config={}), tensors)
+    return write_checkpoint(directory, {**hub_config(types, sizes), **FOR_SGLANG}, tensors)
 
 
 def _shapes(types: Sequence[str], sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -149,8 +125,8 @@ class Reference(nn.Module):
         # One config of all layers, so that those of MTP are built as the target's are.
         read = json.loads((checkpoint / "config.json").read_text())
         self.types = types = read["layer_types"]
-        del read["per_layer_config"]  # not of the hub's file
-        config = Step3p7TextConfig(**{**read, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0})
+        hub = {name: value for name, value in read.items() if name not in FOR_SGLANG}
+        config = Step3p7TextConfig(**{**hub, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0})
         config._attn_implementation = "eager"
         tensors = load_file(checkpoint / "model.safetensors")
 

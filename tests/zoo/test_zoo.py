@@ -95,13 +95,7 @@ def ours(
     """A server of the member with our worker, and where its instruments leave their files."""
     records = directory / "records"
     records.mkdir()
-    environment = {
-        **(environment or {}),
-        "DFLASH_SGLANG_REQUIRE": "1",
-        "PYTHONPATH": scheduler_hooks.install(directory / "hooks"),
-        scheduler_hooks.HOOKS_ENV: "oracle,features",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+    environment = scheduler_hooks.hooked(records, "oracle,features", **(environment or {}))
     checkpoints = pair_for(name, arguments.get("dtype", "float32"))
     with serve(*checkpoints, environment=environment, **{**COMMON, **ZOO[name].arguments, **arguments}) as server:
         yield server, records

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from dflash_sglang.patches import replayed_states
+from tests.support.fakes import Settings
 
 LAYERS, HEADS, DIM, KEY_HEADS = 48, 48, 128, 16  # of Qwen3.5-27B
 BLOCK, GB = 16, 2**30
@@ -33,23 +32,12 @@ def params(layers: int = LAYERS, v_heads: int = HEADS, heads: int = KEY_HEADS, d
     return Mamba2CacheParams(shape=shape, layers=list(range(layers)), dtype=dtype)
 
 
-class Leaves(SimpleNamespace):
-    """A group of SGLang's resolved settings."""
-
-    @contextmanager
-    def override(self, **values: Any) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        yield
-        vars(self).update(before)
-
-
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Default settings of a launch with this block, where SGLang's arithmetic and ours find them."""
     from sglang.srt.mem_cache import kv_cache_configurator
 
-    mamba = Leaves(
+    mamba = Settings(
         enable_linear_replayssm_spec=False,
         linear_replayssm_cache_len=16,
         enable_mamba_extra_buffer=True,
@@ -58,8 +46,8 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
         linear_attn_decode_backend=None,
         linear_attn_verify_backend=None,
     )
-    memory = Leaves(disable_radix_cache=False, enable_unified_memory=False, enable_page_major_kv_layout=False)
-    schedule = Leaves(
+    memory = Settings(disable_radix_cache=False, enable_unified_memory=False, enable_page_major_kv_layout=False)
+    schedule = Settings(
         max_mamba_cache_size=None,
         max_running_requests=48,
         mamba_full_memory_ratio=0.9,
@@ -69,7 +57,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
         get_exec=lambda: SimpleNamespace(mamba=mamba),
         get_memory=lambda: memory,
         get_schedule=lambda: schedule,
-        get_spec=lambda: Leaves(speculative_num_draft_tokens=BLOCK),
+        get_spec=lambda: Settings(speculative_num_draft_tokens=BLOCK),
         get_context=lambda: SimpleNamespace(override=lambda reason, **values: vars(schedule).update(values)),
     )
     for module in (kv_cache_configurator, replayed_states):

@@ -11,23 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.fakes import Settings
+
 
 @pytest.fixture(autouse=True)
 def without_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_sglang.width import runtime_states
 
     monkeypatch.setattr(runtime_states, "states_of_width", lambda runner, width: None)
-
-
-class Graph(SimpleNamespace):
-    """SGLang's settings of graphs."""
-
-    @contextmanager
-    def override(self, **values: Any) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        yield
-        vars(self).update(before)
 
 
 class Garbage:
@@ -41,7 +32,7 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
     from dflash_sglang.patches import graph_captures
     from dflash_sglang.width import runtime_states
 
-    graph = Graph(enable_cudagraph_gc=False)
+    graph = Settings(enable_cudagraph_gc=False)
     seen: list[tuple[int, bool, bool, bool]] = []
     left: list[weakref.ref[Garbage]] = []
     kept = [[] for _ in range(1000)]

@@ -1,0 +1,90 @@
+"""Proposals that are copied from a request's own text."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from dflash_sglang.drafting.copies import Copies
+from dflash_sglang.drafting.proposer import Proposer
+from dflash_sglang.kernels.block import find_copy
+from dflash_sglang.sglang_names.scheduler import get_parallel
+from dflash_sglang.width.chains import Chains
+from dflash_sglang.worker import DFlashWorker
+from tests.support.scheduler_hooks import note, recorded
+
+
+def copies(always: bool = False) -> None:
+    """With copy: block: whether a match of any length is copied is drawn.
+
+    Steps check that the tokens of slots are those of the requests. A rank's blocks with their copies go to
+    copies.RANK.jsonl.
+    """
+    generator = torch.Generator().manual_seed(0)
+    step, propose, copy = DFlashWorker._step, Proposer.propose, Copies.propose
+    file = f"copies.{get_parallel().tp_rank}.jsonl"
+
+    def worth(record: torch.Tensor, lengths: torch.Tensor, right: torch.Tensor, steps: int) -> torch.Tensor:
+        return (lengths > 0) & (always | (torch.rand(lengths.shape, generator=generator) < 0.5))
+
+    def then_look(self: Any, batch: Any, *args: Any) -> Any:
+        Proposer.history = self._copies.history
+        return step(self, batch, *args)
+
+    def after_look(self: Any, batch: Any, block: Any) -> Any:
+        for req, row, prefix in zip(batch.reqs, block.requests.tolist(), block.prefix_lens.tolist(), strict=True):
+            known = [*req.origin_input_ids, *req.output_ids][:prefix]  # overlap scheduling knows less than a step
+            slots = self._runner.req_to_token_pool.req_to_token[row, : len(known)].long()
+            held = self.history[slots].tolist()
+            assert not req.rid or held == known, (req.rid, held, known)
+        return propose(self, batch, block)
+
+    def and_tell(self: Any, batch: Any, block: Any, proposals: Any) -> Any:
+        proposals = copy(self, batch, block, proposals)
+        note(file, proposals.tokens.tolist())
+        return proposals
+
+    find_copy.worth_copying = worth
+    DFlashWorker._step, Proposer.propose, Copies.propose = then_look, after_look, and_tell
+
+
+def always_copies() -> None:
+    """As `copies`, but every match is copied."""
+    copies(always=True)
+
+
+def chains(always: bool = False) -> None:
+    """With copy: 64: whether a step verifies more rows than a block is drawn.
+
+    Behind the block stand the oracle's tokens, as far as it knows some, one of them wrong or none.
+    """
+    choices, draws = random.Random(4), random.Random(5)  # of the rank that decides, and of all
+    extend, step, batches = Copies.extend, DFlashWorker._step, [None]
+
+    def then_step(self: Any, batch: Any, *args: Any) -> Any:
+        batches[0] = batch
+        return step(self, batch, *args)
+
+    def with_oracle(self: Any, block: Any, proposals: Any, chains: Any) -> None:
+        extend(self, block, proposals, chains)
+        ids, slots = (of.view(block.batch_size, -1) for of in (chains.ids, chains.slots))
+        for row, (req, prefix) in enumerate(zip(batches[0].reqs, block.prefix_lens.tolist(), strict=True)):
+            prompt = list(req.origin_input_ids)
+            if output := recorded(prompt):
+                start = prefix + 1 - len(prompt)
+                known = output[start + block.size - 1 : start + ids.shape[1] - 1]
+                if draws.random() < 0.5 and known:
+                    known[draws.randrange(len(known))] = 7
+                there = slice(block.size, block.size + len(known))
+                ids[row, there] = torch.tensor(known, dtype=ids.dtype)
+                self.history[slots[row, there]] = ids[row, there].int()
+
+    Chains.pay = lambda self, slots: always or choices.random() < 0.5
+    DFlashWorker._step, Copies.extend = then_step, with_oracle
+
+
+def always_chains() -> None:
+    """As `chains`, but steps verify more rows wherever they can."""
+    chains(always=True)

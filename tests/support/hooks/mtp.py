@@ -1,0 +1,76 @@
+"""What multi-token-prediction layers propose, and what they read."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from dflash_sglang.drafting.mtp.source import MtpSource
+from dflash_sglang.models.mtp.recent_rows import RecentRows
+from tests.support.scheduler_hooks import note, recorded
+
+
+def mtp() -> None:
+    """The layers choose the recorded continuation, with a wrong token at a place that is drawn, or nowhere.
+
+    Of every block, the rid, the prefix length, the likeliest token of each layer and the chosen ones go to
+    mtp.jsonl.
+    """
+    generator = random.Random(0)
+    init, propose, choose = MtpSource.__init__, MtpSource.propose, MtpSource._choose
+
+    def with_place(self: Any, *args: Any, **settings: Any) -> None:
+        init(self, *args, **settings)
+        # Of each row of a batch, what the layers are to propose; -1: as they like. Graphs read it.
+        self.told = torch.full_like(self._tokens, -1)
+
+    def noting(self: Any, batch: Any, block: Any) -> Any:
+        proposed, rows = block.size - 1, []
+        for req, prefix in zip(batch.reqs, block.prefix_lens.tolist(), strict=True):
+            prompt = list(req.origin_input_ids)
+            start, wrong = prefix + 1 - len(prompt), generator.randint(0, proposed)
+            following = recorded(prompt)[start : start + proposed]
+            following[wrong : wrong + 1] = [(token + 1) % 250 for token in following[wrong : wrong + 1]]
+            rows.append(following + [-1] * (self.told.shape[1] - len(following)))
+        self.told[: len(rows)] = torch.tensor(rows)
+        proposals = propose(self, batch, block)
+        for row, (req, prefix) in enumerate(zip(batch.reqs, block.prefix_lens.tolist(), strict=True)):
+            likeliest = self._ids[row, :proposed, 0].tolist()
+            note("mtp.jsonl", [req.rid, prefix, likeliest, proposals.tokens[row, 1:].tolist()])
+        return proposals
+
+    def chosen(self: Any, i: int, candidates: Any) -> torch.Tensor:
+        tokens = choose(self, i, candidates)
+        told = self.told[: len(tokens), i]
+        tokens = torch.where(told >= 0, told, tokens)
+        self._tokens[: len(tokens), i] = tokens
+        return tokens
+
+    MtpSource.__init__, MtpSource.propose, MtpSource._choose = with_place, noting, chosen
+
+
+def mtp_short() -> None:
+    """Windows of the layers are one row shorter."""
+    window = RecentRows.window
+
+    def shorter(self: Any, *args: Any) -> Any:
+        if len(self._offsets) == self.size // 3:
+            self.rows, self._offsets = self.rows - 1, self._offsets[:-1]
+        return window(self, *args)
+
+    RecentRows.window = shorter
+
+
+def freed() -> None:
+    """Rows of freed sliding slots, all of them slot 0, outweigh all others that a layer of the draft sees."""
+    forward = MtpSource._forward
+
+    def outweighed(self: Any, *args: Any) -> None:
+        pool = self._runner.token_to_kv_pool.swa_kv_pool
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[0] = 50.0
+        forward(self, *args)
+
+    MtpSource._forward = outweighed

@@ -1,0 +1,79 @@
+"""How many tokens a step verifies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_sglang.drafting.row_reader import RowReader
+from dflash_sglang.width import choice, startup
+from dflash_sglang.width.choice import Choice, Chooser
+from dflash_sglang.width.decider import Decider
+from dflash_sglang.width.step_times import StepTimes
+
+
+def widths() -> None:
+    """Every decode step's blocks have a width of its own, where the policy is on."""
+    startup.PASSES, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
+    take_a_second()
+    draws = random.Random(0)
+
+    def some(self: Any, bucket: int, allowed: Sequence[int], *_: Any) -> Choice:
+        return Choice(draws.choice(allowed), "gain")
+
+    Chooser.choose = some
+
+
+def take_a_second() -> None:
+    """Steps of trees that nobody measured, which the policy would not choose: their time is infinite."""
+    filled = StepTimes._filled
+    StepTimes._filled = lambda self, base: np.nan_to_num(filled(self, base), posinf=1.0)
+
+
+def stretches() -> None:
+    """Behind widths: some steps of width 1 are followed by up to 11 others."""
+    choose, draws, left = Chooser.choose, random.Random(2), [0]
+
+    def stretched(self: Any, bucket: int, allowed: Sequence[int], *load: Any) -> Choice:
+        if left[0] == 0:
+            choice = choose(self, bucket, allowed, *load)
+            left[0] = draws.randrange(12) if choice.kind == 0 else 0
+            return choice
+        left[0] -= 1
+        return Choice(0, "gain")
+
+    Chooser.choose = stretched
+
+
+def probes() -> None:
+    """Widths that look worse are tried for a tenth of the time."""
+    choice.PROBE_BUDGET = 0.1
+
+
+def shares() -> None:
+    """How many tokens a step verifies together is drawn, and what the draft thinks of its proposals.
+
+    Ragged steps are likelier than others.
+    """
+    draws, generator = random.Random(1), torch.Generator().manual_seed(2)
+    read, allowed = RowReader.read, Decider._allowed
+
+    def some(self: Any, options: Any, rates: Any) -> dict[int, int]:
+        of_kind: dict[int, list[int]] = {}
+        for at, kind in enumerate(options.kind.tolist()):
+            of_kind.setdefault(kind, []).append(at)
+        return {kind: draws.choice(of) for kind, of in of_kind.items()}
+
+    def of_no_draft(self: Any, bs: int, steps: int, padded: int) -> Any:
+        logprobs, best = read(self, bs, steps, padded)
+        return -torch.rand((bs, steps), generator=generator).to(logprobs.device), best
+
+    def ragged_more_often(self: Any, *load: Any) -> list[int]:
+        kinds = allowed(self, *load)
+        return kinds + 2 * [kind for kind in kinds if self.kinds[kind].ragged]
+
+    Decider._best, Decider._allowed, RowReader.read = some, ragged_more_often, of_no_draft
