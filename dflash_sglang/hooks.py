@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dflash_sglang.patches import contract
 from dflash_sglang.patches.apply import apply, verify
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, check_environment, required
 from dflash_sglang.sglang_names.probe import check_symbols
-from dflash_sglang.startup.launch_checks import Unserved
+from dflash_sglang.startup.launch_checks import unserved_problems
 from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP, unserved_with
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,11 @@ _resolved: Any = None  # the server arguments that this process resolved last; a
 def handle_missing_default_values(original: Callable[..., None], server_args: Any) -> None:
     """AROUND serving_hook.handle_missing_default_values: runs in the launcher, where SGLang looks for a device.
 
-    For DFLASH on a machine without one: raises StartupError that names the CPU platform.
+    For DFLASH: raises StartupError that names the CPU platform on a machine without a device, SGLangMismatchError
+    and PluginConfigError.
     """
     if _asks_for_dflash(server_args):
+        _check_sglang()
         check_symbols("dflash_sglang.sglang_names.launcher")
         from dflash_sglang.startup.device_check import check_device
 
@@ -113,6 +115,7 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
     """
     if not _dflash_runs():
         return original(parser, model, *args, **kwargs)
+    _check_sglang()  # here too: the launcher's hooks may be the ones that are lost
     from transformers import AutoConfig, PretrainedConfig
 
     if kwargs.keys() & {"gguf_file", "_configuration_file"}:  # it is elsewhere
@@ -161,25 +164,15 @@ def _instead_of_eagle(server_args: Any) -> str | None:
     path = server_args.model_path
     if server_args.speculative_draft_model_path not in (None, path):
         return None
-    if _asks_for_more(server_args, UNSERVED_WITH_MTP):  # before a config.json is fetched
+    if any(unserved_problems(UNSERVED_WITH_MTP, server_args)):  # before a config.json is fetched
         return None
     config = draft_config(path, server_args.revision)
-    if not holds_mtp(config) or _asks_for_more(server_args, unserved_with(MtpSpec.from_config(config))):
+    if not holds_mtp(config) or any(unserved_problems(unserved_with(MtpSpec.from_config(config)), server_args)):
         return None
     return (
         f"With --speculative-algorithm DFLASH --speculative-draft-model-path {path} dflash_sglang drafts with the "
         "same multi-token-prediction layers."
     )
-
-
-def _asks_for_more(server_args: Any, unserved: Sequence[Unserved]) -> bool:
-    """Of arguments as they were given: SGLang makes an `attn_dp_size` of `--enable-dp-attention` later."""
-
-    def given(field: str) -> object:
-        by_old_flag = field == "attn_dp_size" and server_args.enable_dp_attention
-        return server_args.dp_size if by_old_flag else getattr(server_args, field)
-
-    return any(given(row.field) != row.off for row in unserved)
 
 
 @functools.cache
@@ -213,15 +206,9 @@ def _dflash_runs() -> bool:
 
 
 def _asks_for_dflash(server_args: Any) -> bool:
-    """Whether a worker runs: with --enable-return-aux-hidden-states DFLASH names only a way to capture.
-
-    Raises SGLangMismatchError and PluginConfigError for one that cannot.
-    """
+    """Whether a worker runs: with --enable-return-aux-hidden-states DFLASH names only a way to capture."""
     asked = (server_args.speculative_algorithm or "").upper() == "DFLASH"
-    if not asked or server_args.enable_return_aux_hidden_states:
-        return False
-    _check_sglang()
-    return True
+    return asked and not server_args.enable_return_aux_hidden_states
 
 
 def _check_sglang() -> None:

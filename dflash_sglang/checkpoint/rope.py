@@ -67,13 +67,13 @@ def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:
     """
     given = {name: fields.text[name] for name in ("rope_scaling", "rope_parameters") if fields.text.get(name)}
     _check_flat(given)
-    theta = _first(fields, given, "rope_theta", None)
+    theta = _first(fields, given, "rope_theta")
     if not given and theta[1] is not None and fields.text.get("model_type") in _BASE_ALONE:
         given = {"rope_parameters": {"rope_theta": theta[1]}}
     if not given or theta[1] is None:
         implied = {"rope_parameters": class_default(fields, "rope_parameters")}
         _check_flat(implied)
-        theta = theta if theta[1] is not None else _first(fields, implied, "rope_theta", None)
+        theta = theta if theta[1] is not None else _first(fields, implied, "rope_theta")
         given = given or implied
     scalings = [_scaling(fields, params, source) for source, params in given.items()]
     if scalings[0] != scalings[-1]:
@@ -102,11 +102,11 @@ def _check_flat(given: Given) -> None:
             )
 
 
-def _first(fields: Fields, given: Given, name: str, default: Any) -> tuple[str, Any]:
+def _first(fields: Fields, given: Given, name: str) -> tuple[str, Any]:
     for source, params in given.items():
         if params.get(name) is not None:
             return f"{source}.{name}", params[name]
-    return fields.shape(name, default)
+    return fields.shape(name, None)
 
 
 def _scaling(fields: Fields, params: Mapping[str, Any], source: str) -> dict[str, Any] | None:
@@ -143,7 +143,7 @@ def _of_training(fields: Fields, params: Mapping[str, Any], kind: str) -> dict[s
 
 
 def _rotary_dim(fields: Fields, given: Given, head_dim: int, whole_head: bool) -> int:
-    field, dim = _first(fields, given, "rope_dim", None)
+    field, dim = _first(fields, given, "rope_dim")
     if dim is None:
         copied = whole_head or any("mrope_section" in params for params in given.values())
         field, factor = ("head_dim", 1.0) if copied else fields.shape("partial_rotary_factor", 1.0)

@@ -12,19 +12,14 @@ from dflash_sglang.checkpoint.own_modules import TABLES
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2}
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_SHARDED = (".q_proj.", ".k_proj.", ".v_proj.", ".qkv_proj.", ".o_proj.", ".gate_proj.", ".up_proj.")
-_SPLIT = (
-    *_SHARDED,
-    ".gate_up_proj.",
-    ".down_proj.",
-    ".g_proj.",
-    "lm_head.",
-    "embed_tokens.",
-    ".attention_sink_bias",
+_SPLIT = (  # over the ranks
+    *(".q_proj.", ".k_proj.", ".v_proj.", ".qkv_proj.", ".o_proj.", ".g_proj.", ".attention_sink_bias"),
+    *(".gate_proj.", ".up_proj.", ".gate_up_proj.", ".down_proj."),
+    *("lm_head.", "embed_tokens."),
 )
 _WHOLE_BIASES = (".o_proj.bias", ".down_proj.bias")
 ASSUMES = "a step takes as long as reading its weights; experts are read by the tokens that choose them"
-_NOT_OF_THE_SERVER = ("verifier_", "t2d", "d2t", "rotary_emb.")
+_NOT_OF_THE_SERVER = ("verifier_", "t2d", "d2t")
 
 
 @dataclass(frozen=True)

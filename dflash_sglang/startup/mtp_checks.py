@@ -39,6 +39,8 @@ _OF_MIMO_V2 = (
         1,
         "ranks with requests of their own may share the target's head, which proposes",
         "Remove --attn-dp-size (--enable-dp-attention), or serve without speculation.",
+        # Before SGLang resolves its arguments, the older flag says it.
+        read=lambda cfg: cfg.dp_size if cfg.enable_dp_attention else cfg.attn_dp_size,
     ),
 )
 _ON_GPU = "fa3"
