@@ -23,13 +23,6 @@ from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.requests.limits import may_copy
 from dflash_sglang.sglang_names.scheduler import ModelRunner, ScheduleBatch, async_h2d
 
-CHAINS = {32: 4, 64: 2}  # rows of a request that are verified at once, beyond blocks: the most requests of a step
-
-
-def chains_beyond(block_size: int) -> dict[int, int]:
-    """Those of CHAINS that have more rows than a block."""
-    return {rows: requests for rows, requests in CHAINS.items() if rows > block_size}
-
 
 class Copies:
     """The token of every KV slot, and what each request's steps have shown of copies and of the draft.
@@ -103,10 +96,12 @@ class Copies:
         bs = block.batch_size
         return proposals._replace(promised=self._tables.promised[:bs]) if bs <= self._told else proposals
 
-    def extend(self, block: Block, proposals: Proposals, chains: Rows) -> None:
-        """Write the rows of chains that are longer than this block: its proposals, then their copy."""
+    def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:
+        """The rows [bs * length] of chains that are longer than this block: its proposals, then their copy."""
         rows = CopyRows(proposals.tokens, block.slots, block.prefix_lens, block.requests, None, None, None)
-        extend_copies(rows, self._tables, Rows(*(of.view(block.batch_size, -1) for of in chains)))
+        chains = torch.empty((3, block.batch_size, length), dtype=torch.int64, device=block.slots.device)
+        extend_copies(rows, self._tables, Rows(*chains))
+        return Rows(*chains.flatten(1))
 
     def forget_steps(self) -> None:
         """Count from zero, as if there had been no step."""

@@ -855,8 +855,8 @@ def _chains(worker: Any, always: bool = False) -> None:
         batches[0] = batch
         return step(self, batch, *args)
 
-    def with_oracle(self: Any, block: Any, proposals: Any, chains: Any) -> None:
-        extend(self, block, proposals, chains)
+    def with_oracle(self: Any, block: Any, proposals: Any, length: int) -> Any:
+        chains = extend(self, block, proposals, length)
         ids, slots = (of.view(block.batch_size, -1) for of in (chains.ids, chains.slots))
         for row, (req, prefix) in enumerate(zip(batches[0].reqs, block.prefix_lens.tolist(), strict=True)):
             prompt = list(req.origin_input_ids)
@@ -868,6 +868,7 @@ def _chains(worker: Any, always: bool = False) -> None:
                 there = slice(block.size, block.size + len(known))
                 ids[row, there] = torch.tensor(known, dtype=ids.dtype)
                 self.history[slots[row, there]] = ids[row, there].int()
+        return chains
 
     worker._step, Copies.extend = then_step, with_oracle
 
