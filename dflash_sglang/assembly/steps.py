@@ -202,7 +202,7 @@ def add_widths(
         startup.check_chains(asked, target, group, _why_no_more_rows(parts, chains))
         startup.add_chains(chains, states, free, asked.memory_reserve)
         parts.reservation.serve_chains(states.chains)
-        parts.copies.tell(max(states.chains.values(), default=0))
+        parts.copies.told = max(states.chains.values(), default=0)
     parts.verifier.after_capture(
         [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]
     )

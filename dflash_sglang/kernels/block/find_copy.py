@@ -77,9 +77,10 @@ class CopyRows(NamedTuple):
     slots: Tensor  # [bs, block]
     prefix_lens: Tensor  # [bs]
     requests: Tensor  # [bs] rows of req_to_token
-    drawn: Candidates | None  # [bs, block - 1, K] what proposals were drawn from, with probabilities as `logprobs`
-    logprobs: Tensor | None  # [bs, block - 1] float32, of any stride between positions
-    best: Candidates | None  # [bs, block - 1, K]
+    # [bs, block - 1, K] what proposals were drawn from, with probabilities as `logprobs`
+    drawn: Candidates | None = None
+    logprobs: Tensor | None = None  # [bs, block - 1] float32, of any stride between positions
+    best: Candidates | None = None  # [bs, block - 1, K]
 
 
 def find_copies(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
@@ -154,13 +155,13 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
     tables.history[slots] = tokens.int()
     if logprobs is not None:
         logprobs[:] = torch.where(copied, right.log()[:, None], logprobs)
-    for candidates, certain, never in ((drawn, torch.zeros_like(right), 0.0), (best, right.log(), float("-inf"))):
+    for candidates, certain, never in ((drawn, torch.ones_like(right), 0.0), (best, right.log(), float("-inf"))):
         if candidates is not None:
             same = (candidates.ids == copy[..., None]) & copied[..., None]  # candidates are distinct
             candidates.ids[:] = torch.where(same, candidates.ids[..., :1], candidates.ids)
             candidates.ids[..., 0] = torch.where(copied, copy, candidates.ids[..., 0])
             first = torch.arange(candidates.ids.shape[2], device=tokens.device) == 0
-            value = torch.where(first, (certain.exp() if never == 0.0 else certain)[:, None, None], never)
+            value = torch.where(first, certain[:, None, None], never)
             candidates.logprobs[:] = torch.where(copied[..., None], value, candidates.logprobs)
 
 
