@@ -266,6 +266,17 @@ def test_the_record_learns_how_far_a_copy_came_true_proposed_or_not(
     assert case.tables.counts[2].item() == (tried - failed if kind == kernels.COPIED else 0)
 
 
+def test_the_record_learns_nothing_of_what_a_step_did_not_verify_though_its_last_token_agrees(twin, device):
+    case = new_case([[1, 2, 3, 70, 71, 72]], device)
+    (request,) = case.rows.requests.tolist()
+    kept = [70, 71, 72, 73, *[-1] * (BLOCK - 5)]
+    case.tables.last[request] = torch.tensor([kernels.COPIED, 2, 9, 2, *kept], device=device)
+    find(twin, case)
+    run(twin, "write", case.rows, case.tables)
+    assert case.tables.record[request].tolist() == pytest.approx([0, 2 * 0.08, 0, 0])
+    assert case.tables.counts[2].item() == 2
+
+
 def test_what_was_proposed_is_counted(twin, device):
     case = step(twin, device, repeated(12), [0.0, 1e6, 0.0, 1e6])
     assert case.tables.counts.tolist() == [1, BLOCK - 1, 0, 12, 0]
