@@ -12,7 +12,6 @@ import torch
 from dflash_sglang.assembly import lines, steps
 from dflash_sglang.drafting.base import ProposalSource
 from dflash_sglang.drafting.block import Block, BlockBuilder
-from dflash_sglang.drafting.copies import chains_beyond
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
@@ -30,7 +29,7 @@ from dflash_sglang.sglang_names.scheduler import (
     get_disagg,
     get_parallel,
 )
-from dflash_sglang.startup.copying import copies_of
+from dflash_sglang.startup.copying import chains_of
 from dflash_sglang.verify.rows import Shape, VerifyRows
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.step_result import StepResult
@@ -53,7 +52,7 @@ class DFlashWorker(PrefillWorker):
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.width = self.block_size  # of the latest decode step's blocks
-        chains = chains_beyond(self.block_size) if copies_of(self._config) == "64" else None
+        chains = chains_of(self._config, self.block_size)
         self._slots = StepSlots(self._adjustments.max_requests, self.block_size, self.device, chains)
         self._tables = Tables.taken(self._slots, self._adjustments, self._config.simulated_acceptance)
         self._split = StepSplit(StepClock(self.device))
@@ -90,7 +89,6 @@ class DFlashWorker(PrefillWorker):
                 self._draft_worker.init_cuda_graphs()
             served = steps.add_widths(draft, target, self._parts, self._tables, self._config)
             self._states, self._ragged, self._trees = served.states, served.ragged, served.trees
-            self._chains = served.chains
             self._rehearsal = Rehearsal(target, self._reservation, self._rehearsed_prefill, self._rehearsed_step)
             self._widths: WidthController = steps.build_controller(
                 draft,
@@ -185,8 +183,9 @@ class DFlashWorker(PrefillWorker):
         if shape.nodes is not None:
             return self._trees.choose(batch, block, proposals, shape.nodes)
         if shape.chain is not None:
-            assert self._chains is not None
-            return self._chains.choose(batch, block, proposals, shape.chain)
+            assert self._copies is not None
+            rows = self._copies.extend(block, proposals, shape.chain)
+            return VerifyRows.of_chains(self.target_worker.model_runner, batch, block, rows)
         return VerifyRows.of_block(block, proposals)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:

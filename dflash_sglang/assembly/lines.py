@@ -9,7 +9,7 @@ from dflash_sglang.checkpoint.dspark import VANILLA
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.sglang_names.scheduler import get_disagg, get_spec
-from dflash_sglang.startup.copying import copies_of
+from dflash_sglang.startup.copying import why_no_copies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +60,8 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     decisions["draft_kv"] = _kv_planned(draft.rings)
-    decisions["copy"] = copies_of(config)
+    no_copies = why_no_copies(config)
+    decisions["copy"] = config.copy if no_copies is None else f"off ({no_copies})"
     if spec.dflash2 is not None or spec.lilicorr is not None:
         conv = spec.convolution
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"

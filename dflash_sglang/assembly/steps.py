@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from dflash_sglang.assembly.loading import LoadedDraft
 from dflash_sglang.attention.visibility import check_visibility
 from dflash_sglang.drafting.base import Changed, ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
-from dflash_sglang.drafting.copies import Copies, chains_beyond
+from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.mtp.source import MtpSource
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
@@ -31,10 +31,9 @@ from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import ModelRunner, TpModelWorker, get_parallel
-from dflash_sglang.startup.copying import copies_of, renamed_slots_problem
+from dflash_sglang.startup.copying import chains_of, renamed_slots_problem, why_no_copies
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from dflash_sglang.startup.mtp_checks import attention_problems
-from dflash_sglang.verify.chains import ChainVerify
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
@@ -90,7 +89,7 @@ def build_step(
     if tables.acceptor.texts is not None:
         source = Changed(source, tables.acceptor.texts.foretell)
     copies = None
-    if not copies_of(config).startswith("off"):
+    if why_no_copies(config) is None:
         if not names_slots_alike(target, runner):
             raise StartupError([renamed_slots_problem(config.copy)])
         copies = Copies(target, slots.longest)
@@ -173,7 +172,6 @@ class ServedWidths(NamedTuple):
     states: RuntimeStates
     ragged: RaggedVerify
     trees: TreeVerify
-    chains: ChainVerify | None
     config: WidthConfig
     group: Group
 
@@ -199,24 +197,22 @@ def add_widths(
     if startup.can_verify_trees(asked, target, draft.runner, group, reason):
         startup.add_trees(asked, states, trees, parts.tail, free)
         parts.reservation.serve_trees(states.trees)
-    chains = None
     if parts.copies is not None and config.copy == 64:
-        startup.check_chains(asked, target, group, _why_no_more_rows(parts, block_size))
-        startup.add_chains(chains_beyond(block_size), states, free, asked.memory_reserve)
-        chains = ChainVerify(target, parts.copies, states.chains)
+        chains = chains_of(config, block_size)
+        startup.check_chains(asked, target, group, _why_no_more_rows(parts, chains))
+        startup.add_chains(chains, states, free, asked.memory_reserve)
         parts.reservation.serve_chains(states.chains)
-        parts.copies.tell(max(states.chains.values(), default=0))
+        parts.copies.told = max(states.chains.values(), default=0)
     parts.verifier.after_capture(
         [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]
     )
-    ragged_verify = RaggedVerify(target, block_size, states.captured_requests)
-    return ServedWidths(states, ragged_verify, trees, chains, served, group)
+    return ServedWidths(states, RaggedVerify(target, block_size, states.captured_requests), trees, served, group)
 
 
-def _why_no_more_rows(parts: StepParts, block_size: int) -> str | None:
+def _why_no_more_rows(parts: StepParts, chains: Mapping[int, int]) -> str | None:
     """Why the draft takes no more rows of a step than a block; None if it does."""
-    if not chains_beyond(block_size):
-        return f"blocks have {block_size} rows"
+    if not chains:
+        return "blocks have as many rows"
     if parts.rings is not None:
         return "rings of the draft's rows have room for blocks"
     return "the draft's window is imposed, and no test has more rows with it" if is_imposed() else None

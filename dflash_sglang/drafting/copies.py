@@ -23,13 +23,6 @@ from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.requests.limits import may_copy
 from dflash_sglang.sglang_names.scheduler import ModelRunner, ScheduleBatch, async_h2d
 
-CHAINS = {32: 4, 64: 2}  # rows of a request that are verified at once, beyond blocks: the most requests of a step
-
-
-def chains_beyond(block_size: int) -> dict[int, int]:
-    """Those of CHAINS that have more rows than a block."""
-    return {rows: requests for rows, requests in CHAINS.items() if rows > block_size}
-
 
 class Copies:
     """The token of every KV slot, and what each request's steps have shown of copies and of the draft.
@@ -44,7 +37,7 @@ class Copies:
         allocator, self._vocab = target.token_to_kv_pool_allocator, target.model_config.vocab_size
         slots = allocator.size_full + allocator.page_size
         self._tables = CopyTables.allocate(slots, target.req_to_token_pool.req_to_token, longest)
-        self._told = 0
+        self.told = 0  # proposals of so few requests come with what copies promise (`Proposals.promised`)
 
     @property
     def history(self) -> Tensor:
@@ -79,10 +72,6 @@ class Copies:
             index = async_h2d(forbid, dtype=torch.int64, device=ids.device)
             self._tables.record[rows[index], COMMITTED] = math.inf
 
-    def tell(self, requests: int) -> None:
-        """From here on, proposals of so few requests come with what copies promise (`Proposals.promised`)."""
-        self._told = requests
-
     @torch.inference_mode()  # in which candidates are drawn
     def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
@@ -101,12 +90,14 @@ class Copies:
             find_copies(rows, self._tables, int(block.kv_len_bounds.max()) - block.size)
         write_copies(rows, self._tables)
         bs = block.batch_size
-        return proposals._replace(promised=self._tables.promised[:bs]) if bs <= self._told else proposals
+        return proposals._replace(promised=self._tables.promised[:bs]) if bs <= self.told else proposals
 
-    def extend(self, block: Block, proposals: Proposals, chains: Rows) -> None:
-        """Write the rows of chains that are longer than this block: its proposals, then their copy."""
-        rows = CopyRows(proposals.tokens, block.slots, block.prefix_lens, block.requests, None, None, None)
-        extend_copies(rows, self._tables, Rows(*(of.view(block.batch_size, -1) for of in chains)))
+    def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:
+        """The rows [bs * length] of chains that are longer than this block: its proposals, then their copy."""
+        rows = CopyRows(proposals.tokens, block.slots, block.prefix_lens, block.requests)
+        chains = torch.empty((3, block.batch_size, length), dtype=torch.int64, device=block.slots.device)
+        extend_copies(rows, self._tables, Rows(*chains))
+        return Rows(*chains.flatten(1))
 
     def forget_steps(self) -> None:
         """Count from zero, as if there had been no step."""

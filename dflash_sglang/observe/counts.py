@@ -103,17 +103,13 @@ class Counts:
             return
         requests = [len(step.accepted) for step in steps]
         widths = np.repeat([step.width for step in steps], requests)
-        rows = widths
+        rows = np.repeat([step.chain or step.width for step in steps], requests)
         if any(step.lens is not None for step in steps):
             rows = np.concatenate(
                 [
-                    np.full(n, of.width) if of.lens is None else of.lens
+                    np.full(n, of.chain or of.width) if of.lens is None else of.lens
                     for of, n in zip(steps, requests, strict=True)
                 ]
-            )
-        if any(step.chain for step in steps):
-            rows = np.where(
-                chain_rows := np.repeat([step.chain or 0 for step in steps], requests), chain_rows, rows
             )
         accepted = np.fromiter(chain.from_iterable(step.accepted for step in steps), np.int64, len(widths))
         committable = np.minimum(rows, np.concatenate([step.most for step in steps]))

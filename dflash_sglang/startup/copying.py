@@ -1,4 +1,4 @@
-"""Whether a launch proposes copies of a request's own text."""
+"""Whether a launch proposes copies of a request's own text, and of how many rows."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from dflash_sglang.sglang_names.scheduler import get_disagg, get_memory
 from dflash_sglang.startup.draft_kv import needs_whole_pool
 from dflash_sglang.startup.facts import Problem
 
-
-def copies_of(config: PluginConfig) -> str:
-    """`copies_in_words` of this launch."""
-    without_tokens = needs_whole_pool(get_memory().enable_hierarchical_cache, get_disagg().disaggregation_mode)
-    return copies_in_words(config, without_tokens)
+CHAINS = {32: 4, 64: 2}  # rows of a request that are verified at once, beyond blocks: the most requests of a step
 
 
-def copies_in_words(config: PluginConfig, without_tokens: str | None) -> str:
-    """ "block", "64" rows, or "off" and why. without_tokens: the flag of this launch by which KV comes without its
-    tokens (`needs_whole_pool`)."""
+def why_no_copies(config: PluginConfig) -> str | None:
+    """Why this launch copies nothing; None if it copies as far as `config.copy` says."""
     if config.copy == "off":
-        return 'off (copy is "off")'
+        return 'copy is "off"'
     if not isinstance(config.simulated_acceptance, Texts | None):
-        return "off (acceptance is forced, whatever is proposed)"
-    if without_tokens is not None:
-        return f"off ({without_tokens} brings KV without its tokens)"
-    return str(config.copy)
+        return "acceptance is forced, whatever is proposed"
+    flag = needs_whole_pool(get_memory().enable_hierarchical_cache, get_disagg().disaggregation_mode)
+    return None if flag is None else f"{flag} brings KV without its tokens"
 
 
-def beyond_blocks_problem(reason: str) -> Problem:
-    """Of a launch that cannot verify more rows than a block. reason: a clause."""
-    return Problem(f"{CONFIG_ENV} copy", 64, f"'block', because {reason}", "Set it to 'block'.")
+def chains_of(config: PluginConfig, block_size: int) -> dict[int, int]:
+    """Those of CHAINS that this launch may verify: of more rows than a block."""
+    if config.copy != 64 or why_no_copies(config) is not None:
+        return {}
+    return {rows: requests for rows, requests in CHAINS.items() if rows > block_size}
 
 
 def renamed_slots_problem(copy: str | int) -> Problem:

@@ -70,6 +70,12 @@ class VerifyRows(NamedTuple):
         rows = block.rows._replace(ids=proposals.tokens.view(-1))
         return cls(rows, block.loc_plan, block.size, block.size)
 
+    @classmethod
+    def of_chains(cls, target: ModelRunner, batch: ScheduleBatch, block: Block, rows: Rows) -> VerifyRows:
+        """Chains of more rows than this block has; rows [rows]."""
+        size = len(rows.ids) // block.batch_size
+        return cls(rows, plan_rows(target, batch, block, rows.slots, size), size, size)
+
     def by_request(self, rows: Tensor) -> Tensor:
         """rows [rows] -> [bs, size], or as they are for ragged chains."""
         return rows if self.ragged is not None else rows.view(-1, self.size)

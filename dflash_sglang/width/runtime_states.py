@@ -103,7 +103,7 @@ class RuntimeStates:
         self._used = Shape(block_size)
         self._ragged: RuntimeState | None = None  # the target's, whatever the width of the draft's blocks
         self._trees: dict[int, tuple[RuntimeState, int]] = {}  # the target's, and the most requests, by nodes
-        self._chains: dict[int, tuple[RuntimeState, int]] = {}  # the same by rows, of more than a block has
+        self.chains: dict[int, int] = {}  # {rows: the most requests of a step} of the chains beyond blocks
 
     @property
     def serves_ragged(self) -> bool:
@@ -112,14 +112,14 @@ class RuntimeStates:
     def add(self, width: int, sizes: Sequence[int] | None = None) -> None:
         """Build the states of a width, captured at `sizes`, by default at those of the widest blocks.
 
-        Width 1 has no draft forward. Python's garbage is collected, because garbage that holds tensors would keep
-        device memory from the next width."""
+        Width 1 has no draft forward, and chains beyond blocks begin with the widest ones. Python's garbage is
+        collected, because garbage that holds tensors would keep device memory from the next width."""
         if width in self._states:
             return
         sizes = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
         target, draft = RuntimeState.build(self._target, width, sizes), self._states[self._widest][1]
         load_inputs_once(target.graphs)
-        if width != PLAIN:
+        if PLAIN < width < self._widest:
             self._model.serve_blocks_of(width)
             with self._draft_scope():
                 draft = RuntimeState.build(self._draft, self._model.spec.draft_rows(width), sizes)
@@ -204,11 +204,6 @@ class RuntimeStates:
         load_inputs_once(state.graphs)
         self._trees[trees.nodes] = state, trees.requests
 
-    @property
-    def chains(self) -> dict[int, int]:
-        """{rows: the most requests of a step} of the chains beyond blocks that are served."""
-        return {rows: requests for rows, (_, requests) in self._chains.items()}
-
     def add_chain(self, rows: int, requests: int) -> None:
         """Build the target's state of chains of more rows than a block, for so many requests at most; none where
         graphs have no room for them."""
@@ -217,9 +212,8 @@ class RuntimeStates:
         if captured_sizes(self._target):
             sizes = self._fitting(sizes, rows)
         if sizes:
-            state = RuntimeState.build(self._target, rows, sizes)
-            load_inputs_once(state.graphs)
-            self._chains[rows] = state, sizes[-1]
+            self.add(rows, sizes)
+            self.chains[rows] = sizes[-1]
 
     def captured_requests(self, tokens: int, requests: int) -> int | None:
         """The number of requests that the ragged graph of so many tokens was captured with; None if there is no
@@ -245,7 +239,7 @@ class RuntimeStates:
     def shapes(self, widths: Iterable[int]) -> list[Shape]:
         """One of each form that steps of these widths can have; the ragged one for two requests."""
         shapes = [*map(Shape, widths), *(Shape(self._widest, nodes=nodes) for nodes in self._trees)]
-        shapes += [Shape(self._widest, chain=rows) for rows in self._chains]
+        shapes += [Shape(self._widest, chain=rows) for rows in self.chains]
         if self.serves_ragged and self._target.req_to_token_pool.size > 1:
             budget = least_budget(self.verify_budgets(2), 2, self._widest)
             if budget is not None:
@@ -261,11 +255,9 @@ class RuntimeStates:
         used = shape if shape.budget is None else shape._replace(budget=0)  # all budgets have one state
         if used == self._used:
             return
-        target, draft = self._states[shape.width]
+        target, draft = self._states[shape.chain or shape.width]
         if shape.nodes is not None:
             target, _ = self._trees[shape.nodes]
-        if shape.chain is not None:
-            target, _ = self._chains[shape.chain]
         if shape.budget is not None:
             assert self._ragged is not None, "add_ragged comes first"
             target = self._ragged

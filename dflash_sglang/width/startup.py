@@ -25,7 +25,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_tp_group,
     mambaish_config,
 )
-from dflash_sglang.startup.copying import beyond_blocks_problem
 from dflash_sglang.startup.facts import Problem, StartupError
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
@@ -190,12 +189,17 @@ def _why_not_ragged(runner: ModelRunner, group: Group) -> str | None:
     if not verifies_parts(runner.attn_backend):
         backend = type(verifying(runner.attn_backend)).__name__
         return f"{backend} verifies as many rows of each request; fa3 and triton do not have to"
-    if group.gather is not None:
-        return "ranks hold requests of their own"
     if runner.server_args.nnodes > 1:
         return "ranks are on several nodes, whose devices may round the draft's probabilities otherwise"
+    return _why_rows_of_blocks(runner, group)
+
+
+def _why_rows_of_blocks(runner: ModelRunner, group: Group) -> str | None:
+    """Why steps verify the rows of blocks, no fewer and no more; None if nothing here is against others."""
+    if group.gather is not None:
+        return "ranks hold requests of their own"
     if runner.server_args.disable_cuda_graph_padding:
-        return "SGLang has graphs of such blocks with padding alone"
+        return "without padding, SGLang has few graphs that fit such steps, or none"
     if runner.model_config.model_is_mrope:
         return "SGLang gives the target's positions of three axes to blocks of one width"
     if runner.server_args.enable_return_routed_experts or runner.server_args.enable_return_indexer_topk:
@@ -243,26 +247,14 @@ def check_chains(config: WidthConfig, target: ModelRunner, group: Group, draft_k
     """Raise StartupError where steps cannot verify more rows of a request than a block. config: of `servable`.
 
     draft_keeps: why the draft has no room for more rows; None if it has."""
-    reason = draft_keeps or _why_no_chains(config, target, group)
-    if reason is not None:
-        raise StartupError([beyond_blocks_problem(reason)])
-
-
-def _why_no_chains(config: WidthConfig, target: ModelRunner, group: Group) -> str | None:
-    args, backend = target.server_args, verifying(target.attn_backend)
+    backend, reason = verifying(target.attn_backend), draft_keeps or _why_rows_of_blocks(target, group)
     if config.fixed is not None:
-        return "steps have one width only"
-    if group.gather is not None:
-        return "ranks hold requests of their own"
-    if not (hasattr(backend, "serve_trees") or shares_schedules(backend)):
-        return f"no test verifies longer chains with {type(backend).__name__}; fa3 does without DP attention"
-    if target.model_config.model_is_mrope:
-        return "SGLang gives the target's positions of three axes to blocks of one width"
-    if args.disable_cuda_graph_padding:
-        return "without padding, graphs fit few batches"
-    if args.enable_return_routed_experts or args.enable_return_indexer_topk:
-        return "what layers chose is reported for blocks of one width"
-    return None
+        reason = "steps have one width only"
+    elif not (hasattr(backend, "serve_trees") or shares_schedules(backend)):
+        reason = f"no test verifies longer chains with {type(backend).__name__}; fa3 does without DP attention"
+    if reason is not None:
+        expected = f"'block', because {reason}"
+        raise StartupError([Problem("DFLASH_SGLANG_CONFIG copy", 64, expected, "Set it to 'block'.")])
 
 
 def add_chains(

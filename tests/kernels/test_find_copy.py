@@ -124,8 +124,8 @@ def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, 
     run(twin, "write", case.rows, case.tables)
     for row, text in enumerate(texts):
         length, after = matches[row]
-        copy = plain_copy(text, after, width - 1) if length else []
-        used = copy if length >= kernels.LEAST else []
+        copy = plain_copy(text, after, BLOCK - 1) if length else []
+        used = copy[: width - 1] if length >= kernels.LEAST else []
         after_step = [text[-1], *used, *before[row][1 + len(used) :]]
         assert case.rows.tokens[row].tolist() == after_step
         assert case.tables.history[slots[row]].tolist() == after_step
@@ -133,7 +133,8 @@ def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, 
         promised = pytest.approx(1, abs=0.01) if 0 < width - 1 == len(used) else 0
         assert case.tables.promised[row].item() == promised
         copy += [-1] * (BLOCK - 1 - len(copy))
-        assert case.tables.last[case.rows.requests[row]].tolist() == [kind, len(text) - 1, length, after, *copy]
+        kept = [kind, len(text) - 1, length, width - 1, *copy]
+        assert case.tables.last[case.rows.requests[row]].tolist() == kept
     assert not case.tables.matches.any()
 
 
@@ -152,7 +153,8 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
     beyond = 0
     for row, (text, (length, after)) in enumerate(zip(texts, matches, strict=True)):
         request = case.rows.requests[row]
-        copy = plain_copy(text, after, rows - 1)[BLOCK - 1 :] if length >= kernels.LEAST else []
+        foretold = plain_copy(text, after, longest - 1) if length else []
+        copy = foretold[BLOCK - 1 : rows - 1] if length >= kernels.LEAST else []
         beyond += len(copy)
         chain = blocks[row] + copy + [0] * (rows - BLOCK - len(copy))
         assert chains.ids[row].tolist() == chain
@@ -160,8 +162,9 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
         assert chains.positions[row].tolist() == list(columns)
         assert chains.slots[row].tolist() == case.tables.req_to_token[request, list(columns)].tolist()
         assert case.tables.history[chains.slots[row]].tolist() == chain
-        kept = case.tables.last[request, 4 + BLOCK - 1 :].tolist()
-        assert kept == copy + [-1] * (longest - BLOCK - len(copy))
+        steps = rows - 1 if length >= kernels.LEAST and foretold else BLOCK - 1
+        kept = [steps, *foretold, *[-1] * (longest - 1 - len(foretold))]
+        assert case.tables.last[request, 3:].tolist() == kept
     assert beyond >= rows - BLOCK, "of the first text"
     assert case.tables.counts.tolist() == [counts[0], counts[1] + beyond, *counts[2:4], beyond]
 
@@ -250,7 +253,7 @@ def test_the_record_learns_how_far_a_copy_came_true_proposed_or_not(
     case = new_case([[1, 2, 3, *committed]], device)
     (request,) = case.rows.requests.tolist()
     padded = copy + [-1] * (BLOCK - 1 - len(copy))
-    case.tables.last[request] = torch.tensor([kind, 2, 9, 0, *padded], device=device)
+    case.tables.last[request] = torch.tensor([kind, 2, 9, BLOCK - 1, *padded], device=device)
     case.tables.record[request] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     find(twin, case)
     run(twin, "write", case.rows, case.tables)
@@ -261,6 +264,17 @@ def test_the_record_learns_how_far_a_copy_came_true_proposed_or_not(
         expected[2:] = [kernels.FADE * 3 + len(committed), kernels.FADE * 4 + 1]
     assert case.tables.record[request].tolist() == pytest.approx(expected)
     assert case.tables.counts[2].item() == (tried - failed if kind == kernels.COPIED else 0)
+
+
+def test_the_record_learns_nothing_of_what_a_step_did_not_verify_though_its_last_token_agrees(twin, device):
+    case = new_case([[1, 2, 3, 70, 71, 72]], device)
+    (request,) = case.rows.requests.tolist()
+    kept = [70, 71, 72, 73, *[-1] * (BLOCK - 5)]
+    case.tables.last[request] = torch.tensor([kernels.COPIED, 2, 9, 2, *kept], device=device)
+    find(twin, case)
+    run(twin, "write", case.rows, case.tables)
+    assert case.tables.record[request].tolist() == pytest.approx([0, 2 * 0.08, 0, 0])
+    assert case.tables.counts[2].item() == 2
 
 
 def test_what_was_proposed_is_counted(twin, device):

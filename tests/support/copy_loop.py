@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.copies import KINDS, Texts
-from dflash_sglang.drafting.copies import CHAINS
 from dflash_sglang.kernels.block import find_copy as kernels
+from dflash_sglang.startup.copying import CHAINS
 from dflash_sglang.verify.record import OF_TEXTS, AcceptanceRecord
 from dflash_sglang.verify.rows import Shape
 from dflash_sglang.width.chains import Chains

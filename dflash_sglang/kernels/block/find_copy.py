@@ -24,7 +24,7 @@ FADE = 1 - 1 / 32
 FIRST_FAILED, FIRST_EXPECTED = 10.5, 3.0
 FIRST_COMMITTED, FIRST_DRAFTED = 8.0, 2.0
 DRAFTED, COPIED = 1, 2  # what a step verified
-_PROPOSED_BY, _PREFIX, _LENGTH, _AFTER, _TOKENS = range(5)  # columns of `CopyTables.last`
+_PROPOSED_BY, _PREFIX, _LENGTH, _STEPS, _TOKENS = range(5)  # columns of `CopyTables.last`
 COMMITTED = 2  # column of `CopyTables.record`; infinite: nothing is copied
 _CHUNK = 256  # positions searched by one program
 _AT_ONCE = 8  # tokens before each of them that are compared at once: each comparison waits for two reads
@@ -40,8 +40,8 @@ class CopyTables(NamedTuple):
     # [rows, 4] float32, faded sums: failed copies, failures expected of the prior; tokens committed by steps of
     # the draft's proposals, such steps
     record: Tensor
-    # [rows, 4 + longest - 1] int64, of the step before: DRAFTED, COPIED or 0; prefix; match length; position after
-    # the match; copy, then -1
+    # [rows, 4 + longest - 1] int64, of the step before: DRAFTED, COPIED or 0; prefix; match length; proposals that
+    # were verified; what the copy is or would have been, as long as the longest chain, then -1
     last: Tensor
     chances: Tensor  # [LONGEST + 1] float32, the prior chance that a copied token is wrong, by length of the match
     # [5] int64 ever: copies proposed, their tokens, those accepted, their match lengths, tokens beyond the blocks
@@ -77,9 +77,10 @@ class CopyRows(NamedTuple):
     slots: Tensor  # [bs, block]
     prefix_lens: Tensor  # [bs]
     requests: Tensor  # [bs] rows of req_to_token
-    drawn: Candidates | None  # [bs, block - 1, K] what proposals were drawn from, with probabilities as `logprobs`
-    logprobs: Tensor | None  # [bs, block - 1] float32, of any stride between positions
-    best: Candidates | None  # [bs, block - 1, K]
+    # [bs, block - 1, K] what proposals were drawn from, with probabilities as `logprobs`
+    drawn: Candidates | None = None
+    logprobs: Tensor | None = None  # [bs, block - 1] float32, of any stride between positions
+    best: Candidates | None = None  # [bs, block - 1, K]
 
 
 def find_copies(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
@@ -131,7 +132,7 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
     """The definition of `write_copies` in torch operations."""
     tokens, slots, prefix_lens, requests, drawn, logprobs, best = rows
     steps = tokens.shape[1] - 1
-    lane = torch.arange(steps, device=tokens.device)
+    lane = torch.arange(tables.last.shape[1] - _TOKENS, device=tokens.device)
     _learn(rows, tables)
     keys = tables.matches[: len(tokens)].clone()
     tables.matches[: len(tokens)] = 0
@@ -141,18 +142,11 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
     copy = torch.where((lengths[:, None] > 0) & ((copy < 0).cumsum(dim=1) == 0), copy, -1)
     right = 1 - chance_of_failure(tables.record[requests], tables.chances[lengths])
     proposed = worth_copying(tables.record[requests], lengths, right, steps)
-    copied = proposed[:, None] & (copy >= 0)
-    tables.last[requests] = torch.cat(
-        [
-            torch.where(copied.any(dim=1), COPIED, DRAFTED if steps else 0)[:, None],
-            prefix_lens[:, None],
-            lengths[:, None],
-            after[:, None],
-            copy,
-            copy.new_full((len(copy), tables.last.shape[1] - _TOKENS - steps), -1),
-        ],
-        dim=1,
-    )
+    copied = proposed[:, None] & (copy[:, :steps] >= 0)
+    kind = torch.where(copied.any(dim=1), COPIED, DRAFTED if steps else 0)
+    verified = torch.stack([kind, prefix_lens, lengths, torch.full_like(lengths, steps)], dim=1)
+    tables.last[requests] = torch.cat([verified, copy], dim=1)
+    copy = copy[:, :steps]
     tables.counts[0] += copied.any(dim=1).sum()
     tables.counts[1] += copied.sum()
     tables.counts[3] += torch.where(copied.any(dim=1), lengths, 0).sum()
@@ -161,31 +155,28 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
     tables.history[slots] = tokens.int()
     if logprobs is not None:
         logprobs[:] = torch.where(copied, right.log()[:, None], logprobs)
-    for candidates, certain, never in ((drawn, torch.zeros_like(right), 0.0), (best, right.log(), float("-inf"))):
+    for candidates, certain, never in ((drawn, torch.ones_like(right), 0.0), (best, right.log(), float("-inf"))):
         if candidates is not None:
             same = (candidates.ids == copy[..., None]) & copied[..., None]  # candidates are distinct
             candidates.ids[:] = torch.where(same, candidates.ids[..., :1], candidates.ids)
             candidates.ids[..., 0] = torch.where(copied, copy, candidates.ids[..., 0])
             first = torch.arange(candidates.ids.shape[2], device=tokens.device) == 0
-            value = torch.where(first, (certain.exp() if never == 0.0 else certain)[:, None, None], never)
+            value = torch.where(first, certain[:, None, None], never)
             candidates.logprobs[:] = torch.where(copied[..., None], value, candidates.logprobs)
 
 
 def extend_copies_torch(rows: CopyRows, tables: CopyTables, out: Rows) -> None:
     """The definition of `extend_copies` in torch operations."""
-    block, prefix_lens = rows.tokens.shape[1], rows.prefix_lens[:, None]
-    lane = torch.arange(out.ids.shape[1], device=rows.tokens.device)
+    block, length = rows.tokens.shape[1], out.ids.shape[1]
     last = tables.last[rows.requests]
-    after = last[:, _AFTER, None]
-    copy = _text(rows, tables, after + (lane - 1).clamp(min=0) % (prefix_lens + 1 - after).clamp(min=1))
-    copied = (last[:, _PROPOSED_BY, None] == COPIED) & ((copy < 0).cumsum(dim=1) == 0) & (lane >= block)
-    out.ids[:] = torch.where(copied, copy, 0)
+    copying, copy = last[:, _PROPOSED_BY] == COPIED, last[:, _TOKENS + block - 1 : _TOKENS + length - 1]
+    copied = copying[:, None] & (copy >= 0)
     out.ids[:, :block] = rows.tokens
-    out.positions[:] = prefix_lens + lane
+    out.ids[:, block:] = torch.where(copied, copy, 0)
+    out.positions[:] = rows.prefix_lens[:, None] + torch.arange(length, device=copy.device)
     out.slots[:] = tables.req_to_token[rows.requests[:, None].long(), out.positions]
     tables.history[out.slots] = out.ids.int()
-    kept = torch.where(copied, copy, -1)[:, block:]
-    tables.last[rows.requests, _TOKENS + block - 1 : _TOKENS + out.ids.shape[1] - 1] = kept
+    tables.last[rows.requests, _STEPS] = torch.where(copying, length - 1, block - 1)
     tables.counts[1] += copied.sum()
     tables.counts[4] += copied.sum()
 
@@ -214,7 +205,7 @@ def _learn(rows: CopyRows, tables: CopyTables) -> None:
     lane = torch.arange(copy.shape[1], device=copy.device)
     truth = _text(rows, tables, torch.minimum(last[:, _PREFIX, None] + 1 + lane, rows.prefix_lens[:, None]))
     live = (last[:, _PROPOSED_BY] > 0) & (committed > 0)
-    told = live[:, None] & (lane < committed[:, None]) & (copy >= 0)
+    told = live[:, None] & (lane < torch.minimum(committed, last[:, _STEPS])[:, None]) & (copy >= 0)
     right = told & ((~told | (copy != truth)).cumsum(dim=1) == 0)
     failed = (told & ~right).any(dim=1)
     tried = right.sum(dim=1) + failed
@@ -325,7 +316,7 @@ def _write_copies_kernel(
     committed = prefix - last_prefix
     live = (proposed_by > 0) & (committed > 0)
     copy = tl.load(last + 4 + lane, mask=lane < MOST, other=-1)
-    told = live & (lane < committed) & (copy >= 0)
+    told = live & (lane < committed) & (lane < tl.load(last + 3)) & (copy >= 0)
     place = last_prefix + 1 + lane
     slot = tl.load(row_ptr + place, mask=told & (place < prefix), other=0).to(tl.int64)
     truth = tl.load(history_ptr + slot, mask=told & (place < prefix), other=-1).to(tl.int64)
@@ -350,8 +341,11 @@ def _write_copies_kernel(
     key = tl.load(matches_ptr + request)
     tl.store(matches_ptr + request, tl.zeros((), tl.int64))
     length, after = key >> 32, key & 0xFFFFFFFF
-    inside = (length > 0) & (lane < STEPS)
-    copy = _copy_of(row_ptr, history_ptr, prefix, anchor, after, lane, inside)
+    there = (length > 0) & (lane < MOST)
+    place = after + lane % tl.maximum(prefix + 1 - after, 1)
+    slot = tl.load(row_ptr + place, mask=there & (place < prefix), other=0).to(tl.int64)
+    copy = tl.load(history_ptr + slot, mask=there & (place < prefix), other=-1).to(tl.int64)
+    copy = tl.where(there & (place == prefix), anchor, copy)
     end = tl.min(tl.where(copy < 0, lane, LANES), axis=0)
     copy = tl.where(lane < end, copy, -1)
     level = (failed_sum + FIRST_FAILED) / (expected + FIRST_EXPECTED)
@@ -361,7 +355,7 @@ def _write_copies_kernel(
         power *= right
         promised += power
     enough = promised * (drafted + FIRST_DRAFTED) >= GAIN * (committed_sum + FIRST_COMMITTED)
-    copied = (length >= LEAST) & enough & (copy >= 0)
+    copied = (length >= LEAST) & enough & (copy >= 0) & (lane < STEPS)
     count = tl.sum(copied.to(tl.int64), axis=0)
 
     own = tokens_ptr + request * token_stride + lane
@@ -385,24 +379,13 @@ def _write_copies_kernel(
     tl.store(last, tl.zeros((), tl.int64) + kind)
     tl.store(last + 1, prefix)
     tl.store(last + 2, length)
-    tl.store(last + 3, after)
+    tl.store(last + 3, tl.full((), STEPS, tl.int64))
     tl.store(last + 4 + lane, copy, mask=lane < MOST)
     tl.store(promised_ptr + request, tl.where((count == STEPS) & (STEPS > 0), right, 0.0))
     if count > 0:
         tl.atomic_add(counts_ptr, tl.full((), 1, tl.int64))
         tl.atomic_add(counts_ptr + 1, count)
         tl.atomic_add(counts_ptr + 3, length)
-
-
-@triton.jit
-def _copy_of(row_ptr, history_ptr, prefix, anchor, after, step, there):
-    """Tokens of these steps of the copy that begins at position `after`, -1 elsewhere. Past the last token, the
-    anchor, it goes on with its own."""
-    place = after + step % tl.maximum(prefix + 1 - after, 1)
-    known = there & (place < prefix)
-    slot = tl.load(row_ptr + place, mask=known, other=0).to(tl.int64)
-    copy = tl.load(history_ptr + slot, mask=known, other=-1).to(tl.int64)
-    return tl.where(there & (place == prefix), anchor, copy)
 
 
 @triton.jit
@@ -441,25 +424,19 @@ def _extend_copies_kernel(
     prefix = tl.load(prefix_ptr + request).to(tl.int64)
     row_ptr = req_to_token_ptr + row * row_stride
     last = last_ptr + row * last_stride
-    own = tokens_ptr + request * token_stride
-    anchor = tl.load(own).to(tl.int64)
-    tokens = tl.load(own + lane, mask=lane < BLOCK, other=0).to(tl.int64)
+    tokens = tl.load(tokens_ptr + request * token_stride + lane, mask=lane < BLOCK, other=0).to(tl.int64)
 
-    after, copying = tl.load(last + 3), tl.load(last) == 2
-    there = copying & (lane > 0) & (lane < LENGTH)
-    copy = _copy_of(row_ptr, history_ptr, prefix, anchor, after, lane - 1, there)
-    end = tl.min(tl.where((copy < 0) & (lane > 0), lane, LANES), axis=0)
-    copied = there & (lane < end) & (lane >= BLOCK)
-
+    copying, beyond = tl.load(last) == 2, (lane >= BLOCK) & (lane < LENGTH)
+    copy = tl.load(last + 3 + lane, mask=copying & beyond, other=-1)  # the first row is no copy
+    copied = copy >= 0
     ids = tl.where(lane < BLOCK, tokens, tl.where(copied, copy, 0))
     slots = tl.load(row_ptr + prefix + lane, mask=lane < LENGTH, other=0).to(tl.int64)
     at = request * LENGTH + lane
     tl.store(ids_ptr + at, ids, mask=lane < LENGTH)
     tl.store(positions_ptr + at, prefix + lane, mask=lane < LENGTH)
     tl.store(slots_ptr + at, slots, mask=lane < LENGTH)
-    beyond = (lane >= BLOCK) & (lane < LENGTH)
     tl.store(history_ptr + slots, ids.to(tl.int32), mask=beyond)
-    tl.store(last + 3 + lane, tl.where(copied, copy, -1), mask=beyond)
+    tl.store(last + 3, tl.where(copying, LENGTH - 1, BLOCK - 1).to(tl.int64))
     count = tl.sum(copied.to(tl.int64), axis=0)
     if count > 0:
         tl.atomic_add(counts_ptr + 1, count)

@@ -30,14 +30,14 @@ def copies(always: bool = False) -> None:
         return (lengths > 0) & (always | (torch.rand(lengths.shape, generator=generator) < 0.5))
 
     def then_look(self: Any, batch: Any, *args: Any) -> Any:
-        Proposer.history = self._copies.history
+        Proposer.copies = self._copies
         return step(self, batch, *args)
 
     def after_look(self: Any, batch: Any, block: Any) -> Any:
         for req, row, prefix in zip(batch.reqs, block.requests.tolist(), block.prefix_lens.tolist(), strict=True):
             known = [*req.origin_input_ids, *req.output_ids][:prefix]  # overlap scheduling knows less than a step
-            slots = self._runner.req_to_token_pool.req_to_token[row, : len(known)].long()
-            held = self.history[slots].tolist()
+            slots = self.copies._tables.req_to_token[row, : len(known)].long()
+            held = self.copies.history[slots].tolist()
             assert not req.rid or held == known, (req.rid, held, known)
         return propose(self, batch, block)
 
@@ -67,8 +67,8 @@ def chains(always: bool = False) -> None:
         batches[0] = batch
         return step(self, batch, *args)
 
-    def with_oracle(self: Any, block: Any, proposals: Any, chains: Any) -> None:
-        extend(self, block, proposals, chains)
+    def with_oracle(self: Any, block: Any, proposals: Any, length: int) -> Any:
+        chains = extend(self, block, proposals, length)
         ids, slots = (of.view(block.batch_size, -1) for of in (chains.ids, chains.slots))
         for row, (req, prefix) in enumerate(zip(batches[0].reqs, block.prefix_lens.tolist(), strict=True)):
             prompt = list(req.origin_input_ids)
@@ -80,6 +80,7 @@ def chains(always: bool = False) -> None:
                 there = slice(block.size, block.size + len(known))
                 ids[row, there] = torch.tensor(known, dtype=ids.dtype)
                 self.history[slots[row, there]] = ids[row, there].int()
+        return chains
 
     Chains.pay = lambda self, slots: always or choices.random() < 0.5
     DFlashWorker._step, Copies.extend = then_step, with_oracle

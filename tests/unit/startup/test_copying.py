@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
-from dflash_sglang.startup.copying import beyond_blocks_problem, copies_in_words, renamed_slots_problem
+from dflash_sglang.startup import copying
+
+WITH_TOKENS: dict[str, Any] = dict(hierarchical_cache=False, mode="null")
+
+
+def config_of(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], **launch: Any) -> PluginConfig:
+    of = WITH_TOKENS | launch
+    memory = SimpleNamespace(enable_hierarchical_cache=of["hierarchical_cache"])
+    monkeypatch.setattr(copying, "get_memory", lambda: memory)
+    monkeypatch.setattr(copying, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=of["mode"]))
+    return PluginConfig.from_mapping(settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "without_tokens", "words"),
+    ("settings", "launch", "reason"),
     [
-        ({}, None, 'off (copy is "off")'),
-        ({"copy": "off"}, "--enable-hierarchical-cache", 'off (copy is "off")'),
-        ({"copy": "block"}, None, "block"),
-        ({"copy": 64}, None, "64"),
-        (
-            {"copy": 64},
-            "--enable-hierarchical-cache",
-            "off (--enable-hierarchical-cache brings KV without its tokens)",
-        ),
+        ({}, {}, 'copy is "off"'),
+        ({"copy": "off"}, {"hierarchical_cache": True}, 'copy is "off"'),
+        ({"copy": "block"}, {}, None),
+        ({"copy": 64}, {}, None),
+        ({"copy": 64}, {"hierarchical_cache": True}, "--enable-hierarchical-cache brings KV without its tokens"),
         (
             {"copy": "block", "simulated_acceptance": [0.5]},
-            None,
-            "off (acceptance is forced, whatever is proposed)",
+            {},
+            "acceptance is forced, whatever is proposed",
         ),
-        ({"copy": "block", "simulated_acceptance": {"texts": __file__}}, None, "block"),
-        (
-            {"copy": "block"},
-            "--disaggregation-mode decode",
-            "off (--disaggregation-mode decode brings KV without its tokens)",
-        ),
+        ({"copy": "block", "simulated_acceptance": {"texts": __file__}}, {}, None),
+        ({"copy": "block"}, {"mode": "decode"}, "--disaggregation-mode decode brings KV without its tokens"),
     ],
 )
 def test_copies_are_proposed_where_asked_for_and_where_tokens_of_slots_are_known(
-    settings: dict[str, Any], without_tokens: str | None, words: str
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], launch: dict[str, Any], reason: str | None
 ) -> None:
-    assert copies_in_words(PluginConfig.from_mapping(settings), without_tokens) == words
+    assert copying.why_no_copies(config_of(monkeypatch, settings, **launch)) == reason
+
+
+@pytest.mark.parametrize(
+    ("copy", "block", "launch", "chains"),
+    [
+        (64, 16, {}, {32: 4, 64: 2}),
+        (64, 32, {}, {64: 2}),
+        (64, 64, {}, {}),
+        (64, 16, {"hierarchical_cache": True}, {}),
+        ("block", 16, {}, {}),
+    ],
+)
+def test_chains_have_more_rows_than_a_block_and_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, copy: Any, block: int, launch: dict[str, Any], chains: dict[int, int]
+) -> None:
+    assert copying.chains_of(config_of(monkeypatch, {"copy": copy}, **launch), block) == chains
 
 
 def test_another_value_is_refused_with_those_that_are_known() -> None:
@@ -48,12 +67,6 @@ def test_another_value_is_refused_with_those_that_are_known() -> None:
 
 
 def test_pools_that_rename_slots_are_refused_with_the_setting() -> None:
-    assert str(renamed_slots_problem("block")) == (
+    assert str(copying.renamed_slots_problem("block")) == (
         "DFLASH_SGLANG_CONFIG copy='block': expected 'off' with KV pools that rename slots. Leave it out."
-    )
-
-
-def test_a_launch_that_cannot_copy_beyond_the_block_is_told_why_and_what_to_set() -> None:
-    assert str(beyond_blocks_problem("steps have one width only")) == (
-        "DFLASH_SGLANG_CONFIG copy=64: expected 'block', because steps have one width only. Set it to 'block'."
     )
