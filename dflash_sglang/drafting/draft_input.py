@@ -97,7 +97,8 @@ class SlotReservation:
             for of in (self._chains, self._trees)
         )
         ahead, no_trees = committed + self._in_flight, None
-        wanted = self._whole_pages(ahead + self.block_size)
+        # No more, whatever was in flight: a chain has left slots for the block behind it.
+        wanted = self._whole_pages(committed + 2 * self.block_size)
         if chain:
             more = self._whole_pages(ahead + chain + self.block_size)
             if self._obstacle(batch, more, lengths.allocated) is None:

@@ -94,25 +94,31 @@ def test_long_chains_are_reserved_for_few_requests_where_their_rows_and_free_slo
 
 @given(
     page=st.sampled_from([1, 16]),
-    steps=st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(1, 64)), min_size=1, max_size=12),
+    steps=st.lists(
+        st.tuples(st.integers(1, 5), st.booleans(), st.integers(1, 64), st.booleans()), min_size=1, max_size=12
+    ),
 )
 def test_every_step_finds_the_slots_that_it_writes_and_takes_no_more_than_sglang_counts_on(page, steps):
-    """Overlapped: what the step before commits is not known yet. SGLang looks for two blocks past what is."""
+    """SGLang looks for two blocks past what is known of a request. Overlapped, that lacks what the step before
+    commits; it does not after a prefill, whose request has just joined, and without overlap."""
     pool, block = Pool(16, page, 0), 16
-    known, really, allocated, in_flight = 10, 10, 10, 0
-    for requests, has_room, commits in steps:
+    known, really, allocated = 10, 10, 10
+    for requests, has_room, commits, overlapped in steps:
         pool.free = 10**6 if has_room else 0
-        counted = -(-max(known + 2 * block - allocated, 0) // page) * page
-        chain, (length, *_) = pool.reserve([known] * requests, [allocated] * requests)
-        if not chain:
-            assert length - allocated <= counted + (page - 1 if page > 1 else 0), (length, allocated, counted)
+        known = known if overlapped else really
+        committed, before = [known] * requests, [allocated] * requests
+        if not overlapped:
+            committed, before = [*committed, 17], [*before, 17]
+        chain, lengths = pool.reserve(committed, before)
+        for of, had, length in zip(committed, before, lengths, strict=True):
+            counted = -(-max(of + 2 * block - had, 0) // page) * page
+            assert chain or length - had <= counted + (page - 1 if page > 1 else 0), (length, had, counted)
         rows = chain or block
         if really + rows > pool.slots.row_limit:
             break  # blocks near the end of a row are the context's limit
-        assert length >= really + rows
-        known, allocated = known + in_flight, length
-        in_flight = min(commits, rows)
-        really += in_flight
+        assert lengths[0] >= really + rows
+        known, allocated = really, lengths[0]
+        really += min(commits, rows)
 
 
 @given(
