@@ -818,14 +818,14 @@ def _copies(worker: Any, always: bool = False) -> None:
     step, propose = worker._step, Proposer.propose
 
     def then_look(self: Any, batch: Any, *args: Any) -> Any:
-        Proposer.history = self._copies.history
+        Proposer.copies = self._copies
         return step(self, batch, *args)
 
     def after_look(self: Any, batch: Any, block: Any) -> Any:
         for req, row, prefix in zip(batch.reqs, block.requests.tolist(), block.prefix_lens.tolist(), strict=True):
             known = [*req.origin_input_ids, *req.output_ids][:prefix]  # overlap scheduling knows less than a step
-            slots = self._runner.req_to_token_pool.req_to_token[row, : len(known)].long()
-            held = self.history[slots].tolist()
+            slots = self.copies._tables.req_to_token[row, : len(known)].long()
+            held = self.copies.history[slots].tolist()
             assert not req.rid or held == known, (req.rid, held, known)
         return propose(self, batch, block)
 
