@@ -59,6 +59,7 @@ class Pool:
 
     def __init__(self, block: int, page: int, free: int) -> None:
         self.slots, self.block, self.page, self.free = reservation(block, 300, page), block, page, free
+        self.mixed, self.prompts = False, 0
         self.slots.serve_chains({32: 4, 64: 2})
 
     def reserve(self, committed: list[int], allocated: list[int]) -> Any:
@@ -68,9 +69,20 @@ class Pool:
         ]
         allocator = SimpleNamespace(check_decode_capacity=lambda num_tokens, **_: num_tokens <= self.free)
         batch = SimpleNamespace(
-            reqs=reqs, token_to_kv_pool_allocator=allocator, spec_algorithm=None, **dict.fromkeys(OF_A_BATCH)
+            reqs=reqs,
+            token_to_kv_pool_allocator=allocator,
+            spec_algorithm=None,
+            tree_cache=None,
+            req_pool_indices=None,
+            req_to_token_pool=SimpleNamespace(size=8, available_size=lambda: 8 - len(reqs) - self.prompts),
         )
-        with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"):
+        with (
+            mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"),
+            mock.patch(
+                "dflash_sglang.drafting.draft_input.get_schedule",
+                lambda: SimpleNamespace(enable_mixed_chunk=self.mixed),
+            ),
+        ):
             reserved = self.slots.reserve(batch)
         return reserved.chain, reserved.lengths.tolist()
 
@@ -90,6 +102,14 @@ def test_long_chains_are_reserved_for_few_requests_where_their_rows_and_free_slo
         got, lengths = Pool(16, 1, free).reserve(committed, committed)
         ahead = 16 + (chain + 16 if chain else 16)
         assert (got, lengths) == (chain, [min(c + ahead, 300) for c in committed]), (committed, free)
+
+
+def test_slots_that_a_prompt_in_progress_counts_on_are_reserved_for_no_long_chain() -> None:
+    """SGLang prepares the decode batch of a mixed prefill, whose next part ends the scheduler without slots."""
+    for mixed, prompts, chain in ((True, 1, 0), (True, 0, 64), (False, 1, 64)):
+        pool = Pool(16, 1, 1000)
+        pool.mixed, pool.prompts = mixed, prompts
+        assert pool.reserve([10], [10])[0] == chain
 
 
 @given(
