@@ -13,6 +13,7 @@ from dflash_sglang.sglang_names.scheduler import (
     DFlashDraftInputV2,
     ScheduleBatch,
     alloc_for_spec_decode,
+    get_schedule,
     is_pin_memory_available,
 )
 
@@ -97,7 +98,8 @@ class SlotReservation:
             for of in (self._chains, self._trees)
         )
         ahead, no_trees = committed + self._in_flight, None
-        wanted = self._whole_pages(ahead + self.block_size)
+        # No more, whatever was in flight: a chain has left slots for the block behind it.
+        wanted = self._whole_pages(committed + 2 * self.block_size)
         if chain:
             more = self._whole_pages(ahead + chain + self.block_size)
             if self._obstacle(batch, more, lengths.allocated) is None:
@@ -121,9 +123,16 @@ class SlotReservation:
 
     def _obstacle(self, batch: ScheduleBatch, wanted: np.ndarray, allocated: np.ndarray) -> str | None:
         """Why rows or free slots have no room for so many tokens [bs]; None if they have. Evicts what is cached,
-        as SGLang does."""
+        as SGLang does.
+
+        SGLang prepares a decode batch also to run it with a part of a prompt, and counts on free slots for the
+        rest. So free slots are that prompt's while a request outside of the batch has a row.
+        """
         if wanted.max() > self.row_limit:
             return "context_end"
+        rows = batch.req_to_token_pool
+        if get_schedule().enable_mixed_chunk and rows.size - rows.available_size() > len(batch.reqs):
+            return "pool_full"
         room = batch.token_to_kv_pool_allocator.check_decode_capacity(
             num_tokens=int(np.maximum(wanted - allocated, 0).sum()),
             tree_cache=batch.tree_cache,

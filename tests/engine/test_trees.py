@@ -7,8 +7,10 @@ Losslessness with shapes that change at random is shown in `test_lossless`, `tes
 from __future__ import annotations
 
 import json
+import random
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,25 @@ def test_a_pool_that_has_no_slots_for_a_tree_serves_chains(tmp_path):
         (state,) = server.get("/server_info")["internal_states"]
     assert [answer["output_ids"] for answer in answers] == plain
     assert grown(tmp_path) and state["dflash_acceptance"]["shapes"]["whole"]["pool_full"] > 0
+
+
+@pytest.mark.full
+def test_trees_leave_the_slots_that_a_prompt_in_progress_counts_on(tmp_path):
+    """Parts of prompts of 300 tokens run with decode steps of up to three other requests, in a pool of 640."""
+    draws, text = random.Random(0), "\n".join(held_out_prompts()).encode()
+    asked = []
+    for _ in range(60):
+        length, start = draws.choice([5, 20, 60, 300, 380]), draws.randrange(len(text) - 500)
+        asked.append(request(list(text[start : start + length]), draws.choice([3, 20, 60, 110])))
+    flags = dict(max_total_tokens=640, context_length=512, max_running_requests=4, chunked_prefill_size=64)
+    flags |= dict(enable_mixed_chunk=True, disable_radix_cache=True)
+
+    def outputs(server: Server) -> list[list[int]]:
+        with ThreadPoolExecutor(4) as pool:
+            return [answer["output_ids"] for answer in pool.map(lambda one: server.generate(**one), asked)]
+
+    with serve(TARGET, **flags) as server:
+        plain = outputs(server)
+    with trees(tmp_path, [16, 32, 64], "grown", **flags) as server:
+        assert outputs(server) == plain
+    assert grown(tmp_path)

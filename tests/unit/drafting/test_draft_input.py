@@ -59,6 +59,7 @@ class Pool:
 
     def __init__(self, block: int, page: int, free: int) -> None:
         self.slots, self.block, self.page, self.free = reservation(block, 300, page), block, page, free
+        self.mixed, self.prompts = False, 0
         self.slots.serve_chains({32: 4, 64: 2})
 
     def reserve(self, committed: list[int], allocated: list[int]) -> Any:
@@ -68,9 +69,20 @@ class Pool:
         ]
         allocator = SimpleNamespace(check_decode_capacity=lambda num_tokens, **_: num_tokens <= self.free)
         batch = SimpleNamespace(
-            reqs=reqs, token_to_kv_pool_allocator=allocator, spec_algorithm=None, **dict.fromkeys(OF_A_BATCH)
+            reqs=reqs,
+            token_to_kv_pool_allocator=allocator,
+            spec_algorithm=None,
+            tree_cache=None,
+            req_pool_indices=None,
+            req_to_token_pool=SimpleNamespace(size=8, available_size=lambda: 8 - len(reqs) - self.prompts),
         )
-        with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"):
+        with (
+            mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"),
+            mock.patch(
+                "dflash_sglang.drafting.draft_input.get_schedule",
+                lambda: SimpleNamespace(enable_mixed_chunk=self.mixed),
+            ),
+        ):
             reserved = self.slots.reserve(batch)
         return reserved.chain, reserved.lengths.tolist()
 
@@ -92,27 +104,41 @@ def test_long_chains_are_reserved_for_few_requests_where_their_rows_and_free_slo
         assert (got, lengths) == (chain, [min(c + ahead, 300) for c in committed]), (committed, free)
 
 
+def test_slots_that_a_prompt_in_progress_counts_on_are_reserved_for_no_long_chain() -> None:
+    """SGLang prepares the decode batch of a mixed prefill, whose next part ends the scheduler without slots."""
+    for mixed, prompts, chain in ((True, 1, 0), (True, 0, 64), (False, 1, 64)):
+        pool = Pool(16, 1, 1000)
+        pool.mixed, pool.prompts = mixed, prompts
+        assert pool.reserve([10], [10])[0] == chain
+
+
 @given(
     page=st.sampled_from([1, 16]),
-    steps=st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(1, 64)), min_size=1, max_size=12),
+    steps=st.lists(
+        st.tuples(st.integers(1, 5), st.booleans(), st.integers(1, 64), st.booleans()), min_size=1, max_size=12
+    ),
 )
 def test_every_step_finds_the_slots_that_it_writes_and_takes_no_more_than_sglang_counts_on(page, steps):
-    """Overlapped: what the step before commits is not known yet. SGLang looks for two blocks past what is."""
+    """SGLang looks for two blocks past what is known of a request. Overlapped, that lacks what the step before
+    commits; it does not after a prefill, whose request has just joined, and without overlap."""
     pool, block = Pool(16, page, 0), 16
-    known, really, allocated, in_flight = 10, 10, 10, 0
-    for requests, has_room, commits in steps:
+    known, really, allocated = 10, 10, 10
+    for requests, has_room, commits, overlapped in steps:
         pool.free = 10**6 if has_room else 0
-        counted = -(-max(known + 2 * block - allocated, 0) // page) * page
-        chain, (length, *_) = pool.reserve([known] * requests, [allocated] * requests)
-        if not chain:
-            assert length - allocated <= counted + (page - 1 if page > 1 else 0), (length, allocated, counted)
+        known = known if overlapped else really
+        committed, before = [known] * requests, [allocated] * requests
+        if not overlapped:
+            committed, before = [*committed, 17], [*before, 17]
+        chain, lengths = pool.reserve(committed, before)
+        for of, had, length in zip(committed, before, lengths, strict=True):
+            counted = -(-max(of + 2 * block - had, 0) // page) * page
+            assert chain or length - had <= counted + (page - 1 if page > 1 else 0), (length, had, counted)
         rows = chain or block
         if really + rows > pool.slots.row_limit:
             break  # blocks near the end of a row are the context's limit
-        assert length >= really + rows
-        known, allocated = known + in_flight, length
-        in_flight = min(commits, rows)
-        really += in_flight
+        assert lengths[0] >= really + rows
+        known, allocated = really, lengths[0]
+        really += min(commits, rows)
 
 
 @given(
