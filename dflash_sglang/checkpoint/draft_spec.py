@@ -116,7 +116,7 @@ class DraftSpec:
         if norm_eps[1] is None:
             norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
         target_layer_ids = _target_layer_ids(fields)
-        of_dspark = dspark(fields, vocab_size) if family in (DSPARK, GEMMA4) else None
+        of_dspark = dspark(fields) if family in (DSPARK, GEMMA4) else None
         _check_features(fields, target_layer_ids)
         return cls(
             architecture=config["architectures"][0],

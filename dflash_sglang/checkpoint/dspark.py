@@ -18,7 +18,7 @@ class DSparkSpec:
     from_anchor: bool  # whether the last committed token's row proposes, too: a block has a token more than rows
 
 
-def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:
+def dspark(fields: Fields) -> DSparkSpec:
     """Raises DraftConfigError for a field that is missing, malformed or not servable."""
     rank_field, rank = fields.draft("markov_rank")
     if rank is None:
@@ -28,7 +28,5 @@ def dspark(fields: Fields, vocab_size: int) -> DSparkSpec:
             "the rank of the Markov head",
             f"Add {rank_field} to the draft's config.json; 0 without a head.",
         )
-    if rank:
-        fields.check_whole_vocabulary(vocab_size, "the Markov head has a row for every token", "DSpark")
     kind = fields.draft("markov_head_type", VANILLA)[1]  # `families` lets only KINDS pass
     return DSparkSpec(as_int((rank_field, rank), 0), kind, as_bool(fields.draft("sample_from_anchor", True)))

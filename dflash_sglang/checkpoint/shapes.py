@@ -64,8 +64,9 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
         for codebook in ("predecessor_codebook", "successor_codebook"):
             shapes[f"candidate_selector.{codebook}"] = (spec.vocab_size, rank)
     if spec.dspark is not None and spec.dspark.rank:
-        for matrix in ("markov_w1", "markov_w2"):
-            shapes[f"markov_head.{matrix}.weight"] = (spec.vocab_size, spec.dspark.rank)
+        scored = spec.vocabulary.draft_vocab_size or spec.vocab_size
+        for matrix, rows in (("markov_w1", spec.vocab_size), ("markov_w2", scored)):
+            shapes[f"markov_head.{matrix}.weight"] = (rows, spec.dspark.rank)
         rank = spec.dspark.rank
         if spec.dspark.kind == GATED:
             shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)

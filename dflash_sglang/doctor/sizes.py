@@ -65,6 +65,8 @@ def draft_weights(
             continue
         if table in TABLES and facts.dtype == "U8":  # two weights in a byte, dense once they are loaded
             facts = TensorFacts("F32", (facts.shape[0], 2 * facts.shape[1]))
+        if own == "markov_head.markov_w2.weight":  # a row for each token of the target, once it is loaded
+            facts = TensorFacts(facts.dtype, (spec.vocab_size, *facts.shape[1:]))
         matrix = in_fp8 and len(facts.shape) == 2 and (own.startswith("fc.") or "_proj.weight" in own)
         small = "kernel_projection" in own or ".g_proj." in own
         size: float = nbytes(facts, 1 if matrix and not small else served)

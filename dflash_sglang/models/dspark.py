@@ -23,7 +23,9 @@ class MarkovHead(nn.Module):
         logit[s, y] + (markov_w1[x] * g) . markov_w2[y]
 
     among the likeliest tokens of row h_s. g is 1; of a gated head it is sigmoid(gate_proj [h_s; markov_w1[x]]).
-    The matrices are whole on every rank of a tensor-parallel group.
+    The matrices are whole on every rank of a tensor-parallel group. A head of a reduced vocabulary has a
+    `markov_w2` [draft vocabulary, rank] in its checkpoint. Its rows are kept at the target's ids, which
+    candidates have; other rows are not read.
     """
 
     def __init__(self, vocab_size: int, rank: int, gated_by: int | None) -> None:
@@ -34,6 +36,16 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
         self.gate_proj = None if gated_by is None else nn.Linear(gated_by + rank, rank)
         self.requires_grad_(False)
+
+    def spread(self, target_ids: Tensor) -> None:
+        """Let a checkpoint's rows of `markov_w2` be those of target_ids [draft vocabulary] int64."""
+        ids = target_ids.cpu()  # an update needs them when the device's memory may be released
+
+        def load(weight: nn.Parameter, loaded: Tensor) -> None:
+            weight.data[ids.to(weight.device)] = loaded.to(weight)
+
+        weight: Any = self.markov_w2.weight
+        weight.weight_loader = load
 
     @property
     def codebooks(self) -> Codebooks:
@@ -107,10 +119,19 @@ class DSparkDraftModel(DFlashDraftModel):
             self.markov_head = RecurrentMarkovHead(self.spec.vocab_size, rank, hidden)
         elif rank:
             self.markov_head = MarkovHead(self.spec.vocab_size, rank, hidden if kind == GATED else None)
+        if self.markov_head is not None and self.target_ids is not None:
+            self.markov_head.spread(self.target_ids)
 
     @property
     def edges(self) -> MarkovHead | None:
         return self.markov_head
+
+    @property
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().checkpoint_shapes
+        if self.markov_head is not None and self.target_ids is not None:
+            shapes["markov_head.markov_w2.weight"] = (len(self.target_ids), self.markov_head.markov_w2.in_features)
+        return shapes
 
 
 class Qwen3DSparkModel(DSparkDraftModel):

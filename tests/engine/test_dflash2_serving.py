@@ -174,7 +174,8 @@ def letter_logprobs(vocab: int) -> torch.Tensor:
 def write_trained(directory: Path, config: dict[str, Any], added: dict[str, torch.Tensor]) -> Path:
     """The trained plain draft with a config and tensors of a family."""
     tensors = load_file(PLAIN_DRAFT / "model.safetensors")
-    return write_checkpoint(directory, config, tensors | {name: one.bfloat16() for name, one in added.items()})
+    added = {name: one.bfloat16() if one.is_floating_point() else one for name, one in added.items()}
+    return write_checkpoint(directory, config, tensors | added)
 
 
 def assert_every_width_ran(server: Server) -> None:

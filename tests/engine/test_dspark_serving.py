@@ -8,11 +8,13 @@ their own place and propose the next one, so that the head decides, and is accep
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
@@ -30,7 +32,7 @@ from tests.engine.test_dflash2_serving import (
     write_trained,
 )
 from tests.support import scheduler_hooks
-from tests.support.draft_formats import speculators_config
+from tests.support.draft_formats import matrix, speculators_config, vocabulary_tensors
 from tests.support.engines import serve
 from tests.support.reference_dspark import added_tensors, dspark_config, dspark_tensors
 from tests.support.tiny import write_checkpoint
@@ -38,16 +40,23 @@ from tests.support.tiny import write_checkpoint
 __all__ = ["expected", "target"]
 pytestmark = pytest.mark.slow
 ROWS, RANK = 7, 32
+REDUCED = "vanilla, a reduced vocabulary"
+KEPT = random.Random(5).sample(range(256), 160)  # tokens of it, in its order
 works = pytest.mark.matrix(target="Qwen3", draft="DSpark", kv="model dtype", outcome="works")
 
 
 def dspark_draft(directory: Path, kind: str = "vanilla") -> Path:
-    """The trained plain draft with `pairs_of_letters`: under a gate that is nearly open, or through a state that
-    keeps nothing."""
+    """The trained plain draft with `pairs_of_letters`: under a gate that is nearly open, through a state that
+    keeps nothing, or of a part of the tokens, with their rows of the target's head."""
     config = json.loads((PLAIN_DRAFT / "config.json").read_text())
     config |= dict(architectures=["Qwen3DSparkModel"], block_size=ROWS, markov_rank=RANK)
-    config |= dict(markov_head_type=kind)
+    config |= dict(markov_head_type="vanilla" if kind == REDUCED else kind)
     added = {**added_tensors(config), **pairs_of_letters(config["vocab_size"])}
+    if kind == REDUCED:
+        config["draft_vocab_size"] = len(KEPT)
+        added["markov_head.markov_w2.weight"] = added["markov_head.markov_w2.weight"][KEPT]
+        added["lm_head.weight"] = load_file(TARGET / "model.safetensors")["lm_head.weight"][KEPT]
+        added |= vocabulary_tensors(KEPT, config["vocab_size"])
     if kind == "gated":
         added["markov_head.gate_proj.weight"] *= 0.1
         added["markov_head.gate_proj.bias"] = torch.full((RANK,), 4.0)
@@ -59,7 +68,9 @@ def dspark_draft(directory: Path, kind: str = "vanilla") -> Path:
     return write_trained(directory, config, added)
 
 
-@pytest.fixture(scope="module", params=["vanilla", pytest.param("rnn", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module", params=["vanilla", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("rnn", REDUCED))]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -88,7 +99,7 @@ def pairs_of_letters(vocab: int) -> dict[str, torch.Tensor]:
 @works
 def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours, kind, expected):
     assert f"block: {ROWS + 1} (trained {ROWS + 1})" in ours.log_text()
-    head = "rank 32" if kind == "vanilla" else f"{kind}, rank 32"
+    head = "rnn, rank 32" if kind == "rnn" else "rank 32"
     assert f"\n  proposals_from: the anchor's row\n  markov_head: {head}\n  proposals: drawn" in ours.log_text()
     assert_plain_at_every_width(ours, expected, ROWS + 1, at_least=6)
 
@@ -102,13 +113,20 @@ def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(o
 @pytest.mark.matrix(target="Qwen3", draft="speculators DSpark", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, kind):
     """Random models, whose tokens lie in the shards of both ranks."""
-    config = dspark_config(**TINY, markov_head_type=kind)
+    kept = random.Random(6).sample(range(40), 24) if kind == REDUCED else None
+    form = dict(markov_head_type="rnn" if kind == "rnn" else "vanilla")
+    if kept is not None:
+        form["draft_vocab_size"] = len(kept)
+    config = dspark_config(**TINY, **form)
     fields = dict(
         speculators_model_type="dspark",
         architectures=["Qwen3DSparkModel"],
         markov_rank=config["markov_rank"],
-        markov_head_type=kind,
         sample_from_anchor=True,
+        **form,
     )
-    draft = write_checkpoint(tmp_path / "draft", speculators_config(config, **fields), dspark_tensors(config))
+    tensors = dspark_tensors(config)
+    if kept is not None:
+        tensors |= vocabulary_tensors(kept, 40) | {"lm_head.weight": matrix(len(kept), config["hidden_size"], 12)}
+    draft = write_checkpoint(tmp_path / "draft", speculators_config(config, **fields), tensors)
     assert_ranks_walk_alike(draft, tmp_path)

@@ -32,9 +32,10 @@ def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> 
     """What a DSpark checkpoint has beside a plain one's: random, `scale` away from doing nothing."""
     generator = torch.Generator().manual_seed(100 + seed)
     vocab, rank = config["vocab_size"], config["markov_rank"]
+    scored = config.get("draft_vocab_size", vocab)
     tensors = {
         "markov_head.markov_w1.weight": torch.randn(vocab, rank, generator=generator),
-        "markov_head.markov_w2.weight": scale * torch.randn(vocab, rank, generator=generator),
+        "markov_head.markov_w2.weight": scale * torch.randn(scored, rank, generator=generator),
         "confidence_head.proj.weight": torch.randn(1, config["hidden_size"] + rank, generator=generator),
         "confidence_head.proj.bias": torch.randn(1, generator=generator),
     }
@@ -61,11 +62,15 @@ class ReferenceDSpark(ReferenceDraft):
     w2: Tensor
     gate: tuple[Tensor, Tensor] | None = None
     joint: tuple[Tensor, Tensor] | None = None
+    ids: list[int] | None = None  # of the target, of each row of the head and of w2; None: the row
 
     @classmethod
     def from_weights(cls, config: Any, weights: Any) -> ReferenceDSpark:
         weights, model = {name: weight.float() for name, weight in weights.items()}, DraftModel(config)
         reference = cls(model)
+        if "d2t" in weights:
+            reference.ids = [row + int(offset) for row, offset in enumerate(weights["d2t"])]
+        weights = {n: w for n, w in weights.items() if n not in ("d2t", "t2d", "lm_head.weight")}
         reference.w1, reference.w2 = (weights.pop(f"markov_head.markov_{name}.weight") for name in ("w1", "w2"))
         for name, module in (("gate", "gate_proj"), ("joint", "joint_proj")):
             if f"markov_head.{module}.weight" in weights:
@@ -89,7 +94,8 @@ class ReferenceDSpark(ReferenceDraft):
                 gate, new, out = (weight @ torch.cat((state, self.w1[token], row)) + bias).chunk(3)
                 state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(new)
             context = torch.tanh(out)
-        return dict(zip(ids.tolist(), (logits + self.w2[ids] @ context).tolist(), strict=True))
+        tokens = [row if self.ids is None else self.ids[row] for row in ids.tolist()]
+        return dict(zip(tokens, (logits + self.w2[ids] @ context).tolist(), strict=True))
 
     def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
         walk = [anchor]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import foreign
+from dflash_sglang.startup.facts import LoadError
 from tests.support import sglang_layers as layers
-from tests.support.draft_formats import speculators_config
+from tests.support.draft_formats import matrix, speculators_config, vocabulary_tensors
 from tests.support.reference_dspark import ReferenceDSpark, dspark_config, dspark_tensors
 from tests.support.reference_walks import assert_equals_the_reference
 from tests.unit.models.test_dflash2 import Target
@@ -34,6 +39,61 @@ def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_
     assert (model.spec.block_size, model.spec.draft_rows(block)) == (block, block - 1)
     reference = ReferenceDSpark.from_weights(config, dspark_tensors(config))
     assert_equals_the_reference(model, reference, target.lm_head, block, proposing=lambda rows: rows)
+
+
+REDUCED = [int(token) for token in torch.randperm(320, generator=torch.Generator().manual_seed(4))[:60]]
+
+
+def reduced(kind: str, block: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
+    """z-lab's and the speculators config, and tensors, of a draft that knows the tokens REDUCED, in this order."""
+    config = dspark_config(block_size=block - 1, markov_head_type=kind, draft_vocab_size=len(REDUCED))
+    tensors = dspark_tensors(config) | vocabulary_tensors(REDUCED, 320)
+    tensors["lm_head.weight"] = matrix(len(REDUCED), 64, 12)
+    written = speculators_config(
+        config,
+        speculators_model_type="dspark",
+        architectures=["Qwen3DSparkModel"],
+        draft_vocab_size=len(REDUCED),
+        markov_rank=config["markov_rank"],
+        markov_head_type=kind,
+        sample_from_anchor=True,
+        sliding_window_non_causal=True,
+    )
+    return config, written, tensors
+
+
+@pytest.mark.matrix(
+    target="Qwen3", draft="speculators DSpark, a reduced vocabulary", kv="model dtype", outcome="works"
+)
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("block", [5, 8, 16])
+def test_a_reduced_vocabulary_scores_by_the_rows_of_its_own_tokens(tmp_path, block, kind):
+    """Anchors are any of the target's tokens; `assert_equals_the_reference` has three steps."""
+    config, written, tensors = reduced(kind, block)
+    model = layers.load_draft(tmp_path, written, tensors)
+    model.bind_target(Target())
+    head = nn.Linear(64, len(REDUCED), bias=False)
+    head.weight.data = tensors["lm_head.weight"]
+    reference = ReferenceDSpark.from_weights(config, tensors)
+    assert_equals_the_reference(model, reference, head, block, proposing=lambda rows: rows)
+
+
+def test_an_update_puts_rows_of_a_reduced_vocabulary_where_loading_did(tmp_path):
+    _, written, tensors = reduced("vanilla", 8)
+    model = layers.load_draft(tmp_path, written, tensors)
+    model.bind_target(Target())
+    new = tensors["markov_head.markov_w2.weight"] + 1
+    model.load_weights([("markov_head.markov_w2.weight", new)])
+    assert torch.equal(model.edges.codebooks.successor[REDUCED], new)
+
+
+def test_rows_of_another_number_than_the_reduced_vocabulary_are_refused(tmp_path):
+    _, written, tensors = reduced("vanilla", 8)
+    tensors["markov_head.markov_w2.weight"] = torch.zeros(320, 12)
+    with pytest.raises(
+        LoadError, match=r"'markov_head.markov_w2.weight' of shape \(320, 12\).*expected shape \(60, 12\)"
+    ):
+        layers.load_draft(tmp_path, written, tensors)
 
 
 def test_both_formats_say_the_same_and_the_anchors_row_proposes_unless_the_config_says_otherwise():
@@ -63,7 +123,7 @@ def test_other_markov_heads_are_the_built_in_workers():
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
-    [("markov_rank", None, "the rank of the Markov head"), ("draft_vocab_size", 40, "a row for every token")],
+    [("markov_rank", None, "the rank of the Markov head"), ("markov_rank", -1, "an integer >= 0")],
 )
 def test_a_markov_head_that_cannot_be_served_is_refused_by_its_field(field, value, expected):
     with pytest.raises(DraftConfigError, match=f"draft config {field}={value}: expected .*{expected}"):

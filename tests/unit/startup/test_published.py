@@ -96,8 +96,10 @@ def tensors(config: dict[str, Any], expect: dict[str, Any]) -> dict[str, tuple[s
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
         for name in ("predecessor_codebook", "successor_codebook"):
             shapes[f"candidate_selector.{name}"] = (shape["vocab_size"], rank)
-    for name in ("markov_w1", "markov_w2") if expect.get("markov") else ():
-        shapes[f"markov_head.{name}.weight"] = (shape["vocab_size"], expect["markov"])
+    if expect.get("markov"):
+        scored = config.get("draft_vocab_size") or shape["vocab_size"]
+        for name, rows in (("markov_w1", shape["vocab_size"]), ("markov_w2", scored)):
+            shapes[f"markov_head.{name}.weight"] = (rows, expect["markov"])
     if expect.get("domino"):
         size, rank, _ = expect["domino"]
         shapes["prefix_gru.weight_ih_l0"] = (3 * size, hidden)
