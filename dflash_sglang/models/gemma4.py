@@ -61,11 +61,7 @@ class Gemma4Layer(DraftLayer):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states, residual = self.entered(hidden_states, residual)
         attended = self.post_attention_layernorm(self.attention(positions, hidden_states, forward_batch))
         hidden_states, residual = self.pre_feedforward_layernorm(attended, residual)
         fed = self.post_feedforward_layernorm(self.feed_forward(hidden_states))

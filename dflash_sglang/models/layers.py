@@ -224,14 +224,17 @@ class DraftLayer(nn.Module):
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """hidden_states and residual [T, hidden]; the layer's output is the sum of the two returned."""
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states, residual = self.entered(hidden_states, residual)
         hidden_states = self.attention(positions, hidden_states, forward_batch)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.feed_forward(hidden_states), residual
+
+    def entered(self, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `forward` -> normed rows for the first sublayer, and the residual that its output is added to."""
+        if residual is None:
+            return self.input_layernorm(hidden_states), hidden_states
+        normed, residual = self.input_layernorm(hidden_states, residual)
+        return normed, residual
 
     def attention(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
         """The first sublayer: normed rows [T, hidden] -> what is added to the residual."""
