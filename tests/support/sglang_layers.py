@@ -195,3 +195,18 @@ def assert_idle_batch_writes_nothing(model: Any) -> None:
     assert hidden.shape == (0, 64)
     assert calls == [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")]
     assert all(bool((buffer == 7).all()) for i in (0, 1) for buffer in pool.get_kv_buffer(i))
+
+
+def assert_context_kv(model: Any, reference: Any) -> None:
+    """The model's context KV is the reference's, in both forms of the projection."""
+    from dflash_sglang.models.context_kv.projection import ContextKV
+
+    features = torch.randn(9, model.fc.input_size, generator=torch.Generator().manual_seed(4))
+    expected = reference.context_kv(features, torch.arange(9))
+    for form in ("per_layer", "stacked"):
+        context = ContextKV(model, form)
+        assert context.form == form
+        found = context.keys_values(context.project(features), torch.arange(9))
+        for pair, of_layer in zip(expected, found, strict=True):
+            for one, other in zip(pair, of_layer, strict=True):
+                torch.testing.assert_close(other, one.flatten(1), rtol=1e-4, atol=1e-4)

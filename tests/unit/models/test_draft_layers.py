@@ -120,19 +120,9 @@ def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path, fields):
 
 
 def test_context_rows_are_normed_by_each_layer_in_both_forms_of_the_projection(tmp_path):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
     config = draft_config(**LAGUNA)
     model = layers.load_draft(tmp_path, config, layer_tensors(config))
-    features = torch.randn(9, model.fc.input_size, generator=torch.Generator().manual_seed(4))
-    expected = reference_draft(config, layer_tensors(config)).context_kv(features, torch.arange(9))
-    for form in ("per_layer", "stacked"):
-        context = ContextKV(model, form)
-        assert context.form == form
-        found = context.keys_values(context.project(features), torch.arange(9))
-        for pair, of_layer in zip(expected, found, strict=True):
-            for one, other in zip(pair, of_layer, strict=True):
-                torch.testing.assert_close(other, one.flatten(1), rtol=1e-4, atol=1e-4)
+    layers.assert_context_kv(model, reference_draft(config, layer_tensors(config)))
 
 
 @pytest.mark.parametrize("in_file", [True, False])

@@ -46,19 +46,9 @@ def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_
 
 @works
 def test_context_kv_equals_the_references_in_both_forms_of_the_projection(tmp_path):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
     config = gemma4_config()
     model = layers.load_draft(tmp_path, config, gemma4_tensors(config))
-    features = torch.randn(9, model.fc.input_size, generator=torch.Generator().manual_seed(4))
-    expected = ReferenceGemma4.from_weights(config, gemma4_tensors(config)).context_kv(features, torch.arange(9))
-    for form in ("per_layer", "stacked"):
-        context = ContextKV(model, form)
-        assert context.form == form
-        found = context.keys_values(context.project(features), torch.arange(9))
-        for pair, of_layer in zip(expected, found, strict=True):
-            for one, other in zip(pair, of_layer, strict=True):
-                torch.testing.assert_close(other, one.flatten(1), rtol=1e-4, atol=1e-4)
+    layers.assert_context_kv(model, ReferenceGemma4.from_weights(config, gemma4_tensors(config)))
 
 
 def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path):
