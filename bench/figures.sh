@@ -7,7 +7,7 @@
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
 #                    house house_starts observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
-#   on two, "0,1"    tp2 tp2_again dpa2
+#   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
 # environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are PAIR-9b
@@ -20,7 +20,7 @@ gpus=$1; shift
 pair=${PAIR:-/tmp/qwen3-8b-random} logs=${LOGS:-/tmp/figures} limit=${SECONDS_EACH:-1200} python=${PYTHON:-python3}
 mkdir -p "$logs"
 case " $* " in
-  *" tp2 "* | *" tp2_again "* | *" dpa2 "*) ;;
+  *" tp2 "* | *" tp2_again "* | *" dpa2 "* | *" dpa2_recurrent "* | *" tp2_rows "*) ;;
   *) export CUDA_VISIBLE_DEVICES=$gpus ;;
 esac
 draft="--speculative-draft-load-format auto"
@@ -78,7 +78,7 @@ recurrent() { # NAME SHAPE MODULE FLAGS ARGUMENTS...
 }
 
 parallel() { # NAME PREFILL_GRAPHS ARGUMENTS...
-  part "parallel_$1" parallel --layouts "${1%%_*}" --gpus "$gpus" --logs "$logs/$1" \
+  part "parallel_$1" parallel --layouts "${1%_again}" --gpus "$gpus" --logs "$logs/$1" \
     --flags="--enforce-disable-flashinfer-allreduce-fusion $2" "${@:3}"
 }
 
@@ -140,6 +140,9 @@ for name in "$@"; do
     tp2_again) parallel tp2_again --cuda-graph-backend-prefill=disabled --concurrency 32 16 ;;
     dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 \
       --also 16:1021 --profile 16 ;;
+    dpa2_recurrent) parallel dpa2_recurrent "--cuda-graph-bs-prefill 256 512 1024 2048" --concurrency 16 1 64 ;;
+    tp2_rows) with_pair parallel_tp2_rows widths "--flags=$serving --tp-size 2" --gpus "$gpus" --kinds ours \
+      --mem-fraction 0.85 --acceptance recorded --concurrency 32 8 --fixed 16 8 6 4 --seconds 3.5 ;;
     *) echo "$name: no such part" >&2; exit 2 ;;
   esac
 done

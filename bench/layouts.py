@@ -63,6 +63,7 @@ LAYOUTS = {
         Layout("dp2", "2 data-parallel replicas", 2, _sizes(1, 2), replicas=2),
         _attention("dpa2", "2 ranks", 2, 2),
         _attention("dpa2_moe", "2 ranks, random Qwen3-MoE target", 2, 2, pair="small-moe"),
+        _attention("dpa2_recurrent", "2 ranks, recurrent target", 2, 2, pair="small-hybrid"),
         _attention("dpa2_no_dp_lm_head", "2 ranks, head over all of them", 2, 2, DATA_PARALLEL_ATTENTION[:1]),
         _attention("dpa4", "4 ranks", 4, 4),
         _attention("dpa2_tp4", "2 ranks of 2 tensor-parallel GPUs", 4, 2),

@@ -4,11 +4,11 @@ python -m bench.parallel --out FILE [--layouts tp2 dpa2] [--gpus 0,1] [--concurr
                          [--also 16:1021] [--profile 16]
 
 One layout after the other (`bench.layouts`): tensor parallel in the shapes of Qwen3-8B, data-parallel attention in
-those of Qwen3-30B-A3B (`dflash_sglang.bench.random_pair`; the target's weights are SGLang's own random ones, so
-that nothing large is written and read). The three servers of a layout are up at once on the same GPUs and take
-turns, each round in another order; one alone has requests. Acceptance is forced to a whole number of tokens, so
-that no draw of accept lengths stands between two figures. `--also` adds loads of other output lengths, `--profile`
-takes a step of each speculating server apart.
+those of Qwen3-30B-A3B, over a recurrent target in those of Qwen3.5-9B (`dflash_sglang.bench.random_pair`; the
+target's weights are SGLang's own random ones, so that nothing large is written and read). The three servers of a
+layout are up at once on the same GPUs and take turns, each round in another order; one alone has requests.
+Acceptance is forced to a whole number of tokens, so that no draw of accept lengths stands between two figures.
+`--also` adds loads of other output lengths, `--profile` takes a step of each speculating server apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import free_port
 
 KINDS = (OURS, BUILT_IN, PLAIN)
-SHAPE_OF = {"tp2": "qwen3-8b", "tp4": "qwen3-8b"}  # of the others: experts, for which one has such attention
+# Of the others: experts, for which one has such attention.
+SHAPE_OF = {"tp2": "qwen3-8b", "tp4": "qwen3-8b", "dpa2_recurrent": "hybrid-9b"}
 DUMMY = ["--load-format", "dummy"]
 DUMMY_DRAFT = ["--speculative-draft-load-format", "auto"]
 

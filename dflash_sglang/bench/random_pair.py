@@ -13,6 +13,7 @@ writes DIRECTORY/target and DIRECTORY/draft. `--config-only` leaves out the targ
 | hybrid-27b | Qwen3.5-27B: 48 gated delta nets, 16 layers with full attention (54 GB) | 5 layers (3.5 GB) |
 | tiny | 4 layers of width 32 (0.1 MB); for measurements of the host without a GPU | 1 layer |
 | small-moe | 6 layers, 16 experts, 4 taken (60 MB); vocabulary and tokenizer of the package's pair | 2 layers |
+| small-hybrid | 6 gated delta nets, 2 layers with full attention (60 MB); the same tokenizer | 2 layers |
 
 The draft's share of a step follows from the layers: change those of the target and it is another one.
 """
@@ -122,6 +123,15 @@ SHAPES: Mapping[str, Shape] = {
             num_hidden_layers=6, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
             num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
             moe_intermediate_size=256, norm_topk_prob=True, decoder_sparse_step=1,
+        ),
+        draft=dict(num_hidden_layers=2, intermediate_size=1024), mask_token_id=259, tokenizer=True,
+    ),
+    "small-hybrid": Shape(
+        BYTES,
+        dict(
+            num_hidden_layers=8, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=64, **{**DELTA_NETS, "linear_num_key_heads": 4},
+            linear_num_value_heads=8,
         ),
         draft=dict(num_hidden_layers=2, intermediate_size=1024), mask_token_id=259, tokenizer=True,
     ),

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
@@ -43,16 +44,27 @@ FLAGS: dict[str, Any] = dict(cuda_graph_max_bs_decode=MANY, mamba_track_interval
 TRITON = dict(linear_attn_prefill_backend="triton", linear_attn_decode_backend="triton")
 
 
+def with_logprobs(asked: dict[str, Any]) -> dict[str, Any]:
+    return dict(asked, return_logprob=True, top_logprobs_num=2)
+
+
 class Launch(NamedTuple):
     """A target of the zoo, and what both servers are told beside its own arguments."""
 
     target: str
     flags: dict[str, Any]
     replays: bool = True  # whether a commit replays accepted rows, or takes a kept state
+    ranks: int = 1  # of data-parallel attention, each on a GPU of its own
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {**FLAGS, **ZOO[self.target].arguments, **self.flags}
+        layout = dict(tp_size=self.ranks, dp_size=self.ranks, enable_dp_attention=True, enable_dp_lm_head=True)
+        return {**FLAGS, **ZOO[self.target].arguments, **self.flags, **(layout if self.ranks > 1 else {})}
+
+    def routed(self, asked: dict[str, Any], number: int = 1) -> dict[str, Any]:
+        """With logprobs, for the last rank; every third of a batch is for the first one."""
+        rank = dict(routed_dp_rank=0 if number % 3 == 0 else self.ranks - 1) if self.ranks > 1 else {}
+        return dict(with_logprobs(asked), **rank)
 
 
 LAUNCHES = {
@@ -71,6 +83,8 @@ LAUNCHES = {
         replays=False,
     ),
     "Qwen3-Next, Triton": Launch("Qwen3-Next", TRITON),
+    # Rank 0 is idle but for a third of each batch.
+    "Qwen3.5, Triton, two ranks": Launch("Qwen3.5, wide heads", TRITON, ranks=2),
     # One kernel for convolution and states from width 3 on, and two below.
     "Kimi-K3": Launch("Kimi-K3", dict(), replays=False),
     # What SGLang sets for the whole model. A GPU that is no SM100 has two kernels at every width then.
@@ -87,13 +101,12 @@ LAUNCHES = {
 Answered = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def with_logprobs(asked: dict[str, Any]) -> dict[str, Any]:
-    return dict(asked, return_logprob=True, top_logprobs_num=2)
-
-
 @pytest.fixture(scope="module", params=LAUNCHES, ids=list(LAUNCHES))
 def launch(request) -> Launch:
-    return LAUNCHES[request.param]
+    one = LAUNCHES[request.param]
+    if torch.cuda.device_count() < one.ranks:
+        pytest.skip(f"needs {one.ranks} GPUs")
+    return one
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +115,9 @@ def plain(launch) -> Answered:
     arguments = {**launch.arguments, "disable_radix_cache": True, "mamba_radix_cache_strategy": None}
     checkpoint, _ = pair_for(launch.target, FLAGS["dtype"])
     with serve(checkpoint, environment=DEVICE_ENVIRONMENT, **arguments) as server:
-        first = [(turn, server.generate(**with_logprobs(turn))) for turn in first_turns()]
+        first = [(turn, server.generate(**launch.routed(turn))) for turn in first_turns()]
         turns = next_turns([(turn, answer["output_ids"]) for turn, answer in first])
-        return first + [(turn, server.generate(**with_logprobs(turn))) for turn in turns]
+        return first + [(turn, server.generate(**launch.routed(turn))) for turn in turns]
 
 
 @pytest.fixture(scope="module")
@@ -162,32 +175,33 @@ def assert_same_distributions(answers: list[dict[str, Any]], plain: Answered) ->
 @pytest.mark.matrix(target="LFM2", draft="z-lab", kv="model dtype", outcome="works")
 @pytest.mark.matrix(target="LFM2-MoE", draft="z-lab", kv="model dtype", outcome="works")
 @pytest.mark.matrix(target="Nemotron-H", draft="z-lab", kv="model dtype", outcome="works")
-def test_turns_of_a_conversation_are_plain_decodings_cold_and_on_states_that_verify_wrote(ours, plain):
+def test_turns_of_a_conversation_are_plain_decodings_cold_and_on_states_that_verify_wrote(ours, plain, launch):
     ours.post("/flush_cache?timeout=60")
-    answers = [ours.generate(**with_logprobs(asked)) for asked, _ in plain]
+    answers = [ours.generate(**launch.routed(asked)) for asked, _ in plain]
     assert_same_distributions(answers, plain)
     assert max(len(answer["meta_info"]["spec_correct_drafts_histogram"]) for answer in answers) >= 6
 
 
-def test_states_that_verify_wrote_are_found_and_those_of_a_cold_start(ours, plain):
+def test_states_that_verify_wrote_are_found_and_those_of_a_cold_start(ours, plain, launch):
     """A question after our own output, which is plain's only up to where two tokens were almost tied."""
     ours.post("/flush_cache?timeout=60")
     first = [asked for asked, _ in plain[: len(LENGTHS)]]
-    outputs = [ours.generate(**asked)["output_ids"] for asked in first]
+    outputs = [ours.generate(**launch.routed(asked))["output_ids"] for asked in first]
     turns = next_turns(list(zip(first, outputs, strict=True)))[::2]
-    warm = [ours.generate(**with_logprobs(turn)) for turn in turns]
+    warm = [ours.generate(**launch.routed(turn)) for turn in turns]
     for length, answer in zip(LENGTHS, warm, strict=True):
         assert answer["meta_info"]["cached_tokens"] >= (length + NEW_TOKENS - 1) // GRID * GRID, length
     cold = []
     for turn in turns:
         ours.post("/flush_cache?timeout=60")
-        cold.append((turn, ours.generate(**with_logprobs(turn))))
+        cold.append((turn, ours.generate(**launch.routed(turn))))
     assert_same_distributions(warm, cold)
 
 
 @pytest.mark.parametrize("requests", [7, MANY])
-def test_a_batch_is_plain_decodings(ours, plain, requests):
+def test_a_batch_is_plain_decodings(ours, plain, launch, requests):
     asked = [plain[i % len(plain)] for i in range(requests)]
     for _ in ("cold", "warm"):
-        answers = ask_at_once(ours, [with_logprobs(turn) for turn, _ in asked], at_once=requests)
+        turns = [launch.routed(turn, number) for number, (turn, _) in enumerate(asked)]
+        answers = ask_at_once(ours, turns, at_once=requests)
         assert_same_distributions(answers, asked)

@@ -11,7 +11,7 @@ from importlib import import_module
 HOOKS = {
     "proposals": ("oracle", "proposals", "candidates"),
     "mtp": ("mtp", "mtp_short", "freed"),
-    "widths": ("widths", "stretches", "probes", "shares"),
+    "widths": ("widths", "stretches", "probes", "shares", "shapes"),
     "trees": ("trees", "always trees", "grown"),
     "copies": ("copies", "always copies", "chains", "always chains"),
     "slots": ("poison", "blindfold", "sentinels"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,13 @@ import numpy as np
 import torch
 
 from dflash_sglang.drafting.row_reader import RowReader
+from dflash_sglang.sglang_names.scheduler import get_parallel
+from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.width import choice, startup
 from dflash_sglang.width.choice import Choice, Chooser
 from dflash_sglang.width.decider import Decider
 from dflash_sglang.width.step_times import StepTimes
+from tests.support.scheduler_hooks import note
 
 
 def widths() -> None:
@@ -77,3 +81,22 @@ def shares() -> None:
         return kinds + 2 * [kind for kind in kinds if self.kinds[kind].ragged]
 
     Decider._best, Decider._allowed, RowReader.read = some, ragged_more_often, of_no_draft
+
+
+def shapes() -> None:
+    """Of every step with requests, its form and a hash of its rows go to shapes.RANK.jsonl: ids, positions, slots,
+    of ragged chains how many a request has, of trees the parents."""
+    verify = Verifier.verify
+
+    def noting(self: Any, batch: Any, block: Any, proposals: Any, rows: Any, *arguments: Any) -> Any:
+        parts = [*rows.rows]
+        if rows.ragged is not None:
+            parts.append(rows.ragged.lens)
+        if rows.paths is not None:
+            parts.append(rows.paths.tree.parents)
+        form = "ragged" if rows.ragged is not None else "chain" if rows.paths is None else "tree"
+        digest = hashlib.sha256(str([of.tolist() for of in parts]).encode()).hexdigest()
+        note(f"shapes.{get_parallel().tp_rank}.jsonl", [form, len(batch.reqs), rows.size, digest])
+        return verify(self, batch, block, proposals, rows, *arguments)
+
+    Verifier.verify = noting
