@@ -166,7 +166,7 @@ def test_every_layers_likeliest_token_is_the_references(served: dict[str, Served
     ]
     others = sum(gap > 0 for gap in found)
     print(f"{len(found)} proposals, {others} not the likeliest, by {max(found):.3f} at most")
-    assert len(found) > 100 and sum(gap > TIE for gap in found) <= FAR * len(found)
+    assert len(found) > 80 and sum(gap > TIE for gap in found) <= FAR * len(found)
 
 
 @pytest.mark.parametrize("name", CASES)
