@@ -19,14 +19,9 @@ with open(os.environ["CALLS"], "a") as calls:
 # Parts whose result is still to come.
 TO_COME = {
     "copy_plain",
-    "house_starts",
-    "mtp_step",
-    "parallel_dpa2_recurrent",
-    "parallel_tp2_rows",
     "pd_decode",
-} | {
-    *("recurrent_9b", "recurrent_first_batches"),
-    *(f"rows_{part}" for part in ("fp8", "alike", "mixed", "penalised")),
+    "recurrent_first_batches",
+    *(f"rows_{part}" for part in ("fp8", "alike", "mixed")),
 }
 # Results of an option that is gone, whose figures the docs have.
 NO_LONGER = {f"width_{part}.json" for part in ("good_shares", "mixed", "mixed_busy")}
