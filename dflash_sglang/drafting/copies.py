@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.find_copy import (
-    COMMITTED,
+    FAILED,
     CopyRows,
     CopyTables,
     extend_copies,
@@ -52,8 +52,8 @@ class Copies:
     def prefill(self, batch: ScheduleBatch) -> None:
         """Keep the tokens of a batch before it is prefilled. The records of its new requests begin.
 
-        Placeholders of images are tokens outside of the vocabulary, which match nothing. Of a request that
-        forbids copies the draft is said to commit so much that no copy promises more.
+        Placeholders of images are tokens outside of the vocabulary, which match nothing. Copies of a request that
+        forbids them are said to have failed.
         """
         if batch.forward_mode.is_idle():
             return
@@ -70,7 +70,7 @@ class Copies:
         ]
         if forbid:
             index = async_h2d(forbid, dtype=torch.int64, device=ids.device)
-            self._tables.record[rows[index], COMMITTED] = math.inf
+            self._tables.record[rows[index], FAILED] = math.inf
 
     @torch.inference_mode()  # in which candidates are drawn
     def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:

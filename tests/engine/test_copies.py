@@ -155,8 +155,8 @@ class CopyingReference(ReferenceDraft):
     text: list[int]
 
     def begin(self, text: list[int]) -> None:
-        self.text, self._last = text, (0, 0, list[int](), False)
-        self._copies, self._drafted = [0.0, 0.0], [0.0, 0.0]
+        self.text, self._last = text, (0, 0, list[int]())
+        self._copies = [0.0, 0.0]
         self.copied = 0
 
     def block(self, block_embeds: Tensor, positions: Tensor, *context: Any) -> Tensor:
@@ -169,18 +169,19 @@ class CopyingReference(ReferenceDraft):
         assert text[-1] == anchor
         self._learn(prefix)
         length, after = plain_match(text)
+        length = length if length >= find_copy.LEAST else 0
         copy = plain_copy(text, after, len(own)) if length else []
         level = (self._copies[0] + find_copy.FIRST_FAILED) / (self._copies[1] + find_copy.FIRST_EXPECTED)
         right = 1 - min(1.0, level * self._chance(length)) if length else 0.0
         promised = sum(right**n for n in range(len(own) + 1))
-        of_draft = (self._drafted[0] + find_copy.FIRST_COMMITTED) / (self._drafted[1] + find_copy.FIRST_DRAFTED)
-        used = length >= find_copy.LEAST and promised >= find_copy.GAIN * of_draft
-        self._last = (prefix, length, copy, used)
+        said = head(hidden[1:]).log_softmax(-1).amax(-1).cumsum(0).exp().sum().item()
+        used = bool(copy) and promised >= find_copy.GAIN * (1 + said)
+        self._last = (prefix, length, copy)
         self.copied += used
         return copy + own[len(copy) :] if used else own
 
     def _learn(self, prefix: int) -> None:
-        last, length, copy, used = self._last
+        last, length, copy = self._last
         if not last:
             return
         truth = self.text[last + 1 : prefix + 1]
@@ -190,8 +191,6 @@ class CopyingReference(ReferenceDraft):
         if told:
             self._copies[0] = self._copies[0] * find_copy.FADE + failed
             self._copies[1] = self._copies[1] * find_copy.FADE + self._chance(length) * (right + failed)
-        if not used:
-            self._drafted = [self._drafted[0] * find_copy.FADE + len(truth), self._drafted[1] * find_copy.FADE + 1]
 
     @staticmethod
     def _chance(length: int) -> float:

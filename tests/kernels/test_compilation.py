@@ -159,16 +159,15 @@ def copies() -> None:
     tables = find_copy.CopyTables.allocate(4096, counts(ROWS, 4096), 4 * BLOCK)
     for width in (1, 6, BLOCK):
         steps = (BS, width - 1)
-        blocks = find_copy.CopyRows(ids(BS, width), ids(BS, width), ids(BS), ids(BS), None, None, None)
+        logprobs = torch.zeros(steps) if width > 1 else None
+        blocks = find_copy.CopyRows(ids(BS, width), ids(BS, width), ids(BS), ids(BS), logprobs=logprobs)
         find_copy.find_copies_triton(blocks, tables, 4000)
         find_copy.write_copies_triton(blocks, tables)
         for length in (2 * BLOCK, 4 * BLOCK):
             find_copy.extend_copies_triton(blocks, tables, find_copy.Rows(*(ids(BS, length),) * 3))
         for drawn, best in ((16, None), (None, 8)):
             both = [c and find_copy.Candidates(ids(*steps, c), torch.zeros(*steps, c)) for c in (drawn, best)]
-            find_copy.write_copies_triton(
-                blocks._replace(drawn=both[0], logprobs=torch.zeros(steps), best=both[1]), tables
-            )
+            find_copy.write_copies_triton(blocks._replace(drawn=both[0], best=both[1]), tables)
 
 
 def rows_of_layers() -> None:

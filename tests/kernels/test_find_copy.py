@@ -26,7 +26,7 @@ class Case(NamedTuple):
 def new_case(
     texts: list[list[int]], device: str, page: int = 1, width: int = BLOCK, seed: int = 0, longest: int = BLOCK
 ) -> Case:
-    """Texts whose pages lie anywhere; the tokens 900, 901, ... are the draft's proposals."""
+    """Texts whose pages lie anywhere; 900, 901, ... are the draft's proposals, which it does not trust."""
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(ROWS * WIDTH // page, generator=generator).view(ROWS, -1)
     table = (pages[..., None] * page + torch.arange(page)).view(ROWS, -1).int()
@@ -39,8 +39,9 @@ def new_case(
         tables.history[table[request, :prefix].long()] = torch.tensor(text[:-1], dtype=torch.int32, device=device)
         tokens[row, 0], slots[row] = text[-1], table[request, prefix : prefix + width]
     lens = torch.tensor([len(text) - 1 for text in texts])
-    tensors = (of.to(device) for of in (tokens, slots, lens, requests))
-    return Case(texts, tables, kernels.CopyRows(*tensors, None, None, None))
+    logprobs = torch.full((len(texts), width - 1), -9.0)
+    tokens, slots, lens, requests, logprobs = (of.to(device) for of in (tokens, slots, lens, requests, logprobs))
+    return Case(texts, tables, kernels.CopyRows(tokens, slots, lens, requests, logprobs=logprobs))
 
 
 def run(twin: str, name: str, *arguments: Any) -> None:
@@ -117,15 +118,15 @@ def test_tokens_of_other_requests_and_of_rows_that_were_rejected_are_not_found(t
 @given(texts=texts, seed=st.integers(0, 99), width=st.sampled_from([1, 2, 5, BLOCK]))
 def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, texts, seed, width):
     case = new_case(texts, device, width=width, seed=seed)
-    case.tables.record[:, 3] = 1000.0  # the draft commits next to nothing
     case.tables.record[:, 1] = 1000.0  # copies never fail
     before, slots = case.rows.tokens.tolist(), case.rows.slots.tolist()
     matches = find(twin, case)
     run(twin, "write", case.rows, case.tables)
     for row, text in enumerate(texts):
         length, after = matches[row]
+        length = length if length >= kernels.LEAST else 0
         copy = plain_copy(text, after, BLOCK - 1) if length else []
-        used = copy[: width - 1] if length >= kernels.LEAST else []
+        used = copy[: width - 1]
         after_step = [text[-1], *used, *before[row][1 + len(used) :]]
         assert case.rows.tokens[row].tolist() == after_step
         assert case.tables.history[slots[row]].tolist() == after_step
@@ -144,7 +145,7 @@ def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, 
 def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, device, longest, texts, seed):
     rows = longest - 3
     case = new_case(texts, device, seed=seed, longest=longest)
-    case.tables.record[:, 3], case.tables.record[:, 1] = 1000.0, 1000.0
+    case.tables.record[:, 1] = 1000.0
     matches = find(twin, case)
     run(twin, "write", case.rows, case.tables)
     blocks, counts = case.rows.tokens.tolist(), case.tables.counts.tolist()
@@ -153,8 +154,8 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
     beyond = 0
     for row, (text, (length, after)) in enumerate(zip(texts, matches, strict=True)):
         request = case.rows.requests[row]
-        foretold = plain_copy(text, after, longest - 1) if length else []
-        copy = foretold[BLOCK - 1 : rows - 1] if length >= kernels.LEAST else []
+        foretold = plain_copy(text, after, longest - 1) if length >= kernels.LEAST else []
+        copy = foretold[BLOCK - 1 : rows - 1]
         beyond += len(copy)
         chain = blocks[row] + copy + [0] * (rows - BLOCK - len(copy))
         assert chains.ids[row].tolist() == chain
@@ -162,16 +163,19 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
         assert chains.positions[row].tolist() == list(columns)
         assert chains.slots[row].tolist() == case.tables.req_to_token[request, list(columns)].tolist()
         assert case.tables.history[chains.slots[row]].tolist() == chain
-        steps = rows - 1 if length >= kernels.LEAST and foretold else BLOCK - 1
+        steps = rows - 1 if foretold else BLOCK - 1
         kept = [steps, *foretold, *[-1] * (longest - 1 - len(foretold))]
         assert case.tables.last[request, 3:].tolist() == kept
     assert beyond >= rows - BLOCK, "of the first text"
     assert case.tables.counts.tolist() == [counts[0], counts[1] + beyond, *counts[2:4], beyond]
 
 
-def step(twin: str, device: str, text: list[int], record: list[float], width: int = BLOCK) -> Case:
-    case = new_case([text], device, width=width)
+def step(twin: str, device: str, text: list[int], record: list[float], drafted: list[float] | None = None) -> Case:
+    """drafted: chances of the draft's proposals, each given those before it."""
+    case = new_case([text], device)
     case.tables.record[:] = torch.tensor(record)
+    if drafted is not None:
+        case.rows.logprobs[:] = torch.tensor(drafted).log()
     find(twin, case)
     run(twin, "write", case.rows, case.tables)
     return case
@@ -184,22 +188,26 @@ def repeated(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "length, prior", [(8, 0.08), (11, 0.08), (12, 0.055), (16, 0.04), (31, 0.04), (32, 0.015)]
+    "length, prior", [(4, 0.16), (5, 0.16), (6, 0.11), (8, 0.08), (11, 0.08), (12, 0.055), (31, 0.04), (32, 0.015)]
 )
-def test_a_copy_is_proposed_where_it_promises_a_tenth_more_than_the_draft(twin, device, length, prior):
+def test_a_copy_is_proposed_where_it_promises_more_than_the_drafts_own_probabilities(twin, device, length, prior):
+    """Its first proposals are certain, one is as likely as it takes, and those behind it are wrong."""
     right = 1 - prior * (1.5 + kernels.FIRST_FAILED) / (2.0 + kernels.FIRST_EXPECTED)
-    promised = sum(right**rows for rows in range(BLOCK))
-    for share, proposed in ((0.999, True), (1.001, False)):
-        drafted = promised / kernels.GAIN * share  # tokens a step of the draft
-        steps = 20.0 - kernels.FIRST_DRAFTED
-        case = step(twin, device, repeated(length), [1.5, 2.0, 20 * drafted - kernels.FIRST_COMMITTED, steps])
-        assert (case.rows.tokens[0, 1].item() == 70) is proposed, (share, case.rows.tokens)
+    enough = sum(right**rows for rows in range(BLOCK)) / kernels.GAIN - 1  # tokens of the draft
+    whole = int(enough)
+    for more, proposed in ((-0.002, True), (0.002, False)):
+        drafted = [1.0] * whole + [max(0.0, enough - whole + more)] + [0.0] * (BLOCK - 2 - whole)
+        case = step(twin, device, repeated(length), [1.5, 2.0], drafted)
+        assert (case.rows.tokens[0, 1].item() == 70) is proposed, (more, case.rows.tokens)
 
 
-def test_no_copy_of_a_short_match_is_proposed_whatever_it_promises(twin, device):
-    sure = [0.0, 1e6, 0.0, 1e6]
+def test_a_short_match_counts_for_nothing_whatever_it_promises(twin, device):
+    sure = [0.0, 1e6]
     assert step(twin, device, repeated(kernels.LEAST), sure).rows.tokens[0, 1] == 70
-    assert step(twin, device, repeated(kernels.LEAST - 1), sure).rows.tokens[0, 1] == 901
+    case = step(twin, device, repeated(kernels.LEAST - 1), sure)
+    assert case.rows.tokens[0, 1] == 901
+    _, _, length, _, *copy = case.tables.last[case.rows.requests[0]].tolist()
+    assert (length, set(copy)) == (0, {-1})  # so that the record learns nothing of it
 
 
 def test_copied_proposals_are_certain_and_others_stay(twin, device):
@@ -214,17 +222,17 @@ def test_copied_proposals_are_certain_and_others_stay(twin, device):
         )
         for first, value in ((300, 0.25), (400, -2.0))
     )
-    logprobs = torch.full((2, steps, count), -1.0, device=device)[..., 0]
+    logprobs = torch.full((2, steps, count), -9.0, device=device)[..., 0]
     drawn.ids[0, 1, 2] = best.ids[0, 1, 3] = 71
     rows = case.rows._replace(drawn=drawn, best=best, logprobs=logprobs)
-    case.tables.record[:, 1], case.tables.record[:, 3] = 1000.0, 1000.0
+    case.tables.record[:, 1] = 1000.0
     find(twin, case)
     run(twin, "write", rows, case.tables)
     chance = 0.08 * kernels.FIRST_FAILED / (1000 + kernels.FIRST_EXPECTED)
     certain = math.log(1 - chance)
     assert rows.tokens.tolist()[0] == [17, 70, 71, 72, 904, 905, 906, 907]
     assert rows.tokens.tolist()[1] == [3, *range(909, 916)]
-    assert rows.logprobs.tolist() == [pytest.approx([certain] * 3 + [-1.0] * 4, abs=1e-6), [-1.0] * 7]
+    assert rows.logprobs.tolist() == [pytest.approx([certain] * 3 + [-9.0] * 4, abs=1e-6), [-9.0] * 7]
     for of, first, (one, other, was) in ((drawn, 300, (1, 0, 0.25)), (best, 400, (certain, -math.inf, -2.0))):
         ids = torch.arange(2 * steps * count).view(2, steps, count) + first
         ids[0, 1, 2 if of is drawn else 3] = first + count  # candidates stay distinct
@@ -254,14 +262,12 @@ def test_the_record_learns_how_far_a_copy_came_true_proposed_or_not(
     (request,) = case.rows.requests.tolist()
     padded = copy + [-1] * (BLOCK - 1 - len(copy))
     case.tables.last[request] = torch.tensor([kind, 2, 9, BLOCK - 1, *padded], device=device)
-    case.tables.record[request] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    case.tables.record[request] = torch.tensor([1.0, 2.0])
     find(twin, case)
     run(twin, "write", case.rows, case.tables)
-    expected = [1.0, 2.0, 3.0, 4.0]
+    expected = [1.0, 2.0]
     if kind and tried:
-        expected[:2] = [kernels.FADE * 1 + failed, kernels.FADE * 2 + 0.08 * tried]
-    if kind == kernels.DRAFTED:
-        expected[2:] = [kernels.FADE * 3 + len(committed), kernels.FADE * 4 + 1]
+        expected = [kernels.FADE * 1 + failed, kernels.FADE * 2 + 0.08 * tried]
     assert case.tables.record[request].tolist() == pytest.approx(expected)
     assert case.tables.counts[2].item() == (tried - failed if kind == kernels.COPIED else 0)
 
@@ -273,11 +279,11 @@ def test_the_record_learns_nothing_of_what_a_step_did_not_verify_though_its_last
     case.tables.last[request] = torch.tensor([kernels.COPIED, 2, 9, 2, *kept], device=device)
     find(twin, case)
     run(twin, "write", case.rows, case.tables)
-    assert case.tables.record[request].tolist() == pytest.approx([0, 2 * 0.08, 0, 0])
+    assert case.tables.record[request].tolist() == pytest.approx([0, 2 * 0.08])
     assert case.tables.counts[2].item() == 2
 
 
 def test_what_was_proposed_is_counted(twin, device):
-    case = step(twin, device, repeated(12), [0.0, 1e6, 0.0, 1e6])
+    case = step(twin, device, repeated(12), [0.0, 1e6])
     assert case.tables.counts.tolist() == [1, BLOCK - 1, 0, 12, 0]
-    assert step(twin, device, [1, 2, 3], [0.0, 1e6, 0.0, 1e6]).tables.counts.tolist() == [0] * 5
+    assert step(twin, device, [1, 2, 3], [0.0, 1e6]).tables.counts.tolist() == [0] * 5

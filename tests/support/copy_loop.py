@@ -29,12 +29,13 @@ SLOT = np.array([1])
 class Request:
     """A request whose answer is a text, and its record of copies."""
 
-    def __init__(self, text: Sequence[int], prompt: int, accepted: np.ndarray) -> None:
-        """accepted [tokens]: proposals of the draft that come true after each."""
-        self._text, self.committed, self._accepted = text, prompt + 1, accepted
+    def __init__(self, text: Sequence[int], prompt: int, accepted: np.ndarray, said: np.ndarray) -> None:
+        """accepted [tokens]: proposals of the draft that come true after each; said [tokens]: what a step commits
+        there by the draft's own probabilities."""
+        self._text, self.committed, self._accepted, self._said = text, prompt + 1, accepted, said
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._noted = kernels.LEAST - 1
-        self._copies, self._drafted = [0.0, 0.0], [0.0, 0.0]
+        self._copies = [0.0, 0.0]
 
     def _note(self) -> None:
         """The places after what stood before the last token."""
@@ -59,8 +60,8 @@ class Request:
         prior = next((chance for least, chance in reversed(kernels._CHANCES) if least <= length), 0.0)
         level = (self._copies[0] + kernels.FIRST_FAILED) / (self._copies[1] + kernels.FIRST_EXPECTED)
         right = 1 - min(1.0, level * prior)
-        mean = (self._drafted[0] + kernels.FIRST_COMMITTED) / (self._drafted[1] + kernels.FIRST_DRAFTED)
-        used = copies and length > 0 and sum(right**n for n in range(BLOCK)) >= kernels.GAIN * mean
+        promised = sum(right**n for n in range(BLOCK))
+        used = copies and length > 0 and promised >= kernels.GAIN * self._said[end - 1]
         true, most = 0, (rows if used else BLOCK) - 1
         while length and true < most and text[after + true % (end - after)] == text[end + true]:
             true += 1
@@ -70,22 +71,20 @@ class Request:
         if length and told + failed:
             seen = failed, prior * (told + failed)
             self._copies = [kernels.FADE * of + new for of, new in zip(self._copies, seen, strict=True)]
-        if not used:
-            seen = accepted + 1, 1
-            self._drafted = [kernels.FADE * of + new for of, new in zip(self._drafted, seen, strict=True)]
         self.committed += accepted + 1
         return accepted, right if used else 0.0
 
 
-def rates(copy: str, texts: Texts, accepted: np.ndarray, each: int) -> dict[str, float]:
-    """Tokens a second of each kind, of so many texts; a step of a block takes a second. copy: off, block or 64."""
+def rates(copy: str, texts: Texts, draft: Sequence[np.ndarray], each: int) -> dict[str, float]:
+    """Tokens a second of each kind, of so many texts; a step of a block takes a second. copy: off, block or 64;
+    draft: `accepted` and `said` of `Request`, of all texts."""
     starts = np.cumsum([0, *map(len, texts.tokens)])
     out = {}
     for kind, prompts in texts.prompts.items():
         gate, tokens, seconds = Chains(BLOCK, 2, CHAINS), 0, 0.0
         for prompt in prompts[:each]:
             number = prompt[0]
-            request = Request(texts.tokens[number], len(prompt), accepted[starts[number] :])
+            request = Request(texts.tokens[number], len(prompt), *(of[starts[number] :] for of in draft))
             gate.admit(SLOT)
             late: list[tuple[Shape, int, float]] = []
             while request.committed < len(prompt) + ANSWER:
@@ -106,9 +105,11 @@ def gains(each: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "texts.npz"
         texts.write(path, "better")
-        accepted = AcceptanceRecord.load(path, OF_TEXTS).accepted
-    without = rates("off", texts, accepted, each)
-    found = {copy: rates(copy, texts, accepted, each) for copy in ("block", "64")}
+        record = AcceptanceRecord.load(path, OF_TEXTS)
+    logprobs = record.logprobs[:, : BLOCK - 1, 0].astype(np.float64)
+    draft = record.accepted, 1 + np.exp(logprobs.cumsum(axis=1)).sum(axis=1)
+    without = rates("off", texts, draft, each)
+    found = {copy: rates(copy, texts, draft, each) for copy in ("block", "64")}
     return {copy: {kind: of[kind] / without[kind] for kind in of} for copy, of in found.items()}
 
 

@@ -26,8 +26,8 @@ def copies(always: bool = False) -> None:
     step, propose, copy = DFlashWorker._step, Proposer.propose, Copies.propose
     file = f"copies.{get_parallel().tp_rank}.jsonl"
 
-    def worth(record: torch.Tensor, lengths: torch.Tensor, right: torch.Tensor, steps: int) -> torch.Tensor:
-        return (lengths > 0) & (always | (torch.rand(lengths.shape, generator=generator) < 0.5))
+    def worth(right: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+        return (torch.rand(right.shape, generator=generator) < 0.5) | always
 
     def then_look(self: Any, batch: Any, *args: Any) -> Any:
         Proposer.copies = self._copies
@@ -46,7 +46,7 @@ def copies(always: bool = False) -> None:
         note(file, proposals.tokens.tolist())
         return proposals
 
-    find_copy.worth_copying = worth
+    find_copy.LEAST, find_copy.worth_copying = 1, worth
     DFlashWorker._step, Proposer.propose, Copies.propose = then_look, after_look, and_tell
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.drafting.copies import Copies
-from dflash_sglang.kernels.block.find_copy import FADE, worth_copying
+from dflash_sglang.kernels.block.find_copy import FADE, chance_of_failure, worth_copying
 
 
 def copies() -> Copies:
@@ -53,7 +53,7 @@ def test_slots_hold_the_tokens_of_a_prefill_and_placeholders_match_nothing() -> 
 
 def test_the_memory_is_that_of_a_token_a_slot_and_of_a_record_a_request() -> None:
     rows, block = 3, 4
-    matches, record, last = rows * 8, rows * 4 * 4, rows * (4 + block - 1) * 8
+    matches, record, last = rows * 8, rows * 2 * 4, rows * (4 + block - 1) * 8
     assert copies().nbytes == 16 * 4 + matches + record + last + 33 * 4 + 5 * 8 + rows * 4
 
 
@@ -74,10 +74,10 @@ def test_a_rank_without_requests_keeps_nothing() -> None:
 
 def test_a_request_that_forbids_copies_gets_none_however_well_they_do_and_the_next_one_in_its_row_does() -> None:
     kept, forbids = copies(), {"dflash": {"copy": False}}
-    lengths, right = torch.full((2,), 32), torch.ones(2)
 
     def copied() -> list[bool]:
-        return worth_copying(kept._tables.record[1:], lengths, right, 15).tolist()
+        right = 1 - chance_of_failure(kept._tables.record[1:], kept._tables.chances[[32, 32]])
+        return worth_copying(right, torch.full((2, 15), -9.0)).tolist()
 
     kept.prefill(prefill([5, 6], [1, 2], [2, 1], asked=(forbids, {"dflash": {"max_width": 3}})))
     assert copied() == [True, False]
