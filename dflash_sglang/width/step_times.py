@@ -38,7 +38,7 @@ class StepTimes:
     A step costs `base[bucket, kind] + slope[kind] * context_tokens`, with `context_tokens` the sum over the
     batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is piecewise
     linear, which keeps what is monotone monotone; beyond the largest measured one it follows the last slope,
-    because a step is bound by its tokens there. Chains that were not measured follow their neighbours. Trees take
+    because a step is bound by its tokens there. Widths that were not measured follow their neighbours. Trees take
     for ever where they were not measured.
 
     The base of a ragged kind is a step that verifies one token of each request. What more tokens add depends on
@@ -105,12 +105,11 @@ class StepTimes:
         chains, at, widths = len(self._widths), np.array(self.buckets, float), np.array(self._widths, float)
         base[:, :chains] = filled(base[:, :chains], at, widths)
         ragged = [index for index, kind in enumerate(self.kinds) if kind.ragged]
-        if ragged:  # the ratio to the chain of the same width
+        if ragged:
             of_chain = base[:, [self._widths.index(self.kinds[index].width) for index in ragged]]
-            ratio = base[:, ragged] / of_chain
-            known = np.isfinite(ratio).any()
-            ratio = filled(ratio, at, widths[1:]) if known else np.ones(ratio.shape)
-            base[:, ragged] = of_chain * ratio.clip(LEAST, 1.0)
+            known = np.isfinite(base[:, ragged]).any()
+            of_ragged = filled(base[:, ragged], at, widths[1:]) if known else of_chain
+            base[:, ragged] = of_ragged.clip(LEAST * of_chain, of_chain)
             added = base[:, 1:chains] - base[:, ragged]
             self._added[:, 1:] = np.maximum.accumulate(added, axis=1)
         return np.nan_to_num(base, nan=np.inf)
@@ -167,9 +166,12 @@ def startup_cells(
 
     Batch sizes a factor of `SPACING` apart and the largest; of those no cell of more than `max_tokens` verified
     tokens (two batch sizes of each width are kept), beyond which time grows with tokens. Chains of one batch size
-    of at most 16 are measured at `long_context` tokens per request as well, for the cost of context. Trees are
-    measured at every batch size at which they are served. trees: {nodes: most requests}.
+    of at most 16 are measured at `long_context` tokens per request as well, for the cost of context. Of ragged
+    steps the narrowest and the widest are measured: their time is linear in the rows that the draft computes.
+    Trees are measured at every batch size at which they are served. trees: {nodes: most requests}.
     """
+    ragged = [kind for kind in kinds if kind.ragged]
+    between = ragged[1:-1]
     batches = [buckets[0]]
     for bucket in buckets:
         if bucket >= SPACING * batches[-1] or (bucket == buckets[-1] and bucket > batches[-1]):
@@ -178,7 +180,7 @@ def startup_cells(
         (batch, kind, 0)
         for index, batch in enumerate(batches)
         for kind in kinds
-        if kind.nodes is None and (batch * kind.width <= max_tokens or index < 2)
+        if kind.nodes is None and kind not in between and (batch * kind.width <= max_tokens or index < 2)
     ]
     middle = max(batch for batch in batches if batch <= max(16, buckets[0]))
     cells += [(middle, kind, middle * long_context) for kind in kinds if kind == Kind(kind.width)]
