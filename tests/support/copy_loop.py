@@ -1,5 +1,5 @@
 """What copies give in a loop over the texts of bench.copies, by the package's own gate: `python -m
-tests.support.copy_loop` prints the table of docs/guide/width.md.
+tests.support.copy_loop` prints the table of docs/guide/copies.md.
 
 One request at a time; the draft accepts what `bench.copies --inside better` records; a step of 64 rows takes 1.07
 times as long as one of 16. The host chooses one step late.
