@@ -21,7 +21,7 @@ SPREAD = 0.5  # of the mean output length, to both sides
 EVENT_TOKENS = 32  # of an answer, from one look at it to the next
 RAMP = 0.7  # seconds between the last client's first token and the first look
 WARM_UP = 1.5  # seconds that are not measured
-CONTENDER = 0.93  # of the best server's tokens per second in the first round, to have another one
+CONTENDER = 0.93  # of the tokens per second of the best that is not kept anyway, in the first round
 JOIN_SECONDS = 60.0
 
 
@@ -144,8 +144,10 @@ def take_turns(
     """{name: {figure: [one value per round]}} of loads that servers have one after the other, as they are
     `measured`; a server may have several names.
 
-    Every round has another order. Who is far from the best in the first one has no other, but for those that are
-    `kept`. Each server is warmed up; those that are `settled`, by their own load, before each of their rounds."""
+    Every round has another order. Those that are `kept` have all rounds. Of the others those that are far from
+    their best in the first round have no other. So this best has as many rounds as what it is compared with. Each
+    server is warmed up; those that are `settled`, by their own load, before each of their rounds.
+    """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
     for server, name in {server: name for name, server in servers.items()}.items():
         occupy(server, loads[name], WARM_UP)
@@ -162,4 +164,6 @@ def take_turns(
 
 
 def contenders(rates: Mapping[str, float], kept: Collection[str]) -> list[str]:
-    return [name for name, rate in rates.items() if name in kept or rate >= CONTENDER * max(rates.values())]
+    """The names of `take_turns` that have another round. rates: of the first one."""
+    best = max((rate for name, rate in rates.items() if name not in kept), default=0.0)
+    return [name for name, rate in rates.items() if name in kept or rate >= CONTENDER * best]

@@ -20,8 +20,8 @@ are those of fewer batch sizes, and each step is still asked for. `--control`: s
 of their own as well (`ours_alone_8`), with the width fixed, and a claim says that both serve as fast.
 
 The policy learns from all loads of its server, step times of widths among it that it would seldom try. Its choice
-is its own: before each of its measured loads it has one that is not measured. Of the others but the built-in
-worker, those that are far from the best in the first round have no other round.
+is its own: before each of its measured loads it has one that is not measured. The built-in worker
+has all rounds, too; of the others those that are far from their best in the first round have no other.
 
 `--moving`: the load goes from so many requests to so many and back, and claims say after how many steps our worker
 keeps to a width. `--trees`: numbers of nodes that ours may choose; each has a server of its own, too, that always

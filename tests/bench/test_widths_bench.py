@@ -183,6 +183,9 @@ def test_a_client_that_fails_ends_the_load():
 def test_who_is_far_from_the_best_has_no_other_round():
     rates = dict(ours=100.0, ours_16=84.0, ours_8=110.0, ours_4=93.4, plain=20.0)
     assert steady.contenders(rates, ["plain", "ours"]) == ["ours", "ours_8", "plain"]
+    assert steady.contenders({**rates, "ours": 150.0}, ["ours"]) == ["ours", "ours_8"], (
+        "the best is measured as often"
+    )
 
 
 def test_a_width_that_is_not_served_ends_the_run_and_is_named():
