@@ -175,7 +175,9 @@ class MtpSource:
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=block.batch_size,
-            input_ids=positions.flatten(),  # nobody's: the layers find their tokens by position
+            # Nobody's: the layers find their tokens by position. But the target's graphs pad with what is left of
+            # them in the buffers that both share.
+            input_ids=torch.zeros_like(positions).flatten(),
             req_pool_indices=block.requests,
             seq_lens=start,
             out_cache_loc=slots,
