@@ -92,7 +92,11 @@ def test_start_up_measures_every_width_and_leaves_no_trace(ours):
     kinds = 2 * len(WIDTHS) - 1 + len(DEFAULT_TREES)  # chains, ragged ones of all widths but 1, trees
     assert base.shape == (len(BUCKETS), kinds)
     measured = variances < 1
-    assert measured[0].all() and len(ran["seconds"]) >= measured.sum()
+    between = slice(
+        len(WIDTHS) + 1, 2 * len(WIDTHS) - 2
+    )  # of ragged steps the narrowest and the widest are measured
+    assert np.delete(measured[0], between).all() and not measured[:, between].any()
+    assert len(ran["seconds"]) >= measured.sum()
     assert (base > 0).all() and (base[-1] > base[0]).all()
     assert f"dflash_sglang verify widths: {WIDTHS}" in server.log_text()
     assert re.search(r"cells measured in [\d.]+ s; ms of a step by shape: 1 requests 1: ", server.log_text())
