@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from dflash_sglang.drafting.row_reader import RowReader
+from dflash_sglang.sglang_names.scheduler import get_parallel
+from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.width import choice, startup
 from dflash_sglang.width.choice import Choice, Chooser
 from dflash_sglang.width.decider import Decider
@@ -84,9 +86,6 @@ def shares() -> None:
 def shapes() -> None:
     """Of every step with requests, its form and a hash of its rows go to shapes.RANK.jsonl: ids, positions, slots,
     of ragged chains how many a request has, of trees the parents."""
-    from dflash_sglang.sglang_names.scheduler import get_parallel
-    from dflash_sglang.verify.verifier import Verifier
-
     verify = Verifier.verify
 
     def noting(self: Any, batch: Any, block: Any, proposals: Any, rows: Any, *arguments: Any) -> Any:
