@@ -44,7 +44,7 @@ def served(
     """The layout, [steps][ranks] and the answers to all prompts, of one request, then all together."""
     directory = tmp_path_factory.mktemp("steps")
     arguments = dict(tp_size=RANKS, mem_fraction_static=0.3, max_total_tokens=4096, watchdog_timeout=60)
-    environment = recorded(directory, **{CONFIG_ENV: '{"width": {}}', scheduler_hooks.HOOKS_ENV: "probes"})
+    environment = recorded(directory, **{CONFIG_ENV: '{"width": {}}', scheduler_hooks.HOOKS_ENV: "widths"})
     with serve(TARGET, DRAFT, environment=environment, **arguments, **LAYOUTS[request.param]) as server:
         apart = "dp_size" in LAYOUTS[request.param]
         asked = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,14 @@ from tests.support.scheduler_hooks import note
 
 
 def widths() -> None:
-    """Every decode step's blocks have a width of its own, where the policy is on."""
+    """Every decode step's blocks have a width of its own, where the policy is on. A rank that decided by itself
+    would draw others than rank 0."""
     startup.PASSES, startup.MOST_SECONDS = 1, 1.0  # nothing follows from the times
     take_a_second()
-    draws = random.Random(0)
+    draws = cache(lambda: random.Random(get_parallel().tp_rank))
 
     def some(self: Any, bucket: int, allowed: Sequence[int], *_: Any) -> Choice:
-        return Choice(draws.choice(allowed), "gain")
+        return Choice(draws().choice(allowed), "gain")
 
     Chooser.choose = some
 
