@@ -51,7 +51,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {  # types of layers, flags
     "no graphs": (TYPES, dict(disable_cuda_graph=True)),
 }
 FAR = 0.05  # share of the tokens that may be further than TIE from the likeliest one
-TEMPERATURE, DRAWN_FROM, SAMPLED = 1.0, 16, 8
+TEMPERATURE, DRAWN_FROM, SAMPLED = 1.0, 16, 12
 
 
 def checkpoint(directory: Path, types: list[str]) -> Path:
@@ -166,7 +166,7 @@ def test_every_layers_likeliest_token_is_the_references(served: dict[str, Served
     ]
     others = sum(gap > 0 for gap in found)
     print(f"{len(found)} proposals, {others} not the likeliest, by {max(found):.3f} at most")
-    assert len(found) > 80 and sum(gap > TIE for gap in found) <= FAR * len(found)
+    assert len(found) > 100 and sum(gap > TIE for gap in found) <= FAR * len(found)
 
 
 @pytest.mark.parametrize("name", CASES)
