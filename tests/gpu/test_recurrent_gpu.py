@@ -12,6 +12,7 @@ the tokens may part where two are almost tied, and the logprobs may not.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -133,8 +134,9 @@ def ours(launch, plain, tmp_path_factory) -> Iterator[Server]:
         yield server
         print(server.log_tail(60))  # shown with a failure
         assert ("accepted rows are replayed" in server.log_text()) is launch.replays
-        (state,) = server.get("/server_info")["internal_states"]
-        steps = {int(width): count for width, count in state["dflash_width"]["steps"].items()}
+        steps = Counter[int]()  # of all ranks
+        for state in server.get("/server_info")["internal_states"]:
+            steps.update({int(width): count for width, count in state["dflash_width"]["steps"].items()})
         every = set(steps) == set(WIDTHS) or "flashinfer" in launch.flags.values()
         assert len(steps) > 1 and every and all(steps.values()), (steps, left_out(server))
 
