@@ -95,9 +95,7 @@ class Copies:
     def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:
         """The rows [bs * length] of chains that are longer than this block: its proposals, then their copy."""
         rows = CopyRows(proposals.tokens, block.slots, block.prefix_lens, block.requests)
-        chains = torch.empty((3, block.batch_size, length), dtype=torch.int64, device=block.slots.device)
-        extend_copies(rows, self._tables, Rows(*chains))
-        return Rows(*chains.flatten(1))
+        return Rows(*(of.flatten() for of in extend_copies(rows, self._tables, length)))
 
     def forget_steps(self) -> None:
         """Count from zero, as if there had been no step."""
@@ -105,10 +103,10 @@ class Copies:
 
     def snapshot(self) -> dict[str, Any]:
         """What /server_info tells, since start-up. Waits for the device."""
-        steps, proposed, accepted, matched, beyond = self._tables.counts.tolist()
+        steps, within, accepted, matched, beyond = self._tables.counts.tolist()
         return {
             "request_steps": steps,
-            "proposed": proposed,
+            "proposed": within + beyond,
             "beyond_block": beyond,
             "accepted": accepted,
             "mean_match": matched / steps if steps else 0.0,

@@ -163,8 +163,6 @@ def copies() -> None:
         blocks = find_copy.CopyRows(ids(BS, width), ids(BS, width), ids(BS), ids(BS), logprobs=logprobs)
         find_copy.find_copies_triton(blocks, tables, 4000)
         find_copy.write_copies_triton(blocks, tables)
-        for length in (2 * BLOCK, 4 * BLOCK):
-            find_copy.extend_copies_triton(blocks, tables, find_copy.Rows(*(ids(BS, length),) * 3))
         for drawn, best in ((16, None), (None, 8)):
             both = [c and find_copy.Candidates(ids(*steps, c), torch.zeros(*steps, c)) for c in (drawn, best)]
             find_copy.write_copies_triton(blocks._replace(drawn=both[0], best=both[1]), tables)

@@ -149,8 +149,7 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
     matches = find(twin, case)
     run(twin, "write", case.rows, case.tables)
     blocks, counts = case.rows.tokens.tolist(), case.tables.counts.tolist()
-    chains = kernels.Rows(*(torch.full((len(texts), rows), -5, device=device) for _ in range(3)))
-    run(twin, "extend", case.rows, case.tables, chains)
+    chains = kernels.extend_copies(case.rows, case.tables, rows)
     beyond = 0
     for row, (text, (length, after)) in enumerate(zip(texts, matches, strict=True)):
         request = case.rows.requests[row]
@@ -167,7 +166,7 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
         kept = [steps, *foretold, *[-1] * (longest - 1 - len(foretold))]
         assert case.tables.last[request, 3:].tolist() == kept
     assert beyond >= rows - BLOCK, "of the first text"
-    assert case.tables.counts.tolist() == [counts[0], counts[1] + beyond, *counts[2:4], beyond]
+    assert case.tables.counts.tolist() == [*counts[:4], beyond]
 
 
 def step(twin: str, device: str, text: list[int], record: list[float], drafted: list[float] | None = None) -> Case:

@@ -1,7 +1,7 @@
 """Copies: where a request's last tokens stood before in its own text, and the tokens after them as proposals.
 
-Two launches per step: `find_copies` searches, `write_copies` learns from the step before and proposes. A third,
-`extend_copies`, where a step verifies more rows than a block.
+Two launches per step: `find_copies` searches, `write_copies` learns from the step before and proposes. Steps that
+verify more rows than a block have `extend_copies` behind them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class CopyTables(NamedTuple):
     # were verified; what the copy is or would have been, as long as the longest chain, then -1
     last: Tensor
     chances: Tensor  # [LONGEST + 1] float32, the prior chance that a copied token is wrong, by length of the match
-    # [5] int64 ever: copies proposed, their tokens, those accepted, their match lengths, tokens beyond the blocks
+    # [5] int64 ever: copies proposed, their tokens within blocks, those accepted, their match lengths, and their
+    # tokens beyond blocks
     counts: Tensor
     # [max_requests] float32, of the batch: the chance that a token of a copy is right, 0 unless all proposals of
     # the block are copied
@@ -101,13 +102,23 @@ def write_copies(rows: CopyRows, tables: CopyTables) -> None:
     (write_copies_triton if rows.tokens.is_cuda else write_copies_torch)(rows, tables)
 
 
-def extend_copies(rows: CopyRows, tables: CopyTables, out: Rows) -> None:
-    """Write chains of N rows, which begin with the blocks that `write_copies` has written, and their tokens to the
-    history. out [bs, N] each, contiguous.
+def extend_copies(rows: CopyRows, tables: CopyTables, length: int) -> Rows:
+    """Chains [bs, length] that begin with the blocks that `write_copies` has written. Writes them to the history.
 
-    Behind a block go the next tokens of its copy, and behind those, or where nothing was copied, token 0.
+    Behind a block go the next tokens of its copy, and behind those, or where nothing was copied, token 0. In torch
+    operations: such steps are few, and commit much more than others.
     """
-    (extend_copies_triton if rows.tokens.is_cuda else extend_copies_torch)(rows, tables, out)
+    block = rows.tokens.shape[1]
+    last = tables.last[rows.requests]
+    copying, copy = last[:, _PROPOSED_BY] == COPIED, last[:, _TOKENS + block - 1 : _TOKENS + length - 1]
+    copied = copying[:, None] & (copy >= 0)
+    ids = torch.cat([rows.tokens, torch.where(copied, copy, 0)], dim=1)
+    positions = rows.prefix_lens[:, None] + torch.arange(length, device=ids.device)
+    slots = tables.req_to_token[rows.requests[:, None], positions].long()
+    tables.history[slots] = ids.int()
+    tables.last[rows.requests, _STEPS] = torch.where(copying, length - 1, block - 1)
+    tables.counts[4] += copied.sum()
+    return Rows(ids, positions, slots)
 
 
 def find_copies_torch(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
@@ -166,22 +177,6 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
             first = torch.arange(candidates.ids.shape[2], device=tokens.device) == 0
             value = torch.where(first, certain[:, None, None], never)
             candidates.logprobs[:] = torch.where(copied[..., None], value, candidates.logprobs)
-
-
-def extend_copies_torch(rows: CopyRows, tables: CopyTables, out: Rows) -> None:
-    """The definition of `extend_copies` in torch operations."""
-    block, length = rows.tokens.shape[1], out.ids.shape[1]
-    last = tables.last[rows.requests]
-    copying, copy = last[:, _PROPOSED_BY] == COPIED, last[:, _TOKENS + block - 1 : _TOKENS + length - 1]
-    copied = copying[:, None] & (copy >= 0)
-    out.ids[:, :block] = rows.tokens
-    out.ids[:, block:] = torch.where(copied, copy, 0)
-    out.positions[:] = rows.prefix_lens[:, None] + torch.arange(length, device=copy.device)
-    out.slots[:] = tables.req_to_token[rows.requests[:, None].long(), out.positions]
-    tables.history[out.slots] = out.ids.int()
-    tables.last[rows.requests, _STEPS] = torch.where(copying, length - 1, block - 1)
-    tables.counts[1] += copied.sum()
-    tables.counts[4] += copied.sum()
 
 
 def chance_of_failure(record: Tensor, prior: Tensor) -> Tensor:
@@ -393,45 +388,3 @@ def _make_certain(ids_ptr, values_ptr, at, copy, copied, certain, never, COUNT: 
         candidate = tl.load(ids_ptr + at * COUNT + rank, mask=copied, other=0)
         tl.store(ids_ptr + at * COUNT + rank, first, mask=copied & (candidate == copy))
         tl.store(values_ptr + at * COUNT + rank, none + never, mask=copied)
-
-
-def extend_copies_triton(rows: CopyRows, tables: CopyTables, out: Rows) -> None:
-    """`extend_copies` as one Triton launch, one program per request."""
-    (bs, block), length = rows.tokens.shape, out.ids.shape[1]
-    _extend_copies_kernel[(bs,)](
-        rows.tokens, rows.prefix_lens, rows.requests, tables.history, tables.req_to_token, tables.last,
-        tables.counts, *out, rows.tokens.stride(0), tables.req_to_token.stride(0), tables.last.stride(0),
-        BLOCK=block, LENGTH=length, LANES=triton.next_power_of_2(length), num_warps=1,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["token_stride"])
-def _extend_copies_kernel(
-    tokens_ptr, prefix_ptr, requests_ptr, history_ptr, req_to_token_ptr, last_ptr, counts_ptr,
-    ids_ptr, positions_ptr, slots_ptr,
-    token_stride, row_stride, last_stride,
-    BLOCK: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    request = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    row = tl.load(requests_ptr + request).to(tl.int64)
-    prefix = tl.load(prefix_ptr + request).to(tl.int64)
-    row_ptr = req_to_token_ptr + row * row_stride
-    last = last_ptr + row * last_stride
-    tokens = tl.load(tokens_ptr + request * token_stride + lane, mask=lane < BLOCK, other=0).to(tl.int64)
-
-    copying, beyond = tl.load(last) == 2, (lane >= BLOCK) & (lane < LENGTH)
-    copy = tl.load(last + 3 + lane, mask=copying & beyond, other=-1)  # the first row is no copy
-    copied = copy >= 0
-    ids = tl.where(lane < BLOCK, tokens, tl.where(copied, copy, 0))
-    slots = tl.load(row_ptr + prefix + lane, mask=lane < LENGTH, other=0).to(tl.int64)
-    at = request * LENGTH + lane
-    tl.store(ids_ptr + at, ids, mask=lane < LENGTH)
-    tl.store(positions_ptr + at, prefix + lane, mask=lane < LENGTH)
-    tl.store(slots_ptr + at, slots, mask=lane < LENGTH)
-    tl.store(history_ptr + slots, ids.to(tl.int32), mask=beyond)
-    tl.store(last + 3, tl.where(copying, LENGTH - 1, BLOCK - 1).to(tl.int64))
-    count = tl.sum(copied.to(tl.int64), axis=0)
-    if count > 0:
-        tl.atomic_add(counts_ptr + 1, count)
-        tl.atomic_add(counts_ptr + 4, count)
