@@ -21,6 +21,7 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
+DYING = 0.5  # seconds: a peer may see a connection break before the process behind it counts as ended
 TEARDOWN = 5.0  # seconds that the memory of a process that ends may take
 CONTROLLER = "DataParallelController"  # the name of its watchdog
 
@@ -28,13 +29,13 @@ CONTROLLER = "DataParallelController"  # the name of its watchdog
 def stop_subprocess_watchdog(original: Callable[..., None], watchdog: Any) -> None:
     """AROUND SubprocessWatchdog.stop: runs in the launcher, before it ends its processes, whatever the reason.
 
-    Logs those that ended by themselves, and those that are stopped. Not when it is called again, as it is by
-    Engine.shutdown at exit: the processes were ended then.
+    Logs those that ended by themselves, the first within DYING, and those that are stopped. Not when it is called
+    again, as it is by Engine.shutdown at exit: the processes were ended then.
     """
     if watchdog._stop_event.is_set():
         original(watchdog)
         return
-    ending = connection.wait([process.sentinel for process in watchdog._processes], timeout=0)
+    ending = connection.wait([process.sentinel for process in watchdog._processes], timeout=DYING)
     for process, name in zip(watchdog._processes, watchdog._names, strict=True):
         if process.sentinel in ending:
             process.join(TEARDOWN)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -55,6 +56,15 @@ def test_the_launcher_names_who_died_before_it_ends_the_others(children, caplog)
     os.kill(children[1].pid, signal.SIGKILL)
     children[1].join()
     faults.stop_subprocess_watchdog(stops.append, watchdog)
+    assert [record.message for record in caplog.records] == [
+        f"scheduler_1 (pid {children[1].pid}) was ended by SIGKILL."
+    ]
+
+
+def test_a_process_that_is_still_dying_when_its_peers_complain_is_named(children, caplog):
+    watchdog = SubprocessWatchdog(children[:2], ["scheduler_0", "scheduler_1"])
+    threading.Timer(0.1, children[1].kill).start()
+    faults.stop_subprocess_watchdog(lambda _: None, watchdog)
     assert [record.message for record in caplog.records] == [
         f"scheduler_1 (pid {children[1].pid}) was ended by SIGKILL."
     ]
