@@ -1,5 +1,9 @@
 """Rank 0 decides one width of every step for all ranks, over gloo: those of tensor parallelism, and those of
-data-parallel attention by the loads of all, IDLE ranks included. C16, C20 and C21 with the width policy on."""
+data-parallel attention, which tell it their loads, IDLE ranks included. C16, C20 and C21 with the width policy on.
+
+The width is drawn, so that nothing follows from the machine's times. What the policy makes of loads and times:
+`tests/unit/width/test_width_policy.py`.
+"""
 
 from __future__ import annotations
 
