@@ -18,7 +18,6 @@ with open(os.environ["CALLS"], "a") as calls:
 """
 # Parts whose result is still to come.
 TO_COME = {
-    "copy_plain",
     "pd_decode",
     "recurrent_first_batches",
     *(f"rows_{part}" for part in ("fp8", "alike", "mixed")),
