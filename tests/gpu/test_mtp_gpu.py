@@ -54,6 +54,11 @@ FAR = 0.05  # share of the tokens that may be further than TIE from the likelies
 TEMPERATURE, DRAWN_FROM, SAMPLED = 1.0, 16, 12
 
 
+def asked() -> list[list[int]]:
+    """Twice as many as `prompts`: at some random widths those alone give fewer than 100 proposals."""
+    return [*prompts(), *(prompt[::-1] for prompt in prompts())]
+
+
 def checkpoint(directory: Path, types: list[str]) -> Path:
     """The target's layers are the same, whatever those of MTP are. Experts are chosen by their biases: with almost
     equal scores bfloat16 might choose others."""
@@ -82,7 +87,7 @@ def all_at_once(starts: Mapping[str, AbstractContextManager[Server]]) -> Iterato
 @dataclass
 class Served:
     reference: Reference
-    answers: list[dict[str, Any]]  # to `prompts`
+    answers: list[dict[str, Any]]  # to `asked`, twice
     blocks: list[Noted]
     texts: dict[str, list[int]]  # by rid
     log: str
@@ -102,15 +107,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
     starts["plain"] = serve(targets["graphs"], environment=ENVIRONMENT, **FLAGS)
     with all_at_once(starts) as servers:
         plain = servers.pop("plain")
-        outputs = [ask(plain, prompt)["output_ids"] for prompt in prompts()]
+        outputs = [ask(plain, prompt)["output_ids"] for prompt in asked()]
         found = {}
         for name, server in servers.items():
             answers, texts = [], {}
-            for prompt, output in zip(prompts(), outputs, strict=True):
+            for number, (prompt, output) in enumerate(zip(asked(), outputs, strict=True)):
                 scheduler_hooks.record(records[name], prompt, output)
-                answers.append(ask(server, prompt, rid=f"text {len(prompt)}"))
-                texts[f"text {len(prompt)}"] = prompt + answers[-1]["output_ids"]
-            together = server.generate(input_ids=prompts(), sampling_params=greedy_params(NEW_TOKENS))
+                answers.append(ask(server, prompt, rid=f"text {number}"))
+                texts[f"text {number}"] = prompt + answers[-1]["output_ids"]
+            together = server.generate(input_ids=asked(), sampling_params=greedy_params(NEW_TOKENS))
             for number in range(SAMPLED):
                 prompt, rid = [20 + number, 6, 7], f"text drawn {number}"  # no prefix is another's
                 sampling = dict(temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -126,11 +131,11 @@ def ask(server: Server, prompt: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def far(plain: Server, outputs: list[list[int]]) -> float:
-    """Share of the tokens that the target's likeliest is likelier than by more than TIE. outputs: of `prompts`, in
+    """Share of the tokens that the target's likeliest is likelier than by more than TIE. outputs: of `asked`, in
     turn."""
     found: list[float] = []
     for number, output in enumerate(outputs):
-        found += gaps(plain, prompts()[number % len(prompts())], output)
+        found += gaps(plain, asked()[number % len(asked())], output)
     print(f"{len(found)} tokens, {sum(gap > 0 for gap in found)} not the likeliest, by {max(found):.3f} at most")
     return sum(gap > TIE for gap in found) / len(found)
 
@@ -151,7 +156,7 @@ def known(of: Served, drawn: bool) -> list[tuple[Noted, torch.Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 def test_output_is_plain_decodings(served: dict[str, Served], name: str) -> None:
     of = served[name]
-    plain = [ask(of.plain, prompt)["output_ids"] for prompt in prompts()]
+    plain = [ask(of.plain, prompt)["output_ids"] for prompt in asked()]
     assert far(of.plain, [answer["output_ids"] for answer in of.answers]) <= far(of.plain, plain) + FAR
 
 
