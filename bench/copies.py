@@ -44,7 +44,7 @@ from bench import report
 from bench.load import Load, Outcome
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import SPREAD, take_turns, watch
-from bench.widths import BLOCK, PAIR_RECORD
+from bench.widths import BLOCK, PAIR_RECORD, since, told
 from dflash_sglang.demo.launch import OURS
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -217,18 +217,23 @@ def copied(server: Server) -> list[int]:
 
 
 def measure(servers: Mapping[str, Server], load: OfTexts, rounds: int, seconds: float) -> dict[str, Any]:
-    """{server: {figure: [one value per round]}}, with `copied` of each round: [proposed, accepted]."""
+    """{server: {figure: [one value per round]}}, with `copied`: [proposed, accepted], and `by_width`: what `since`
+    gives."""
     counts: list[list[int]] = []
+    steps: dict[str, list[dict[str, list[float]]]] = {name: [] for name in servers}
 
     def measured(name: str, server: Server, load: Load) -> Outcome:
-        before = copied(server) if name == WITH else []
+        before, widths = copied(server) if name == WITH else [], told(server)
         outcome = watch(server, load, seconds)
+        steps[name].append(since(widths, told(server)))
         if name == WITH:
             counts.append([now - then for now, then in zip(copied(server), before, strict=True)])
         return outcome
 
     found: dict[str, Any] = take_turns(servers, dict.fromkeys(servers, load), rounds, measured, kept=list(servers))
     found[WITH]["copied"] = counts
+    for name, of_rounds in steps.items():
+        found[name]["by_width"] = of_rounds
     return found
 
 
