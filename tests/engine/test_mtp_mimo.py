@@ -6,7 +6,6 @@ Weights are random, so the layers choose the recorded continuation, with errors:
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.engine.test_mtp import (
     COMMON,
     NEW_TOKENS,
     ask_each,
+    commits_of,
     next_prompts,
     noted,
     ours,
@@ -66,5 +66,5 @@ def test_output_is_plain_decodings_and_proposals_are_the_references(ranks: int, 
 
     assert wrong_proposals(blocks, texts, propose) == 0
     assert {len(block.chosen) + 1 for block in blocks} == {1, 2, 3, 4}
-    commits = {after.prefix - before.prefix for before, after in pairwise(blocks) if after.rid == before.rid}
+    commits = commits_of(blocks)
     assert commits >= {1, 2, 3, 4}, commits

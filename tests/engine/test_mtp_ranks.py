@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from dflash_sglang.demo.server import Server
 from tests.engine import test_collectives as in_step
 from tests.engine.test_collectives import Layout
-from tests.engine.test_mtp import Noted, checkpoint, noted, ours, plain, wrong_proposals
+from tests.engine.test_mtp import Noted, checkpoint, commits_of, noted, ours, plain, wrong_proposals
 from tests.engine.test_mtp import prompts as of_test_mtp
 from tests.support import scheduler_hooks
 from tests.support.collectives import Step, all_ended, steps
@@ -128,10 +128,7 @@ def test_proposals_are_the_references_at_every_width_and_alike_on_ranks_of_one_b
     blocks = [block for block in served.blocks if block.rid in texts]
     assert wrong_proposals(blocks, texts) == 0
     assert {len(block.chosen) + 1 for block in blocks} == set(CONFIG["width"]["widths"])
-    prefixes: dict[str, set[int]] = {}  # of each request, whatever ran between its blocks
-    for block in blocks:
-        prefixes.setdefault(block.rid, set()).add(block.prefix)
-    commits = {after - before for of in prefixes.values() for before, after in pairwise(sorted(of))}
+    commits = commits_of(blocks)
     assert commits >= {1, 2, 3, 4}, commits
     drawn = [block for block in served.blocks if block.rid.startswith("drawn")]
     assert any(block.chosen != block.likeliest for block in drawn)

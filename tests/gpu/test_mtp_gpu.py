@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from tests.engine.test_mtp import COMMON, NEW_TOKENS, Noted, noted, prompts
+from tests.engine.test_mtp import COMMON, NEW_TOKENS, Noted, commits_of, noted, prompts
 from tests.engine.test_mtp_groups import TYPES_OF_GROUPS
 from tests.engine.test_mtp_widths import CONFIG, HOOKS
 from tests.gpu.test_width_gpu import TIE, gaps
@@ -195,5 +194,5 @@ def test_the_draft_ran_in_graphs_where_they_are_captured(served: dict[str, Serve
     drafted = sum(bool(block.chosen) for block in of.blocks)
     assert replayed == 0 if "no graphs" in name else replayed > drafted > 100
     assert {len(block.chosen) + 1 for block in of.blocks} == {1, 2, 3, 4}
-    commits = {after.prefix - before.prefix for before, after in pairwise(of.blocks) if after.rid == before.rid}
+    commits = commits_of(of.blocks)
     assert commits >= {1, 2, 3, 4}, commits
