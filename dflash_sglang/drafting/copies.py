@@ -61,8 +61,9 @@ class Copies:
         inside = (ids >= 0) & (ids < self._vocab)
         self.history[batch.out_cache_loc] = ids.where(inside, -1).int()
         rows, new = batch.req_pool_indices, len(batch.reqs) - len(batch.decoding_reqs or ())
-        self._tables.last[rows] = 0
-        self._tables.record[rows[:new]] = 0
+        # Not `last[rows] = 0`: torch would copy the number to the device, and wait for it.
+        self._tables.last.index_fill_(0, rows, 0)
+        self._tables.record.index_fill_(0, rows[:new], 0)
         forbid = [
             at
             for at, req in enumerate(batch.reqs[:new])
@@ -70,7 +71,7 @@ class Copies:
         ]
         if forbid:
             index = async_h2d(forbid, dtype=torch.int64, device=ids.device)
-            self._tables.record[rows[index], FAILED] = math.inf
+            self._tables.record[:, FAILED].index_fill_(0, rows[index], math.inf)
 
     @torch.inference_mode()  # in which candidates are drawn
     def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:

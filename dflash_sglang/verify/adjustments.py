@@ -138,7 +138,7 @@ class Penalties:
         if not batch.reqs:
             return
         decoding = set(map(id, batch.decoding_reqs or ())) if batch.forward_mode.is_mixed() else set()
-        for slot, req in zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True):
+        for slot, req in zip(batch.req_pool_indices_cpu.numpy(), batch.reqs, strict=True):
             if id(req) in decoding or not is_penalised(req):
                 continue
             counts = self._counts[slot].zero_()

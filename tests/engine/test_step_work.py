@@ -1,7 +1,8 @@
-"""The host's work in a decode step: nothing of it waits for the device or grows with the batch."""
+"""The host's work in a step: none of it waits for the device, and a decode step's does not grow with the batch."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from dflash_sglang.bench import profile
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, step_moves, step_work
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
@@ -47,13 +49,14 @@ def ending_late(server: Server, directory: Path, stop_tokens: int) -> tuple[Any,
 @pytest.mark.slow
 @pytest.mark.parametrize("captured", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_nothing(tmp_path, captured):
-    """With graphs and overlap scheduling, and without either; whatever number of stop tokens a request names."""
+    """With graphs, overlap scheduling and copies, and without; whatever number of stop tokens a request names."""
     target, draft = make_pair(tmp_path, target=dict(vocab_size=VOCAB), draft=dict(vocab_size=VOCAB))
     for part_of_tokenizer in TARGET.glob("tokenizer*"):  # without one SGLang refuses min_new_tokens
         shutil.copy(part_of_tokenizer, target)
     environment = step_work.recorded(tmp_path)
     if captured:
         environment |= recorded_graphs.recording(tmp_path, "", "support.step_work")
+        environment[CONFIG_ENV] = json.dumps({"copy": "block"})
     with serve(
         target,
         draft,
@@ -73,6 +76,8 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
             assert many.calls == one.calls
             assert many.operators == one.operators
             assert ("rejection_sample" in one.calls) == (sampling is SAMPLED)
+        together = [prefill for prefill in step_work.prefills(tmp_path) if prefill.requests > 1]
+        assert together and not any(prefill.waits for prefill in together), together
         few, many = (ending_late(server, tmp_path, stop_tokens) for stop_tokens in (10, 100_000))
         assert few == many
     assert not captured or {replay.requests for replay in recorded_graphs.replays(tmp_path)} >= {1, 16}
@@ -109,9 +114,14 @@ def test_a_greedy_step_has_at_most_eight_launches_outside_of_its_graphs(tmp_path
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_torch_sees_no_wait_for_the_gpu_in_a_step(tmp_path):
-    environment = {**step_work.recorded(tmp_path, synchronising=True), **DEVICE_ENVIRONMENT}
+    environment = {
+        **step_work.recorded(tmp_path, synchronising=True),
+        **DEVICE_ENVIRONMENT,
+        CONFIG_ENV: json.dumps({"copy": "block"}),
+    }
     graphs = dict(cuda_graph_max_bs_decode=8, max_running_requests=8, min_free_slots_delay=1)
     with serve(TARGET, DRAFT, environment=environment, **graphs, **ON_DEVICE) as server:
         for requests, sampling in ((1, GREEDY), (8, GREEDY), (7, SAMPLED)):
             ask(server, requests, new_tokens=64, **sampling)
             assert typical(tmp_path, requests).waits == []
+        assert {wait for prefill in step_work.prefills(tmp_path) for wait in prefill.waits} == set()

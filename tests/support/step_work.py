@@ -1,9 +1,9 @@
-"""Records what the host does for a decode step, inside the scheduler process of a server under test.
+"""Records what the host does for a step, inside the scheduler process of a server under test.
 
 A plugin of SGLang like `scheduler_hooks`: `recorded(directory)` gives the environment of a server whose scheduler
-writes `directory`/work.jsonl, one line for each decode step, which `steps` reads. Observed is this package's own
-code: the draft input's preparation and the worker's step, without model forwards, SGLang's allocator and the CPU
-platform.
+writes `directory`/work.jsonl, one line for each prefill, which `prefills` reads, and for each decode step, which
+`steps` reads. Observed is this package's own code: the draft input's preparation and the worker's step, without
+model forwards, SGLang's allocator and the CPU platform.
 
 On a GPU, with `synchronising=True`, torch itself reports each call that waits for the device instead.
 """
@@ -54,9 +54,10 @@ MASKED = {"index", "index_put_", "index_put", "_index_put_impl_"}
 
 @dataclass
 class Work:
-    """One decode step."""
+    """One step."""
 
     requests: int
+    prefill: bool = False
     operators: Counter[str] = field(default_factory=Counter)  # of torch, but for those that only make a view
     calls: Counter[str] = field(default_factory=Counter)  # of this package's functions
     loops: list[str] = field(default_factory=list)  # places of this package that went over the batch's requests
@@ -72,9 +73,17 @@ def recorded(directory: Path, synchronising: bool = False, **environment: str) -
 
 
 def steps(directory: Path, requests: int) -> list[Work]:
-    """The steps of batches of so many requests, those that have ended so far."""
-    found = [Work(**row) for row in scheduler_hooks.noted(directory, "work.jsonl")]
-    return [work for work in found if work.requests == requests]
+    """The decode steps of batches of so many requests, those that have ended so far."""
+    return [work for work in _noted(directory) if work.requests == requests and not work.prefill]
+
+
+def prefills(directory: Path) -> list[Work]:
+    """Those that have ended so far."""
+    return [work for work in _noted(directory) if work.prefill]
+
+
+def _noted(directory: Path) -> list[Work]:
+    return [Work(**row) for row in scheduler_hooks.noted(directory, "work.jsonl")]
 
 
 def activate() -> None:
@@ -102,6 +111,7 @@ def _record(scheduler: Any) -> None:
     ):
         setattr(owner, name, recorder.left_out(getattr(owner, name)))
     DFlashWorker._decode = recorder.observed(DFlashWorker._decode, ends=True)
+    DFlashWorker._prefill = recorder.observed(DFlashWorker._prefill, ends=True, prefill=True)
     prepare = recorder.observed(draft_input.DFlashDraftInput.prepare_for_decode, ends=False)
     draft_input.DFlashDraftInput.prepare_for_decode = prepare
 
@@ -136,13 +146,13 @@ class _Recorder(TorchDispatchMode):
 
         return run
 
-    def observed(self, function: Callable[..., Any], ends: bool) -> Callable[..., Any]:
+    def observed(self, function: Callable[..., Any], ends: bool, prefill: bool = False) -> Callable[..., Any]:
         """`ends`: it is the last part of a step."""
 
         @functools.wraps(function)
         def run(owner: Any, batch: Any, *args: Any) -> Any:
             reqs = batch.reqs
-            self.work.requests = len(reqs)
+            self.work.requests, self.work.prefill = len(reqs), prefill
             with self._observing():
                 batch.reqs = _Requests(reqs)
                 batch.reqs.recorder = self
@@ -212,7 +222,8 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
     if name in SIZED_BY_VALUES:
         return kwargs.get("output_size") is None and any(isinstance(value, torch.Tensor) for value in args[1:2])
     if name in MASKED:
-        return any(index is not None and index.dtype == torch.bool for index in args[1])
+        from_host = len(args) > 2 and args[2].dim() == 0  # a number, or what a single request is given
+        return from_host or any(index is not None and index.dtype == torch.bool for index in args[1])
     return name in WAITING_OPERATORS
 
 
