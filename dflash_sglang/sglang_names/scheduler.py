@@ -69,6 +69,7 @@ from sglang.srt.runtime_context import (
     get_parallel,
     get_schedule,
     get_spec,
+    mamba_checkpoint_grid,
     mamba_track_grid,
 )
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo

@@ -22,7 +22,9 @@ from dflash_sglang.sglang_names.scheduler import (
     SamplingParams,
     ScheduleBatch,
     assign_req_to_token_pool_func,
+    get_exec,
     get_parallel,
+    mamba_checkpoint_grid,
     mambaish_config,
     require_mlp_sync,
     require_mlp_tp_gather,
@@ -60,12 +62,22 @@ class Rehearsal:
         self._table = runner.req_to_token_pool.req_to_token
         self._device = runner.device
         self._clock = StepClock(runner.device)
-        self._recurrent = mambaish_config(runner.model_config) is not None
+        self.recurrent = mambaish_config(runner.model_config) is not None  # whether requests have states
 
     @property
     def longest(self) -> int:
         """Tokens of context that a request's step may have."""
         return longest_prefix(self._runner)
+
+    @property
+    def most_requests(self) -> int:
+        return self._table.shape[0] - 1
+
+    @property
+    def kept(self) -> int | None:
+        """SGLang's prefix cache keeps states at multiples of so many tokens of a prompt. None: of no prompt."""
+        keeps = get_exec().mamba.enable_mamba_extra_buffer
+        return mamba_checkpoint_grid(self._reservation.page_size) if keeps else None
 
     @property
     def seeded(self) -> bool:
@@ -85,10 +97,10 @@ class Rehearsal:
                 bs = min(1 << power, most)
                 assign_req_to_token_pool_func(rows[:bs], self._table, allocated[:bs], allocated[:bs], slots, bs)
 
-    def prefill(self, tokens: int, sampling: Mapping[str, Any], offset: int = 0) -> None:
-        """A whole prompt of one request, all of it written to slot 0 and read from there; offset: see `_slots`."""
+    def prefill(self, tokens: int, sampling: Mapping[str, Any], offset: int = 0, requests: int = 1) -> None:
+        """Whole prompts of `tokens` each, written to slot 0 and read from there; offset: see `_slots`."""
         with torch.no_grad():
-            self._prefill(self._prompt(tokens, sampling, offset))
+            self._prefill(self._prompts(requests, tokens, sampling, offset))
 
     def step(self, context: int, sampling: Mapping[str, Any], shape: Shape) -> None:
         """A decode step of one request with `context` tokens, of two for ragged chains."""
@@ -129,7 +141,7 @@ class Rehearsal:
 
     def _clear_states(self) -> None:
         """A recurrent state that many steps have moved on may no longer be finite."""
-        if self._recurrent:
+        if self.recurrent:
             first = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._runner.req_to_token_pool.mamba_pool.clear_slots(first)
 
@@ -138,17 +150,28 @@ class Rehearsal:
         Triton compiles a kernel anew for odd offsets."""
         return torch.zeros(offset + tokens, dtype=torch.int64, device=self._device)[offset:]
 
-    def _prompt(self, tokens: int, sampling: Mapping[str, Any], offset: int) -> ScheduleBatch:
-        batch = self._batch(1, tokens, sampling)
-        (request,) = batch.reqs
-        request.full_untruncated_fill_ids, request.extend_end = request.origin_input_ids, tokens
+    def _prompts(self, requests: int, tokens: int, sampling: Mapping[str, Any], offset: int) -> ScheduleBatch:
+        batch, total = self._batch(requests, tokens, sampling), requests * tokens
+        for request in batch.reqs:
+            request.full_untruncated_fill_ids, request.extend_end = request.origin_input_ids, tokens
         batch.forward_mode, batch.is_extend_in_batch = ForwardMode.EXTEND, True
-        batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens = [0], [tokens], tokens
-        batch.extend_logprob_start_lens = [tokens]
-        batch.input_ids = self._ids(tokens)
-        batch.out_cache_loc = self._slots(tokens, offset)
-        self._tell_ranks(batch, tokens)
+        batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens = [0] * requests, [tokens] * requests, total
+        batch.extend_logprob_start_lens = [tokens] * requests
+        batch.input_ids = self._ids(total)
+        batch.out_cache_loc = self._slots(total, offset)
+        if (grid := self.kept) is not None:
+            self._keep_states(batch, tokens, grid)
+        self._tell_ranks(batch, total)
         return batch
+
+    def _keep_states(self, batch: ScheduleBatch, tokens: int, grid: int) -> None:
+        """As the prefix cache asks for, of prompts that are long enough; in slot 0."""
+        requests, kept = len(batch.reqs), tokens >= grid
+        batch.mamba_prefill_track_mask_cpu = [kept] * requests
+        batch.mamba_track_seqlens_cpu = [tokens if kept else -1] * requests
+        batch.mamba_track_mask = torch.full((requests,), kept, device=self._device)
+        batch.mamba_track_seqlens = torch.full((requests,), tokens if kept else -1, device=self._device)
+        batch.mamba_track_indices = torch.zeros(requests, dtype=torch.int64, device=self._device)
 
     def _decoding(self, requests: int, context: int, sampling: Mapping[str, Any]) -> ScheduleBatch:
         batch = self._batch(requests, context, sampling)

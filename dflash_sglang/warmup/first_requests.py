@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # not divide; GEMMs differ by powers of two. Longer prompts have the kernels of the longest here.
 FORMS = (1, 16, 37)
 PROMPTS_ON_GPU = (*FORMS, 64, 128, 256, 512, 1000, 2048)
+TOGETHER = 64  # rehearsed prompts of a recurrent target, at most; two where nothing is compiled
 SHORT = 16  # what is rehearsed where nothing is compiled, and where the number of rows makes no difference
 SAMPLINGS: tuple[Mapping[str, Any], ...] = (  # each has launches of its own
     GREEDY,
@@ -54,6 +55,10 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, prefills: bool, shapes: 
                 rehearsal.prefill(tokens, GREEDY, offset=1)
         for sampling in samplings[1:] if prefills else ():
             rehearsal.prefill(short, sampling)
+        for tokens in _together(rehearsal) if prefills else ():
+            requests = min(TOGETHER if on_gpu else 2, rehearsal.most_requests, most // tokens)
+            if requests:
+                rehearsal.prefill(tokens, GREEDY, requests=requests)
         for shape in shapes:
             for sampling in samplings if shape.chain is None else samplings[:1]:
                 rehearsal.step(short, sampling, shape)
@@ -61,6 +66,16 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, prefills: bool, shapes: 
             torch.cuda.synchronize()
     if get_parallel().tp_rank == 0:
         logger.info("dflash_sglang rehearsed the first requests in %.2f s", time.perf_counter() - start)
+
+
+def _together(rehearsal: Rehearsal) -> tuple[int, ...]:
+    """Tokens of prompts that are rehearsed several at a time: those of a recurrent target.
+
+    FlashInfer has other kernels for many sequences than for few, and others that keep a state before the end of a
+    prompt. Each process compiles them anew, which takes 5 to 10 s each.
+    """
+    grid = rehearsal.kept
+    return (grid, grid + grid // 2) if grid is not None else (FORMS[-1],) if rehearsal.recurrent else ()
 
 
 def _most_at_once() -> int:

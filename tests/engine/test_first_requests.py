@@ -17,6 +17,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.settings.width import DEFAULT_TREES
+from dflash_sglang.warmup.dummy_batches import GREEDY
 from dflash_sglang.warmup.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT, prompts
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
@@ -200,6 +201,12 @@ def test_recurrent_targets_rehearse_steps_of_every_width_and_leave_no_states(tmp
     )
     with serve(*pair("Qwen3.5"), environment=environment, **arguments) as server:
         ran = rehearsed(records)
-        assert len(ran["prefill"]) == len(SAMPLINGS) and len(ran["step"]) == 3 * len(SAMPLINGS)
+        alone, together = ran["prefill"][: len(SAMPLINGS)], ran["prefill"][len(SAMPLINGS) :]
+        if strategy == "no_buffer":
+            assert [row[2:] for row in alone] == [[]] * len(SAMPLINGS) and together == [[37, dict(GREEDY), 2]]
+        else:  # a prefix cache keeps states of every 64 tokens
+            assert [row[2:] for row in alone] == [[[-1]]] * len(SAMPLINGS)
+            assert together == [[tokens, dict(GREEDY), 2, [tokens] * 2] for tokens in (64, 96)]
+        assert len(ran["step"]) == 3 * len(SAMPLINGS)
         generate(server, REQUESTS[0])
         assert not [first for first in firsts(records) if first[1] or first[2]]

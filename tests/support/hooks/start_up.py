@@ -24,16 +24,23 @@ def rehearsals() -> None:
     names = ("seconds", "prefill", "step")
     ran: dict[str, list[Any]] = {name: [] for name in names}
     init_cuda_graphs, prewarm_sampling = DFlashWorker.init_cuda_graphs, DFlashWorker.prewarm_sampling
+    rehearsed_prefill = DFlashWorker._rehearsed_prefill
     before: list[torch.Tensor] = []
 
     def counting(name: str) -> Any:
         rehearse = getattr(Rehearsal, name)
 
-        def counted(self: Any, *arguments: Any) -> Any:
-            ran[name].append(arguments[:3])
-            return rehearse(self, *arguments)
+        def counted(self: Any, *arguments: Any, **more: Any) -> Any:
+            ran[name].append([*arguments[:3], *more.values()])
+            return rehearse(self, *arguments, **more)
 
         return counted
+
+    def prefilled(self: Any, batch: Any) -> None:
+        """Lengths of the states that a prefix cache would keep, where there is one of states."""
+        if batch.mamba_track_seqlens_cpu is not None:
+            ran["prefill"][-1].append(batch.mamba_track_seqlens_cpu)
+        rehearsed_prefill(self, batch)
 
     def state(self: Any) -> list[torch.Tensor]:
         page, requests = self._reservation.page_size, self.target_worker.model_runner.req_to_token_pool
@@ -66,11 +73,12 @@ def rehearsals() -> None:
         assert self._slots.current[0] == 4, "the next outcome of nobody is somebody's"
         assert told == policy_now()
         assert self.width == width and not self._widths._launched
-        ran["prefill"] = [[tokens, dict(sampling)] for tokens, sampling in ran["prefill"]]
+        ran["prefill"] = [[tokens, dict(sampling), *more] for tokens, sampling, *more in ran["prefill"]]
         ran["step"] = [[context, dict(sampling), shape.width] for context, sampling, shape in ran["step"]]
         (records() / "rehearsed").write_text(json.dumps([ran, json.loads(told)[1]]))
         return result
 
+    DFlashWorker._rehearsed_prefill = prefilled
     for name in names:
         setattr(Rehearsal, name, counting(name))
     DFlashWorker.init_cuda_graphs, DFlashWorker.prewarm_sampling = watched, compared
