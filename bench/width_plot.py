@@ -1,6 +1,6 @@
 """Draws figures of `bench.widths`: throughput against concurrency, and the speed of one user against throughput.
 
-python -m bench.width_plot FILE... PNG [--fixed 4]
+python -m bench.width_plot PNG --panel TITLE FILE... [--panel TITLE FILE...] [--fixed 4]
 
 Beside our policy, no speculation and the built-in worker it has the fixed widths that are asked for.
 """
@@ -46,15 +46,21 @@ def panels_of(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="of different concurrencies")
     parser.add_argument("png", type=Path)
+    parser.add_argument(
+        "--panel", nargs="+", action="append", required=True, metavar=("TITLE", "FILE"),
+        help="results of different concurrencies",
+    )  # fmt: skip
     parser.add_argument("--fixed", type=int, nargs="*", default=[4], help="widths")
-    parser.add_argument("--title", default="Qwen3-8B shapes, one H200, accept length 6.4 at width 16")
+    parser.add_argument("--subject", default="Qwen3-8B shapes, one H200")
     arguments = parser.parse_args()
-    figures: dict[str, Any] = {}
-    for file in arguments.files:
-        figures |= json.loads(file.read_text())["figures"]
-    plot.draw(panels_of(figures, arguments.fixed, arguments.title), arguments.png)
+    panels: dict[str, Any] = {}
+    for title, *files in arguments.panel:
+        figures: dict[str, Any] = {}
+        for file in files:
+            figures |= json.loads(Path(file).read_text())["figures"]
+        panels |= panels_of(figures, arguments.fixed, title)
+    plot.draw(panels, arguments.png, arguments.subject)
 
 
 if __name__ == "__main__":
