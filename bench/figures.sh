@@ -6,7 +6,7 @@
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
-#                    house house_starts observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
+#                    drafts_dspark drafts_domino drafts_kv house house_starts observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
@@ -37,8 +37,8 @@ part() { # NAME MODULE ARGUMENTS...
   echo "[$(date +%T)] $name ended with $status"
 }
 
-weights() { # DIRECTORY SHAPE
-  [ -e "$1/target" ] || "$python" -m dflash_sglang.bench.random_pair "$1" --shape "$2" --config-only
+weights() { # DIRECTORY SHAPE ARGUMENTS...
+  [ -e "$1/target" ] || "$python" -m dflash_sglang.bench.random_pair "$1" --shape "$2" --config-only "${@:3}"
 }
 
 with_pair() { # NAME MODULE ARGUMENTS...
@@ -75,6 +75,13 @@ recurrent() { # NAME SHAPE MODULE FLAGS ARGUMENTS...
   weights "$pair-$2" "hybrid-$2"
   part "recurrent_$1" "$3" --target "$pair-$2/target" --draft "$pair-$2/draft" "--dflash-flags=$draft" \
     "--flags=$4" --logs "$logs/recurrent_$1" "${@:5}"
+}
+
+drafts() { # HEAD BUILT_IN_FLAGS
+  weights "$pair-$1" qwen3-8b --head "$1"
+  part "drafts_$1" widths --target "$pair-$1/target" --draft "$pair-$1/draft" "--dflash-flags=$draft" \
+    "--flags=$serving" --input 128 --mem-fraction 0.9 --kinds ours built_in "--built-in-flags=$2" \
+    --concurrency 64 1 --fixed --over-built-in 1=1.05 64=1.3 --logs "$logs/drafts_$1"
 }
 
 parallel() { # NAME PREFILL_GRAPHS ARGUMENTS...
@@ -124,6 +131,12 @@ for name in "$@"; do
     copy_edits) copies edits --texts rewrite edits --copy 64 --concurrency 1 8 --seconds 4 ;;
     copy_plain) copies plain --texts code prose ;;
     copy_kernels) part copy_kernels copy_kernels ;;
+    drafts_dspark) drafts dspark "--speculative-algorithm DSPARK" ;;
+    drafts_domino) drafts domino "" ;;
+    drafts_kv)
+      weights "$pair-27b-sliding" hybrid-27b --window 2048
+      part drafts_kv draft_kv --target "$pair-27b-sliding/target" --draft "$pair-27b-sliding/draft" \
+        "--dflash-flags=$draft" "--flags=--load-format dummy" --logs "$logs/drafts_kv" ;;
     house) paired house "" ;;
     house_starts) paired house_starts "" --concurrency --requests 128 ;;
     observe)

@@ -10,6 +10,7 @@ Both servers have the memory settings that SGLang chooses, and only start, one a
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import tempfile
@@ -21,20 +22,35 @@ from bench import report
 from bench.servers import parse
 from dflash_sglang.demo.launch import BUILT_IN, ON_CPU, OURS, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.signals import signals_as_exit
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
 MORE = 3.0  # times as many as with the built-in worker, at least
 
 
-def start(kind: str, arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """What a server that then ends has room for."""
+def add_start_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `start`."""
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of both servers, one string")
+    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of their drafts")
+    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
+
+
+def start(
+    kind: str, arguments: argparse.Namespace, scratch: Path, name: str | None = None, **settings: Any
+) -> dict[str, Any]:
+    """What a server that then ends has room for. name: of its log, the kind by default; settings: of ours."""
     cpu = arguments.device == "cpu"
     flags = [
         *model_flags(kind, arguments.target, arguments.draft, arguments.dflash_flags),
         "--skip-tokenizer-init",
     ]
-    log = (arguments.logs or scratch) / f"{kind}.log"
+    log = (arguments.logs or scratch) / f"{name or kind}.log"
+    variables = environment(kind, cpu=cpu, chooses=True) | ({CONFIG_ENV: json.dumps(settings)} if settings else {})
     flags += [*arguments.flags, *(ON_CPU if cpu else ())]
-    with new_server(flags, environment=environment(kind, cpu=cpu, chooses=True), log=log) as server:
+    with new_server(flags, environment=variables, log=log) as server:
         wait_for(kind, server)
         [state] = server.get("/server_info")["internal_states"]
     running = state["effective_max_running_requests_per_dp"]
@@ -51,14 +67,8 @@ def claims(figures: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--out", required=True, type=Path)
+    add_start_options(parser)
     parser.add_argument("--kinds", nargs="+", choices=[BUILT_IN, OURS], default=[BUILT_IN, OURS])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of both servers, one string")
-    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of their drafts")
-    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
     arguments = parse(parser)
     figures: dict[str, Any] = {}
     status = 1

@@ -23,6 +23,9 @@ The policy learns from all loads of its server, step times of widths among it th
 is its own: before each of its measured loads it has one that is not measured. The built-in worker
 has all rounds, too; of the others those that are far from their best in the first round have no other.
 
+`--built-in-flags`, `--over-built-in`: more flags of the built-in worker, which serves some drafts under another
+algorithm, and the ratios that are wanted of it.
+
 `--moving`: the load goes from so many requests to so many and back, and claims say after how many steps our worker
 keeps to a width. `--trees`: numbers of nodes that ours may choose; each has a server of its own, too, that always
 verifies such trees (`ours_tree_16`). `--alike`: a server of ours whose draft and head have the number formats of
@@ -37,6 +40,7 @@ import dataclasses
 import itertools
 import json
 import operator
+import shlex
 import statistics
 import sys
 import tempfile
@@ -122,9 +126,10 @@ def candidates_of(arguments: argparse.Namespace, record: Path | None = None) -> 
     if PLAIN in arguments.kinds:
         found.append(Candidate(PLAIN, PLAIN))
     if BUILT_IN in arguments.kinds and record is not None:
-        found.append(with_coins(BUILT_IN, (), acceptance))
+        found.append(with_coins(BUILT_IN, tuple(arguments.built_in_flags), acceptance))
     elif BUILT_IN in arguments.kinds:
-        found.append(Candidate(BUILT_IN, BUILT_IN, accept_length=round(mean_length(acceptance, BLOCK), 3)))
+        length = round(mean_length(acceptance, BLOCK), 3)
+        found.append(Candidate(BUILT_IN, BUILT_IN, tuple(arguments.built_in_flags), accept_length=length))
     found += [ours(f"{ALONE}_{width}", width=width) for width in arguments.control]
     found += [ours(f"{OURS}_tree_{nodes}", width=f"tree {nodes}") for nodes in arguments.trees]
     if arguments.alike:  # an fp8 target's draft is fp8 on both sides
@@ -219,11 +224,15 @@ def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[f
     return {width: of_width for width, of_width in grown.items() if of_width[0]}
 
 
-def claims(acceptance: str, figures: Mapping[str, Any], fp8: bool = False) -> list[dict[str, Any]]:
+def claims(
+    acceptance: str, figures: Mapping[str, Any], fp8: bool = False, wanted: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
     """Our tokens per second over those of the best of the others, and over the built-in worker's; those of a width
-    that requests ask for over those of its own server. fp8: of the target."""
+    that requests ask for over those of its own server. fp8: of the target; wanted: over the built-in worker's, by
+    concurrency, instead of what there is for this acceptance."""
     out = []
     bounds = OVER_BUILT_IN_FP8 if fp8 and acceptance == RECORDED else OVER_BUILT_IN.get(acceptance, {})
+    bounds = wanted or bounds
     for concurrency, servers in figures.items():
         rate = {name: statistics.median(figure["tokens_per_second"]) for name, figure in servers.items()}
         ours, built_in = rate.pop(OURS), rate.pop(BUILT_IN, None)
@@ -341,7 +350,10 @@ def main() -> int:
     parser.add_argument("--presence-penalty", type=float, default=0.0, help="of every request")
     parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
+    parser.add_argument("--built-in-flags", type=shlex.split, default=[], help="more of that worker, one string")
+    parser.add_argument("--over-built-in", nargs="+", default=[], metavar="CONCURRENCY=RATIO", help="wanted")
     arguments = parse(parser)
+    wanted = {at: float(ratio) for at, _, ratio in (pair.partition("=") for pair in arguments.over_built_in)}
     if not set(arguments.control) <= set(arguments.fixed):
         parser.error(f"--control {arguments.control}: expected widths of --fixed {arguments.fixed}")
     asked = forced(arguments.fixed)
@@ -373,7 +385,7 @@ def main() -> int:
             figures[str(concurrency)] = measure(
                 servers, by_gpu, of, arguments.rounds, arguments.seconds, asked, OURS
             )
-            claimed = claims(arguments.acceptance, figures, fp8="fp8" in arguments.flags)
+            claimed = claims(arguments.acceptance, figures, fp8="fp8" in arguments.flags, wanted=wanted)
             status = keep()
         if arguments.moving:
             phases = moving(servers[OURS], *arguments.moving, load, arguments.seconds)

@@ -1,9 +1,12 @@
 """Random weights in the shapes of a published target and its block-16 draft: for step time, not for acceptance.
 
-python -m dflash_sglang.bench.random_pair DIRECTORY [--shape NAME] [--layers N] [--config-only]
+python -m dflash_sglang.bench.random_pair DIRECTORY [--shape NAME] [--head NAME] [--window N] [--layers N]
+                                          [--config-only]
 
 writes DIRECTORY/target and DIRECTORY/draft. `--config-only` leaves out the target's weights, for servers with
-`--load-format dummy --speculative-draft-load-format auto`.
+`--load-format dummy --speculative-draft-load-format auto`. `--window`: every layer of the draft slides over it.
+`--head dspark`, a vanilla Markov head, and `--head domino` have the sizes of the published ones; their blocks
+verify 16 tokens, too.
 
 | shape | target | draft |
 |---|---|---|
@@ -48,6 +51,12 @@ DELTA_NETS: dict[str, Any] = dict(
     linear_num_key_heads=16,
     rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
 )  # fmt: skip
+# Of published drafts: deepseek-ai's DSpark of Qwen3-4B, and the Domino draft of Qwen3-8B.
+MARKOV_RANK = 256
+DOMINO: dict[str, Any] = dict(
+    projector_type="domino", gru_hidden_dim=1024, emb_dim=256, pure_draft_prefix_len=1, shift_label=True,
+)  # fmt: skip
+HEADS = ("plain", "dspark", "domino")
 BYTES: dict[str, Any] = dict(COMMON, rope_theta=1e4, vocab_size=320, bos_token_id=256, eos_token_id=257)
 # Of its target's config.json a draft has what every dense decoder has.
 DENSE = (
@@ -213,24 +222,36 @@ def target_config(shape: Shape, layers: int | None) -> dict[str, Any]:
     return {**shape.common, **shape.target, **kind, "num_hidden_layers": count}
 
 
-def draft_config(shape: Shape, target: Mapping[str, Any]) -> dict[str, Any]:
+def draft_config(
+    shape: Shape, target: Mapping[str, Any], head: str = "plain", window: int | None = None
+) -> dict[str, Any]:
     """Features of five layers of the target, evenly apart, the first and the last two not among them."""
     dense = {key: value for key, value in target.items() if key in DENSE}
-    layers = target["num_hidden_layers"]
+    layers, own = target["num_hidden_layers"], shape.draft["num_hidden_layers"]
     features = min(5, layers - 3)
-    return {
+    of_block = {
+        "target_layer_ids": [1 + i * (layers - 4) // max(1, features - 1) for i in range(features)],
+        "mask_token_id": shape.mask_token_id,
+    }
+    config = {
         **dense,
         **shape.draft,
         "model_type": "qwen3",
         "architectures": ["DFlashDraftModel"],
         "num_target_layers": layers,
         "block_size": BLOCK,
-        "layer_types": ["full_attention"] * shape.draft["num_hidden_layers"],
-        "dflash_config": {
-            "target_layer_ids": [1 + i * (layers - 4) // max(1, features - 1) for i in range(features)],
-            "mask_token_id": shape.mask_token_id,
-        },
+        "layer_types": ["full_attention" if window is None else "sliding_attention"] * own,
+        "dflash_config": of_block,
     }
+    if window is not None:
+        config |= dict(sliding_window=window, use_sliding_window=True)
+    if head == "dspark":  # its anchor's row proposes, too
+        del config["dflash_config"]
+        config |= dict(of_block, architectures=["Qwen3DSparkModel"], block_size=BLOCK - 1)
+        config |= dict(markov_head_type="vanilla", markov_rank=MARKOV_RANK)
+    elif head == "domino":
+        config["dflash_config"] = of_block | DOMINO
+    return config
 
 
 def save(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
@@ -255,10 +276,26 @@ def target_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def draft_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     hidden = config["hidden_size"]
     tensors = {name: ones(hidden) for name in ("hidden_norm.weight", "norm.weight")}
-    tensors["fc.weight"] = matrix(hidden, len(config["dflash_config"]["target_layer_ids"]) * hidden)
+    of_block = config.get("dflash_config", config)
+    tensors["fc.weight"] = matrix(hidden, len(of_block["target_layer_ids"]) * hidden)
     for i in range(config["num_hidden_layers"]):
         tensors |= layer(f"layers.{i}", config, i)
-    return tensors
+    return tensors | head_tensors(config, of_block)
+
+
+def head_tensors(config: Mapping[str, Any], of_block: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    if rank := config.get("markov_rank"):
+        return {f"markov_head.markov_{name}.weight": matrix(vocabulary, rank) for name in ("w1", "w2")}
+    if "gru_hidden_dim" not in of_block:
+        return {}
+    state, rank = of_block["gru_hidden_dim"], of_block["emb_dim"]
+    return {
+        "prefix_gru.weight_ih_l0": matrix(3 * state, hidden),
+        "prefix_gru.weight_hh_l0": matrix(3 * state, state),
+        "embed_proj.0.weight": matrix(rank, hidden + state),
+        "embed_proj.2.weight": matrix(vocabulary, rank),
+    }
 
 
 def write_words(directory: Path, vocabulary: int) -> None:
@@ -274,7 +311,14 @@ def write_words(directory: Path, vocabulary: int) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
-def write_pair(directory: Path, name: str, layers: int | None = None, config_only: bool = False) -> dict[str, str]:
+def write_pair(
+    directory: Path,
+    name: str,
+    layers: int | None = None,
+    config_only: bool = False,
+    head: str = "plain",
+    window: int | None = None,
+) -> dict[str, str]:
     """Writes a pair of the shape `name`; the directories by `target` and `draft`."""
     shape = SHAPES[name]
     torch.manual_seed(0)
@@ -285,7 +329,7 @@ def write_pair(directory: Path, name: str, layers: int | None = None, config_onl
             shutil.copy(Path(pair_directories()["target"]) / file, directory / "target" / file)
     else:
         write_words(directory / "target", shape.common["vocab_size"])
-    draft = draft_config(shape, target)
+    draft = draft_config(shape, target, head, window)
     # Last, and its config.json after its weights: where that is, the pair is complete.
     save(directory / "draft", draft_tensors(draft), draft)
     return {role: str(directory / role) for role in ("target", "draft")}
@@ -297,8 +341,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="of the target; the shape's own by default")
     parser.add_argument("--config-only", action="store_true", help="no weights of the target")
+    parser.add_argument("--head", choices=HEADS, default="plain", help="of the draft")
+    parser.add_argument("--window", type=int, help="that every layer of the draft slides over")
     arguments = parser.parse_args()
-    write_pair(arguments.directory, arguments.shape, arguments.layers, arguments.config_only)
+    write_pair(
+        arguments.directory,
+        arguments.shape,
+        arguments.layers,
+        arguments.config_only,
+        arguments.head,
+        arguments.window,
+    )
 
 
 if __name__ == "__main__":

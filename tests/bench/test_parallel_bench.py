@@ -148,6 +148,9 @@ Loading shards: 0% Completed | 0/1 [00:00<?, ?it/s][2026-11-21 19:00:02 DP0 TP0]
     }
 
 
+PLAIN_PARTS = {"fc", "hidden_norm", "layers", "norm"}
+
+
 @pytest.mark.parametrize("name, ids", [
     ("qwen3-8b", [1, 9, 17, 25, 33]), ("qwen3-30b-a3b", [1, 12, 23, 34, 45]), ("small-moe", [1, 2, 3]),
     ("hybrid-9b", [1, 8, 15, 22, 29]),
@@ -157,6 +160,25 @@ def test_a_random_draft_reads_layers_that_its_target_has(name, ids):
     target = random_pair.target_config(shape, None)
     spec = DraftSpec.from_config(random_pair.draft_config(shape, target))
     assert list(spec.feature_layer_ids(target["num_hidden_layers"])) == ids
+
+
+@pytest.mark.parametrize("head", random_pair.HEADS)
+def test_a_random_draft_has_the_head_that_is_asked_for_and_verifies_16_tokens(tmp_path, head):
+    from dflash_sglang.checkpoint.files import tensor_facts
+
+    random_pair.write_pair(tmp_path, "tiny", head=head, window=64)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    spec = DraftSpec.from_config(config)
+    assert (spec.dspark is not None, spec.domino is not None) == (head == "dspark", head == "domino")
+    assert spec.block_size == 16 and [layer.window for layer in spec.layers] == [64]
+    of_head = {name for name in tensor_facts(tmp_path / "draft") if name.split(".")[0] not in PLAIN_PARTS}
+    assert of_head == {
+        "plain": set(),
+        "dspark": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
+        "domino": {
+            "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight",
+        },
+    }[head]  # fmt: skip
 
 
 def test_a_random_pair_with_experts_has_the_tensors_that_its_config_names(tmp_path):

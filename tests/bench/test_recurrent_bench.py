@@ -1,4 +1,4 @@
-"""`bench.recurrent`, `bench.first_batches`, `bench.running_requests`: claims, and runs on a CPU."""
+"""`bench.recurrent`, `bench.first_batches`, `bench.running_requests`, `bench.draft_kv`: claims, runs on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import first_batches, recurrent, running_requests
+from bench import draft_kv, first_batches, recurrent, running_requests
 from bench.load import Answer, Load, Outcome
 from dflash_sglang.bench import random_pair
 from dflash_sglang.demo import launch
@@ -109,6 +109,12 @@ def test_running_requests_are_held_against_the_built_in_workers():
     figures = {BUILT_IN: {"running_requests": 9}, OURS: {"running_requests": 26}}
     assert values(running_requests.claims(figures)) == [(2.8889, ">= 3.0", False)]
     assert running_requests.claims({BUILT_IN: figures[BUILT_IN]}) == []
+
+
+def test_tokens_beside_rings_are_held_against_those_beside_a_whole_pool():
+    figures = {name: {"memory_usage": {"token_capacity": fit}} for name, fit in (("auto", 1160), ("whole", 1000))}
+    [claim] = draft_kv.claims(figures, 48)
+    assert values([claim]) == [(1.16, ">= 1.17", False)] and "1160 over 1000, 48 requests" in claim["what"]
 
 
 @pytest.fixture(scope="module")

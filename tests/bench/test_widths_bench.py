@@ -24,7 +24,18 @@ def asked(**more: Any) -> Namespace:
     usual = dict(
         acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None, trees=[], alike=False, flags=[]
     )
-    return Namespace(**{**usual, **dict(trees=[], alike=False, flags=[]), **more})
+    return Namespace(**{**usual, **dict(trees=[], alike=False, flags=[], built_in_flags=[]), **more})
+
+
+def test_the_built_in_worker_may_have_an_algorithm_and_ratios_of_its_own():
+    flags = ["--speculative-algorithm", "DSPARK"]
+    ours, built_in = widths.candidates_of(asked(kinds=[OURS, BUILT_IN], built_in_flags=flags))
+    assert ours.flags == () and built_in.flags == tuple(flags) and built_in.accept_length == 6.42
+    figures = {
+        at: {OURS: {"tokens_per_second": [11]}, BUILT_IN: {"tokens_per_second": [10]}} for at in ("1", "64")
+    }
+    claimed = widths.claims("good", figures, wanted={"1": 1.05, "64": 1.3})
+    assert [(claim["bound"], claim["ok"]) for claim in claimed] == [(">= 1.05", True), (">= 1.3", False)]
 
 
 def test_fixed_widths_are_loads_and_those_of_the_control_servers_too():
