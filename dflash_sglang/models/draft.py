@@ -236,12 +236,11 @@ class DFlashDraftModel(BorrowingDraft):
         Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape.
         """
         if self._loaded:
-            load_update(self, weights)
+            load_update(self, self.checkpoint_shapes, weights)
         else:
-            load_checkpoint(self, weights)
+            load_checkpoint(self, self.checkpoint_shapes, weights)
             self._loaded = True
 
-    @property
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """By checkpoint name, of whole tensors that are not packed. Scalars, and what belongs to a quantisation
         alone, are their loaders' to judge."""

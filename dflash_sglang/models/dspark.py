@@ -126,9 +126,8 @@ class DSparkDraftModel(DFlashDraftModel):
     def edges(self) -> MarkovHead | None:
         return self.markov_head
 
-    @property
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = super().checkpoint_shapes
+        shapes = super().checkpoint_shapes()
         if self.markov_head is not None and self.target_ids is not None:
             shapes["markov_head.markov_w2.weight"] = (len(self.target_ids), self.markov_head.markov_w2.in_features)
         return shapes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from dflash_sglang.sglang_names.scheduler import (
     maybe_remap_kv_scale_name,
 )
 from dflash_sglang.startup.facts import LoadError
-
-if TYPE_CHECKING:
-    from dflash_sglang.models.draft import DFlashDraftModel
 
 _RECOMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 """Rotary tables that some exporters save; RoPE is computed from the config."""
@@ -49,7 +46,11 @@ class Placed(NamedTuple):
     shard: Shard
 
 
-def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
+"""By checkpoint name, as the model's parameters are when it is asked: `DFlashDraftModel.checkpoint_shapes`."""
+
+
+def load_checkpoint(model: nn.Module, shapes: Shapes, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Loads a whole checkpoint by its tensors' names, with or without the prefix `model.`.
 
     Tensors of a quantisation method (scales, zero points, packed weights, g_idx) go to its parameters like
@@ -58,7 +59,7 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
     params = dict(model.named_parameters())
     unexpected: list[str] = []
     loaded: dict[str, set[Shard]] = {}
-    for placed in _places(model, params, dense_tables(weights), unexpected):
+    for placed in _places(shapes(), params, dense_tables(weights), unexpected):
         _load(params, placed)
         loaded.setdefault(placed.target, set()).add(placed.shard)
     if unexpected:
@@ -79,7 +80,7 @@ def load_checkpoint(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor
         )
 
 
-def load_update(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_update(model: nn.Module, shapes: Shapes, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Loads any part of a checkpoint into a loaded model, of a quantised module all of it.
 
     Raises ValueError as `load_checkpoint`, and for a part of a quantised module, before anything is changed; a
@@ -92,7 +93,7 @@ def load_update(model: DFlashDraftModel, weights: Iterable[tuple[str, Tensor]]) 
     with CheckpointForm(quantised) as form:
         params = dict(model.named_parameters())
         unexpected: list[str] = []
-        update = list(_places(model, params, weights, unexpected))
+        update = list(_places(shapes(), params, weights, unexpected))
         if unexpected:
             raise ValueError(unexpected_in_update(unexpected))
         shards: dict[str, set[Shard]] = {}
@@ -117,7 +118,7 @@ def _refuse_biases(layers: Mapping[str, nn.Module]) -> None:
         )
 
 
-def of_others(model: DFlashDraftModel, names: Iterable[str]) -> list[str]:
+def of_others(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The names that are, as they stand, neither of a parameter of the draft nor of one of its modules."""
     parameters = dict(model.named_parameters()).keys()
     modules = {f"{name}." for name, _ in model.named_modules() if name}
@@ -126,14 +127,13 @@ def of_others(model: DFlashDraftModel, names: Iterable[str]) -> list[str]:
 
 
 def _places(
-    model: DFlashDraftModel,
+    shapes: Mapping[str, tuple[int, ...]],
     params: Mapping[str, nn.Parameter],
     weights: Iterable[tuple[str, Tensor]],
     unexpected: list[str],
 ) -> Iterator[Placed]:
     """The place of each tensor that has one, as they come; `unexpected` gets the names of the others. Raises
     ValueError for one that does not fit its place."""
-    shapes = model.checkpoint_shapes
     shared: dict[str, Tensor] = {}
     for name, tensor in weights:
         own = name.removeprefix("model.")
