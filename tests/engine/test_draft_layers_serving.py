@@ -137,4 +137,4 @@ def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(s
         beside = pool.submit(test_parallel.ask, served.server, asked, together=False)
         sampled = draws(served.server)
         assert [answer["output_ids"] for answer in beside.result()] == expected
-    assert_distributed(sampled, three_tokens(target))
+    assert_distributed(served.server, sampled, three_tokens(target))

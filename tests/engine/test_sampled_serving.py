@@ -73,7 +73,14 @@ def next_token(server: Server, prompt: list[int]) -> dict[int, float]:
 
 
 def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[int, ...], float]) -> None:
-    """`DRAWS` outputs, three requests at a time, follow the distribution."""
+    """`DRAWS` outputs, three requests at a time, follow the distribution. A sample in a thousand fails by chance;
+    then another one decides."""
+    over = _over_chi_square(server, prompt, expected)
+    assert over <= 0 or _over_chi_square(server, prompt, expected) <= 0, f"by {over:.1f}, and again"
+
+
+def _over_chi_square(server: Server, prompt: list[int], expected: dict[tuple[int, ...], float]) -> float:
+    """Chi-square of a sample over its 0.001 bound."""
     (count,) = {len(tokens) for tokens in expected}
     sampling = dict(temperature=TEMPERATURE, top_k=TOP_K, max_new_tokens=count, ignore_eos=True, n=100)
     asked = dict(input_ids=prompt, sampling_params=sampling)
@@ -82,8 +89,7 @@ def assert_sampled_from(server: Server, prompt: list[int], expected: dict[tuple[
         observed = Counter(tuple(one["output_ids"]) for answer in answers for one in answer)
     assert set(observed) <= set(expected)
     chi_square = sum((observed[key] - DRAWS * p) ** 2 / (DRAWS * p) for key, p in expected.items())
-    bound = chi_square_bound(len(expected) - 1)
-    assert chi_square <= bound, f"chi-square {chi_square:.1f}, expected at most {bound:.1f}"
+    return chi_square - chi_square_bound(len(expected) - 1)
 
 
 @pytest.mark.parametrize(
