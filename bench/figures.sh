@@ -9,7 +9,8 @@
 #                    drafts_dspark drafts_domino drafts_kv house house_starts observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #
-# GPUS as in CUDA_VISIBLE_DEVICES. Two calls at once, each on a GPU of its own, do not disturb each other. From the
+# GPUS as in CUDA_VISIBLE_DEVICES. Calls at once, each on a GPU of its own, do not disturb each other while processors
+# are idle; where tests compiled kernels beside them, prefills took up to twice as long. From the
 # environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are PAIR-9b
 # and PAIR-27b for the recurrent parts; LOGS; SECONDS_EACH, after which a part ends with what it has; SKIP, a
 # directory: files named as results are left out; BEFORE, the other checkout of `house`, a directory that its
