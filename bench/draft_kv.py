@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.running_requests import add_start_options, start
+from bench.running_requests import start
+from bench.servers import add_model_options
 from dflash_sglang.demo.launch import OURS
 from dflash_sglang.demo.signals import signals_as_exit
 
@@ -32,7 +33,7 @@ def claims(figures: Mapping[str, Mapping[str, Any]], requests: int) -> list[dict
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_start_options(parser)
+    add_model_options(parser)
     parser.add_argument("--requests", type=int, default=48, help="that may run at a time")
     arguments = parser.parse_args()
     arguments.flags += ["--max-running-requests", str(arguments.requests)]

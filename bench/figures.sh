@@ -6,15 +6,17 @@
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
-#                    drafts_dspark drafts_domino drafts_kv house house_starts observe recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
+#                    drafts_dspark drafts_domino drafts_kv house house_starts observe
+#                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Calls at once, each on a GPU of its own, do not disturb each other while processors
-# are idle; where tests compiled kernels beside them, prefills took up to twice as long. From the
-# environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are PAIR-9b
-# and PAIR-27b for the recurrent parts; LOGS; SECONDS_EACH, after which a part ends with what it has; SKIP, a
-# directory: files named as results are left out; BEFORE, the other checkout of `house`, a directory that its
-# commit names; ADD=1: the rounds of `recurrent_9b` go to those that its result has.
+# are idle; where tests compiled kernels beside them, prefills took up to twice as long.
+#
+# From the environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are
+# PAIR-9b, PAIR-dspark and others for the parts that need them; LOGS; SECONDS_EACH, after which a part ends with
+# what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house`, a
+# directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its result has.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -72,17 +74,20 @@ copies() { # NAME ARGUMENTS...
   with_pair "copy_$1" copies "--flags=$serving 2048" --mem-fraction 0.9 "${@:2}"
 }
 
+own_pair() { # NAME MODULE DIRECTORY FLAGS ARGUMENTS...
+  part "$1" "$2" --target "$3/target" --draft "$3/draft" "--dflash-flags=$draft" "--flags=$4" \
+    --logs "$logs/$1" "${@:5}"
+}
+
 recurrent() { # NAME SHAPE MODULE FLAGS ARGUMENTS...
   weights "$pair-$2" "hybrid-$2"
-  part "recurrent_$1" "$3" --target "$pair-$2/target" --draft "$pair-$2/draft" "--dflash-flags=$draft" \
-    "--flags=$4" --logs "$logs/recurrent_$1" "${@:5}"
+  own_pair "recurrent_$1" "$3" "$pair-$2" "$4" "${@:5}"
 }
 
 drafts() { # HEAD BUILT_IN_FLAGS
   weights "$pair-$1" qwen3-8b --head "$1"
-  part "drafts_$1" widths --target "$pair-$1/target" --draft "$pair-$1/draft" "--dflash-flags=$draft" \
-    "--flags=$serving" --input 128 --mem-fraction 0.9 --kinds ours built_in "--built-in-flags=$2" \
-    --concurrency 64 1 --fixed --over-built-in 1=1.05 64=1.3 --logs "$logs/drafts_$1"
+  own_pair "drafts_$1" widths "$pair-$1" "$serving" --input 128 --mem-fraction 0.9 --kinds ours built_in \
+    "--built-in-flags=$2" --concurrency 64 1 --fixed --over-built-in 1=1.05 64=1.3
 }
 
 parallel() { # NAME PREFILL_GRAPHS ARGUMENTS...
@@ -136,8 +141,7 @@ for name in "$@"; do
     drafts_domino) drafts domino "" ;;
     drafts_kv)
       weights "$pair-27b-sliding" hybrid-27b --window 2048
-      part drafts_kv draft_kv --target "$pair-27b-sliding/target" --draft "$pair-27b-sliding/draft" \
-        "--dflash-flags=$draft" "--flags=--load-format dummy" --logs "$logs/drafts_kv" ;;
+      own_pair drafts_kv draft_kv "$pair-27b-sliding" "--load-format dummy" ;;
     house) paired house "" ;;
     house_starts) paired house_starts "" --concurrency --requests 128 ;;
     observe)

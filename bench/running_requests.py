@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,23 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.servers import parse
+from bench.servers import add_model_options, parse
 from dflash_sglang.demo.launch import BUILT_IN, ON_CPU, OURS, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
 MORE = 3.0  # times as many as with the built-in worker, at least
-
-
-def add_start_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `start`."""
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of both servers, one string")
-    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of their drafts")
-    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
 
 
 def start(
@@ -67,7 +55,7 @@ def claims(figures: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_start_options(parser)
+    add_model_options(parser)
     parser.add_argument("--kinds", nargs="+", choices=[BUILT_IN, OURS], default=[BUILT_IN, OURS])
     arguments = parse(parser)
     figures: dict[str, Any] = {}

@@ -33,11 +33,20 @@ class Candidate:
     program: tuple[str, ...] = LAUNCH
 
 
-def add_options(parser: argparse.ArgumentParser, kinds: Sequence[str], accept_length: float) -> None:
-    """The options of `parse` and `server_of`, with this accept length by default."""
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What servers serve, how they are started, and where results and logs go."""
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
+    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of the DFLASH servers")
+    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
+
+
+def add_options(parser: argparse.ArgumentParser, kinds: Sequence[str], accept_length: float) -> None:
+    """The options of `parse` and `server_of`, with this accept length by default."""
+    add_model_options(parser)
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--accept-length", type=float, default=accept_length)
@@ -45,11 +54,7 @@ def add_options(parser: argparse.ArgumentParser, kinds: Sequence[str], accept_le
     parser.add_argument(
         "--token-ids", type=int, nargs=2, default=[1000, 100_000], help="of prompts, from and below"
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--mem-fraction", type=float, default=0.7)
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
-    parser.add_argument("--dflash-flags", type=shlex.split, default=[], help="more flags of the DFLASH servers")
-    parser.add_argument("--logs", type=Path, help="directory that keeps the servers' logs")
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:

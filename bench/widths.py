@@ -231,8 +231,8 @@ def claims(
     that requests ask for over those of its own server. fp8: of the target; wanted: over the built-in worker's, by
     concurrency, instead of what there is for this acceptance."""
     out = []
-    bounds = OVER_BUILT_IN_FP8 if fp8 and acceptance == RECORDED else OVER_BUILT_IN.get(acceptance, {})
-    bounds = wanted or bounds
+    usual = OVER_BUILT_IN_FP8 if fp8 and acceptance == RECORDED else OVER_BUILT_IN.get(acceptance, {})
+    bounds = wanted or usual
     for concurrency, servers in figures.items():
         rate = {name: statistics.median(figure["tokens_per_second"]) for name, figure in servers.items()}
         ours, built_in = rate.pop(OURS), rate.pop(BUILT_IN, None)

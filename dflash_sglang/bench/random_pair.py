@@ -241,17 +241,13 @@ def draft_config(
         "num_target_layers": layers,
         "block_size": BLOCK,
         "layer_types": ["full_attention" if window is None else "sliding_attention"] * own,
-        "dflash_config": of_block,
     }
     if window is not None:
         config |= dict(sliding_window=window, use_sliding_window=True)
     if head == "dspark":  # its anchor's row proposes, too
-        del config["dflash_config"]
-        config |= dict(of_block, architectures=["Qwen3DSparkModel"], block_size=BLOCK - 1)
-        config |= dict(markov_head_type="vanilla", markov_rank=MARKOV_RANK)
-    elif head == "domino":
-        config["dflash_config"] = of_block | DOMINO
-    return config
+        of_head = dict(markov_head_type="vanilla", markov_rank=MARKOV_RANK, block_size=BLOCK - 1)
+        return {**config, **of_block, **of_head, "architectures": ["Qwen3DSparkModel"]}
+    return {**config, "dflash_config": of_block | (DOMINO if head == "domino" else {})}
 
 
 def save(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:

@@ -21,9 +21,7 @@ from dflash_sglang.verify.record import AcceptanceRecord
 
 
 def asked(**more: Any) -> Namespace:
-    usual = dict(
-        acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None, trees=[], alike=False, flags=[]
-    )
+    usual = dict(acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None)
     return Namespace(**{**usual, **dict(trees=[], alike=False, flags=[], built_in_flags=[]), **more})
 
 
@@ -31,10 +29,8 @@ def test_the_built_in_worker_may_have_an_algorithm_and_ratios_of_its_own():
     flags = ["--speculative-algorithm", "DSPARK"]
     ours, built_in = widths.candidates_of(asked(kinds=[OURS, BUILT_IN], built_in_flags=flags))
     assert ours.flags == () and built_in.flags == tuple(flags) and built_in.accept_length == 6.42
-    figures = {
-        at: {OURS: {"tokens_per_second": [11]}, BUILT_IN: {"tokens_per_second": [10]}} for at in ("1", "64")
-    }
-    claimed = widths.claims("good", figures, wanted={"1": 1.05, "64": 1.3})
+    rates = {OURS: {"tokens_per_second": [11]}, BUILT_IN: {"tokens_per_second": [10]}}
+    claimed = widths.claims("good", {"1": rates, "64": rates}, wanted={"1": 1.05, "64": 1.3})
     assert [(claim["bound"], claim["ok"]) for claim in claimed] == [(">= 1.05", True), (">= 1.3", False)]
 
 
