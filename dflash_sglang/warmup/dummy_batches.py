@@ -76,7 +76,7 @@ class Rehearsal:
     @property
     def kept(self) -> int | None:
         """SGLang's prefix cache keeps states at multiples of so many tokens of a prompt. None: of no prompt."""
-        keeps = get_exec().mamba.enable_mamba_extra_buffer
+        keeps = self.recurrent and get_exec().mamba.enable_mamba_extra_buffer
         return mamba_checkpoint_grid(self._reservation.page_size) if keeps else None
 
     @property

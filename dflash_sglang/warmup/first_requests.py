@@ -72,10 +72,12 @@ def _together(rehearsal: Rehearsal) -> tuple[int, ...]:
     """Tokens of prompts that are rehearsed several at a time: those of a recurrent target.
 
     FlashInfer has other kernels for many sequences than for few, and others that keep a state before the end of a
-    prompt. Each process compiles them anew, which takes 5 to 10 s each.
+    prompt. Each process compiles all of them anew, for 5 to 10 s a kernel.
     """
+    if not rehearsal.recurrent:
+        return ()
     grid = rehearsal.kept
-    return (grid, grid + grid // 2) if grid is not None else (FORMS[-1],) if rehearsal.recurrent else ()
+    return (FORMS[-1],) if grid is None else (grid, grid + grid // 2)
 
 
 def _most_at_once() -> int:
