@@ -6,7 +6,7 @@
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
-#                    drafts_dspark drafts_domino drafts_kv house house_starts observe
+#                    drafts_dspark drafts_domino drafts_kv drafts_dflash2 house house_starts observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #
@@ -15,8 +15,9 @@
 #
 # From the environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are
 # PAIR-9b, PAIR-dspark and others for the parts that need them; LOGS; SECONDS_EACH, after which a part ends with
-# what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house`, a
-# directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its result has.
+# what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house` and
+# `drafts_dflash2`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its
+# result has.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -142,6 +143,10 @@ for name in "$@"; do
     drafts_kv)
       weights "$pair-27b-sliding" hybrid-27b --window 2048
       own_pair drafts_kv draft_kv "$pair-27b-sliding" "--load-format dummy" ;;
+    drafts_dflash2)
+      weights "$pair-dflash2" qwen3-8b --head dflash2
+      own_pair drafts_dflash2 paired "$pair-dflash2" "$serving" --before "${BEFORE:?the other checkout}" \
+        --mem-fraction 0.9 --starts 0 --rounds 5 --concurrency 1 32 --width 16 --kept 0.995 ;;
     house) paired house "" ;;
     house_starts) paired house_starts "" --concurrency --requests 128 ;;
     observe)

@@ -5,8 +5,8 @@ python -m dflash_sglang.bench.random_pair DIRECTORY [--shape NAME] [--head NAME]
 
 writes DIRECTORY/target and DIRECTORY/draft. `--config-only` leaves out the target's weights, for servers with
 `--load-format dummy --speculative-draft-load-format auto`. `--window`: every layer of the draft slides over it.
-`--head dspark`, a vanilla Markov head, and `--head domino` have the sizes of the published ones; their blocks
-verify 16 tokens, too.
+`--head dspark`, a vanilla Markov head, `--head domino` and `--head dflash2` have the sizes of the published ones;
+their blocks verify 16 tokens, too.
 
 | shape | target | draft |
 |---|---|---|
@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dflash_sglang.checkpoint.draft_spec import DraftSpec
+from dflash_sglang.checkpoint.shapes import dense_shapes
 from dflash_sglang.pair import pair_directories
 
 BLOCK = 16
@@ -51,12 +53,14 @@ DELTA_NETS: dict[str, Any] = dict(
     linear_num_key_heads=16,
     rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
 )  # fmt: skip
-# Of published drafts: deepseek-ai's DSpark of Qwen3-4B, and the Domino draft of Qwen3-8B.
+# Of published drafts: deepseek-ai's DSpark of Qwen3-4B, the Domino draft of Qwen3-8B, z-lab's of Qwen3.8-27B.
 MARKOV_RANK = 256
 DOMINO: dict[str, Any] = dict(
     projector_type="domino", gru_hidden_dim=1024, emb_dim=256, pure_draft_prefix_len=1, shift_label=True,
 )  # fmt: skip
-HEADS = ("plain", "dspark", "domino")
+DFLASH2: dict[str, Any] = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16)
+OF_BLOCK: Mapping[str, Mapping[str, Any]] = {"plain": {}, "domino": DOMINO, "dflash2": DFLASH2}
+HEADS = (*OF_BLOCK, "dspark")
 BYTES: dict[str, Any] = dict(COMMON, rope_theta=1e4, vocab_size=320, bos_token_id=256, eos_token_id=257)
 # Of its target's config.json a draft has what every dense decoder has.
 DENSE = (
@@ -147,13 +151,13 @@ SHAPES: Mapping[str, Shape] = {
 }  # fmt: skip
 
 
-def matrix(rows: int, columns: int) -> torch.Tensor:
+def matrix(*shape: int) -> torch.Tensor:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return (torch.randn(rows, columns, device=device) * 0.02).bfloat16().cpu()
+    return (torch.randn(shape, device=device) * 0.02).bfloat16().cpu()
 
 
-def ones(size: int) -> torch.Tensor:
-    return torch.ones(size, dtype=torch.bfloat16)
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16)
 
 
 def mlp(prefix: str, hidden: int, width: int) -> dict[str, torch.Tensor]:
@@ -247,7 +251,9 @@ def draft_config(
     if head == "dspark":  # its anchor's row proposes, too
         of_head = dict(markov_head_type="vanilla", markov_rank=MARKOV_RANK, block_size=BLOCK - 1)
         return {**config, **of_block, **of_head, "architectures": ["Qwen3DSparkModel"]}
-    return {**config, "dflash_config": of_block | (DOMINO if head == "domino" else {})}
+    if head == "dflash2":
+        config["architectures"] = ["DFlash2DraftModel"]
+    return {**config, "dflash_config": {**of_block, **OF_BLOCK[head]}}
 
 
 def save(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
@@ -270,27 +276,14 @@ def target_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def draft_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    hidden = config["hidden_size"]
-    tensors = {name: ones(hidden) for name in ("hidden_norm.weight", "norm.weight")}
-    of_block = config.get("dflash_config", config)
-    tensors["fc.weight"] = matrix(hidden, len(of_block["target_layer_ids"]) * hidden)
-    for i in range(config["num_hidden_layers"]):
-        tensors |= layer(f"layers.{i}", config, i)
-    return tensors | head_tensors(config, of_block)
-
-
-def head_tensors(config: Mapping[str, Any], of_block: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    if rank := config.get("markov_rank"):
-        return {f"markov_head.markov_{name}.weight": matrix(vocabulary, rank) for name in ("w1", "w2")}
-    if "gru_hidden_dim" not in of_block:
-        return {}
-    state, rank = of_block["gru_hidden_dim"], of_block["emb_dim"]
+    spec = DraftSpec.from_config(config)
+    assert spec.target_layer_ids is not None
+    shapes = dense_shapes(spec, len(spec.target_layer_ids))
+    stacked = ("qkv_proj.weight", "gate_up_proj.weight")  # of tensors that are there, too
     return {
-        "prefix_gru.weight_ih_l0": matrix(3 * state, hidden),
-        "prefix_gru.weight_hh_l0": matrix(3 * state, state),
-        "embed_proj.0.weight": matrix(rank, hidden + state),
-        "embed_proj.2.weight": matrix(vocabulary, rank),
+        name: ones(*shape) if len(shape) == 1 else matrix(*shape)
+        for name, shape in shapes.items()
+        if not name.endswith(stacked)
     }
 
 

@@ -17,7 +17,11 @@ with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(sys.argv[1:]), file=calls)
 """
 # Parts whose result is still to come.
-TO_COME = {"pd_decode", "recurrent_first_batches", *(f"drafts_{part}" for part in ("dspark", "domino", "kv"))}
+TO_COME = {
+    "pd_decode",
+    "recurrent_first_batches",
+    *(f"drafts_{part}" for part in ("dspark", "domino", "kv", "dflash2")),
+}
 # Results of an option that is gone, whose figures the docs have.
 NO_LONGER = {f"width_{part}.json" for part in ("good_shares", "mixed", "mixed_busy")}
 # Directories, ports and devices; whether rounds came at once.

@@ -169,7 +169,8 @@ def test_a_random_draft_has_the_head_that_is_asked_for_and_verifies_16_tokens(tm
     random_pair.write_pair(tmp_path, "tiny", head=head, window=64)
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     spec = DraftSpec.from_config(config)
-    assert (spec.dspark is not None, spec.domino is not None) == (head == "dspark", head == "domino")
+    heads = {"dspark": spec.dspark, "domino": spec.domino, "dflash2": spec.dflash2}
+    assert [name for name, found in heads.items() if found is not None] == [head] * (head != "plain")
     assert spec.block_size == 16 and [layer.window for layer in spec.layers] == [64]
     of_head = {name for name in tensor_facts(tmp_path / "draft") if name.split(".")[0] not in PLAIN_PARTS}
     assert of_head == {
@@ -177,6 +178,10 @@ def test_a_random_draft_has_the_head_that_is_asked_for_and_verifies_16_tokens(tm
         "dspark": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
         "domino": {
             "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight",
+        },
+        "dflash2": {
+            "candidate_selector.hidden_projection.weight", "candidate_selector.predecessor_codebook",
+            "candidate_selector.successor_codebook",
         },
     }[head]  # fmt: skip
 
