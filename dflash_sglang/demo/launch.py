@@ -25,9 +25,9 @@ LAUNCH = ("-m", "sglang.launch_server")
 # Flags and environment of a server on the CPU platform, in the type in which outputs can be compared for equality.
 ON_CPU = ("--device", "cpu", "--dtype", "float32")
 CPU_ENVIRONMENT: Mapping[str, str] = {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
-# What a DFLASH worker writes into the log once it is up.
+# What a DFLASH worker writes into the log once it is up; the built-in one of DSpark drafts, too.
 SIGNATURE: Mapping[str, str] = {
-    BUILT_IN: "Initialized DFLASH draft runner",
+    BUILT_IN: " draft runner. attention_backend=",
     OURS: f"dflash_sglang {__version__} worker active",
 }
 READY_TIMEOUT = 1800.0  # seconds; a first start compiles kernels, and large checkpoints load for long

@@ -35,6 +35,7 @@ raise SystemExit(1)
 @pytest.mark.parametrize("kind, log, verb", [
     ("plain", "", None), ("plain", BUILT_IN_LINE, "has"), ("plain", OURS_LINE, "has"),
     ("built_in", BUILT_IN_LINE, None), ("built_in", "", "lacks"), ("built_in", OURS_LINE, "lacks"),
+    ("built_in", BUILT_IN_LINE.replace("DFLASH", "DSpark"), None),
     ("ours", OURS_LINE, None), ("ours", "", "lacks"), ("ours", BUILT_IN_LINE, "has"),
     ("ours", OURS_LINE.replace(__version__, "0.0.1"), "lacks"),
 ])  # fmt: skip

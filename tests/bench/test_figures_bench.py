@@ -20,7 +20,7 @@ with open(os.environ["CALLS"], "a") as calls:
 TO_COME = {
     "pd_decode",
     "recurrent_first_batches",
-    *(f"drafts_{part}" for part in ("dspark", "domino", "kv", "dflash2")),
+    *(f"drafts_{part}" for part in ("dspark", "kv")),
 }
 # Results of an option that is gone, whose figures the docs have.
 NO_LONGER = {f"width_{part}.json" for part in ("good_shares", "mixed", "mixed_busy")}
