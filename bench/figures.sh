@@ -6,6 +6,7 @@
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
+#                    copy_ordinary
 #                    drafts_dspark drafts_domino drafts_kv drafts_dflash2 house house_starts observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
@@ -71,8 +72,8 @@ paired() { # NAME MORE_FLAGS ARGUMENTS...
   with_pair "$1" paired --before "${BEFORE:?the other checkout}" "--flags=$serving$2" --mem-fraction 0.9 "${@:3}"
 }
 
-copies() { # NAME ARGUMENTS...
-  with_pair "copy_$1" copies "--flags=$serving 2048" --mem-fraction 0.9 "${@:2}"
+copies() { # NAME MORE_FLAGS ARGUMENTS...
+  with_pair "copy_$1" copies "--flags=$serving 2048$2" --mem-fraction 0.9 "${@:3}"
 }
 
 own_pair() { # NAME MODULE DIRECTORY FLAGS ARGUMENTS...
@@ -134,15 +135,17 @@ for name in "$@"; do
     quantised) part wild_quantised quantised ;;
     long_context) part wild_long_context long_context ;;
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
-    copy_block) copies block --texts rewrite edits ;;
-    copy_edits) copies edits --texts rewrite edits --copy 64 --concurrency 1 8 --seconds 4 ;;
-    copy_plain) copies plain --texts code prose ;;
+    copy_block) copies block "" --texts rewrite edits ;;
+    copy_edits) copies edits "" --texts rewrite edits --copy 64 --concurrency 1 8 --seconds 4 ;;
+    copy_plain) copies plain "" --texts code prose ;;
+    # Every prompt is prefilled as a whole: prefixes that happen to be there differ from round to round.
+    copy_ordinary) copies ordinary " --disable-radix-cache" --texts code prose --copy 64 --output 1024 ;;
     copy_kernels) part copy_kernels copy_kernels ;;
     drafts_dspark) drafts dspark "--speculative-algorithm DSPARK" ;;
     drafts_domino) drafts domino "" ;;
     drafts_kv)
       weights "$pair-27b-sliding" hybrid-27b --window 2048
-      own_pair drafts_kv draft_kv "$pair-27b-sliding" "--load-format dummy" ;;
+      own_pair drafts_kv draft_kv "$pair-27b-sliding" "--load-format dummy --mamba-full-memory-ratio 1.25" ;;
     drafts_dflash2)
       weights "$pair-dflash2" qwen3-8b --head dflash2
       own_pair drafts_dflash2 paired "$pair-dflash2" "$serving" --before "${BEFORE:?the other checkout}" \

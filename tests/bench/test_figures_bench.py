@@ -20,6 +20,7 @@ with open(os.environ["CALLS"], "a") as calls:
 TO_COME = {
     "pd_decode",
     "recurrent_first_batches",
+    "copy_ordinary",
     *(f"drafts_{part}" for part in ("dspark", "kv")),
 }
 # Results of an option that is gone, whose figures the docs have.
