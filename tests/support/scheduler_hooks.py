@@ -26,6 +26,7 @@ from tests.support import hooks
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
+PLANTED = "planted"  # begins the rid of a request one of whose digests is to differ
 TREE_REQUESTS = 5  # the most requests whose blocks come with candidates, under the hook "candidates"
 
 
@@ -133,6 +134,13 @@ def states_of(directory: Path, rid: str) -> dict[int, list[torch.Tensor]]:
 def context_of(directory: Path, rid: str) -> torch.Tensor:
     """[2 * layers, tokens, heads, head_dim], K rows first: of the prompt of a request."""
     return torch.load(directory / f"{rid}.context")
+
+
+def digests_of(directory: Path) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+    """{rid: hashes of the target's and of the draft's rows}, as prefilled and as arrived."""
+    files = (noted(directory, f"{when}.jsonl") for when in ("prefilled", "arrived"))
+    prefilled, arrived = ({rid: (target, draft) for rid, target, draft in rows} for rows in files)
+    return prefilled, arrived
 
 
 def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

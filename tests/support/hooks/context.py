@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 
 from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.prefill_worker import PrefillWorker
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.worker import DFlashWorker
-from tests.support.hooks.pools import kv_buffers, table_of
-from tests.support.scheduler_hooks import records
+from tests.support.hooks.pools import kv_buffers, kv_pools, table_of
+from tests.support.scheduler_hooks import PLANTED, note, records
 
 
 def features() -> None:
@@ -81,3 +83,44 @@ def context() -> None:
 
     DFlashWorker.alloc_memory_pool = then_void
     DFlashWorker._extend, DFlashWorker._arrive = extend_then_save, save_then_arrive
+
+
+def digests() -> None:
+    """Of requests whose rid begins with "row" or PLANTED, hashes of the prompt's K and V rows go to files, one of
+    the target's and one of the draft's: as a prefill leaves them, and as they arrive (`digests_of`).
+
+    What arrives of a PLANTED request is hashed with another bit.
+    """
+    extend, arrive, arrived = PrefillWorker._extend, DFlashWorker._arrive, set[str]()
+
+    def digest(worker: Any, pool: Any, row: int, length: int, planted: bool) -> str:
+        slots = table_of(worker)[row, :length].long()
+        rows = [buffer[slots].contiguous().view(torch.uint8).flatten() for buffer in kv_buffers(pool)]
+        found = torch.cat(rows).cpu()
+        found[-1] ^= planted
+        return hashlib.sha256(found.numpy().tobytes()).hexdigest()
+
+    def tell(worker: Any, file: str, req: Any, row: int, plants: bool) -> None:
+        if req.rid.startswith(("row", PLANTED)):
+            planted = plants and req.rid.startswith(PLANTED)
+            of = [digest(worker, pool, row, len(req.origin_input_ids), planted) for pool in kv_pools(worker)]
+            note(file, [req.rid, *of])
+
+    def extend_then_tell(self: Any, batch: Any, *args: Any) -> Any:
+        result = extend(self, batch, *args)
+        parts = zip(
+            batch.reqs, batch.req_pool_indices_cpu.tolist(), batch.prefix_lens, batch.extend_lens, strict=True
+        )
+        for req, row, prefix, extended in parts:
+            if prefix + extended == len(req.origin_input_ids):  # the last chunk
+                tell(self, "prefilled.jsonl", req, row, plants=False)
+        return result
+
+    def tell_then_arrive(self: Any, batch: Any, *args: Any) -> Any:
+        for req, row in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True):
+            if req.rid not in arrived:  # one that was retracted comes again
+                arrived.add(req.rid)
+                tell(self, "arrived.jsonl", req, row, plants=True)
+        return arrive(self, batch, *args)
+
+    PrefillWorker._extend, DFlashWorker._arrive = extend_then_tell, tell_then_arrive
