@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.support import hooks
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
-PLANTED = "planted"  # begins the rid of a request one of whose digests is to differ
+PLANTED = "planted"  # begins the rid of a request one of whose rows is to differ
 TREE_REQUESTS = 5  # the most requests whose blocks come with candidates, under the hook "candidates"
 
 
@@ -136,11 +137,21 @@ def context_of(directory: Path, rid: str) -> torch.Tensor:
     return torch.load(directory / f"{rid}.context")
 
 
-def digests_of(directory: Path) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
-    """{rid: hashes of the target's and of the draft's rows}, as prefilled and as arrived."""
-    files = (noted(directory, f"{when}.jsonl") for when in ("prefilled", "arrived"))
-    prefilled, arrived = ({rid: (target, draft) for rid, target, draft in rows} for rows in files)
-    return prefilled, arrived
+def strays(directory: Path) -> dict[str, int]:
+    """{rid: how many rows have arrived as no forward has left them} of every request, under the hook "digests"."""
+    prefilled: dict[tuple[str, int, int], set[str]] = defaultdict(set)
+    for rid, *pools in noted(directory, "prefilled.jsonl"):
+        for pool, rows in enumerate(pools):
+            for position, row in enumerate(rows):
+                prefilled[rid, pool, position].add(row)
+    return {
+        rid: sum(
+            row not in prefilled[rid, pool, position]
+            for pool, rows in enumerate(pools)
+            for position, row in enumerate(rows)
+        )
+        for rid, *pools in noted(directory, "arrived.jsonl")
+    }
 
 
 def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
