@@ -127,7 +127,7 @@ def measure(ask: Ask, caches: Server, arguments: argparse.Namespace) -> Iterator
                 prompts = [rng.choices(range(*arguments.token_ids), k=tokens) for _ in range(concurrency)]
                 rounds.append(wave(ask, prompts))
             name = f"{tokens} tokens, concurrency {concurrency}"
-            found = dict(first_token_ms=rounds[1:], median_ms=statistics.median(sum(rounds[1:], [])))
+            found = dict(first_token_ms=rounds[1:], median_ms=round(statistics.median(sum(rounds[1:], [])), 3))
             print(name, found, flush=True)
             yield name, tokens * concurrency * len(rounds), found
 
