@@ -8,7 +8,7 @@
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
 #                    copy_ordinary
 #                    drafts_dspark drafts_domino drafts_kv drafts_dflash2 house house_starts observe
-#                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode mtp_step
+#                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode pd_nixl mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Calls at once, each on a GPU of its own, do not disturb each other while processors
@@ -162,6 +162,7 @@ for name in "$@"; do
     mtp_step) part mtp_step mtp_step --target "$pair-step3p5" --draft "$pair-step3p5" --logs "$logs/mtp_step" \
       "--flags=--load-format dummy --cuda-graph-backend-prefill=disabled" --mem-fraction 0.8 --output 384 ;;
     pd_decode) step pd_decode disaggregated --concurrency 1 8 32 ;;
+    pd_nixl) step pd_nixl transfers --mem-fraction 0.85 --max-tokens 40000 --input 1024 4096 --concurrency 1 8 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;
     tp2_again) parallel tp2_again --cuda-graph-backend-prefill=disabled --concurrency 32 16 ;;
     dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 \

@@ -55,15 +55,23 @@ def refuse_peers_without_draft() -> None:
     validate = managers._validate_peer_state_layout
 
     def _validate_peer_state_layout(manager: Any, peer: Any) -> tuple[bool, str | None]:
-        here, there = len(manager.kv_args.kv_data_ptrs), len(peer.dst_kv_ptrs)
-        if here == there:
-            return validate(manager, peer)
-        return False, (
-            f"DFLASH: {there} KV buffers on the decode server, {here} on the prefill server: expected as many. "
-            "Serve decode with the same draft."
-        )
+        reason = other_buffers(manager, peer)
+        return validate(manager, peer) if reason is None else (False, reason)
 
     replace("draft-peers", managers, _validate_peer_state_layout)
+
+
+def other_buffers(manager: Any, peer: Any) -> str | None:
+    """Why a prefill server refuses a decode server, None if it does not: the numbers of their KV buffers differ.
+
+    manager: the prefill server's; peer: what the decode server registers."""
+    here, there = len(manager.kv_args.kv_data_ptrs), len(peer.dst_kv_ptrs)
+    if here == there:
+        return None
+    return (
+        f"DFLASH: {there} KV buffers on the decode server, {here} on the prefill server: expected as many. "
+        "Serve decode with the same draft."
+    )
 
 
 def compare_with(line: str, servers: PrefillServers, alike: bool) -> None:

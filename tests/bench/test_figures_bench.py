@@ -19,6 +19,7 @@ with open(os.environ["CALLS"], "a") as calls:
 # Parts whose result is still to come.
 TO_COME = {
     "pd_decode",
+    "pd_nixl",
     "recurrent_first_batches",
     "copy_ordinary",
     *(f"drafts_{part}" for part in ("dspark", "kv")),

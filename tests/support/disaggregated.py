@@ -1,5 +1,6 @@
-"""A prefill and a decode server on the CPU platform, with a stand-in for the transfer engine between them.
+"""A prefill and a decode server, with one of SGLang's transfer backends between them.
 
+By default that is mooncake over TCP on the CPU platform, where a stand-in takes the place of its package.
 There is no router: a request goes to both servers, under one room.
 """
 
@@ -12,6 +13,7 @@ import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.support.engines import LAUNCH, READY_TIMEOUT, _started
 from tests.support.transfer.mooncake.engine import FAULT_ENV, UNREGISTERED
 
 TRANSFER = Path(__file__).parent / "transfer"
+STAND_IN = "mooncake_tcp"  # the backend whose package has the stand-in
 _rooms = itertools.count(1)
 
 
@@ -31,14 +34,28 @@ class Refused(Exception):
         self.status = status
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """SGLang's backend, and the file of the stand-in's faults, which another backend has none of."""
+
+    backend: str
+    fault: Path
+
+    def environment(self, python_path: str) -> dict[str, str]:
+        if self.backend != STAND_IN:
+            return {"PYTHONPATH": python_path}
+        path = os.pathsep.join(filter(None, [str(TRANSFER), python_path]))
+        return {"PYTHONPATH": path, FAULT_ENV: str(self.fault)}
+
+
 class Apart:
     """A prefill server, a decode server, and what clients and a router send to both."""
 
     def __init__(
-        self, prefill: Server, decode: Server, bootstrap_port: int, fault: Path, shared: Mapping[str, Any]
+        self, prefill: Server, decode: Server, bootstrap_port: int, transfer: Transfer, shared: Mapping[str, Any]
     ) -> None:
-        """fault: the file of the stand-in's faults; shared: flags of both servers."""
-        self.prefill, self.decode, self.fault_file, self.shared = prefill, decode, fault, shared
+        """shared: flags of both servers."""
+        self.prefill, self.decode, self.transfer, self.shared = prefill, decode, transfer, shared
         self.bootstrap_port = bootstrap_port
 
     def ask(self, *, of: str = "decode", **request: Any) -> dict[str, Any]:
@@ -75,11 +92,11 @@ class Apart:
     @contextmanager
     def fault(self, kind: str) -> Iterator[None]:
         """In which transfers have a fault of the stand-in's."""
-        self.fault_file.write_text(kind)
+        self.transfer.fault.write_text(kind)
         try:
             yield
         finally:
-            self.fault_file.write_text("")
+            self.transfer.fault.write_text("")
 
     def assert_idle(self) -> None:
         """Both servers end what they do, and find every slot free."""
@@ -109,24 +126,24 @@ def answer_of(server: Server, **request: Any) -> Any:
 
 
 def _role(
-    role: str, target: Path, draft: Path | None, bootstrap_port: int, fault: Path, arguments: Mapping[str, Any]
+    role: str,
+    target: Path,
+    draft: Path | None,
+    bootstrap_port: int,
+    transfer: Transfer,
+    arguments: Mapping[str, Any],
 ) -> AbstractContextManager[Server]:
     """arguments: of the server, and `environment`; `draft` overrides the other one."""
-    flags = {"draft": draft, "environment": {}, **arguments}
-    draft, variables = flags.pop("draft"), flags.pop("environment")
+    flags = {"draft": draft, "environment": {}, "fresh": False, **arguments}
+    draft, variables, fresh = flags.pop("draft"), flags.pop("environment"), flags.pop("fresh")
     python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    environment = {
-        **variables,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(TRANSFER), python_path])),
-        "SGLANG_HOST_IP": "127.0.0.1",
-        FAULT_ENV: str(fault),
-    }
+    environment = {**variables, **transfer.environment(python_path), "SGLANG_HOST_IP": "127.0.0.1"}
     flags |= dict(
         disaggregation_mode=role,
-        disaggregation_transfer_backend="mooncake_tcp",
+        disaggregation_transfer_backend=transfer.backend,
         disaggregation_bootstrap_port=bootstrap_port,
     )
-    return _started(target, draft, environment, LAUNCH, False, flags)
+    return _started(target, draft, environment, LAUNCH, fresh, flags)
 
 
 @contextmanager
@@ -137,18 +154,18 @@ def prefill_beside(
 
     arguments: beside those that the servers of `apart` share."""
     bootstrap_port, arguments = bootstrap_port or free_port(), {**apart.shared, **arguments}
-    with _role("prefill", target, draft, bootstrap_port, apart.fault_file, arguments) as server:
+    with _role("prefill", target, draft, bootstrap_port, apart.transfer, arguments) as server:
         server.wait_ready(READY_TIMEOUT)
-        yield Apart(server, apart.decode, bootstrap_port, apart.fault_file, apart.shared)
+        yield Apart(server, apart.decode, bootstrap_port, apart.transfer, apart.shared)
 
 
 @contextmanager
 def decode_beside(apart: Apart, target: Path, draft: Path | None, **arguments: Any) -> Iterator[Apart]:
     """One more decode server for the prefill server of `apart`, ready. arguments: see `prefill_beside`."""
     arguments = {**apart.shared, **arguments}
-    with _role("decode", target, draft, apart.bootstrap_port, apart.fault_file, arguments) as server:
+    with _role("decode", target, draft, apart.bootstrap_port, apart.transfer, arguments) as server:
         server.wait_ready(READY_TIMEOUT)
-        yield Apart(apart.prefill, server, apart.bootstrap_port, apart.fault_file, apart.shared)
+        yield Apart(apart.prefill, server, apart.bootstrap_port, apart.transfer, apart.shared)
 
 
 @contextmanager
@@ -157,21 +174,26 @@ def serve_apart(
     draft: Path | None,
     directory: Path,
     *,
+    backend: str = STAND_IN,
     environment: Mapping[str, str] | None = None,
     prefill: Mapping[str, Any] | None = None,
     decode: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Iterator[Apart]:
-    """Both servers, ready. prefill, decode: arguments of one of them; `draft` and `environment` may be there."""
-    bootstrap_port, fault = free_port(), directory / "fault"
+    """Both servers, ready. prefill, decode: arguments of one of them; `draft` and `environment` may be there.
+
+    backend: as of --disaggregation-transfer-backend."""
+    bootstrap_port, transfer = free_port(), Transfer(backend, directory / "fault")
     with ExitStack() as stack:
         servers = []
         for role, own in (("prefill", prefill), ("decode", decode)):
             asked = {**arguments, **(own or {})}
             asked["environment"] = {**(environment or {}), **asked.get("environment", {})}
-            servers.append(stack.enter_context(_role(role, target, draft, bootstrap_port, fault, asked)))
+            servers.append(stack.enter_context(_role(role, target, draft, bootstrap_port, transfer, asked)))
         for server in servers:
             server.wait_ready(READY_TIMEOUT)
-        apart = Apart(*servers, bootstrap_port, fault, arguments)
-        yield apart
-        print(apart.tails())  # shown with a failure
+        apart = Apart(*servers, bootstrap_port, transfer, arguments)
+        try:
+            yield apart
+        finally:
+            print(apart.tails())  # shown with a failure

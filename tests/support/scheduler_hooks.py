@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.support import hooks
 
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
+PLANTED = "planted"  # begins the rid of a request one of whose rows is to differ
 TREE_REQUESTS = 5  # the most requests whose blocks come with candidates, under the hook "candidates"
 
 
@@ -133,6 +135,23 @@ def states_of(directory: Path, rid: str) -> dict[int, list[torch.Tensor]]:
 def context_of(directory: Path, rid: str) -> torch.Tensor:
     """[2 * layers, tokens, heads, head_dim], K rows first: of the prompt of a request."""
     return torch.load(directory / f"{rid}.context")
+
+
+def strays(directory: Path) -> dict[str, int]:
+    """{rid: how many rows have arrived as no forward has left them} of every request, under the hook "digests"."""
+    prefilled: dict[tuple[str, int, int], set[str]] = defaultdict(set)
+    for rid, *pools in noted(directory, "prefilled.jsonl"):
+        for pool, rows in enumerate(pools):
+            for position, row in enumerate(rows):
+                prefilled[rid, pool, position].add(row)
+    return {
+        rid: sum(
+            row not in prefilled[rid, pool, position]
+            for pool, rows in enumerate(pools)
+            for position, row in enumerate(rows)
+        )
+        for rid, *pools in noted(directory, "arrived.jsonl")
+    }
 
 
 def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,10 +15,10 @@ HOOKS = {
     "trees": ("trees", "always trees", "grown"),
     "copies": ("copies", "always copies", "chains", "always chains"),
     "slots": ("poison", "blindfold", "sentinels"),
-    "context": ("features", "context"),
+    "context": ("features", "context", "digests"),
     "recurrent": ("states", "misplaced"),
     "start_up": ("rehearsals", "firsts"),
-    "launches": ("causal", "host_lengths", "seeds"),
+    "launches": ("causal", "host_lengths", "seeds", "dram"),
 }
 _MODULES = {name: module for module, names in HOOKS.items() for name in names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ def host_lengths() -> None:
     SGLang voids what it has gathered from the relay, too: `scheduler_hooks.activate` sees to it.
     """
     torch_cpu.TorchCpuAttention.needs_cpu_seq_lens = True
+
+
+def dram() -> None:
+    """nixl moves the pools of a CPU. SGLang tells it that they are a GPU's."""
+    from nixl._api import nixl_agent
+
+    def of_the_host(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **more: method(
+            *("DRAM" if isinstance(a, str) and a == "VRAM" else a for a in args), **more
+        )
+
+    for name in ("register_memory", "get_xfer_descs", "prep_xfer_dlist"):
+        setattr(nixl_agent, name, of_the_host(getattr(nixl_agent, name)))
 
 
 def seeds() -> None:

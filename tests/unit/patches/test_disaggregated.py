@@ -120,6 +120,71 @@ def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_i
         module.get_pd_kv_layout("packed")
 
 
+def test_over_nixl_a_decode_server_with_other_buffers_registers_and_its_requests_fail_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+
+    from dflash_sglang.patches import nixl
+
+    prepared, added, failures = list[Any](), list[Any](), dict[int, str]()
+    monkeypatch.setattr(NixlKVManager, "_prepare_payload_xfer", lambda manager, peer: prepared.append(peer))
+    monkeypatch.setattr(
+        NixlKVManager,
+        "add_transfer_request",
+        lambda manager, room, *chunk, **more: added.append((room, chunk, more)),
+    )
+    nixl.refuse_peers_without_draft()
+    manager = NixlKVManager.__new__(NixlKVManager)
+    manager.kv_args = SimpleNamespace(kv_data_ptrs=[1, 2, 3, 4])
+    alike, bare = SimpleNamespace(dst_kv_ptrs=[5, 6, 7, 8]), SimpleNamespace(dst_kv_ptrs=[5, 6])
+    manager.decode_kv_args_table = {"alike": alike, "bare": bare}
+    manager.transfer_infos = {1: {"alike": None}, 2: {"alike": None, "bare": None}}
+    manager.conclude_failure = lambda bootstrap_room, failure_reason: failures.update(
+        {bootstrap_room: failure_reason}
+    )
+    for peer in (alike, bare):
+        manager._prepare_payload_xfer(peer)
+    for room in (1, 2, 3):  # nobody waits for the third any more
+        manager.add_transfer_request(room, "pages", aux_index=0)
+    assert prepared == [alike]
+    assert added == [(room, ("pages",), dict(aux_index=0)) for room in (1, 3)]
+    assert failures == {
+        2: "DFLASH: 2 KV buffers on the decode server, 4 on the prefill server: expected as many. "
+        "Serve decode with the same draft."
+    }
+
+
+@pytest.mark.parametrize(
+    ("overlap", "idle", "allowed", "sent"),
+    [
+        (True, True, True, True),
+        (True, False, True, False),
+        (True, True, False, False),
+        (False, False, True, True),
+    ],
+)
+def test_over_nixl_a_cached_prefix_goes_early_unless_a_forward_may_still_write_it(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, idle: bool, allowed: bool, sent: bool
+) -> None:
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+
+    from dflash_sglang.patches import nixl
+
+    early = list[Any]()
+    monkeypatch.setenv("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "1")
+    monkeypatch.setattr(
+        SchedulerDisaggregationPrefillMixin,
+        "maybe_send_cached_prefix_chunk",
+        lambda scheduler, req, allow_send: early.append((req, allow_send)),
+    )
+    nixl.send_what_is_written()
+    scheduler: Any = type("Scheduler", (SchedulerDisaggregationPrefillMixin,), {})()
+    scheduler.enable_overlap, scheduler.forward_stream = overlap, SimpleNamespace(query=lambda: idle)
+    scheduler.maybe_send_cached_prefix_chunk("request", allow_send=allowed)
+    assert early == [("request", sent)]
+
+
 def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(tmp_path: Any) -> None:
     one, again, other = (make_pair(tmp_path / str(seed), seed=seed % 2)[1] for seed in (0, 2, 1))
     (again / "model.safetensors").rename(again / "weights.safetensors")
