@@ -7,7 +7,8 @@
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
 #                    copy_ordinary
-#                    drafts_dspark drafts_domino drafts_kv drafts_dflash2 house house_starts observe
+#                    drafts_dspark drafts_domino drafts_kv drafts_dflash2 drafts_dflash2_step drafts_rings house
+#                    house_starts observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode pd_nixl mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #
@@ -17,7 +18,7 @@
 # From the environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are
 # PAIR-9b, PAIR-dspark and others for the parts that need them; LOGS; SECONDS_EACH, after which a part ends with
 # what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house` and
-# `drafts_dflash2`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its
+# of `drafts_dflash2...`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its
 # result has.
 set -u
 cd "$(dirname "$0")/.."
@@ -51,8 +52,9 @@ with_pair() { # NAME MODULE ARGUMENTS...
   part "$1" "$2" "${models[@]}" --logs "$logs/$1" "${@:3}"
 }
 
+steps="--load-format dummy --cuda-graph-backend-prefill=disabled"
 step() { # NAME MODULE ARGUMENTS...
-  with_pair "$1" "$2" "--flags=--load-format dummy --cuda-graph-backend-prefill=disabled" "${@:3}"
+  with_pair "$1" "$2" "--flags=$steps" "${@:3}"
 }
 
 serving="--load-format dummy --cuda-graph-bs-prefill 128 256 512 1024"
@@ -150,6 +152,16 @@ for name in "$@"; do
       weights "$pair-dflash2" qwen3-8b --head dflash2
       own_pair drafts_dflash2 paired "$pair-dflash2" "$serving" --before "${BEFORE:?the other checkout}" \
         --mem-fraction 0.9 --starts 0 --rounds 5 --concurrency 1 32 --width 16 --kept 0.995 ;;
+    drafts_dflash2_step)
+      weights "$pair-dflash2" qwen3-8b --head dflash2
+      own_pair drafts_dflash2_step serve "$pair-dflash2" "$steps" --kinds ours --rounds 5 --concurrency 32 1 \
+        --variants "before=PYTHONPATH=${BEFORE:?the other checkout}:${PYTHONPATH:-} PYTHONSAFEPATH=1" \
+        --variant-bound 1.005 ;;
+    drafts_rings)
+      weights "$pair-dflash2-sliding" qwen3-8b --head dflash2 --window 2048
+      DFLASH_SGLANG_CONFIG='{"draft_kv": "auto"}' own_pair drafts_rings serve "$pair-dflash2-sliding" "$steps" \
+        --kinds ours --rounds 5 --concurrency 32 1 --input 2500 --output 256 --max-tokens 100000 \
+        --variants "whole=DFLASH_SGLANG_CONFIG='{\"width\": \"block\"}'" --variant-bound 1.005 ;;
     house) paired house "" ;;
     house_starts) paired house_starts "" --concurrency --requests 128 ;;
     observe)

@@ -2,16 +2,21 @@
 
 python -m bench.serve --target DIR --draft DIR --out FILE [--concurrency 1 32] [--sampling greedy sampled]
                       [--rounds 3] [--accept-length 6.4]
-                      [--variants "fp8=--speculative-draft-model-quantization fp8"]
+                      [--variants "fp8=--speculative-draft-model-quantization fp8"] [--variant-bound 1.005]
 
 All servers are up at once and take turns, so that a drift of the machine meets them alike; a figure is the median
 over the rounds. Acceptance is forced: the weights may be random (see `dflash_sglang.bench.random_pair`).
-`--variants`: more servers with this package's worker, each with flags of its own.
+`--variants`: more servers with this package's worker, each with flags and, before them, variables of its own.
+`"before=PYTHONPATH=DIR:$PYTHONPATH PYTHONSAFEPATH=1"` has the package of another checkout. `--variant-bound`: of
+our step time over that of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
+import re
 import shlex
 import statistics
 import sys
@@ -20,6 +25,7 @@ from typing import Any
 
 from bench import report
 from bench.load import take_turns
+from bench.paired import require_checkouts
 from bench.servers import Candidate, add_load_options, add_options, at_each_concurrency, load_of, parse
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
@@ -41,12 +47,16 @@ def measure(servers: Mapping[str, Server], arguments: argparse.Namespace, concur
 
 
 def claims(
-    figures: Mapping[str, Any], bound: float, sampled_bound: float, bounds: Mapping[tuple[str, str], float]
+    figures: Mapping[str, Any],
+    bound: float,
+    sampled_bound: float,
+    bounds: Mapping[tuple[str, str], float],
+    variant_bound: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Per concurrency: our step time over the built-in worker's, that of our variants, too, and our sampled step
-    over our greedy one.
+    """Per concurrency: our step time over the built-in worker's, that of our variants, too, ours over that of each
+    variant where that has a bound, and our sampled step over our greedy one.
 
-    bounds: of the former by (sampling, concurrency), in place of `bound`.
+    bounds: of the first by (sampling, concurrency), in place of `bound`.
     """
     out = []
 
@@ -66,6 +76,9 @@ def claims(
                     variant = server.removeprefix(OURS).replace("_", ", ", 1)
                     what = f"{name} step time over the built-in worker's {where}{variant}"
                     claim(what, step[name, server], step[name, BUILT_IN], bounds.get((name, concurrency), bound))
+                if server.startswith(f"{OURS}_") and variant_bound is not None:
+                    what = f"{name} step time over that of {server.removeprefix(f'{OURS}_')} {where}"
+                    claim(what, step[name, OURS], step[name, server], variant_bound)
         if {("sampled", OURS), ("greedy", OURS)} <= set(step):
             what = f"sampled step time over the greedy one {where}"
             claim(what, step["sampled", OURS], step["greedy", OURS], sampled_bound)
@@ -73,8 +86,12 @@ def claims(
 
 
 def _variant(text: str) -> Candidate:
-    name, _, flags = text.partition("=")
-    return Candidate(f"{OURS}_{name}", OURS, flags=tuple(shlex.split(flags)))
+    name, _, line = text.partition("=")
+    words = shlex.split(line)
+    variables = list(itertools.takewhile(re.compile("[A-Z_]+=").match, words))
+    flags = tuple(words[len(variables) :])
+    environment = dict(word.split("=", 1) for word in variables)
+    return Candidate(f"{OURS}_{name}", OURS, flags=flags, environment=environment)
 
 
 def _bound(text: str) -> tuple[tuple[str, str], float]:
@@ -99,11 +116,14 @@ def main() -> int:
         "--sampled-bound", type=float, default=1.05, help="of the sampled step over the greedy one"
     )
     parser.add_argument(
-        "--variants", type=_variant, nargs="+", default=[], metavar="NAME=FLAGS", help="of this package's worker"
-    )
+        "--variants", type=_variant, nargs="+", default=[], metavar="NAME=[VARIABLE=VALUE...] [FLAGS]",
+        help="of this package's worker",
+    )  # fmt: skip
+    parser.add_argument("--variant-bound", type=float, help="of our step time over that of each variant")
     arguments = parse(parser)
+    require_checkouts([one for one in arguments.variants if "PYTHONPATH" in one.environment], os.environ)
     candidates = [*(Candidate(kind, kind) for kind in arguments.kinds), *arguments.variants]
-    bounds = (arguments.bound, arguments.sampled_bound, dict(arguments.bounds))
+    bounds = (arguments.bound, arguments.sampled_bound, dict(arguments.bounds), arguments.variant_bound)
     return at_each_concurrency(
         "bench.serve",
         candidates,

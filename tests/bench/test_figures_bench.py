@@ -22,7 +22,7 @@ TO_COME = {
     "pd_nixl",
     "recurrent_first_batches",
     "copy_ordinary",
-    *(f"drafts_{part}" for part in ("dspark", "kv")),
+    *(f"drafts_{part}" for part in ("dspark", "kv", "dflash2_step", "rings")),
 }
 # Results of an option that is gone, whose figures the docs have.
 NO_LONGER = {f"width_{part}.json" for part in ("good_shares", "mixed", "mixed_busy")}

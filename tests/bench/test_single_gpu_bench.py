@@ -69,6 +69,16 @@ def test_variants_of_ours_have_flags_of_their_own_and_are_held_against_the_built
     assert values(claimed) == [(0.9, "<= 0.85", False), (0.8, "<= 0.85", True)]
 
 
+def test_ours_is_held_against_variants_with_variables_of_their_own():
+    variant = serve._variant("whole=PYTHONPATH=/x DFLASH_SGLANG_CONFIG='{\"a\": 1}' --fp8 A=1")
+    assert variant.environment == {"PYTHONPATH": "/x", "DFLASH_SGLANG_CONFIG": '{"a": 1}'}
+    assert (variant.name, variant.flags) == ("ours_whole", ("--fp8", "A=1"))
+    figures = {"1": {"greedy": {OURS: {"step_ms": [9.9]}, variant.name: {"step_ms": [9.0]}}}}
+    [claimed] = serve.claims(figures, 1.0, 1.05, {}, variant_bound=1.005)
+    assert claimed["what"] == "greedy step time over that of whole at concurrency 1, median of rounds"
+    assert values([claimed]) == [(1.1, "<= 1.005", False)]
+
+
 class Stub:
     """A server that gives a request its first token at once, and when as many are there as come at a time the
     rest of all, in 5 steps of 10 ms."""
