@@ -172,7 +172,7 @@ for name in "$@"; do
     recurrent_first_batches) recurrent first_batches 9b first_batches "$serving" ;;
     recurrent_27b_requests) recurrent 27b_requests 27b running_requests "--load-format dummy" ;;
     mtp_step) part mtp_step mtp_step --target "$pair-step3p5" --draft "$pair-step3p5" --logs "$logs/mtp_step" \
-      "--flags=--load-format dummy --cuda-graph-backend-prefill=disabled" --mem-fraction 0.8 --output 384 ;;
+      "--flags=$steps" --mem-fraction 0.8 --output 384 ;;
     pd_decode) step pd_decode disaggregated --concurrency 1 8 32 ;;
     pd_nixl) step pd_nixl transfers --mem-fraction 0.85 --max-tokens 40000 --input 1024 4096 --concurrency 1 8 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;

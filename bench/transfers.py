@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import statistics
 import sys
 import time
@@ -21,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench import report
 from bench.servers import Candidate, add_load_options, add_options, parse, together
@@ -46,7 +47,8 @@ def bytes_per_token(config: Mapping[str, Any], element: int = 2) -> int:
 
 def counted(metrics: str, name: str) -> float:
     """The sum over all labels of a series in the text of /metrics; 0 if it is not there."""
-    return sum(map(float, re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)))
+    samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == name)
 
 
 def transferred(before: str, after: str, tokens: int) -> dict[str, float]:
