@@ -26,10 +26,11 @@ def refuse_peers_without_draft() -> None:
 
     def add_transfer_request(manager: Any, bootstrap_room: int, *chunk: Any, **more: Any) -> None:
         peers = [manager.decode_kv_args_table[name] for name in manager.transfer_infos.get(bootstrap_room, ())]
-        for reason in filter(None, (other_buffers(manager, peer) for peer in peers)):
+        reason = next(filter(None, (other_buffers(manager, peer) for peer in peers)), None)
+        if reason is None:
+            add(manager, bootstrap_room, *chunk, **more)
+        else:
             manager.conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason)
-            return
-        add(manager, bootstrap_room, *chunk, **more)
 
     replace("nixl-peers", managers, _prepare_payload_xfer)
     replace("nixl-requests", managers, add_transfer_request)
