@@ -22,7 +22,7 @@ from tests.engine import test_lossless as lossless
 from tests.engine.test_sampled_serving import assert_sampled_from, of_the_trained_target
 from tests.kernels.test_find_copy import plain_copy, plain_match
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import RETRACTING, greedy_params, serve
+from tests.support.engines import RETRACTING, ask_at_once, greedy_params, serve
 from tests.support.rows import in_full_but
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft, generate
@@ -93,7 +93,7 @@ def repeating() -> list[list[int]]:
 def test_outputs_equal_plain_decoding_whatever_is_copied(plain, tmp_path, name):
     with copying(tmp_path, **CONFIGURATIONS[name], skip_tokenizer_init=None) as server:
         for _ in range(2):  # the second time on a warm prefix cache
-            lossless.assert_equal(lossless.ask_at_once(server, plain["asked"]), plain)
+            lossless.assert_equal(ask_at_once(server, plain["asked"]), plain)
         counts = told(server)
         assert counts["request_steps"] > 200 and counts["proposed"] > counts["accepted"] > 100, counts
         if "retracting" in name:
@@ -107,7 +107,7 @@ def test_two_ranks_copy_alike(plain, tmp_path):
     greedy = [one for one in plain["asked"] if one["sampling_params"]["temperature"] == 0]
     flags = dict(tp_size=2, skip_tokenizer_init=None, mem_fraction_static=0.2, max_total_tokens=6000)
     with copying(tmp_path, hooks="copies", **flags) as server:
-        lossless.assert_equal(lossless.ask_at_once(server, greedy), plain)
+        lossless.assert_equal(ask_at_once(server, greedy), plain)
         for seed in range(3):
             sampling = dict(temperature=0.9, max_new_tokens=60, ignore_eos=True, n=2)
             server.generate(input_ids=repeating()[seed], sampling_params=sampling)
@@ -136,7 +136,7 @@ def test_steps_of_every_shape_commit_the_texts_that_the_target_is_said_to_write(
     with copying(tmp_path, hooks="widths,shares,copies", graphs=True, settings=settings, **reported) as server:
         prompts = texts.prompts["rewrite"][:12]
         asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
-        for prompt, answer in zip(prompts, lossless.ask_at_once(server, asked), strict=True):
+        for prompt, answer in zip(prompts, ask_at_once(server, asked), strict=True):
             text = texts.tokens[prompt[0]][len(prompt) :]
             assert answer["output_ids"][1:] == text[1:NEW_TOKENS]  # the first is the target's own
         counts = told(server)

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_width_serving import assert_all_shapes_are_drawn
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import RETRACTING, serve
+from tests.support.engines import RETRACTING, ask_at_once, serve
 from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
@@ -182,11 +181,6 @@ def mixes_prefill_and_decode(request) -> bool:
 def thorough(request) -> bool:
     """Whether all requests are asked one by one too: where a step takes no longer than it has to."""
     return request.node.callspec.params["ours"] in ("overlap", "synchronous_pages_of_16_chunked")
-
-
-def ask_at_once(server: Server, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(12) as pool:
-        return list(pool.map(lambda one: server.generate(**one), asked))
 
 
 def assert_equal(answers: list[dict[str, Any]], plain: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from tests.engine.test_recurrent_serving import (
     LENGTHS,
     NEW_TOKENS,
     Answered,
-    ask_at_once,
     assert_equal,
     assert_every_number_was_accepted,
     plain_answers,
@@ -26,7 +25,7 @@ from tests.engine.test_recurrent_serving import (
     request,
 )
 from tests.support import scheduler_hooks
-from tests.support.engines import RETRACTING, serve
+from tests.support.engines import RETRACTING, ask_at_once, serve
 from tests.zoo import ZOO
 from tests.zoo.member import pair
 

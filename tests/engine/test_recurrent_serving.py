@@ -21,7 +21,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.support import scheduler_hooks
-from tests.support.engines import RETRACTING, serve
+from tests.support.engines import RETRACTING, ask_at_once, serve
 from tests.support.rows import in_full_but
 from tests.zoo import ZOO, recurrent
 from tests.zoo.member import BLOCK, pair
@@ -136,11 +136,6 @@ def ours(request, tmp_path_factory) -> Iterator[Ours]:
         (state,) = server.get("/server_info")["internal_states"]
         steps = {int(width): count for width, count in state["dflash_width"]["steps"].items()}
         assert set(steps) == ({BLOCK} if width == "block" else set(WIDTHS)) and all(steps.values()), steps
-
-
-def ask_at_once(server: Server, asked: list[dict[str, Any]], at_once: int = 12) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda one: server.generate(**one), asked))
 
 
 def assert_equal(answers: list[dict[str, Any]], plain: list[Answered]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.gpu.test_recurrent_gpu import LAUNCHES, assert_same_distributions, wi
 from tests.gpu.test_width_gpu import assert_plain_decodings
 from tests.support import scheduler_hooks
 from tests.support.disaggregated import Apart, Refused, decode_beside, serve_apart
-from tests.support.engines import RETRACTING, greedy_params, serve
+from tests.support.engines import RETRACTING, ask_at_once, greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.zoo import pair_for
 
@@ -57,12 +56,6 @@ def asked(count: int = 80, new_tokens: int = NEW_TOKENS) -> list[dict[str, Any]]
     assert len(prompts) == 80
     params = greedy_params(new_tokens)
     return [dict(input_ids=prompt, sampling_params=params) for prompt in prompts[:: 80 // count][:count]]
-
-
-def ask_at_once(server: Server | Apart, requests: Sequence[Mapping[str, Any]], at_once: int = MANY) -> list[Any]:
-    ask = server.ask if isinstance(server, Apart) else server.generate
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda one: ask(**one), requests))
 
 
 def steps_of(answers: Sequence[Mapping[str, Any]]) -> int:
@@ -103,7 +96,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
 def test_output_is_plain_decodings_cold_and_from_the_prefill_servers_cache(apart, plain):
     apart.assert_idle()
     requests = asked(16)
-    cold = ask_at_once(apart, requests)
+    cold = apart.ask_all(requests, at_once=MANY)
     # A prefill server caches the prompt itself, but for its last token.
     warm = [apart.ask_both(**request) for request in requests]
     for request, answers in zip(requests, warm, strict=True):
@@ -158,7 +151,7 @@ def test_rows_of_target_and_draft_arrive_as_they_were_prefilled(tmp_path, transf
     with serve_apart(
         TARGET, DRAFT, tmp_path, environment=environment, decode=ON_THE_OTHER, **OVER, **{**FLAGS, **flags}
     ) as apart:
-        answers = ask_at_once(apart, requests, 2 * MANY)
+        answers = apart.ask_all(requests, at_once=2 * MANY)
         apart.ask(**planted)
         apart.assert_idle()
         for log in (apart.prefill.log_text(), apart.decode.log_text()):
@@ -173,12 +166,12 @@ def test_rows_of_target_and_draft_arrive_as_they_were_prefilled(tmp_path, transf
 
 def test_retracted_requests_keep_their_context_in_sglangs_host_pool(apart, plain):
     requests = asked(40)
-    expected = ask_at_once(apart, requests)
+    expected = apart.ask_all(requests, at_once=MANY)
     decode = dict(
         environment={**OURS, **RETRACTING}, disaggregation_decode_retraction_backup="host_pool", **ON_THE_OTHER
     )
     with decode_beside(apart, TARGET, DRAFT, **decode) as retracting:
-        answers = ask_at_once(retracting, requests)
+        answers = retracting.ask_all(requests, at_once=MANY)
         retracting.assert_idle()
         log = retracting.decode.log_text()
     assert "Testing retraction" in log
@@ -230,10 +223,10 @@ def test_servers_of_other_numbers_of_ranks_output_plain_decodings(tmp_path, one,
     }
     requests = asked(40)
     with serve_apart(TARGET, DRAFT, tmp_path, environment=OURS, **roles, **OVER, **FLAGS) as apart:
-        answers = ask_at_once(apart, requests)
+        answers = apart.ask_all(requests, at_once=MANY)
         apart.assert_idle()
     assert_plain_decodings(plain, requests, answers)
-    equal = alike(answers, ask_at_once(one, requests))
+    equal = alike(answers, ask_at_once(one, requests, MANY))
     got, of_one = (steps_of([both[i] for both in equal]) for i in range(2))
     print(f"verify steps of equal outputs: {got} apart, {of_one} on one server")
     assert len(equal) >= len(requests) // 4 and abs(got / of_one - 1) <= 0.02

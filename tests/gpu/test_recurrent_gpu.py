@@ -27,12 +27,11 @@ from tests.engine.test_recurrent_serving import (
     LENGTHS,
     NEW_TOKENS,
     WIDTHS,
-    ask_at_once,
     first_turns,
     next_turns,
 )
 from tests.support import scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import ask_at_once, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.zoo import ZOO, pair_for
 

@@ -76,10 +76,13 @@ class Apart:
         """Where the two servers meet for one request."""
         return dict(bootstrap_host="127.0.0.1", bootstrap_port=self.bootstrap_port, bootstrap_room=next(_rooms))
 
-    def ask_all(self, requests: Sequence[Mapping[str, Any]], refused: bool = False) -> list[Any]:
-        """The answers to requests that are there at once; `refused`: also a `Refused`, in place of raising it."""
+    def ask_all(
+        self, requests: Sequence[Mapping[str, Any]], refused: bool = False, at_once: int | None = None
+    ) -> list[Any]:
+        """The answers to requests that are there at once, all or so many at a time; `refused`: also a `Refused`,
+        in place of raising it."""
         ask = self.ask if not refused else lambda **one: self.ask_both(**one)[1]
-        with ThreadPoolExecutor(len(requests)) as pool:
+        with ThreadPoolExecutor(at_once or len(requests)) as pool:
             return list(pool.map(lambda one: ask(**one), requests))
 
     def ask_later(self, **request: Any) -> Future[Any]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,12 @@ def greedy(
 
 def greedy_params(max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True, **sampling}
+
+
+def ask_at_once(server: Server, asked: Sequence[Mapping[str, Any]], at_once: int = 12) -> list[dict[str, Any]]:
+    """The answers to these requests, so many at a time."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda one: server.generate(**one), asked))
 
 
 def run_engine(
