@@ -219,7 +219,6 @@ def add_widths(
             raise StartupError([more_rows_problem(reason)])
         startup.add_chains(chains, states, free, asked.memory_reserve, reason)
         parts.reservation.serve_chains(states.chains)
-        parts.copies.told = max(states.chains.values(), default=0)
     parts.verifier.after_capture(
         [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]
     )

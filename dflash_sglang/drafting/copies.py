@@ -37,7 +37,6 @@ class Copies:
         allocator, self._vocab = target.token_to_kv_pool_allocator, target.model_config.vocab_size
         slots = allocator.size_full + allocator.page_size
         self._tables = CopyTables.allocate(slots, target.req_to_token_pool.req_to_token, longest)
-        self.told = 0  # proposals of so few requests come with what copies promise (`Proposals.promised`)
 
     @property
     def history(self) -> Tensor:
@@ -90,8 +89,7 @@ class Copies:
         if block.size > 1:
             find_copies(rows, self._tables, int(block.kv_len_bounds.max()) - block.size)
         write_copies(rows, self._tables)
-        bs = block.batch_size
-        return proposals._replace(promised=self._tables.promised[:bs]) if bs <= self.told else proposals
+        return proposals._replace(promised=self._tables.promised[: block.batch_size])
 
     def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:
         """The rows [bs * length] of chains that are longer than this block: its proposals, then their copy."""
