@@ -204,6 +204,8 @@ class DFlashWorker(PrefillWorker):
         """Requests whose KV, context KV and first tokens [bs] come from a prefill server."""
         self._widths.admit(batch)
         self._adjustments.arrive(batch)
+        if self._copies is not None:
+            self._copies.arrive(batch)
         self._start(batch.req_pool_indices, last_tokens, batch.seq_lens)
         return DFlashDraftInput.create(last_tokens, batch.seq_lens, self._reservation)
 

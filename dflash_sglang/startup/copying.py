@@ -6,7 +6,6 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, Texts
 from dflash_sglang.sglang_names.scheduler import get_disagg, get_memory
-from dflash_sglang.startup.draft_kv import needs_whole_pool
 from dflash_sglang.startup.facts import Problem
 
 RENAMED = "with KV pools that rename slots"
@@ -21,8 +20,11 @@ def why_no_copies(config: PluginConfig, spec: DraftSpec | MtpSpec) -> str | None
         return "no test copies with multi-token-prediction layers"
     if not isinstance(config.simulated_acceptance, Texts | None):
         return "acceptance is forced, whatever is proposed"
-    flag = needs_whole_pool(get_memory().enable_hierarchical_cache, get_disagg().disaggregation_mode)
-    return None if flag is None else f"{flag} brings KV without its tokens"
+    if get_disagg().disaggregation_mode == "prefill":
+        return "another server decodes"
+    if get_memory().enable_hierarchical_cache:
+        return "--enable-hierarchical-cache brings KV without its tokens"
+    return None
 
 
 def chains_of(config: PluginConfig, spec: DraftSpec | MtpSpec, block_size: int) -> dict[int, int]:

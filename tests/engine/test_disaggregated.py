@@ -125,8 +125,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def one(environment: dict[str, str]) -> Iterator[Server]:
-    """A server that prefills and decodes, and copies as little as two do."""
-    with serve(TARGET, DRAFT, environment={**environment, CONFIG_ENV: '{"copy": "off"}'}, **TEXT) as server:
+    """A server that prefills and decodes."""
+    with serve(TARGET, DRAFT, environment=environment, **TEXT) as server:
         yield server
 
 

@@ -38,7 +38,8 @@ def config_of(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], **launc
             "acceptance is forced, whatever is proposed",
         ),
         ({"copy": "block", "simulated_acceptance": {"texts": __file__}}, {}, None),
-        ({"copy": "block"}, {"mode": "decode"}, "--disaggregation-mode decode brings KV without its tokens"),
+        ({}, {"mode": "decode"}, None),
+        ({"copy": "block"}, {"mode": "prefill"}, "another server decodes"),
     ],
 )
 def test_copies_are_proposed_where_asked_for_and_where_tokens_of_slots_are_known(
