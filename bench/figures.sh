@@ -4,7 +4,7 @@
 #   on one GPU       wide wide_dense narrow long profile startup_widths startup
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
-#                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
+#                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised rows_trained
 #                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
 #                    copy_ordinary
 #                    drafts_dspark drafts_domino drafts_kv drafts_dflash2 drafts_dflash2_step drafts_rings house
@@ -17,9 +17,9 @@
 #
 # From the environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are
 # PAIR-9b, PAIR-dspark and others for the parts that need them; LOGS; SECONDS_EACH, after which a part ends with
-# what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house` and
-# of `drafts_dflash2...`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its
-# result has.
+# what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house`,
+# `rows_trained` and `drafts_dflash2...`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go
+# to those that its result has.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -131,6 +131,11 @@ for name in "$@"; do
     rows_alike) rows alike "" --kinds ours built_in --alike --concurrency 128 64 32 8 1 --fixed ;;
     rows_mixed) rows mixed "" --kinds ours --acceptance recorded_mixed --concurrency 64 --fixed 16 12 8 6 4 ;;
     rows_trees) rows trees "" --kinds ours built_in --concurrency 8 1 --fixed 16 --trees 16 32 64 --seconds 5 ;;
+    rows_trained)
+      part rows_trained paired --before "${BEFORE:?the other checkout}" --target dflash_sglang/pair/target \
+        --draft dflash_sglang/pair/draft "--flags=--cuda-graph-bs-prefill 128 256 512 1024" --held-out --starts 0 \
+        --mem-fraction 0.5 --concurrency 1 8 32 64 --input 600 --output 256 --seconds 5 --kept 1.0 \
+        --logs "$logs/rows_trained" ;;
     rows_penalised) rows penalised "" --kinds ours --concurrency 64 32 --fixed 16 8 6 4 --presence-penalty 1.5 ;;
     pair) part serve_pair pair ;;
     proposals) part proposals proposals ;;

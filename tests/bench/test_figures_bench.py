@@ -22,6 +22,7 @@ TO_COME = {
     "pd_nixl",
     "recurrent_first_batches",
     "copy_ordinary",
+    "rows_trained",
     *(f"drafts_{part}" for part in ("dspark", "kv", "dflash2_step", "rings")),
 }
 # Results of an option that is gone, whose figures the docs have.
