@@ -4,10 +4,10 @@
 #   on one GPU       wide wide_dense narrow long profile startup_widths startup
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
-#                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised
-#                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits copy_plain
+#                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised rows_trained
+#                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits
 #                    copy_ordinary
-#                    drafts_dspark drafts_domino drafts_kv drafts_dflash2 drafts_dflash2_step drafts_rings house
+#                    drafts_dspark drafts_domino drafts_kv drafts_dflash2_step drafts_rings house
 #                    house_starts observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode pd_nixl mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
@@ -17,9 +17,9 @@
 #
 # From the environment: PAIR, a directory for random weights in Qwen3-8B's shapes, written if it is missing, as are
 # PAIR-9b, PAIR-dspark and others for the parts that need them; LOGS; SECONDS_EACH, after which a part ends with
-# what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house` and
-# of `drafts_dflash2...`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its
-# result has.
+# what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house`,
+# `rows_trained` and `drafts_dflash2_step`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go
+# to those that its result has.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -131,6 +131,11 @@ for name in "$@"; do
     rows_alike) rows alike "" --kinds ours built_in --alike --concurrency 128 64 32 8 1 --fixed ;;
     rows_mixed) rows mixed "" --kinds ours --acceptance recorded_mixed --concurrency 64 --fixed 16 12 8 6 4 ;;
     rows_trees) rows trees "" --kinds ours built_in --concurrency 8 1 --fixed 16 --trees 16 32 64 --seconds 5 ;;
+    rows_trained)
+      part rows_trained paired --before "${BEFORE:?the other checkout}" --target dflash_sglang/pair/target \
+        --draft dflash_sglang/pair/draft "--flags=--cuda-graph-bs-prefill 128 256 512 1024" --held-out --starts 0 \
+        --mem-fraction 0.5 --concurrency 1 8 32 64 --input 600 --output 256 --seconds 5 --kept 1.0 \
+        --logs "$logs/rows_trained" ;;
     rows_penalised) rows penalised "" --kinds ours --concurrency 64 32 --fixed 16 8 6 4 --presence-penalty 1.5 ;;
     pair) part serve_pair pair ;;
     proposals) part proposals proposals ;;
@@ -139,7 +144,6 @@ for name in "$@"; do
     long_128k) with_pair long_128k long_128k "--flags=--load-format dummy" ;;
     copy_block) copies block "" --texts rewrite edits ;;
     copy_edits) copies edits "" --texts rewrite edits --copy 64 --concurrency 1 8 --seconds 4 ;;
-    copy_plain) copies plain "" --texts code prose ;;
     # Every prompt is prefilled as a whole: prefixes that happen to be there differ from round to round.
     copy_ordinary) copies ordinary " --disable-radix-cache" --texts code prose --copy 64 --output 1024 ;;
     copy_kernels) part copy_kernels copy_kernels ;;
@@ -148,10 +152,6 @@ for name in "$@"; do
     drafts_kv)
       weights "$pair-27b-sliding" hybrid-27b --window 2048
       own_pair drafts_kv draft_kv "$pair-27b-sliding" "--load-format dummy --mamba-full-memory-ratio 1.25" ;;
-    drafts_dflash2)
-      weights "$pair-dflash2" qwen3-8b --head dflash2
-      own_pair drafts_dflash2 paired "$pair-dflash2" "$serving" --before "${BEFORE:?the other checkout}" \
-        --mem-fraction 0.9 --starts 0 --rounds 5 --concurrency 1 32 --width 16 --kept 0.995 ;;
     drafts_dflash2_step)
       weights "$pair-dflash2" qwen3-8b --head dflash2
       own_pair drafts_dflash2_step serve "$pair-dflash2" "$steps" --kinds ours --rounds 5 --concurrency 32 1 \

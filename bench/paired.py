@@ -1,7 +1,7 @@
 """Start-up and tokens per second of this checkout of the package and of another one, in turn on one GPU.
 
 python -m bench.paired --before DIR --target DIR --draft DIR --out FILE [--concurrency 1 8 32 64 128] [--rounds 3]
-                       [--seconds 6] [--starts 2] [--kept 0.99] [--width 8] [--requests 128]
+                       [--seconds 6] [--starts 2] [--kept 0.99] [--width 8] [--requests 128] [--held-out]
 
 `--before`: the other checkout, a directory that holds `dflash_sglang`. Each checkout starts `--starts` times, with
 no other server there, after one start that is not counted. Then one server of each is up, and both have every load
@@ -10,6 +10,9 @@ servers of one checkout choose alike only in the long run. Without a `--concurre
 
 Tokens per second come from the steps that a server counts in a steady load: each step of a width commits what the
 coins give at that width in the long run. So few coins of a short load add no noise.
+
+`--held-out`: prompts are those that the packaged pair was not trained on, as bytes; the draft's proposals are
+accepted as they deserve, and tokens are those that clients get.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.copies import OfTexts
 from bench.load import Load, rotated
+from bench.pair import prompts_of_pair
 from bench.servers import Candidate, add_options, parse, server_of, together
-from bench.steady import RAMP, SPREAD, WARM_UP, clients, occupy
+from bench.steady import RAMP, SPREAD, WARM_UP, clients, occupy, watch
 from bench.widths import ACCEPTANCE, BLOCK, mean_length, since, told
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server
@@ -42,14 +47,18 @@ ROOT = Path(__file__).parents[1]
 START_UP = 1.0  # of the time from launch to ready, at most
 
 
-def candidates(before: Path, python_path: str, width: int | None = None) -> list[Candidate]:
+def candidates(before: Path, python_path: str, width: int | None = None, forced: bool = True) -> list[Candidate]:
     """One server of each checkout, whose package comes first on its path. width: of every step; None: chosen.
+    forced: acceptance.
 
     PYTHONSAFEPATH: else `python -m` puts the working directory, which has a package too, before PYTHONPATH.
     """
     both = {
         CONFIG_ENV: json.dumps(
-            {"simulated_acceptance": ACCEPTANCE["good"], "width": {} if width is None else width}
+            {
+                "width": {} if width is None else width,
+                **({"simulated_acceptance": ACCEPTANCE["good"]} if forced else {}),
+            }
         ),
         "PYTHONSAFEPATH": "1",
     }
@@ -79,6 +88,11 @@ def rate(steps: Mapping[str, Sequence[float]], seconds: float, concurrency: int)
     """Tokens per second that so many steps of each width commit in the long run."""
     lengths = {width: mean_length(ACCEPTANCE["good"], int(width)) for width in steps}
     return concurrency * sum(count * lengths[width] for width, (count, *_) in steps.items()) / seconds
+
+
+def measure_held_out(server: Server, load: Load, seconds: float) -> dict[str, Any]:
+    found = watch(server, load, seconds)
+    return {"tokens_per_second": round(found.tokens_per_second, 1), "accept_length": round(found.accept_length, 3)}
 
 
 def measure(server: Server, load: Load, seconds: float) -> dict[str, Any]:
@@ -126,13 +140,20 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=2, help="of each checkout, alone")
     parser.add_argument("--kept", type=float, default=0.99, help="of tokens/s over the other checkout, at least")
     parser.add_argument("--width", type=int, help="of every step")
+    parser.add_argument("--held-out", action="store_true", help="the packaged pair on its held-out prompts")
     arguments = parse(parser)
-    found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""), arguments.width)
+    forced = not arguments.held_out
+    found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""), arguments.width, forced)
     require_checkouts(found, os.environ)
     most = arguments.requests or max(arguments.concurrency)
     longest = int((1 + SPREAD) * arguments.output)
     tokens = most * (arguments.input + longest + 2 * BLOCK)  # no request waits for another one's end
-    load = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids))
+    lengths = (arguments.input, arguments.output)
+    if arguments.held_out:
+        load: Load = OfTexts(1, 1, *lengths, texts=prompts_of_pair())
+        measured = measure_held_out
+    else:
+        load, measured = Load(1, 1, *lengths, token_ids=range(*arguments.token_ids)), measure
     by_name = {one.name: one for one in found}
     starts: dict[str, list[float]] = {name: [] for name in by_name}
     loads: dict[str, dict[str, list[Any]]] = {}
@@ -160,7 +181,7 @@ def main() -> int:
                 rounds = loads.setdefault(str(concurrency), {one.name: [] for one in found})
                 for turn in range(arguments.rounds):
                     for name in rotated(list(servers), turn):
-                        rounds[name].append(measure(servers[name], of, arguments.seconds))
+                        rounds[name].append(measured(servers[name], of, arguments.seconds))
                         print(concurrency, name, rounds[name][-1], flush=True)
                 status = keep()
     return status

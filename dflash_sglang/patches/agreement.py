@@ -8,6 +8,7 @@ server to end its part of a refused request.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pkgutil
 from collections.abc import Sequence
@@ -35,9 +36,10 @@ def draft_line(layers: int, heads: int, head_dim: int, dtype: str, features: Seq
 def register_with(line: str) -> None:
     """A prefill server tells decode servers this line.
 
-    Its start-up ends with a StartupError for a target whose KV has a layout of its own.
+    Its start-up ends with a StartupError for a target whose KV has a layout of its own. So SGLang's checksums of
+    KV have the same signature on both servers: without the line.
     """
-    layout_of = disaggregation_prefill.get_pd_kv_layout
+    layout_of, signature_of = disaggregation_prefill.get_pd_kv_layout, disaggregation_prefill.kv_layout_signature
 
     def get_pd_kv_layout(pool: Any) -> str:
         layout = layout_of(pool)
@@ -46,7 +48,13 @@ def register_with(line: str) -> None:
             raise StartupError([Problem("target's KV layout", layout, "none, as others are not tested", fix)])
         return line
 
+    def kv_layout_signature(kv_args: Any) -> int:
+        of_pool = copy.copy(kv_args)
+        of_pool.kv_layout = None
+        return int(signature_of(of_pool))
+
     replace("draft-line", disaggregation_prefill, get_pd_kv_layout)
+    replace("checksum-signature", disaggregation_prefill, kv_layout_signature)
 
 
 def refuse_peers_without_draft() -> None:

@@ -37,7 +37,7 @@ class PluginConfig:
     """Settings of the plugin: docs/reference/settings.md has what each of their values does."""
 
     context_kv: ContextKVForm = "auto"  # how context K and V are projected
-    draft_kv: DraftKV = "whole"  # rows that the draft's KV pool keeps
+    draft_kv: DraftKV = "auto"  # rows that the draft's KV pool keeps
     draft_head: DraftHeadForm = "auto"  # weights of the head that proposes
     proposals: ProposalKind = "auto"  # to sampled requests; auto: drawn from a draft with a joint distribution
     # Measurements without a trained draft: the chance of proposal 1, 2, ... once those before it are accepted, of

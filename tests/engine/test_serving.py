@@ -77,7 +77,7 @@ def test_the_log_names_the_worker_and_its_decisions_in_one_block(served):
         "draft_attention: torch_native",
         "context_kv: stacked (no qkv_proj is quantised)",
         "head: as_is (a CPU has no fp8 GEMM)",
-        'draft_kv: whole (draft_kv is "whole")',
+        "draft_kv: whole (layer 2 of the draft sees the whole context)",
         'copy: off (copy is "off")',
     ):
         assert f"  {decision}" in lines

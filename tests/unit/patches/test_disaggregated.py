@@ -108,16 +108,45 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
 def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from sglang.srt.disaggregation.utils import kv_layout_signature
+
     from dflash_sglang.patches import agreement
     from dflash_sglang.startup.facts import StartupError
 
     layouts = {"plain": None, "packed": "packed-v1"}
-    module = SimpleNamespace(get_pd_kv_layout=layouts.__getitem__, __name__="prefill")
+    module = SimpleNamespace(
+        get_pd_kv_layout=layouts.__getitem__, kv_layout_signature=kv_layout_signature, __name__="prefill"
+    )
     monkeypatch.setattr(agreement, "disaggregation_prefill", module)
     agreement.register_with(line())
     assert module.get_pd_kv_layout("plain") == line()
     with pytest.raises(StartupError, match="target's KV layout='packed-v1': expected none"):
         module.get_pd_kv_layout("packed")
+
+
+def test_checksums_of_both_servers_have_one_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang compares only checksums of one signature, and the decode server has no line."""
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.utils import kv_layout_signature
+
+    from dflash_sglang.patches import agreement
+
+    module = SimpleNamespace(
+        get_pd_kv_layout=lambda pool: None, kv_layout_signature=kv_layout_signature, __name__="prefill"
+    )
+    monkeypatch.setattr(agreement, "disaggregation_prefill", module)
+    agreement.register_with(line())
+
+    def registered(kv_layout: str | None, page: int = 64) -> KVArgs:
+        args = KVArgs()
+        args.page_size, args.kv_cache_dtype_str, args.kv_layout = page, "auto", kv_layout
+        args.swa_kv_cache_layout, args.state_types, args.kv_item_lens, args.state_item_lens = None, [], [128], []
+        return args
+
+    prefill = registered(module.get_pd_kv_layout(None))
+    assert module.kv_layout_signature(prefill) == kv_layout_signature(registered(None))
+    assert prefill.kv_layout == line()
+    assert module.kv_layout_signature(prefill) != kv_layout_signature(registered(None, page=16))
 
 
 def test_over_nixl_a_decode_server_with_other_buffers_registers_and_its_requests_fail_by_name(
