@@ -24,7 +24,6 @@ characters on average.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import random
@@ -41,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.load import Load, Outcome
+from bench.load import Load, OfTexts, Outcome
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import SPREAD, take_turns, watch
 from bench.widths import BLOCK, PAIR_RECORD, since, told
@@ -186,16 +185,6 @@ class Texts:
         )
         np.savez(path, **likeliest._asdict(), tokens=np.array([token for text in self.tokens for token in text]))
         return {kind: round(statistics.fmean(shares), 4) for kind, shares in told.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class OfTexts(Load):
-    """Prompts of texts, any of them."""
-
-    texts: Sequence[Sequence[int]] = ()
-
-    def prompt(self, rng: random.Random) -> list[int]:
-        return list(rng.choice(self.texts))
 
 
 def require_texts(server: Server, texts: Texts) -> None:

@@ -5,10 +5,10 @@
 #                    width_good_1 width_good width_good_many width_good_256 width_good_long
 #                    width_good_admission_64 like_for_like like_for_like_poor memory
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised rows_trained
-#                    pair proposals quantised long_context long_128k copy_kernels copy_block copy_edits
-#                    copy_ordinary
-#                    drafts_dspark drafts_domino drafts_kv drafts_dflash2_step drafts_rings house
-#                    house_starts observe
+#                    pair proposals quantised long_context long_128k
+#                    copy_kernels copy_block copy_edits copy_ordinary
+#                    drafts_dspark drafts_domino drafts_kv drafts_dflash2_step drafts_rings
+#                    house house_starts observe
 #                    recurrent_9b recurrent_first_batches recurrent_27b_requests pd_decode pd_nixl mtp_step
 #   on two, "0,1"    tp2 tp2_again dpa2 dpa2_recurrent tp2_rows
 #

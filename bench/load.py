@@ -55,6 +55,16 @@ class Load:
 
 
 @dataclass(frozen=True)
+class OfTexts(Load):
+    """Prompts of texts, any of them; `input_tokens` and `token_ids` do not count."""
+
+    texts: Sequence[Sequence[int]] = ()
+
+    def prompt(self, rng: random.Random) -> list[int]:
+        return list(rng.choice(self.texts))
+
+
+@dataclass(frozen=True)
 class Answer:
     """Of one request. Times are those of `time.perf_counter`."""
 

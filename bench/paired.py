@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.copies import OfTexts
-from bench.load import Load, rotated
+from bench.load import Load, OfTexts, rotated
 from bench.pair import prompts_of_pair
 from bench.servers import Candidate, add_options, parse, server_of, together
 from bench.steady import RAMP, SPREAD, WARM_UP, clients, occupy, watch
@@ -53,15 +52,10 @@ def candidates(before: Path, python_path: str, width: int | None = None, forced:
 
     PYTHONSAFEPATH: else `python -m` puts the working directory, which has a package too, before PYTHONPATH.
     """
-    both = {
-        CONFIG_ENV: json.dumps(
-            {
-                "width": {} if width is None else width,
-                **({"simulated_acceptance": ACCEPTANCE["good"]} if forced else {}),
-            }
-        ),
-        "PYTHONSAFEPATH": "1",
-    }
+    settings: dict[str, Any] = {"width": {} if width is None else width}
+    if forced:
+        settings["simulated_acceptance"] = ACCEPTANCE["good"]
+    both = {CONFIG_ENV: json.dumps(settings), "PYTHONSAFEPATH": "1"}
     return [
         Candidate(name, OURS, environment={**both, "PYTHONPATH": f"{root}:{python_path}"}, accept_length=0)
         for name, root in ((BEFORE, before.resolve()), (AFTER, ROOT))
@@ -142,18 +136,15 @@ def main() -> int:
     parser.add_argument("--width", type=int, help="of every step")
     parser.add_argument("--held-out", action="store_true", help="the packaged pair on its held-out prompts")
     arguments = parse(parser)
-    forced = not arguments.held_out
-    found = candidates(arguments.before, os.environ.get("PYTHONPATH", ""), arguments.width, forced)
+    python_path = os.environ.get("PYTHONPATH", "")
+    found = candidates(arguments.before, python_path, arguments.width, forced=not arguments.held_out)
     require_checkouts(found, os.environ)
     most = arguments.requests or max(arguments.concurrency)
     longest = int((1 + SPREAD) * arguments.output)
     tokens = most * (arguments.input + longest + 2 * BLOCK)  # no request waits for another one's end
-    lengths = (arguments.input, arguments.output)
+    load, measured = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids)), measure
     if arguments.held_out:
-        load: Load = OfTexts(1, 1, *lengths, texts=prompts_of_pair())
-        measured = measure_held_out
-    else:
-        load, measured = Load(1, 1, *lengths, token_ids=range(*arguments.token_ids)), measure
+        load, measured = OfTexts(1, 1, output_tokens=arguments.output, texts=prompts_of_pair()), measure_held_out
     by_name = {one.name: one for one in found}
     starts: dict[str, list[float]] = {name: [] for name in by_name}
     loads: dict[str, dict[str, list[Any]]] = {}

@@ -229,9 +229,9 @@ def _why_no_more_rows(parts: StepParts, chains: Mapping[int, int]) -> str | None
     """Why the draft takes no more rows of a step than a block; None if it does."""
     if not chains:
         return "blocks have as many rows"
-    if parts.rings is not None:
-        return "rings of the draft's rows have room for blocks"
-    return "the draft's window is imposed, and no test has more rows with it" if is_imposed() else None
+    if is_imposed():
+        return "the draft's window is imposed, and no test has more rows with it"
+    return None if parts.rings is None else "rings, which draft_kv 'whole' turns off, have room for blocks"
 
 
 def build_controller(

@@ -51,7 +51,7 @@ def register_with(line: str) -> None:
     def kv_layout_signature(kv_args: Any) -> int:
         of_pool = copy.copy(kv_args)
         of_pool.kv_layout = None
-        return int(signature_of(of_pool))
+        return signature_of(of_pool)
 
     replace("draft-line", disaggregation_prefill, get_pd_kv_layout)
     replace("checksum-signature", disaggregation_prefill, kv_layout_signature)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench import copies, steady
-from bench.load import Outcome
+from bench.load import OfTexts, Outcome
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.settings.plugin_config import Texts
 from dflash_sglang.verify.acceptance import Acceptor
@@ -89,14 +89,14 @@ def test_each_round_says_what_was_copied_and_which_widths_steps_had(monkeypatch:
             copy = {"dflash_copy": {"proposed": 10 * count, "accepted": count}} if self.copies else {}
             return {"internal_states": [{"dflash_width": of_width, **copy}]}
 
-    def watch(server: Told, _load: copies.OfTexts, _seconds: float) -> Outcome:
+    def watch(server: Told, _load: OfTexts, _seconds: float) -> Outcome:
         server.rounds += 1
         return Outcome(100.0, 2.0, 1.0)
 
     monkeypatch.setattr(copies, "watch", watch)
     monkeypatch.setattr(steady, "occupy", lambda *_: None)
     servers: dict[str, Any] = {copies.WITH: Told(copies=True), copies.WITHOUT: Told(copies=False)}
-    found = copies.measure(servers, copies.OfTexts(1, 1), rounds=2, seconds=0)
+    found = copies.measure(servers, OfTexts(1, 1), rounds=2, seconds=0)
     assert found[copies.WITH]["copied"] == [[10, 1], [30, 3]] and "copied" not in found[copies.WITHOUT]
     for of_server in found.values():
         assert of_server["by_width"] == [{"8": [3, 0, 0.5]}, {"8": [9, 0, 1.5]}]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from bench import paired
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +30,13 @@ def test_a_server_of_another_package_than_its_checkouts_is_refused(
     (tmp_path / "dflash_sglang").rmdir()
     with pytest.raises(ValueError, match=f"before: expected the package of {tmp_path}, found .*dflash_sglang"):
         paired.require_checkouts(found, os.environ)
+
+
+def test_only_where_acceptance_is_forced_do_servers_simulate_it() -> None:
+    for forced in (True, False):
+        for one in paired.candidates(ROOT, "", width=8, forced=forced):
+            settings = json.loads(one.environment[CONFIG_ENV])
+            assert settings["width"] == 8 and ("simulated_acceptance" in settings) == forced
 
 
 def test_tokens_are_those_that_steps_of_each_width_commit_in_the_long_run() -> None:

@@ -105,13 +105,12 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
         assert failures[7].startswith("DFLASH: host:1: attention TP size 2 on the prefill server, 1 on the decode")
 
 
-def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def registering(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a prefill server with a line has of SGLang's module, for pools "plain" and "packed"."""
     from sglang.srt.disaggregation.utils import kv_layout_signature
 
     from dflash_sglang.patches import agreement
-    from dflash_sglang.startup.facts import StartupError
 
     layouts = {"plain": None, "packed": "packed-v1"}
     module = SimpleNamespace(
@@ -119,23 +118,23 @@ def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_i
     )
     monkeypatch.setattr(agreement, "disaggregation_prefill", module)
     agreement.register_with(line())
-    assert module.get_pd_kv_layout("plain") == line()
+    return module
+
+
+def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_its_own(
+    registering: SimpleNamespace,
+) -> None:
+    from dflash_sglang.startup.facts import StartupError
+
+    assert registering.get_pd_kv_layout("plain") == line()
     with pytest.raises(StartupError, match="target's KV layout='packed-v1': expected none"):
-        module.get_pd_kv_layout("packed")
+        registering.get_pd_kv_layout("packed")
 
 
-def test_checksums_of_both_servers_have_one_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_of_both_servers_have_one_signature(registering: SimpleNamespace) -> None:
     """SGLang compares only checksums of one signature, and the decode server has no line."""
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.utils import kv_layout_signature
-
-    from dflash_sglang.patches import agreement
-
-    module = SimpleNamespace(
-        get_pd_kv_layout=lambda pool: None, kv_layout_signature=kv_layout_signature, __name__="prefill"
-    )
-    monkeypatch.setattr(agreement, "disaggregation_prefill", module)
-    agreement.register_with(line())
 
     def registered(kv_layout: str | None, page: int = 64) -> KVArgs:
         args = KVArgs()
@@ -143,10 +142,10 @@ def test_checksums_of_both_servers_have_one_signature(monkeypatch: pytest.Monkey
         args.swa_kv_cache_layout, args.state_types, args.kv_item_lens, args.state_item_lens = None, [], [128], []
         return args
 
-    prefill = registered(module.get_pd_kv_layout(None))
-    assert module.kv_layout_signature(prefill) == kv_layout_signature(registered(None))
+    prefill = registered(registering.get_pd_kv_layout("plain"))
+    assert registering.kv_layout_signature(prefill) == kv_layout_signature(registered(None))
     assert prefill.kv_layout == line()
-    assert module.kv_layout_signature(prefill) != kv_layout_signature(registered(None, page=16))
+    assert registering.kv_layout_signature(prefill) != kv_layout_signature(registered(None, page=16))
 
 
 def test_over_nixl_a_decode_server_with_other_buffers_registers_and_its_requests_fail_by_name(
