@@ -26,6 +26,7 @@ from dflash_sglang.demo.launch import ON_CPU, OURS, environment, model_flags, ne
 from dflash_sglang.demo.server import Server
 from dflash_sglang.observe.alarm import FELL, NONE, POSITIONS, STAYS, WINDOW, Window
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
 Tensors = dict[str, torch.Tensor]
 PAIR = {name: Path(path) for name, path in pair_directories().items()}
@@ -163,7 +164,11 @@ def served(target: Path, draft: Path, directory: Path) -> Iterator[Server]:
         "--max-running-requests", "16", "--max-total-tokens", "60000", "--mem-fraction-static", "0.5",
         "--decode-log-interval", "10",
     ]  # fmt: skip
-    with new_server(flags, environment=environment(OURS, cpu=True), log=directory / "server.log") as server:
+    own = {
+        **environment(OURS, cpu=True),
+        CONFIG_ENV: '{"copy": "off", "width": "block"}',
+    }  # counts are the draft's
+    with new_server(flags, environment=own, log=directory / "server.log") as server:
         wait_for(OURS, server)
         yield server
 

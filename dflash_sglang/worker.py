@@ -52,7 +52,7 @@ class DFlashWorker(PrefillWorker):
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.width = self.block_size  # of the latest decode step's blocks
-        chains = chains_of(self._config, self.block_size)
+        chains = chains_of(self._config, self._draft.model.spec, self.block_size)
         self._slots = StepSlots(self._adjustments.max_requests, self.block_size, self.device, chains)
         self._tables = Tables.taken(self._slots, self._adjustments, self._config.simulated_acceptance)
         self._split = StepSplit(StepClock(self.device))
@@ -204,6 +204,8 @@ class DFlashWorker(PrefillWorker):
         """Requests whose KV, context KV and first tokens [bs] come from a prefill server."""
         self._widths.admit(batch)
         self._adjustments.arrive(batch)
+        if self._copies is not None:
+            self._copies.arrive(batch)
         self._start(batch.req_pool_indices, last_tokens, batch.seq_lens)
         return DFlashDraftInput.create(last_tokens, batch.seq_lens, self._reservation)
 

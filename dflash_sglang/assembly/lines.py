@@ -60,7 +60,7 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
         sinks = get_spec().speculative_draft_sink_size or 0
         decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
     decisions["draft_kv"] = _kv_planned(draft.rings)
-    no_copies = why_no_copies(config)
+    no_copies = why_no_copies(config, spec)
     decisions["copy"] = config.copy if no_copies is None else f"off ({no_copies})"
     if spec.dflash2 is not None or spec.lilicorr is not None:
         conv = spec.convolution

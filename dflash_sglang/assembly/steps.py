@@ -31,7 +31,13 @@ from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import ModelRunner, TpModelWorker, get_parallel
-from dflash_sglang.startup.copying import chains_of, renamed_slots_problem, why_no_copies
+from dflash_sglang.startup.copying import (
+    RENAMED,
+    chains_of,
+    more_rows_problem,
+    renamed_slots_problem,
+    why_no_copies,
+)
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from dflash_sglang.startup.mtp_checks import attention_problems
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
@@ -88,11 +94,8 @@ def build_step(
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
     if tables.acceptor.texts is not None:
         source = Changed(source, tables.acceptor.texts.foretell)
-    copies = None
-    if why_no_copies(config) is None:
-        if not names_slots_alike(target, runner):
-            raise StartupError([renamed_slots_problem(config.copy)])
-        copies = Copies(target, slots.longest)
+    copies = _copies(draft, target, slots.longest, config)
+    if copies is not None:
         source = Changed(source, copies.propose)
     return StepParts(
         reservation,
@@ -115,6 +118,18 @@ def build_step(
         rings,
         copies,
     )
+
+
+def _copies(draft: LoadedDraft, target: ModelRunner, longest: int, config: PluginConfig) -> Copies | None:
+    if why_no_copies(config, draft.model.spec) is not None:
+        return None
+    if names_slots_alike(target, draft.runner):
+        return Copies(target, longest)
+    if config.copy != "auto":
+        raise StartupError([renamed_slots_problem(config.copy)])
+    if get_parallel().tp_rank == 0:
+        logger.info("dflash_sglang copies: none %s", RENAMED)
+    return None
 
 
 def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | DraftRings | None) -> ProposalSource:
@@ -197,12 +212,13 @@ def add_widths(
     if startup.can_verify_trees(asked, target, draft.runner, group, reason):
         startup.add_trees(asked, states, trees, parts.tail, free)
         parts.reservation.serve_trees(states.trees)
-    if parts.copies is not None and config.copy == 64:
-        chains = chains_of(config, block_size)
-        startup.check_chains(asked, target, group, _why_no_more_rows(parts, chains))
-        startup.add_chains(chains, states, free, asked.memory_reserve)
+    if parts.copies is not None and config.copy != "block":
+        chains = chains_of(config, draft.model.spec, block_size)
+        reason = _why_no_more_rows(parts, chains) or startup.why_no_chains(asked, target, group)
+        if reason is not None and config.copy == 64:
+            raise StartupError([more_rows_problem(reason)])
+        startup.add_chains(chains, states, free, asked.memory_reserve, reason)
         parts.reservation.serve_chains(states.chains)
-        parts.copies.told = max(states.chains.values(), default=0)
     parts.verifier.after_capture(
         [kind for width in served.states(block_size) for kind in parts.proposer.examples(width)]
     )

@@ -8,8 +8,11 @@ from typing import Any
 
 from dflash_sglang.check.parting import Likelihood
 from dflash_sglang.demo.server import Client
+from dflash_sglang.requests.limits import COPY, KEY
 
 RANKED = 20  # likeliest tokens whose rank is known
+# Accepted copies would say nothing of the draft. Another worker, and a server without one, read nothing of it.
+NO_COPIES = {KEY: {COPY: False}}
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ def answers(
     for start in range(0, len(prompts), concurrency):
         found = client.generate(
             input_ids=prompts[start : start + concurrency],
-            sampling_params={"temperature": 0, "max_new_tokens": max_new_tokens},
+            sampling_params={"temperature": 0, "max_new_tokens": max_new_tokens, "custom_params": NO_COPIES},
         )
         out += [
             Answer(one["output_ids"], one["meta_info"].get("spec_correct_drafts_histogram", [])) for one in found

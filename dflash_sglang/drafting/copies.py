@@ -37,7 +37,6 @@ class Copies:
         allocator, self._vocab = target.token_to_kv_pool_allocator, target.model_config.vocab_size
         slots = allocator.size_full + allocator.page_size
         self._tables = CopyTables.allocate(slots, target.req_to_token_pool.req_to_token, longest)
-        self.told = 0  # proposals of so few requests come with what copies promise (`Proposals.promised`)
 
     @property
     def history(self) -> Tensor:
@@ -57,10 +56,23 @@ class Copies:
         """
         if batch.forward_mode.is_idle():
             return
-        ids = batch.input_ids
+        self._begin(batch, len(batch.reqs) - len(batch.decoding_reqs or ()), batch.input_ids, batch.out_cache_loc)
+
+    def arrive(self, batch: ScheduleBatch) -> None:
+        """As `prefill`, of requests that another server has prefilled: their tokens are on the host only."""
+        ids, slots = list[int](), []
+        lens, rows = batch.seq_lens_cpu.tolist(), batch.req_pool_indices_cpu.tolist()
+        for req, row, length in zip(batch.reqs, rows, lens, strict=True):
+            ids += [*req.origin_input_ids, *req.output_ids][:length]  # the last output has no slot yet
+            slots.append(self._tables.req_to_token[row, :length])
+        on_device = async_h2d(ids, dtype=torch.int64, device=self.history.device)
+        self._begin(batch, len(batch.reqs), on_device, torch.cat(slots).long())
+
+    def _begin(self, batch: ScheduleBatch, new: int, ids: Tensor, slots: Tensor) -> None:
+        """ids, slots [n]: of tokens. The first `new` requests of the batch are new."""
         inside = (ids >= 0) & (ids < self._vocab)
-        self.history[batch.out_cache_loc] = ids.where(inside, -1).int()
-        rows, new = batch.req_pool_indices, len(batch.reqs) - len(batch.decoding_reqs or ())
+        self.history[slots] = ids.where(inside, -1).int()
+        rows = batch.req_pool_indices
         # Not `last[rows] = 0`: torch would copy the number to the device, and wait for it.
         self._tables.last.index_fill_(0, rows, 0)
         self._tables.record.index_fill_(0, rows[:new], 0)
@@ -90,8 +102,7 @@ class Copies:
         if block.size > 1:
             find_copies(rows, self._tables, int(block.kv_len_bounds.max()) - block.size)
         write_copies(rows, self._tables)
-        bs = block.batch_size
-        return proposals._replace(promised=self._tables.promised[:bs]) if bs <= self.told else proposals
+        return proposals._replace(promised=self._tables.promised[: block.batch_size])
 
     def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:
         """The rows [bs * length] of chains that are longer than this block: its proposals, then their copy."""

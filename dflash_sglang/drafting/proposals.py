@@ -22,8 +22,8 @@ class Proposals(NamedTuple):
     # [bs, block - 1, K], of the likeliest tokens of each position, which trees are grown from. Where given, the
     # first are the certain proposals. In buffers that the next step writes.
     best: Candidates | None = None
-    # [bs] float32: the chance that a token of a copy is right, where all proposals are copied; else 0. In a buffer
-    # that the next step writes. None where nobody asks for it.
+    # [bs] float32: the chance that a token of a copy is right, where one replaces the draft's proposals; else 0.
+    # In a buffer that the next step writes. None where a launch copies nothing.
     promised: Tensor | None = None
 
     @classmethod

@@ -1,5 +1,7 @@
 """Alarm: judges acceptance by its counts alone, and tells a broken draft from hard text.
 
+Steps of a request whose proposals were copied are left out: copies come true whatever the draft is worth.
+
 Of hard text few proposals are accepted. Where one is, the next ones are likely too, since a draft that works reads
 the target's context. A broken draft guesses from the last token only: some first proposals are right, and hardly
 any after them. So the judge is the accept length of an endless block, as the first `POSITIONS` positions foretell
@@ -26,7 +28,7 @@ LONGEST_RUN = 0.85  # most that is taken for the chance of one more proposal: an
 
 
 class Window(NamedTuple):
-    """Shares of request-steps that accept the proposals up to each of the first positions."""
+    """Shares of request-steps that accept the drafted proposals up to each of the first positions."""
 
     first: float
     second: float
@@ -34,7 +36,7 @@ class Window(NamedTuple):
 
     @classmethod
     def from_totals(cls, steps: Totals) -> Window:
-        return cls(*(steps.accepted[:POSITIONS] / steps.verified[:POSITIONS]).tolist())
+        return cls(*(steps.accepted_drafts[:POSITIONS] / steps.verified_drafts[:POSITIONS]).tolist())
 
     @property
     def accept_length(self) -> float:
@@ -87,7 +89,7 @@ class Alarm:
 
     def _judge_acceptance(self, steps: Totals) -> None:
         self._open = steps if self._open is None else self._open.plus(steps)
-        if self._open.verified[POSITIONS - 1] < WINDOW:
+        if self._open.verified_drafts[POSITIONS - 1] < WINDOW:
             return
         self._seen, self._open = Window.from_totals(self._open), None
         low = self._seen.accept_length < CHANCE_LENGTH

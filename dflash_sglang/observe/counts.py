@@ -32,7 +32,8 @@ class Totals(NamedTuple):
     """What steps did so far, or between two moments (`since`).
 
     `verified` and `accepted` are for each position of a block: in how many request-steps the proposal there was
-    among the verified rows, and in how many it was accepted, with all before it.
+    among the verified rows, and in how many it was accepted, with all before it. `verified_drafts` and
+    `accepted_drafts` leave out the request-steps whose proposals were copied.
     """
 
     steps: int
@@ -41,6 +42,8 @@ class Totals(NamedTuple):
     rows: int  # verified, first rows included
     verified: np.ndarray  # [block - 1] int64
     accepted: np.ndarray  # [block - 1] int64
+    verified_drafts: np.ndarray  # [block - 1] int64
+    accepted_drafts: np.ndarray  # [block - 1] int64
 
     @property
     def committed(self) -> int:
@@ -77,6 +80,7 @@ class DoneStep(NamedTuple):
     whole: str | None = None  # why requests needed whole blocks, None where none did
     nodes: int | None = None  # of each request's tree, whose positions all count as verified
     chain: int | None = None  # rows of each request, where its copy goes on beyond its block
+    copied: np.ndarray | None = None  # [n] bool: a copy replaced the draft's proposals; None: of no request
 
 
 class Counts:
@@ -88,8 +92,8 @@ class Counts:
         self._block, self._ragged, self._chooses = block, ragged, chooses
         self._pending: list[DoneStep] = []
         self._steps = self._requests = self._drafted = self._rows = 0
-        # [block] request-steps with so many proposals verified, or accepted
-        self._verified, self._accepted = np.zeros(block, np.int64), np.zeros(block, np.int64)
+        # [2, block] request-steps with so many proposals verified, or accepted: of drafts, and of copies
+        self._verified, self._accepted = np.zeros((2, block), np.int64), np.zeros((2, block), np.int64)
         self._shapes: defaultdict[Shape, int] = defaultdict(int)  # steps
 
     def add(self, step: DoneStep) -> None:
@@ -119,8 +123,11 @@ class Counts:
         self._requests += len(widths)
         self._drafted += int(widths.sum()) - len(widths)
         self._rows += int(rows.sum())
-        self._verified += np.bincount(committable - 1, minlength=self._block)
-        self._accepted += np.bincount(accepted, minlength=self._block)
+        copied = np.concatenate(
+            [np.zeros(n) if of.copied is None else of.copied for of, n in zip(steps, requests, strict=True)]
+        ).astype(np.int64)
+        np.add.at(self._verified, (copied, committable - 1), 1)
+        np.add.at(self._accepted, (copied, accepted), 1)
         for step in steps:
             self._shapes[self._shape(step)] += 1
 
@@ -150,9 +157,11 @@ class Counts:
     def totals(self) -> Totals:
         """Since start-up."""
         self._add_up()
-        # From a histogram to how many reached each position.
-        verified, accepted = (of[::-1].cumsum()[::-1][1:] for of in (self._verified, self._accepted))
-        return Totals(self._steps, self._requests, self._drafted, self._rows, verified, accepted)
+        # From histograms to how many reached each position.
+        both = np.stack([self._verified, self._accepted])
+        verified, accepted = both[..., ::-1].cumsum(axis=-1)[..., ::-1][..., 1:]
+        counts = self._steps, self._requests, self._drafted, self._rows
+        return Totals(*counts, verified.sum(axis=0), accepted.sum(axis=0), verified[0], accepted[0])
 
     def snapshot(self) -> dict[str, Any]:
         """`dflash_acceptance` of /server_info."""

@@ -29,7 +29,7 @@ class Texts(NamedTuple):
 SimulatedAcceptance = Sequence[Profile] | Path | Texts
 ProposalKind = Literal["auto", "argmax", "drawn"]
 PrefillServers = Literal["same", "any"]
-Copy = Literal["off", "block", 64]
+Copy = Literal["auto", "off", "block", 64]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PluginConfig:
     # requests by their rows modulo the number of lists; or a file of `verify.record` or `verify.simulated_texts`.
     simulated_acceptance: SimulatedAcceptance | None = None
     width: WidthConfig = WidthConfig()
-    copy: Copy = "off"  # proposals from the text of a request
+    copy: Copy = "auto"  # proposals from the text of a request; auto: as 64 as far as the launch serves it
     prefill: PrefillServers = "same"  # from which a decode server takes requests
     accept_patches: tuple[str, ...] = ()  # rows of the table of patches, applied where SGLang's source differs
 

@@ -89,7 +89,7 @@ def mtp_problems(
         )
     for field, value, only in (
         ("width trees", () if config.width.trees == DEFAULT_TREES else config.width.trees, ()),
-        ("copy", config.copy, "off"),
+        ("copy", None if config.copy in ("auto", "off") else config.copy, None),
         ("context_kv", config.context_kv, "auto"),
         ("draft_head fp8", config.draft_head == "fp8", False),
     ):

@@ -54,7 +54,7 @@ class StepResult(GenerationBatchResult):
             logprobs=proposals.logprobs.clone() if chances and proposals.logprobs is not None else None,
             verified_lens=None if of.ragged is None else of.ragged.lens.clone(),
             mass=of.paths.tree.mass.clone() if chances and of.paths is not None else None,
-            promised=proposals.promised.clone() if chances and proposals.promised is not None else None,
+            promised=None if proposals.promised is None else proposals.promised.clone(),
         )
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:

@@ -24,6 +24,7 @@ class Chains:
     def __init__(self, block: int, slots: int, chains: Mapping[int, int]) -> None:
         """chains: {rows: most requests of a step}, if any, beyond the block. slots: as `Requests` has them."""
         self._block, self.longest = block, max([block, *chains])
+        self.most_requests = max(chains.values(), default=0)  # of a step
         # Tokens of a step within the block and beyond it: of each request, and of all.
         self._tokens, self._usual = np.tile([1.0, 0.0], (slots, 1)), np.array([1.0, 0.0])
 

@@ -157,7 +157,8 @@ class WidthController:
         self._policy.verified(done.step, accepted, seconds, logprobs, lens, mass, promised)
         if len(accepted) == len(done.most):  # else the policy has left it out
             width, _, nodes, chain = done.step.decision.shape
-            step = DoneStep(width, accepted, done.most, lens, done.whole, nodes, chain)
+            copied = None if promised is None else promised > 0
+            step = DoneStep(width, accepted, done.most, lens, done.whole, nodes, chain, copied)
             self._observer.verified(step, done.context_tokens)
 
     def _log_change(self, kind: Kind, requests: int) -> None:

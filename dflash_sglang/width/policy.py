@@ -181,7 +181,7 @@ class WidthPolicy:
         if not len(known):
             return
         logprobs, accepted = logprobs[known].astype(np.float64), np.asarray(accepted, np.int64)[known]
-        if promised is not None:
+        if promised is not None and n <= self.chains.most_requests:
             self.chains.observe(step.slots[known], step.decision.shape, accepted, promised[known])
         if mass is not None:
             chances = self.confidence.observe_trees(logprobs, mass[known].astype(np.float64), accepted)

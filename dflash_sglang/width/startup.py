@@ -243,27 +243,27 @@ def add_trees(
         logger.info("dflash_sglang trees: %s%s", served, _prices(took, left_out, config.memory_reserve))
 
 
-def check_chains(config: WidthConfig, target: ModelRunner, group: Group, draft_keeps: str | None) -> None:
-    """Raise StartupError where steps cannot verify more rows of a request than a block. config: of `servable`.
-
-    draft_keeps: why the draft has no room for more rows; None if it has."""
-    backend, reason = verifying(target.attn_backend), draft_keeps or _why_rows_of_blocks(target, group)
+def why_no_chains(config: WidthConfig, target: ModelRunner, group: Group) -> str | None:
+    """Why steps cannot verify more rows of a request than a block; None if they can. config: of `servable`."""
+    backend = verifying(target.attn_backend)
     if config.fixed is not None:
-        reason = "steps have one width only"
-    elif not (hasattr(backend, "serve_trees") or shares_schedules(backend)):
-        reason = f"no test verifies longer chains with {type(backend).__name__}; fa3 does without DP attention"
-    if reason is not None:
-        expected = f"'block', because {reason}"
-        raise StartupError([Problem("DFLASH_SGLANG_CONFIG copy", 64, expected, "Set it to 'block'.")])
+        return "steps have one width only"
+    if not (hasattr(backend, "serve_trees") or shares_schedules(backend)):
+        return f"no test verifies longer chains with {type(backend).__name__}; fa3 does without DP attention"
+    return _why_rows_of_blocks(target, group)
 
 
 def add_chains(
-    chains: Mapping[int, int], states: RuntimeStates, free: Callable[[], float], reserve: float
+    chains: Mapping[int, int],
+    states: RuntimeStates,
+    free: Callable[[], float],
+    reserve: float,
+    none_because: str | None,
 ) -> None:
     """Build the runtime states of chains beyond blocks, {rows: most requests}, as far as memory allows; the log
-    says what they took."""
+    says what they took, or why there are none."""
     took: dict[int, float] = {}
-    for rows, requests in sorted(chains.items(), reverse=True):
+    for rows, requests in sorted(chains.items(), reverse=True) if none_because is None else ():
         before = free()
         if before - max(took.values(), default=0.0) >= reserve:
             states.add_chain(rows, requests)
@@ -271,7 +271,8 @@ def add_chains(
     if get_parallel().tp_rank == 0:
         served = ", ".join(f"{rows} rows up to {most} requests" for rows, most in states.chains.items()) or "none"
         left_out = sorted(set(chains) - set(states.chains))
-        logger.info("dflash_sglang copies beyond blocks: %s%s", served, _prices(took, left_out, reserve))
+        note = f": {none_because}" if none_because is not None else _prices(took, left_out, reserve)
+        logger.info("dflash_sglang copies beyond blocks: %s%s", served, note)
 
 
 def _prices(took: Mapping[int, float], left_out: Sequence[int], reserve: float) -> str:

@@ -106,9 +106,8 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     records = directory / "records"
     records.mkdir()
     stand_ins = ["support.quantised_twins"] if "quantization_config" in config else []
-    environment = test_parallel.watched(
-        records, *stand_ins, **{scheduler_hooks.HOOKS_ENV: "widths,oracle,poison", CONFIG_ENV: '{"width": {}}'}
-    )
+    settings = {scheduler_hooks.HOOKS_ENV: "widths,oracle,poison", CONFIG_ENV: '{"copy": "off", "width": {}}'}
+    environment = test_parallel.watched(records, *stand_ins, **settings)
     with serve(TARGET, draft, environment=environment, tp_size=2, **test_parallel.RANKS) as server:
         assert f"\n  draft_quantization: {'modelopt' if stand_ins else 'none'}\n" in server.log_text()
         yield Served(server, config, tensors, records)

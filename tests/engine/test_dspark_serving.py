@@ -82,7 +82,9 @@ def ours(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]], ki
     records = tmp_path_factory.mktemp("records")
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
-    environment = scheduler_hooks.hooked(records, "widths,oracle,poison", **{CONFIG_ENV: '{"width": {}}'})
+    environment = scheduler_hooks.hooked(
+        records, "widths,oracle,poison", **{CONFIG_ENV: '{"copy": "off", "width": {}}'}
+    )
     with serve(TARGET, draft, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure

@@ -14,6 +14,7 @@ from torch import nn
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import FORMATS, speculators_config, vocabulary_tensors
 from tests.support.engines import serve
@@ -26,7 +27,7 @@ from training.reference import generate
 VOCABULARY, BLOCK = 320, 8
 PREFIX = 37  # longer than the window of 16
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
-REQUIRED = {"DFLASH_SGLANG_REQUIRE": "1"}
+REQUIRED = {"DFLASH_SGLANG_REQUIRE": "1", CONFIG_ENV: '{"copy": "off"}'}  # steps are the reference loop's
 
 
 def row(draft: str) -> pytest.MarkDecorator:
@@ -264,7 +265,7 @@ def test_a_speculators_export_of_the_pair_decodes_in_the_same_steps(plain, zlab,
 @row("speculators with a reduced vocabulary")
 def test_a_reduced_vocabulary_on_two_ranks_accepts_as_much_greedy_and_drawn(plain, zlab, tmp_path: Path) -> None:
     draft = exported(tmp_path / "draft", likeliest_tokens(200))
-    environment = {**REQUIRED, "DFLASH_SGLANG_CONFIG": json.dumps({"proposals": "drawn"})}
+    environment = {**REQUIRED, CONFIG_ENV: json.dumps({"copy": "off", "proposals": "drawn"})}
     with serve(TARGET, draft, environment=environment, tp_size=2, disable_custom_all_reduce=True) as server:
         result, log = greedy(server), server.log_text()
         sampled = [server.generate(**asked(prompt, temperature=0.3)) for prompt in PROMPTS]

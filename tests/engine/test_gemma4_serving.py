@@ -71,7 +71,7 @@ def watched(directory: Path, asked: list[list[int]], outputs: list[list[int]]) -
         "PYTHONPATH": scheduler_hooks.install(directory / "hooks"),
         scheduler_hooks.HOOKS_ENV: "widths,oracle,poison",
         scheduler_hooks.RECORDS_ENV: str(records),
-        CONFIG_ENV: '{"width": {}}',
+        CONFIG_ENV: '{"copy": "off", "width": {}}',
     }
 
 

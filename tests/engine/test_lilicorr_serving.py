@@ -92,7 +92,9 @@ def ours(
     """(server, directory of the oracle's records): blocks of any width, in graphs; rejected rows are poisoned
     after every step."""
     records = tmp_path_factory.mktemp("records")
-    environment = recorded_graphs.recording(records, "widths,oracle,poison", **{CONFIG_ENV: '{"width": {}}'})
+    environment = recorded_graphs.recording(
+        records, "widths,oracle,poison", **{CONFIG_ENV: '{"copy": "off", "width": {}}'}
+    )
     with serve(TARGET, draft.path, environment=environment, max_running_requests=48, page_size=16) as server:
         yield server, records
         print(server.log_tail(60))  # shown with a failure
@@ -120,6 +122,7 @@ def test_blocks_are_accepted_as_the_reference_loop_accepts_them(draft, target, e
     """Another context row than the last committed token's would be accepted otherwise."""
     reference = ReferenceLiLiCorr.of_target(*config_and_tensors(draft.name), target.get_input_embeddings())
     environment = recorded_graphs.recording(tmp_path) if graphs else {"DFLASH_SGLANG_REQUIRE": "1"}
+    environment[CONFIG_ENV] = '{"copy": "off"}'
     with serve(TARGET, draft.path, environment=environment, max_running_requests=48) as server:
         answers = asked_together(server)
     assert [answer["output_ids"] for answer in answers] == expected

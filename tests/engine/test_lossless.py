@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 64, 127, 300, 700)
 NEW_TOKENS = 60
 BLOCK = 16
-TREES = '{"width": {"trees": [8, 16, 32, 64]}}'
+TREES = '{"copy": "off", "width": {"trees": [8, 16, 32, 64]}}'
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "lengths_on_the_host": dict(hooks="host_lengths"),

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from dflash_sglang import pair
 from dflash_sglang.demo.server import Server
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support.engines import BUILT_IN_WORKER, greedy_params, run_engine, serve
 from tests.support.tiny import make_pair
 
@@ -23,6 +24,7 @@ TARGET, DRAFT = (Path(pair.pair_directories()[name]) for name in ("target", "dra
 RECORD = json.loads((Path(pair.__file__).parent / "record.json").read_text())["evaluation"]
 NEW_TOKENS = RECORD["new_tokens"]
 REQUIRE = {"DFLASH_SGLANG_REQUIRE": "1"}
+WITHOUT_COPIES = {**REQUIRE, CONFIG_ENV: '{"copy": "off"}'}  # as the reference loop
 
 
 def prompts() -> list[list[int]]:
@@ -46,7 +48,7 @@ def tokens_per_step(answers: list[dict[str, Any]]) -> float:
 @pytest.fixture(scope="module")
 def served() -> dict[str, Any]:
     """Answers, log and metrics of our server, and answers of one without speculation."""
-    with serve(TARGET, DRAFT, environment=REQUIRE, enable_metrics=True) as server, serve(TARGET) as plain:
+    with serve(TARGET, DRAFT, environment=WITHOUT_COPIES, enable_metrics=True) as server, serve(TARGET) as plain:
         ours = dict(answers=batch(server), log=server.log_text(), metrics=server.text("/metrics"))
         return {"ours": ours, "plain": dict(answers=batch(plain))}
 

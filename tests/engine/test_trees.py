@@ -39,7 +39,7 @@ NEAR = 1e-4  # difference of log-probabilities that rounding of float32 may turn
 def trees(directory: Path, nodes: list[int], hooks: str, graphs: bool = False, **flags: Any) -> Iterator[Server]:
     """Our server with trees of so many nodes in every step that can have one."""
     hooked = recorded_graphs.recording if graphs else scheduler_hooks.hooked
-    config = {CONFIG_ENV: json.dumps({"width": {"widths": [1, 16], "trees": nodes}})}
+    config = {CONFIG_ENV: json.dumps({"copy": "off", "width": {"widths": [1, 16], "trees": nodes}})}
     environment = hooked(directory, f"always trees,{hooks}", **config)
     with serve(TARGET, DRAFT, environment=environment, **flags) as server:
         yield server

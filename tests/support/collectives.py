@@ -95,8 +95,6 @@ def activate() -> None:
 def _record(scheduler: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
-    from dflash_sglang.drafting.mtp.source import MtpSource
-    from dflash_sglang.drafting.proposer import Proposer
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.models.mtp.recent_rows import RecentRows
     from dflash_sglang.worker import DFlashWorker
@@ -104,13 +102,12 @@ def _record(scheduler: Any) -> None:
     path = Path(os.environ[DIRECTORY_ENV]) / f"steps-{get_parallel().tp_rank}.jsonl"
     recorder = _Recorder(path)
     recorder.watch_groups()
-    target = type(scheduler.draft_worker.target_worker)
+    worker = scheduler.draft_worker
+    target, source = type(worker.target_worker), worker._proposer
     for owner, method, issuer in (
-        (Proposer, "propose", "draft"),
-        (Proposer, "propose_idle", "draft"),
+        (source, "propose", "draft"),
+        (source, "propose_idle", "draft"),
         (ContextKV, "write", "draft"),
-        (MtpSource, "propose", "draft"),
-        (MtpSource, "propose_idle", "draft"),
         (RecentRows, "write_prefill", "draft"),
         (target, "forward_batch_generation", "target"),
     ):

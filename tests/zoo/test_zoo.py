@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server, ServerFailed
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy, greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
@@ -34,6 +35,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
     "synchronous, pages of 16": dict(page_size=16, disable_overlap_schedule=True),
 }
+NO_COPIES = {CONFIG_ENV: '{"copy": "off"}'}  # so that the oracle says how many proposals are accepted
 # Scheduler and pages see the target's pools alone: one target of each kind of pool, and of image positions.
 IN_EVERY_CONFIGURATION = ("Qwen3", "Gemma 4", "gpt-oss", "DeepSeek-V3", "Qwen3-VL", "Qwen3.5 with vision")
 
@@ -107,7 +109,7 @@ def test_output_equals_plain_decoding_and_the_draft_sees_the_target_as_transform
     target: str, configuration: str, tmp_path: Path
 ) -> None:
     expected = plain(target)
-    with ours(target, tmp_path, **CONFIGURATIONS[configuration]) as (server, records):
+    with ours(target, tmp_path, NO_COPIES, **CONFIGURATIONS[configuration]) as (server, records):
         (unaided,) = greedy(server, prompts()[2:3], NEW_TOKENS)
         captured = scheduler_hooks.features_at(records)
         for asked, outputs in (

@@ -46,8 +46,7 @@ class CopyTables(NamedTuple):
     # [5] int64 ever: copies proposed, their tokens within blocks, those accepted, their match lengths, and their
     # tokens beyond blocks
     counts: Tensor
-    # [max_requests] float32, of the batch: the chance that a token of a copy is right, 0 unless all proposals of
-    # the block are copied
+    # [max_requests] float32, of the batch: the chance that a token of a copy is right, 0 where nothing is copied
     promised: Tensor
 
     @classmethod
@@ -164,7 +163,7 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
     tables.counts[0] += copied.any(dim=1).sum()
     tables.counts[1] += copied.sum()
     tables.counts[3] += torch.where(copied.any(dim=1), lengths, 0).sum()
-    tables.promised[: len(tokens)] = torch.where(copied.all(dim=1), right, 0.0) if steps else 0.0
+    tables.promised[: len(tokens)] = torch.where(copied.any(dim=1), right, 0.0)
     tokens[:, 1:] = torch.where(copied, copy, tokens[:, 1:])
     tables.history[slots] = tokens.int()
     if logprobs is not None:
@@ -370,7 +369,7 @@ def _write_copies_kernel(
     tl.store(last + 2, length)
     tl.store(last + 3, tl.full((), STEPS, tl.int64))
     tl.store(last + 4 + lane, copy, mask=lane < MOST)
-    tl.store(promised_ptr + request, tl.where((count == STEPS) & (STEPS > 0), right, 0.0))
+    tl.store(promised_ptr + request, tl.where((count > 0) & (STEPS > 0), right, 0.0))
     if count > 0:
         tl.atomic_add(counts_ptr, tl.full((), 1, tl.int64))
         tl.atomic_add(counts_ptr + 1, count)

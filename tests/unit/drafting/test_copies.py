@@ -51,6 +51,20 @@ def test_slots_hold_the_tokens_of_a_prefill_and_placeholders_match_nothing() -> 
     assert kept.history.tolist() == [-1, -1, 99, -1, -1, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, 5]
 
 
+def test_requests_that_another_server_has_prefilled_bring_their_tokens_and_begin_a_record() -> None:
+    kept = copies()
+    kept._tables.record.fill_(3.0)
+    kept._tables.req_to_token[2, :3] = torch.tensor([7, 4, 9])
+    kept._tables.req_to_token[1, :2] = torch.tensor([1, 2])
+    arrived = prefill([], [], [2, 1])
+    arrived.seq_lens_cpu, arrived.req_pool_indices_cpu = torch.tensor([3, 2]), arrived.req_pool_indices
+    for req, prompt, output in zip(arrived.reqs, ([5, 100], [8, 6]), ([11, 12], [13]), strict=True):
+        req.origin_input_ids, req.output_ids = prompt, output  # the first one was retracted after a step
+    kept.arrive(arrived)
+    assert kept.history.tolist() == [-1, 8, 6, -1, -1, -1, -1, 5, -1, 11, *[-1] * 6]
+    assert kept._tables.record[:, 0].tolist() == [3.0, 0.0, 0.0]
+
+
 def test_the_memory_is_that_of_a_token_a_slot_and_of_a_record_a_request() -> None:
     rows, block = 3, 4
     matches, record, last = rows * 8, rows * 2 * 4, rows * (4 + block - 1) * 8

@@ -38,11 +38,12 @@ CAUSES = Causes(DraftSpec.from_config(read_config(pair_directories()["draft"])),
 
 
 def interval(by_position: Any, request_steps: int = WINDOW, steps: int = 100, width: int = BLOCK) -> Totals:
-    """Of steps that verify this width."""
+    """Of steps that verify this width, and copy nothing."""
     accepted = np.zeros(BLOCK - 1, np.int64)
     accepted[: len(by_position)] = np.round(np.array(by_position) * request_steps)
     inside = np.arange(1, BLOCK) < width
-    return Totals(steps, request_steps, 0, request_steps * width, inside * request_steps, inside * accepted)
+    by_position = inside * request_steps, inside * accepted
+    return Totals(steps, request_steps, 0, request_steps * width, *by_position, *by_position)
 
 
 def fed(alarm: Alarm, windows: list[Any], now: float = 0.0) -> list[Raised | None]:
@@ -99,10 +100,20 @@ def test_intervals_add_up_to_a_window_and_steps_that_verify_too_little_do_not_co
     assert alarm.observe(interval(BROKEN, WINDOW // 4), 0, 0.0) is not None
 
 
+def test_copies_that_come_true_hide_no_broken_draft() -> None:
+    alarm = Alarm(BLOCK)
+    copies = interval((1.0,) * (BLOCK - 1))
+    nothing = np.zeros(BLOCK - 1, np.int64)
+    copies = copies._replace(verified_drafts=nothing, accepted_drafts=nothing)
+    raised = [alarm.observe(steps, 0, 0.0) for _ in range(STAYS) for steps in (interval(BROKEN), copies)]
+    assert [line is not None for line in raised] == [False] * (2 * STAYS - 2) + [True, False]
+
+
 @pytest.mark.parametrize("block", [2, 3])
 def test_blocks_of_too_few_proposals_are_not_judged(block: int) -> None:
     alarm = Alarm(block)
-    totals = Totals(WINDOW, WINDOW, 0, 0, np.full(block - 1, WINDOW), np.zeros(block - 1, np.int64))
+    by_position = np.full(block - 1, WINDOW), np.zeros(block - 1, np.int64)
+    totals = Totals(WINDOW, WINDOW, 0, 0, *by_position, *by_position)
     assert [alarm.observe(totals, 0, 0.0) for _ in range(5 * STAYS)] == [None] * 5 * STAYS
 
 

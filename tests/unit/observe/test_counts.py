@@ -76,6 +76,17 @@ def test_a_tree_verifies_its_nodes_and_drafts_a_block() -> None:
     assert counts.shapes == {Shape(32, "tree", "chosen"): 1, Shape(16, "ragged", "chosen"): 1}
 
 
+def test_what_was_copied_is_told_apart_from_what_the_draft_proposed() -> None:
+    counts = Counts(16, ragged=False, chooses=False)
+    counts.add(DoneStep(4, [3, 1, 0], np.array([16, 16, 2]), copied=np.array([True, False, False])))
+    counts.add(DoneStep(4, [2], np.array([16])))
+    totals = counts.totals()
+    assert totals.verified[:4].tolist() == [4, 3, 3, 0] and totals.accepted[:4].tolist() == [3, 2, 1, 0]
+    assert totals.verified_drafts[:4].tolist() == [3, 2, 2, 0]
+    assert totals.accepted_drafts[:4].tolist() == [2, 1, 0, 0]
+    assert totals.committed == 4 + 6
+
+
 def test_a_step_has_a_form_and_a_reason() -> None:
     whole, part = dict(width=4, lens=None, most=[8], accepted=[0]), dict(width=4, lens=[3], most=[8], accepted=[0])
     counts = Counts(BLOCK, ragged=True, chooses=True)

@@ -234,6 +234,8 @@ def test_a_step_may_verify_long_chains_where_all_are_greedy_and_none_needs_block
     assert policy.longest == [64, 0, 0]
     come_back(widths, launch(widths, batch, None, None, None, torch.tensor([0.5])), [1])
     assert policy.of_draft[-1][-1] == [0.5]
+    totals = widths.observer.counts.totals()
+    assert totals.accepted[0] == 1 and not totals.accepted_drafts.any(), "a copy is none of the draft's proposals"
 
 
 def test_what_the_draft_thought_of_its_proposals_comes_with_the_result_of_their_step() -> None:

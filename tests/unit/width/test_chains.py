@@ -134,11 +134,9 @@ def test_there_is_an_account_of_long_chains_where_these_are_served(chains):
         ("padding", "without padding"),
         ("experts", "what layers chose is reported"),
         ("indexer", "what layers chose is reported"),
-        ("rings", "rings have room for blocks"),
     ],
 )
-def test_launches_without_longer_chains_are_refused_by_name(what: str | None, why: str | None) -> None:
-    from dflash_sglang.startup.facts import StartupError
+def test_launches_without_longer_chains_say_why(what: str | None, why: str | None) -> None:
     from dflash_sglang.width import startup
 
     target: Any = SimpleNamespace(
@@ -152,12 +150,8 @@ def test_launches_without_longer_chains_are_refused_by_name(what: str | None, wh
     )
     group = Group(gather=(lambda row: row) if what == "loads" else None)
     asked = WidthConfig(fixed=BLOCK if what == "fixed" else None), target, group
-    of_draft = "rings have room for blocks" if what == "rings" else None
-    if why is None:
-        startup.check_chains(*asked, of_draft)
-    else:
-        with pytest.raises(StartupError, match=f"copy=64: expected 'block', because .*{why}"):
-            startup.check_chains(*asked, of_draft)
+    reason = startup.why_no_chains(*asked)
+    assert (reason is None) == (why is None) and (why or "") in (reason or "")
 
 
 def test_chains_that_would_leave_too_little_memory_are_not_served_and_the_log_says_so(monkeypatch, caplog) -> None:
@@ -168,9 +162,13 @@ def test_chains_that_would_leave_too_little_memory_are_not_served_and_the_log_sa
     states: Any = SimpleNamespace(chains={})
     states.add_chain = states.chains.__setitem__
     left = iter([3.0, 2.6, 2.6])
-    startup.add_chains(CHAINS, states, lambda: next(left), 2.5)
+    startup.add_chains(CHAINS, states, lambda: next(left), 2.5, None)
     assert states.chains == {64: 2}
     assert "copies beyond blocks: 64 rows up to 2 requests; left out, to keep 2.5 GB free: [32]" in caplog.text
+    states.chains.clear()
+    startup.add_chains(CHAINS, states, lambda: 9.0, 2.5, "steps have one width only")
+    assert not states.chains
+    assert "copies beyond blocks: none: steps have one width only" in caplog.text
 
 
 def test_long_chains_gain_on_copied_text_and_lose_nothing_on_other_text() -> None:
