@@ -33,16 +33,22 @@ ACCEPTED = 5  # proposals of a step
 SETTINGS = {"simulated_acceptance": [1.0] * ACCEPTED + [0.0] * (BLOCK - 1 - ACCEPTED), "width": {}}
 
 
-def batch_ms(answers: Sequence[Answer], size: int) -> list[float]:
-    """Milliseconds of each batch of `size`, from its first request to its last token."""
+def by_batch(answers: Sequence[Answer], size: int) -> dict[str, list[float]]:
+    """Of each batch of `size`: milliseconds from its first request to its last token (`ms`) and to its last first
+    token (`prefill_ms`), and the most verify steps of a request (`steps`)."""
     batches = [answers[first : first + size] for first in range(0, len(answers), size)]
-    return [
-        round(1000 * (max(one.last for one in batch) - min(one.asked for one in batch)), 2) for batch in batches
-    ]
+    asked = [min(one.asked for one in batch) for batch in batches]
+    ends = {"ms": [max(one.last for one in batch) for batch in batches]}
+    ends["prefill_ms"] = [max(one.first for one in batch) for batch in batches]
+    taken = {
+        name: [round(1000 * (end - began), 2) for end, began in zip(of, asked, strict=True)]
+        for name, of in ends.items()
+    }
+    return {**taken, "steps": [max(one.verify_steps for one in batch) for batch in batches]}
 
 
-def start(arguments: argparse.Namespace, scratch: Path) -> dict[str, list[float]]:
-    """{size: milliseconds of each batch} of a server that then ends."""
+def start(arguments: argparse.Namespace, scratch: Path) -> dict[str, dict[str, list[float]]]:
+    """{size: `by_batch`} of a server that then ends."""
     most = max(arguments.requests)
     tokens = most * (arguments.input + arguments.output + 4 * BLOCK)
     one = Candidate(OURS, OURS, environment={CONFIG_ENV: json.dumps(SETTINGS), **HEALTH_ALONE}, accept_length=0)
@@ -61,16 +67,16 @@ def start(arguments: argparse.Namespace, scratch: Path) -> dict[str, list[float]
                 waves=True,
                 pause=PAUSE,
             )
-            found[str(size)] = batch_ms(ask(server, load), size)
+            found[str(size)] = by_batch(ask(server, load), size)
     return found
 
 
-def claims(figures: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
-    """figures: {size: [milliseconds of each batch, by round]}."""
+def claims(figures: Mapping[str, Sequence[Mapping[str, Sequence[float]]]]) -> list[dict[str, Any]]:
+    """figures: {size: [`by_batch`, by round]}."""
     return [
         report.at_most(
             f"first batch of {size} over the tenth, median of {len(rounds)} rounds",
-            round(statistics.median(batches[0] / batches[BATCHES - 1] for batches in rounds), 4),
+            round(statistics.median(of["ms"][0] / of["ms"][BATCHES - 1] for of in rounds), 4),
             FIRST,
         )
         for size, rounds in figures.items()
@@ -84,7 +90,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=253, help="tokens of an answer: the first and whole steps")
     parser.set_defaults(input=128, mem_fraction=0.85)
     arguments = parse(parser)
-    figures: dict[str, list[list[float]]] = {}
+    figures: dict[str, list[dict[str, list[float]]]] = {}
     status = 1
     with signals_as_exit(), tempfile.TemporaryDirectory() as scratch:
         print("fills the caches:", start(arguments, Path(scratch)), flush=True)

@@ -2,6 +2,7 @@
 
 python -m bench.paired --before DIR --target DIR --draft DIR --out FILE [--concurrency 1 8 32 64 128] [--rounds 3]
                        [--seconds 6] [--starts 2] [--kept 0.99] [--width 8] [--requests 128] [--held-out]
+                       [--no-trees]
 
 `--before`: the other checkout, a directory that holds `dflash_sglang`. Each checkout starts `--starts` times, with
 no other server there, after one start that is not counted. Then one server of each is up, and both have every load
@@ -13,6 +14,9 @@ coins give at that width in the long run. So few coins of a short load add no no
 
 `--held-out`: prompts are those that the packaged pair was not trained on, as bytes; the draft's proposals are
 accepted as they deserve, and tokens are those that clients get.
+
+`--no-trees`: one more server of this checkout, whose steps are chains, has the loads, too. Nothing is claimed
+of it.
 """
 
 from __future__ import annotations
@@ -41,24 +45,36 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER, NO_TREES = "before", "after", "no_trees"
 ROOT = Path(__file__).parents[1]
 START_UP = 1.0  # of the time from launch to ready, at most
 
 
-def candidates(before: Path, python_path: str, width: int | None = None, forced: bool = True) -> list[Candidate]:
+def candidates(
+    before: Path, python_path: str, width: int | None = None, forced: bool = True, no_trees: bool = False
+) -> list[Candidate]:
     """One server of each checkout, whose package comes first on its path. width: of every step; None: chosen.
-    forced: acceptance.
+    forced: acceptance. no_trees: one more of this checkout.
 
     PYTHONSAFEPATH: else `python -m` puts the working directory, which has a package too, before PYTHONPATH.
     """
     settings: dict[str, Any] = {"width": {} if width is None else width}
     if forced:
         settings["simulated_acceptance"] = ACCEPTANCE["good"]
-    both = {CONFIG_ENV: json.dumps(settings), "PYTHONSAFEPATH": "1"}
+    chains = {**settings, "width": {"trees": []}}
+    found = [(BEFORE, before.resolve(), settings), (AFTER, ROOT, settings)]
     return [
-        Candidate(name, OURS, environment={**both, "PYTHONPATH": f"{root}:{python_path}"}, accept_length=0)
-        for name, root in ((BEFORE, before.resolve()), (AFTER, ROOT))
+        Candidate(
+            name,
+            OURS,
+            environment={
+                CONFIG_ENV: json.dumps(own),
+                "PYTHONSAFEPATH": "1",
+                "PYTHONPATH": f"{root}:{python_path}",
+            },
+            accept_length=0,
+        )
+        for name, root, own in (*found, *([(NO_TREES, ROOT, chains)] if no_trees else []))
     ]
 
 
@@ -85,8 +101,12 @@ def rate(steps: Mapping[str, Sequence[float]], seconds: float, concurrency: int)
 
 
 def measure_held_out(server: Server, load: Load, seconds: float) -> dict[str, Any]:
-    found = watch(server, load, seconds)
-    return {"tokens_per_second": round(found.tokens_per_second, 1), "accept_length": round(found.accept_length, 3)}
+    before, found = told(server), watch(server, load, seconds)
+    return {
+        "tokens_per_second": round(found.tokens_per_second, 1),
+        "accept_length": round(found.accept_length, 3),
+        "steps": since(before, told(server)),
+    }
 
 
 def measure(server: Server, load: Load, seconds: float) -> dict[str, Any]:
@@ -135,9 +155,11 @@ def main() -> int:
     parser.add_argument("--kept", type=float, default=0.99, help="of tokens/s over the other checkout, at least")
     parser.add_argument("--width", type=int, help="of every step")
     parser.add_argument("--held-out", action="store_true", help="the packaged pair on its held-out prompts")
+    parser.add_argument("--no-trees", action="store_true", help="one more server, without trees")
     arguments = parse(parser)
     python_path = os.environ.get("PYTHONPATH", "")
-    found = candidates(arguments.before, python_path, arguments.width, forced=not arguments.held_out)
+    forced = not arguments.held_out
+    found = candidates(arguments.before, python_path, arguments.width, forced, arguments.no_trees)
     require_checkouts(found, os.environ)
     most = arguments.requests or max(arguments.concurrency)
     longest = int((1 + SPREAD) * arguments.output)
@@ -146,7 +168,7 @@ def main() -> int:
     if arguments.held_out:
         load, measured = OfTexts(1, 1, output_tokens=arguments.output, texts=prompts_of_pair()), measure_held_out
     by_name = {one.name: one for one in found}
-    starts: dict[str, list[float]] = {name: [] for name in by_name}
+    starts: dict[str, list[float]] = {name: [] for name in (BEFORE, AFTER)}
     loads: dict[str, dict[str, list[Any]]] = {}
     status = 1
 

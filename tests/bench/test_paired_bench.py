@@ -39,6 +39,13 @@ def test_only_where_acceptance_is_forced_do_servers_simulate_it() -> None:
             assert settings["width"] == 8 and ("simulated_acceptance" in settings) == forced
 
 
+def test_a_server_without_trees_is_one_more_of_this_checkout() -> None:
+    *both, last = paired.candidates(ROOT / "other", "", no_trees=True)
+    assert [one.name for one in both] == ["before", "after"] and last.name == "no_trees"
+    assert json.loads(last.environment[CONFIG_ENV])["width"] == {"trees": []}
+    assert last.environment["PYTHONPATH"] == both[1].environment["PYTHONPATH"]
+
+
 def test_tokens_are_those_that_steps_of_each_width_commit_in_the_long_run() -> None:
     steps = {"16": [100, 0, 1.0], "1": [50, 2, 0.3]}
     assert paired.rate(steps, 2.0, 8) == pytest.approx(8 * (100 * 6.42 + 50) / 2, rel=0.001)

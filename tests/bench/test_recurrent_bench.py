@@ -96,12 +96,15 @@ def test_rounds_that_are_added_go_on_with_the_order_of_those_that_are_there(monk
 
 
 def test_a_batch_lasts_from_its_first_request_to_its_last_token():
-    def answer(asked: float, last: float) -> Answer:
-        return Answer(asked, asked, last, 9, 2)
+    def answer(asked: float, last: float, steps: int = 2) -> Answer:
+        return Answer(asked, asked + 0.25, last, 9, steps)
 
-    answers = [answer(1.0, 2.0), answer(1.5, 4.0), answer(6.0, 7.5), answer(5.0, 7.0)]
-    assert first_batches.batch_ms(answers, 2) == [3000.0, 2500.0]
-    figures = {"8": [[12.0, *[1.0] * 8, 10.0], [11.0, *[9.0] * 8, 10.0], [90.0, *[1.0] * 8, 9.0]]}
+    answers = [answer(1.0, 2.0), answer(1.5, 4.0, 3), answer(6.0, 7.5), answer(5.0, 7.0)]
+    assert first_batches.by_batch(answers, 2) == {
+        "ms": [3000.0, 2500.0], "prefill_ms": [750.0, 1250.0], "steps": [3, 2],
+    }  # fmt: skip
+    rounds = [[12.0, *[1.0] * 8, 10.0], [11.0, *[9.0] * 8, 10.0], [90.0, *[1.0] * 8, 9.0]]
+    figures = {"8": [{"ms": of} for of in rounds]}
     assert values(first_batches.claims(figures)) == [(1.2, "<= 1.1", False)]
 
 
@@ -183,7 +186,9 @@ def test_batches_of_each_size_are_timed_from_ready_on(run, monkeypatch):
     options = ["--requests", "2", "1", "--rounds", "1", "--output", "61"]
     status, written = run(first_batches, *SMALL, *options)
     assert status == 0 and list(written["figures"]) == ["1", "2"]
-    assert all(len(batches) == 10 and min(batches) > 0 for [batches] in written["figures"].values())
+    for [batches] in written["figures"].values():
+        assert all(len(of) == 10 and min(of) > 0 for of in batches.values())
+        assert all(prefill < whole for prefill, whole in zip(batches["prefill_ms"], batches["ms"], strict=True))
     assert len(written["claims"]) == 2
 
 
