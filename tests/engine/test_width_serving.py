@@ -57,10 +57,10 @@ def told(server: Server) -> dict[str, Any]:
 
 
 def assert_all_shapes_are_drawn(server: Server, prompts: list[list[int]]) -> None:
-    """Of three requests that run at once, on a server without others: chains, ragged ones and trees have a third
+    """Of six requests that run at once, on a server without others: chains, ragged ones and trees have a third
     of the steps each."""
     before = told(server)["shapes"]
-    ask(server, [request(prompt, 200) for prompt in prompts[:3]])
+    ask(server, [request(prompt, 300) for prompt in prompts[:6]])
     steps = {shape: count - before[shape] for shape, count in told(server)["shapes"].items()}
     of_form = {form: sum(steps[shape] for shape in steps if shape.startswith(form)) for form in ("ragged", "tree")}
     assert sum(steps.values()) > 30
