@@ -45,8 +45,8 @@ class Chains:
         [n]: see `Proposals`."""
         beyond = np.maximum(accepted + 1.0 - self._block, 0.0)
         if shape.chain is None:
-            more = sum(promised**n for n in range(1, self.longest - self._block + 1))
-            beyond = np.where(accepted == shape.width - 1, more, 0.0)
+            further = promised[:, None] ** np.arange(1, self.longest - self._block + 1)
+            beyond = np.where(accepted == shape.width - 1, further.sum(axis=1), 0.0)
         seen = np.stack([np.minimum(accepted + 1, self._block), beyond], axis=1)
         self._tokens[slots] += (1 - KEPT) * (seen - self._tokens[slots])
         for of_request in seen:
