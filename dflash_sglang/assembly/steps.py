@@ -101,6 +101,7 @@ def build_step(
         reservation,
         BlockBuilder(
             target,
+            runner,
             block_size,
             0 if mask is None else mask,
             slots,

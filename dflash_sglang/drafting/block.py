@@ -12,6 +12,7 @@ from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
 from dflash_sglang.patches.graph_inputs import GraphInputs
+from dflash_sglang.settings.width import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,11 +75,12 @@ class Block:
 
 class BlockBuilder:
     """Builds the step's `Block` in buffers that keep their place for the life of the worker: the inputs of the
-    graphs that draft and verify replay, or its own."""
+    graph that drafts, which one that verifies blocks of this width shares, or its own."""
 
     def __init__(
         self,
         target_runner: ModelRunner,
+        draft_runner: ModelRunner,
         block_size: int,
         mask_token_id: int,
         slots: StepSlots,
@@ -89,7 +91,7 @@ class BlockBuilder:
         in_place: whether draft and target take the blocks as they are, so that graph inputs which they share have
         the same contents for both; draft_slots: gives blocks slots of the draft's own, by their requests, prefixes
         and slots (`DraftRings.assign_block`)."""
-        self._runner = target_runner
+        self._runner, self._draft_runner = target_runner, draft_runner
         self._mask_token_id = mask_token_id
         self._longest = longest_prefix(target_runner)
         self._slots = slots
@@ -110,8 +112,7 @@ class BlockBuilder:
         """Blocks of `width` for a decode batch whose slots `prepare_for_decode` has reserved."""
         bs = len(batch.reqs)
         if self._tensors.ids.shape != (bs, width):  # views outlive the step: most steps are like the last
-            inputs = GraphInputs.of(self._runner, bs, bs * width) if self._in_place else None
-            self._tensors, self._rows = self._views(inputs or self._own, bs, width)
+            self._tensors, self._rows = self._views(self._inputs(bs, width), bs, width)
         tensors = self._tensors
         sources = BlockSources(*self._slots.relay, batch.req_pool_indices, self._req_to_token)
         prepare_block(sources, self._mask_token_id, self._longest, self._slots.next(), tensors)
@@ -135,6 +136,12 @@ class BlockBuilder:
             block.draft_slots = self._draft_slots(block.requests, block.prefix_lens, block.slots)
             block.requests_cpu = batch.req_pool_indices_cpu
         return block
+
+    def _inputs(self, bs: int, width: int) -> GraphInputs:
+        if not self._in_place:
+            return self._own
+        drafted = None if width == PLAIN else GraphInputs.of(self._draft_runner, bs, bs * width)
+        return drafted or GraphInputs.of(self._runner, bs, bs * width) or self._own
 
     def _views(self, inputs: GraphInputs, bs: int, width: int) -> tuple[BlockTensors, Rows]:
         *of_rows, prefix_lens, requests = inputs

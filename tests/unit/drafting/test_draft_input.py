@@ -162,7 +162,7 @@ def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer,
     )
     slots = StepSlots(len(committed), 16, "cpu")
     slots.start(rows, torch.zeros_like(rows), torch.tensor(committed))
-    builder = BlockBuilder(runner, 16, 7, slots, in_place=False)
+    builder = BlockBuilder(runner, runner, 16, 7, slots, in_place=False)
     bounds = torch.tensor([min(c, CONTEXT - 1) + longer + width for c in committed], dtype=torch.int32)
     batch: Any = SimpleNamespace(
         reqs=committed,
@@ -185,6 +185,37 @@ def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer,
         plan=block.loc_plan,
     )
     assert ends[-1] == read == len(indices) - len(committed) * more
+
+
+@pytest.mark.parametrize(
+    ("width", "captured", "at"),
+    [(16, "both", "draft"), (1, "both", "target"), (16, "target", "target"), (16, "neither", None)],
+)
+def test_a_block_lies_where_the_graph_that_drafts_finds_it(monkeypatch, width, captured, at):
+    """Graphs that verify trees have inputs of their own, so those of the target may be another block's."""
+    from dflash_sglang.drafting import block
+    from dflash_sglang.drafting.step_slots import StepSlots
+
+    inputs = {
+        name: block.GraphInputs(*(torch.zeros(n, dtype=torch.int64) for n in (32, 32, 32, 2, 2)))
+        for name in {"both": ("target", "draft"), "target": ("target",), "neither": ()}[captured]
+    }
+    monkeypatch.setattr(block.GraphInputs, "of", lambda runner, requests, rows: inputs.get(runner.name))
+    pool = SimpleNamespace(req_to_token=torch.zeros(2, CONTEXT + 20).int())
+    of_both: dict[str, Any] = dict(
+        req_to_token_pool=pool,
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        kv_index_translator=mock.Mock(),
+    )
+    target, draft = (SimpleNamespace(name=name, **of_both) for name in ("target", "draft"))
+    slots, rows = StepSlots(2, 16, "cpu"), torch.arange(2)
+    slots.start(rows, rows, rows + 5)
+    builder = block.BlockBuilder(target, draft, 16, 7, slots, in_place=True)
+    batch: Any = SimpleNamespace(reqs=[0, 1], req_pool_indices=rows, seq_lens_cpu=rows + 5)
+    built = builder.build(batch, width)
+    assert built.prefix_lens.tolist() == [5, 6]
+    at_inputs = {name: of.input_ids.data_ptr() == built.ids.data_ptr() for name, of in inputs.items()}
+    assert at_inputs == {name: name == at for name in inputs}
 
 
 def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
