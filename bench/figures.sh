@@ -132,9 +132,10 @@ for name in "$@"; do
     rows_mixed) rows mixed "" --kinds ours --acceptance recorded_mixed --concurrency 64 --fixed 16 12 8 6 4 ;;
     rows_trees) rows trees "" --kinds ours built_in --concurrency 8 1 --fixed 16 --trees 16 32 64 --seconds 5 ;;
     rows_trained)
-      own_pair rows_trained paired dflash_sglang/pair "--cuda-graph-bs-prefill 128 256 512 1024" \
-        --before "${BEFORE:?the other checkout}" --held-out --no-trees --starts 0 --mem-fraction 0.5 \
-        --concurrency 1 8 32 64 --input 600 --output 256 --seconds 5 --kept 1.0 ;;
+      part rows_trained paired --before "${BEFORE:?the other checkout}" --target dflash_sglang/pair/target \
+        --draft dflash_sglang/pair/draft "--flags=--cuda-graph-bs-prefill 128 256 512 1024" --held-out --starts 0 \
+        --mem-fraction 0.5 --concurrency 1 8 32 64 --input 600 --output 256 --seconds 5 --kept 1.0 \
+        --logs "$logs/rows_trained" ;;
     rows_penalised) rows penalised "" --kinds ours --concurrency 64 32 --fixed 16 8 6 4 --presence-penalty 1.5 ;;
     pair) part serve_pair pair ;;
     proposals) part proposals proposals ;;
