@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_disaggregated import DRAFT, TARGET, asked, output_and_steps
+from tests.engine.test_disaggregated import DRAFT, RANKS, TARGET, asked, output_and_steps
 from tests.support import scheduler_hooks
 from tests.support.disaggregated import Refused, decode_beside, serve_apart
 from tests.support.engines import serve
@@ -37,3 +37,19 @@ def test_output_steps_and_rows_are_those_of_one_server_and_a_decode_server_witho
         apart.assert_idle()
     strays = scheduler_hooks.strays(tmp_path)
     assert strays == {**{one["rid"]: 0 for one in requests}, planted["rid"]: 2}  # the target's, the draft's
+
+
+@pytest.mark.parametrize(("prefilling", "decoding"), [(2, 1), (1, 2)])
+def test_ranks_of_other_numbers_hand_over_their_heads(tmp_path, prefilling, decoding):
+    environment = scheduler_hooks.hooked(tmp_path, "dram,digests")
+    requests = [dict(request, rid=f"row-{number}") for number, request in enumerate(asked())]
+    planted = dict(requests[0], rid=scheduler_hooks.PLANTED)
+    sizes = dict(prefill=dict(tp_size=prefilling), decode=dict(tp_size=decoding))
+    flags: dict[str, Any] = dict(backend="nixl", environment=environment, **sizes, **RANKS)
+    with serve_apart(TARGET, DRAFT, tmp_path, **flags) as apart:
+        assert len(apart.ask_all(requests)) == len(requests)
+        apart.ask(**planted)
+        apart.assert_idle()
+    strays = scheduler_hooks.strays(tmp_path)
+    # What is planted stands in the last head of each rank: the target's, the draft's.
+    assert strays == {**{one["rid"]: 0 for one in requests}, planted["rid"]: 2 * decoding}

@@ -138,19 +138,21 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "in chunks of 64": dict(chunked_prefill_size=64),
     "in chunks of 64, prefixes with the rest": dict(chunked_prefill_size=64, environment={EARLY: "0"}),
     "pages of 64, with SGLang's own checksums": dict(page_size=64, disaggregation_enable_kv_checksum=True),
+    "from two ranks": dict(prefill=dict(tp_size=2)),
+    "to two ranks": dict(prefill=ON_THE_OTHER, decode=dict(tp_size=2)),
 }
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_rows_of_target_and_draft_arrive_as_they_were_prefilled(tmp_path, transfer):
     """1000 requests, bit by bit, and one whose rows are told otherwise."""
-    flags = dict(TRANSFERS[transfer])
+    if transfer.endswith("two ranks") and GPUS < 2:
+        pytest.skip("needs two GPUs")
+    flags = {"decode": ON_THE_OTHER, **TRANSFERS[transfer]}
     environment = scheduler_hooks.hooked(tmp_path, "digests", **{**ENVIRONMENT, **flags.pop("environment", {})})
     requests = [dict(request, rid=f"row-{number}") for number, request in enumerate(random_requests(1000, 1))]
     planted = dict(requests[0], rid=f"{scheduler_hooks.PLANTED}-0")
-    with serve_apart(
-        TARGET, DRAFT, tmp_path, environment=environment, decode=ON_THE_OTHER, **OVER, **{**FLAGS, **flags}
-    ) as apart:
+    with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, **OVER, **{**FLAGS, **flags}) as apart:
         answers = apart.ask_all(requests, at_once=2 * MANY)
         apart.ask(**planted)
         apart.assert_idle()

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -138,20 +138,25 @@ def context_of(directory: Path, rid: str) -> torch.Tensor:
 
 
 def strays(directory: Path) -> dict[str, int]:
-    """{rid: how many rows have arrived as no forward has left them} of every request, under the hook "digests"."""
-    prefilled: dict[tuple[str, int, int], set[str]] = defaultdict(set)
-    for rid, *pools in noted(directory, "prefilled.jsonl"):
-        for pool, rows in enumerate(pools):
-            for position, row in enumerate(rows):
-                prefilled[rid, pool, position].add(row)
-    return {
-        rid: sum(
-            row not in prefilled[rid, pool, position]
-            for pool, rows in enumerate(pools)
-            for position, row in enumerate(rows)
-        )
-        for rid, *pools in noted(directory, "arrived.jsonl")
-    }
+    """{rid: how many heads of rows have arrived as no forward has left them} of every request, under the hook
+    "digests". Ranks share the heads of a pool in their order."""
+
+    def heads(file: str) -> Iterator[tuple[str, tuple[int, int, int], str]]:
+        """(rid, (pool, position, head), hash)"""
+        for path in sorted(directory.glob(f"{file}.*.jsonl")):
+            for rid, rank, *pools in noted(directory, path.name):
+                for pool, rows in enumerate(pools):
+                    for position, row in enumerate(rows):
+                        for head, found in enumerate(row, start=rank * len(row)):
+                            yield rid, (pool, position, head), found
+
+    prefilled: dict[tuple[str, tuple[int, int, int]], set[str]] = defaultdict(set)
+    for rid, place, found in heads("prefilled"):
+        prefilled[rid, place].add(found)
+    arrived: dict[str, int] = defaultdict(int)
+    for rid, place, found in heads("arrived"):
+        arrived[rid] += found not in prefilled[rid, place]
+    return dict(arrived)
 
 
 def borrowed(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.prefill_worker import PrefillWorker
-from dflash_sglang.sglang_names.scheduler import disaggregation_prefill
+from dflash_sglang.sglang_names.scheduler import disaggregation_prefill, get_parallel
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.worker import DFlashWorker
 from tests.support.hooks.pools import kv_buffers, kv_pools, table_of
@@ -87,9 +87,9 @@ def context() -> None:
 
 
 def digests() -> None:
-    """Hashes of the prompts of requests whose rid begins with "row" or PLANTED go to files: per token, one of
-    the target's K and V, and one of the draft's (`scheduler_hooks.strays`). They are taken as forwards leave the
-    rows on a prefill server, when the last are sent, and as they arrive.
+    """Hashes of the prompts of requests whose rid begins with "row" or PLANTED go to files of each rank: per token
+    and head, one of the target's K and V, and one of the draft's (`scheduler_hooks.strays`). They are taken as
+    forwards leave the rows on a prefill server, when the last are sent, and as they arrive.
 
     A token may have two: where requests that begin alike are prefilled at once, one takes over the other's rows.
     What arrives of a PLANTED request's last token is hashed with another bit.
@@ -98,17 +98,22 @@ def digests() -> None:
     schedulers = disaggregation_prefill.SchedulerDisaggregationPrefillMixin
     send, workers = schedulers._send_kv_chunk, list[Any]()
 
-    def digest(worker: Any, pool: Any, row: int, length: int, planted: bool) -> list[str]:
+    def digest(worker: Any, pool: Any, row: int, length: int, planted: bool) -> list[list[str]]:
         slots = table_of(worker)[row, :length].long()
-        rows = [buffer[slots].contiguous().view(torch.uint8).flatten(1) for buffer in kv_buffers(pool)]
-        found = torch.cat(rows, dim=1).cpu()
-        found[-1, -1] ^= planted
-        return [hashlib.blake2b(one.tobytes(), digest_size=8).hexdigest() for one in found.numpy()]
+        rows = [buffer[slots].contiguous().view(torch.uint8) for buffer in kv_buffers(pool)]  # [n, heads, bytes]
+        found = torch.cat(rows, dim=2).cpu()
+        found[-1, -1, -1] ^= planted
+        return [
+            [hashlib.blake2b(head.tobytes(), digest_size=8).hexdigest() for head in token]
+            for token in found.numpy()
+        ]
 
     def tell(worker: Any, file: str, req: Any, row: int, length: int, plants: bool = False) -> None:
         if req.rid.startswith(("row", PLANTED)):
             planted = plants and req.rid.startswith(PLANTED)
-            note(file, [req.rid, *(digest(worker, pool, row, length, planted) for pool in kv_pools(worker))])
+            rank, pools = get_parallel().tp_rank, kv_pools(worker)
+            of_pools = [digest(worker, pool, row, length, planted) for pool in pools]
+            note(f"{file}.{rank}.jsonl", [req.rid, rank, *of_pools])
 
     def extend_then_tell(self: Any, batch: Any, *args: Any) -> Any:
         result = extend(self, batch, *args)
@@ -117,19 +122,19 @@ def digests() -> None:
             batch.reqs, batch.req_pool_indices_cpu.tolist(), batch.prefix_lens, batch.extend_lens, strict=True
         )
         for req, row, prefix, extended in parts:
-            tell(self, "prefilled.jsonl", req, row, prefix + extended)
+            tell(self, "prefilled", req, row, prefix + extended)
         return result
 
     def tell_then_send(self: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
         if last_chunk:
-            tell(workers[0], "prefilled.jsonl", req, req.kv.req_pool_idx, len(req.origin_input_ids))
+            tell(workers[0], "prefilled", req, req.kv.req_pool_idx, len(req.origin_input_ids))
         send(self, req, last_chunk=last_chunk, end_idx=end_idx)
 
     def tell_then_arrive(self: Any, batch: Any, *args: Any) -> Any:
         for req, row in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True):
             if req.rid not in arrived:  # one that was retracted comes again
                 arrived.add(req.rid)
-                tell(self, "arrived.jsonl", req, row, len(req.origin_input_ids), plants=True)
+                tell(self, "arrived", req, row, len(req.origin_input_ids), plants=True)
         return arrive(self, batch, *args)
 
     PrefillWorker._extend, DFlashWorker._arrive = extend_then_tell, tell_then_arrive
