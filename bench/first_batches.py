@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,15 @@ def by_batch(answers: Sequence[Answer], size: int) -> dict[str, list[float]]:
     """Of each batch of `size`: milliseconds from its first request to its last token (`ms`) and to its last first
     token (`prefill_ms`), and the most verify steps of a request (`steps`)."""
     batches = [answers[first : first + size] for first in range(0, len(answers), size)]
-    asked = [min(one.asked for one in batch) for batch in batches]
-    ends = {"ms": [max(one.last for one in batch) for batch in batches]}
-    ends["prefill_ms"] = [max(one.first for one in batch) for batch in batches]
-    taken = {
-        name: [round(1000 * (end - began), 2) for end, began in zip(of, asked, strict=True)]
-        for name, of in ends.items()
+
+    def until_last(moment: Callable[[Answer], float]) -> list[float]:
+        return [round(1000 * (max(map(moment, batch)) - min(one.asked for one in batch)), 2) for batch in batches]
+
+    return {
+        "ms": until_last(lambda one: one.last),
+        "prefill_ms": until_last(lambda one: one.first),
+        "steps": [max(one.verify_steps for one in batch) for batch in batches],
     }
-    return {**taken, "steps": [max(one.verify_steps for one in batch) for batch in batches]}
 
 
 def start(arguments: argparse.Namespace, scratch: Path) -> dict[str, dict[str, list[float]]]:

@@ -61,20 +61,15 @@ def candidates(
     settings: dict[str, Any] = {"width": {} if width is None else width}
     if forced:
         settings["simulated_acceptance"] = ACCEPTANCE["good"]
-    chains = {**settings, "width": {"trees": []}}
-    found = [(BEFORE, before.resolve(), settings), (AFTER, ROOT, settings)]
+    servers = [(BEFORE, before.resolve(), settings), (AFTER, ROOT, settings)]
+    if no_trees:
+        servers.append((NO_TREES, ROOT, {**settings, "width": {"trees": []}}))
+
+    def environment(root: Path, own: Mapping[str, Any]) -> dict[str, str]:
+        return {CONFIG_ENV: json.dumps(own), "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{root}:{python_path}"}
+
     return [
-        Candidate(
-            name,
-            OURS,
-            environment={
-                CONFIG_ENV: json.dumps(own),
-                "PYTHONSAFEPATH": "1",
-                "PYTHONPATH": f"{root}:{python_path}",
-            },
-            accept_length=0,
-        )
-        for name, root, own in (*found, *([(NO_TREES, ROOT, chains)] if no_trees else []))
+        Candidate(name, OURS, environment=environment(root, own), accept_length=0) for name, root, own in servers
     ]
 
 
@@ -101,7 +96,8 @@ def rate(steps: Mapping[str, Sequence[float]], seconds: float, concurrency: int)
 
 
 def measure_held_out(server: Server, load: Load, seconds: float) -> dict[str, Any]:
-    before, found = told(server), watch(server, load, seconds)
+    before = told(server)
+    found = watch(server, load, seconds)
     return {
         "tokens_per_second": round(found.tokens_per_second, 1),
         "accept_length": round(found.accept_length, 3),
@@ -153,9 +149,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="of a load that are measured")
     parser.add_argument("--starts", type=int, default=2, help="of each checkout, alone")
     parser.add_argument("--kept", type=float, default=0.99, help="of tokens/s over the other checkout, at least")
-    parser.add_argument("--width", type=int, help="of every step")
+    widths = parser.add_mutually_exclusive_group()
+    widths.add_argument("--width", type=int, help="of every step")
+    widths.add_argument("--no-trees", action="store_true", help="one more server, without trees")
     parser.add_argument("--held-out", action="store_true", help="the packaged pair on its held-out prompts")
-    parser.add_argument("--no-trees", action="store_true", help="one more server, without trees")
     arguments = parse(parser)
     python_path = os.environ.get("PYTHONPATH", "")
     forced = not arguments.held_out
