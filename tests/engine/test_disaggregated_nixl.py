@@ -19,11 +19,16 @@ pytest.importorskip("nixl", reason="needs the package nixl, which moves KV betwe
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
+def digested() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Requests whose rows are told, and one whose rows are told otherwise."""
+    requests = [dict(request, rid=f"row-{number}") for number, request in enumerate(asked())]
+    return requests, dict(requests[0], rid=scheduler_hooks.PLANTED)
+
+
 def test_output_steps_and_rows_are_those_of_one_server_and_a_decode_server_without_the_draft_is_refused(tmp_path):
     environment = scheduler_hooks.hooked(tmp_path, "dram,digests")
     flags: dict[str, Any] = dict(page_size=16, chunked_prefill_size=64)
-    requests = [dict(request, rid=f"row-{number}") for number, request in enumerate(asked())]
-    planted = dict(requests[0], rid=scheduler_hooks.PLANTED)
+    requests, planted = digested()
     with serve(TARGET, DRAFT, **flags) as one:
         expected = [output_and_steps(one.generate(**request)) for request in requests]
     with serve_apart(TARGET, DRAFT, tmp_path, backend="nixl", environment=environment, **flags) as apart:
@@ -42,8 +47,7 @@ def test_output_steps_and_rows_are_those_of_one_server_and_a_decode_server_witho
 @pytest.mark.parametrize(("prefilling", "decoding"), [(2, 1), (1, 2)])
 def test_ranks_of_other_numbers_hand_over_their_heads(tmp_path, prefilling, decoding):
     environment = scheduler_hooks.hooked(tmp_path, "dram,digests")
-    requests = [dict(request, rid=f"row-{number}") for number, request in enumerate(asked())]
-    planted = dict(requests[0], rid=scheduler_hooks.PLANTED)
+    requests, planted = digested()
     sizes = dict(prefill=dict(tp_size=prefilling), decode=dict(tp_size=decoding))
     flags: dict[str, Any] = dict(backend="nixl", environment=environment, **sizes, **RANKS)
     with serve_apart(TARGET, DRAFT, tmp_path, **flags) as apart:

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 GPUS = torch.cuda.device_count()
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 NEW_TOKENS = 160
 MANY = 32  # requests at once
 SHARE = 0.5  # of a GPU's memory at most; pools have 20000 tokens, so four servers fit
@@ -138,17 +139,17 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "in chunks of 64": dict(chunked_prefill_size=64),
     "in chunks of 64, prefixes with the rest": dict(chunked_prefill_size=64, environment={EARLY: "0"}),
     "pages of 64, with SGLang's own checksums": dict(page_size=64, disaggregation_enable_kv_checksum=True),
+}
+OF_TWO_RANKS: dict[str, dict[str, Any]] = {
     "from two ranks": dict(prefill=dict(tp_size=2)),
     "to two ranks": dict(prefill=ON_THE_OTHER, decode=dict(tp_size=2)),
 }
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("transfer", [*TRANSFERS, *(pytest.param(name, marks=TWO_GPUS) for name in OF_TWO_RANKS)])
 def test_rows_of_target_and_draft_arrive_as_they_were_prefilled(tmp_path, transfer):
     """1000 requests, bit by bit, and one whose rows are told otherwise."""
-    if transfer.endswith("two ranks") and GPUS < 2:
-        pytest.skip("needs two GPUs")
-    flags = {"decode": ON_THE_OTHER, **TRANSFERS[transfer]}
+    flags = {"decode": ON_THE_OTHER, **(TRANSFERS | OF_TWO_RANKS)[transfer]}
     environment = scheduler_hooks.hooked(tmp_path, "digests", **{**ENVIRONMENT, **flags.pop("environment", {})})
     requests = [dict(request, rid=f"row-{number}") for number, request in enumerate(random_requests(1000, 1))]
     planted = dict(requests[0], rid=f"{scheduler_hooks.PLANTED}-0")
@@ -216,7 +217,7 @@ def test_a_prefill_server_refuses_a_decode_server_without_the_draft_and_serves_o
     assert_plain_decodings(plain, [request], [apart.ask(**request)])
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize(("prefilling", "decoding"), [(2, 1), (1, 2), (2, 2)])
 def test_servers_of_other_numbers_of_ranks_output_plain_decodings(tmp_path, one, plain, prefilling, decoding):
     """Two ranks take both GPUs; one rank shares the second with them."""

@@ -139,23 +139,19 @@ def context_of(directory: Path, rid: str) -> torch.Tensor:
 
 def strays(directory: Path) -> dict[str, int]:
     """{rid: how many heads of rows have arrived as no forward has left them} of every request, under the hook
-    "digests". Ranks share the heads of a pool in their order."""
+    "digests"."""
 
-    def heads(file: str) -> Iterator[tuple[str, tuple[int, int, int], str]]:
-        """(rid, (pool, position, head), hash)"""
-        for path in sorted(directory.glob(f"{file}.*.jsonl")):
-            for rid, rank, *pools in noted(directory, path.name):
-                for pool, rows in enumerate(pools):
-                    for position, row in enumerate(rows):
-                        for head, found in enumerate(row, start=rank * len(row)):
-                            yield rid, (pool, position, head), found
+    def of_ranks(file: str) -> Iterator[tuple[str, dict[str, str]]]:
+        for path in directory.glob(f"{file}.*.jsonl"):
+            yield from noted(directory, path.name)
 
-    prefilled: dict[tuple[str, tuple[int, int, int]], set[str]] = defaultdict(set)
-    for rid, place, found in heads("prefilled"):
-        prefilled[rid, place].add(found)
+    prefilled: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for rid, hashes in of_ranks("prefilled"):
+        for place, found in hashes.items():
+            prefilled[rid, place].add(found)
     arrived: dict[str, int] = defaultdict(int)
-    for rid, place, found in heads("arrived"):
-        arrived[rid] += found not in prefilled[rid, place]
+    for rid, hashes in of_ranks("arrived"):
+        arrived[rid] += sum(found not in prefilled[rid, place] for place, found in hashes.items())
     return dict(arrived)
 
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash_sglang.models.context_kv.projection import ContextKV
@@ -89,7 +90,8 @@ def context() -> None:
 def digests() -> None:
     """Hashes of the prompts of requests whose rid begins with "row" or PLANTED go to files of each rank: per token
     and head, one of the target's K and V, and one of the draft's (`scheduler_hooks.strays`). They are taken as
-    forwards leave the rows on a prefill server, when the last are sent, and as they arrive.
+    forwards leave the rows on a prefill server, when the last are sent, and as they arrive. Ranks share the heads
+    of a pool in their order.
 
     A token may have two: where requests that begin alike are prefilled at once, one takes over the other's rows.
     What arrives of a PLANTED request's last token is hashed with another bit.
@@ -98,22 +100,23 @@ def digests() -> None:
     schedulers = disaggregation_prefill.SchedulerDisaggregationPrefillMixin
     send, workers = schedulers._send_kv_chunk, list[Any]()
 
-    def digest(worker: Any, pool: Any, row: int, length: int, planted: bool) -> list[list[str]]:
-        slots = table_of(worker)[row, :length].long()
-        rows = [buffer[slots].contiguous().view(torch.uint8) for buffer in kv_buffers(pool)]  # [n, heads, bytes]
-        found = torch.cat(rows, dim=2).cpu()
-        found[-1, -1, -1] ^= planted
-        return [
-            [hashlib.blake2b(head.tobytes(), digest_size=8).hexdigest() for head in token]
-            for token in found.numpy()
-        ]
+    def digests_of(worker: Any, row: int, length: int, planted: bool) -> dict[str, str]:
+        """{"pool position head": hash}"""
+        found, slots = dict[str, str](), table_of(worker)[row, :length].long()
+        for number, pool in enumerate(kv_pools(worker)):
+            layers = [buffer[slots].contiguous().view(torch.uint8) for buffer in kv_buffers(pool)]
+            rows = torch.cat(layers, dim=2).cpu().numpy()  # [length, heads, bytes]
+            rows[-1, -1, -1] ^= planted
+            first = get_parallel().tp_rank * rows.shape[1]
+            for position, head in np.ndindex(*rows.shape[:2]):
+                place = f"{number} {position} {first + head}"
+                found[place] = hashlib.blake2b(rows[position, head].tobytes(), digest_size=8).hexdigest()
+        return found
 
     def tell(worker: Any, file: str, req: Any, row: int, length: int, plants: bool = False) -> None:
         if req.rid.startswith(("row", PLANTED)):
             planted = plants and req.rid.startswith(PLANTED)
-            rank, pools = get_parallel().tp_rank, kv_pools(worker)
-            of_pools = [digest(worker, pool, row, length, planted) for pool in pools]
-            note(f"{file}.{rank}.jsonl", [req.rid, rank, *of_pools])
+            note(f"{file}.{get_parallel().tp_rank}.jsonl", [req.rid, digests_of(worker, row, length, planted)])
 
     def extend_then_tell(self: Any, batch: Any, *args: Any) -> Any:
         result = extend(self, batch, *args)
