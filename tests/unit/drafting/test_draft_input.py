@@ -141,6 +141,16 @@ def test_every_step_finds_the_slots_that_it_writes_and_takes_no_more_than_sglang
         really += min(commits, rows)
 
 
+def runner_of(requests: int, translator: Any, name: str = "") -> Any:
+    """What a block builder asks of a runner."""
+    return SimpleNamespace(
+        name=name,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(requests, CONTEXT + 20).int()),
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        kv_index_translator=translator,
+    )
+
+
 @given(
     committed=st.lists(st.integers(1, CONTEXT + 20), min_size=1, max_size=5),
     width=st.integers(1, 16),
@@ -155,11 +165,7 @@ def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer,
 
     rows = torch.arange(len(committed))
     translator = mock.Mock()
-    runner: Any = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(len(committed), CONTEXT + 20).int()),
-        model_config=SimpleNamespace(context_len=CONTEXT),
-        kv_index_translator=translator,
-    )
+    runner = runner_of(len(committed), translator)
     slots = StepSlots(len(committed), 16, "cpu")
     slots.start(rows, torch.zeros_like(rows), torch.tensor(committed))
     builder = BlockBuilder(runner, runner, 16, 7, slots, in_place=False)
@@ -201,13 +207,7 @@ def test_a_block_lies_where_the_graph_that_drafts_finds_it(monkeypatch, width, c
         for name in {"both": ("target", "draft"), "target": ("target",), "neither": ()}[captured]
     }
     monkeypatch.setattr(block.GraphInputs, "of", lambda runner, requests, rows: inputs.get(runner.name))
-    pool = SimpleNamespace(req_to_token=torch.zeros(2, CONTEXT + 20).int())
-    of_both: dict[str, Any] = dict(
-        req_to_token_pool=pool,
-        model_config=SimpleNamespace(context_len=CONTEXT),
-        kv_index_translator=mock.Mock(),
-    )
-    target, draft = (SimpleNamespace(name=name, **of_both) for name in ("target", "draft"))
+    target, draft = (runner_of(2, mock.Mock(), name) for name in ("target", "draft"))
     slots, rows = StepSlots(2, 16, "cpu"), torch.arange(2)
     slots.start(rows, rows, rows + 5)
     builder = block.BlockBuilder(target, draft, 16, 7, slots, in_place=True)
