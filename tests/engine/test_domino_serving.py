@@ -114,7 +114,7 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     first = "anchor" if shifted else "first mask"
     lines = f"\n  proposals_from: the {first}'s row\n  domino: GRU of {STATE}, rank {RANK}\n  proposals: drawn"
     assert lines in ours.log_text()
-    assert_plain_at_every_width(ours, expected, BLOCK, at_least=8)
+    assert_plain_at_every_width(ours, expected, at_least=8)
 
 
 @works

@@ -92,7 +92,7 @@ works = pytest.mark.matrix(target="Qwen3", draft=DRAFT, kv="model dtype", outcom
 def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours, expected):
     log = ours.log_text()
     assert "draft: Gemma4DSparkModel (2 layers)" in log and f"block: {ROWS + 1} (trained {ROWS + 1})" in log
-    assert_plain_at_every_width(ours, expected, ROWS + 1, at_least=6)
+    assert_plain_at_every_width(ours, expected, at_least=6)
 
 
 @works
@@ -114,7 +114,7 @@ def test_greedy_output_beside_gemma_4_is_plain_decodings_at_every_width_and_acce
         params = dict(temperature=0, max_new_tokens=48, ignore_eos=True)
         answers = [server.generate(input_ids=prompt, sampling_params=params) for prompt in asked * 2]
         assert [answer["output_ids"] for answer in answers] == plain * 2
-        assert_accept_lengths(answers, ROWS + 1, at_least=5)
+        assert_accept_lengths(answers, at_least=5)
         assert_every_width_ran(server)
 
 

@@ -20,7 +20,6 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_parallel
 from tests.engine.test_dflash2_serving import (
-    BLOCK,
     PLAIN_DRAFT,
     SCALE,
     TARGET,
@@ -109,7 +108,7 @@ def test_greedy_output_is_plain_decodings_at_every_width_and_accept_length(ours,
     assert f"\n  convolution: {layers}{head}" in server.log_text()
     for prompt, output in zip(prompts(), expected, strict=True):
         scheduler_hooks.record(records, prompt, output)
-    assert_plain_at_every_width(server, expected, BLOCK, at_least=8)
+    assert_plain_at_every_width(server, expected, at_least=8)
     scheduler_hooks.forget(records)
 
 

@@ -16,7 +16,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.observe.alarm import STAYS, WINDOW
 from dflash_sglang.observe.step_split import EVERY
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import accepted_proposals, greedy_params, serve
 
 # Of a server that chooses.
 CHOOSING = {"dflash_gain_over_plain", "dflash_gain_over_whole_blocks"} | {
@@ -66,16 +66,15 @@ def scraped(server: Server, accept: str = "text/plain") -> dict[str, list[Any]]:
 
 
 def test_counts_are_those_of_the_answers_in_server_info_prometheus_and_the_log(server):
-    answers = [answer["meta_info"] for answer in decode(server)]
+    answers = decode(server)
     told = acceptance(server)
-    steps = sum(answer["spec_verify_ct"] for answer in answers)
-    histogram = [0] * 16
-    for answer in answers:
-        for accepted, count in enumerate(answer["spec_correct_drafts_histogram"]):
-            histogram[accepted] += count
-    assert sum(histogram) == steps > 100
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    accepted = accepted_proposals(answers)
+    assert accepted.total() == steps > 100
     assert told["verified"] == [steps] * 15
-    assert told["accepted"] == [sum(histogram[position:]) for position in range(1, 16)]
+    assert told["accepted"] == [
+        sum(count for proposals, count in accepted.items() if proposals >= position) for position in range(1, 16)
+    ]
     assert (told["request_steps"], told["verified_rows"], told["drafted_proposals"]) == (
         steps,
         16 * steps,
