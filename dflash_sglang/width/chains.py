@@ -44,7 +44,7 @@ class Chains:
         """A step of this shape came back, with requests [n] of which so many proposals were accepted. promised
         [n]: see `Proposals`."""
         beyond = np.maximum(accepted + 1.0 - self._block, 0.0)
-        if shape.chain is None:
+        if shape.chain is None and promised.any():
             further = promised[:, None] ** np.arange(1, self.longest - self._block + 1)
             beyond = np.where(accepted == shape.width - 1, further.sum(axis=1), 0.0)
         seen = np.stack([np.minimum(accepted + 1, self._block), beyond], axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,7 @@ class Confidence:
         self._counts = np.eye(BINS)[_bins(usual)]  # [positions, BINS], of a request
         self._requests = np.full(block - 1, USUAL)  # that drafted a position
         self.observed = 0  # steps
-        self._verified = np.zeros(BINS)
-        self._accepted = np.zeros(BINS)
+        self._kept = np.zeros((2, BINS))  # proposals verified, and accepted; the older ones fade
         # Since start-up: proposals verified, accepted as the draft says, and really.
         self.told = np.zeros((3, BINS))
         self._grown = {
@@ -55,7 +54,8 @@ class Confidence:
     @property
     def truth(self) -> np.ndarray:
         """[BINS] chance that a proposal of a bin is accepted, with all before it."""
-        return (self._accepted + PRIOR * MIDDLES) / (self._verified + PRIOR)
+        verified, accepted = self._kept
+        return (accepted + PRIOR * MIDDLES) / (verified + PRIOR)
 
     def observe(self, logprobs: np.ndarray, accepted: np.ndarray, lens: np.ndarray | None) -> np.ndarray:
         """A verified step of chains: logprobs [n, steps] of its proposals, how many were accepted [n], of how many
@@ -63,25 +63,16 @@ class Confidence:
         said = np.exp(logprobs.cumsum(axis=1))
         bins = self._drafted(said)
         position = np.arange(said.shape[1])
-        tried = said > 0.0  # the others are beyond what their requests allow
-        if lens is not None:
-            tried &= position < lens[:, None] - 1
+        allowed = said > 0.0
+        tried = allowed if lens is None else allowed & (position < lens[:, None] - 1)
         came_true = tried & (position < accepted[:, None])
-        told = np.stack(
-            [
-                np.bincount(bins[tried], minlength=BINS),
-                np.bincount(bins[tried], said[tried], minlength=BINS),
-                np.bincount(bins[came_true], minlength=BINS),
-            ]
-        )
+        flat = bins.ravel()
+        told = np.array([np.bincount(flat, of.ravel(), BINS) for of in (tried, said * tried, came_true)])
         self.told += told
         most = np.maximum(KEPT_PROPOSALS, KEPT_OF_STEP * told[0])
-        self._verified += told[0]
-        self._accepted += told[2]
-        over = most / np.maximum(self._verified, most)
-        self._verified *= over
-        self._accepted *= over
-        return self.truth[bins] * (said > 0.0)
+        self._kept += told[::2]
+        self._kept *= most / np.maximum(self._kept[0], most)
+        return self.truth[bins] * allowed
 
     def observe_trees(self, logprobs: np.ndarray, mass: np.ndarray, accepted: np.ndarray) -> np.ndarray:
         """A verified step of trees: logprobs [n, steps] of the likeliest tokens, mass [n, nodes] of each node the
@@ -108,13 +99,14 @@ class Confidence:
         self._counts[:steps] += (counts - self._counts[:steps]) * (n / self._requests[:steps, None])
         return bins
 
-    def share(self, width: int, rows: np.ndarray) -> np.ndarray:
-        """Of the proposals that a chain of `width` accepts, the share [n] that is among the likeliest rows of the
-        batch. rows [n]: of a request on average, the first included."""
-        counts = self._counts[: width - 1].sum(axis=0)
-        verified = np.concatenate([[1.0], 1.0 + counts.cumsum()])
-        accepted = np.concatenate([[0.0], (counts * self.truth).cumsum()])
-        return np.interp(rows, verified, accepted / accepted[-1])
+    def shares(self, widths: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of the proposals that a chain of each width accepts, the share that is among the likeliest rows of the
+        batch, as points of a line: rows of a request on average, the first included, and the share."""
+        counts = self._counts.cumsum(axis=0)[[width - 2 for width in widths]]
+        verified, accepted = np.ones((len(widths), BINS + 1)), np.zeros((len(widths), BINS + 1))
+        verified[:, 1:] += counts.cumsum(axis=1)
+        (counts * self.truth).cumsum(axis=1, out=accepted[:, 1:])
+        return list(zip(verified, accepted / accepted[:, -1:], strict=True))
 
     def of_tree(self, nodes: int) -> float:
         """Proposals that trees of so many nodes accept, over those of the block's chain."""

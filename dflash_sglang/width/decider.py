@@ -119,16 +119,17 @@ class Decider:
         seconds, more = self._seconds(bucket, context, options)
         added = times.of_kind(0, 0, 0.0)
         spent = seconds + self.interruptions.once(added) * self.interruptions.share(committed)
-        best = self._best(options, committed / spent)
+        rates = committed / spent
+        best = self._best(options, rates)
+        of_best = list(best.values())
         choice = self._chooser.choose(
             bucket,
             [kind for kind in self._allowed(load, ragged, trees) if kind in best],
-            *({kind: float(of[at]) for kind, at in best.items()} for of in (committed, spent)),
+            *(dict(zip(best, of[of_best].tolist(), strict=True)) for of in (committed, spent)),
         )
         kind, at = self.kinds[choice.kind], best[choice.kind]
         if choice.reason != "probe":
             self._width = kind.width
-        rates = committed / spent
         decision = Decision(
             kind.width,
             int(options.budget[at]) or None,
@@ -147,17 +148,13 @@ class Decider:
         """[options] seconds of a step, and what a ragged one's tokens add to them by the table."""
         times = self.step_times
         more = np.where(options.budget > 0, times.added(bucket, options.budget), 0.0)
-        factors = [times.factor(bucket, kind) for kind in range(len(self.kinds))]
-        base, factor = (np.array(of)[options.kind] for of in (times.seconds(bucket, context), factors))
-        return base + more * factor, more
+        base, factors = times.seconds(bucket, context), times.factors(bucket)
+        return base[options.kind] + more * factors[options.kind], more
 
     def _best(self, options: Options, rates: np.ndarray) -> dict[int, int]:
         """Of every kind that the batch could have, the option with the highest rate."""
-        best: dict[int, int] = {}
-        for at, kind in enumerate(options.kind.tolist()):
-            if kind not in best or rates[at] > rates[best[kind]]:
-                best[kind] = at
-        return best
+        order = np.lexsort((rates, options.kind))  # by kind, then by rate
+        return dict(zip(options.kind[options.last].tolist(), order[options.last].tolist(), strict=True))
 
     def _allowed(self, load: Load, ragged: bool, trees: bool) -> list[int]:
         """The kinds that the requests allow. If no chain lies between floor and limit, the widest one up to the

@@ -95,9 +95,8 @@ class Requests:
         self._chance[slots] = _moved(self._chance[slots], chances, (1.0 / (seen + NEW))[:, None])
         free = self._cap.take(slots) == self.block
         if n := int(free.sum()):
-            average = chances[free].mean(axis=0, keepdims=True)
             self._averaged = min(self._averaged + n, KEPT * n)
-            self._usual = _moved(self._usual[None], average, n / self._averaged)[0]
+            self._usual = _moved(self._usual[None], chances[free].sum(axis=0) / n, n / self._averaged)[0]
 
     def work(self, slots: np.ndarray, width: int, share: float) -> Work:
         """What arrives at a server whose steps have these requests [n], and accept `share` times the proposals
@@ -113,9 +112,10 @@ class Requests:
 
 
 def _moved(table: np.ndarray, towards: np.ndarray, by: np.ndarray | float) -> np.ndarray:
-    """table [n, positions], moved by a part of the way towards [n, steps]."""
-    out, steps = table.copy(), towards.shape[1]
+    """table [n, positions], moved by a part of the way towards [n or none, steps]."""
+    out, steps = table.copy(), towards.shape[-1]
     out[:, :steps] += (towards - table[:, :steps]) * by
-    before = table[:, steps - 1 : steps]
-    out[:, steps:] *= out[:, steps - 1 : steps] / np.maximum(before, 1e-9)
+    if steps < table.shape[1]:
+        before = table[:, steps - 1 : steps]
+        out[:, steps:] *= out[:, steps - 1 : steps] / np.maximum(before, 1e-9)
     return out

@@ -59,13 +59,12 @@ class StepTimes:
         self._widths = [kind.width for kind in kinds if kind == Kind(kind.width)]
         self._pace = 1.0
         self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
-        self._by_kind = [1.0] * len(self.kinds)
-        self._by_cell = [[1.0] * len(self.kinds) for _ in self.buckets]
+        cells = len(self.buckets), len(self.kinds)
+        self._by_kind, self._by_cell = np.ones(len(self.kinds)), np.ones(cells)
         self._variance = [[FILLED] * len(self.kinds) for _ in self.buckets]
         self._observed = 0  # steps
         self._last_observed = [[0] * len(self.kinds) for _ in self.buckets]
-        self._base: list[list[float]] = []
-        self._slope = [0.0] * len(self.kinds)
+        self._base, self._slope = np.full(cells, np.inf), np.zeros(len(self.kinds))
         self._added = np.zeros((len(self.buckets), len(self._widths)))  # what a ragged step takes for these rows
 
     def bucket(self, batch: int) -> int:
@@ -92,13 +91,13 @@ class StepTimes:
         usual = _slope([line for of_kind in lines for line in of_kind]) or 0.0
         slopes = [_slope(of_kind) for of_kind in lines]
         # Every kind reads the same context: what differs between them is half noise.
-        self._slope = [usual if slope is None else (slope + usual) / 2 for slope in slopes]
+        self._slope = np.array([usual if slope is None else (slope + usual) / 2 for slope in slopes])
         base = np.full((len(self.buckets), len(self.kinds)), np.nan)
         for (bucket, index), line in measured.items():
             rest = [max(seconds - self._slope[index] * context, 0.1 * seconds) for context, seconds in line]
             base[bucket, index] = sum(rest) / len(rest)
             self._variance[bucket][index] = MEASURED
-        self._base = self._filled(base).tolist()
+        self._base = self._filled(base)
 
     def _filled(self, base: np.ndarray) -> np.ndarray:
         """base [buckets, kinds], its NaN (what nothing was measured of) filled."""
@@ -116,22 +115,22 @@ class StepTimes:
 
     # ---- Serving -----------------------------------------------------------------------------------------
 
-    def seconds(self, bucket: int, context_tokens: float) -> list[float]:
-        """Expected seconds of a step of every kind, of a ragged one with a token of each request."""
-        return [self.of_kind(bucket, kind, context_tokens) for kind in range(len(self.kinds))]
+    def seconds(self, bucket: int, context_tokens: float) -> np.ndarray:
+        """[kinds] expected seconds of a step, of a ragged one with a token of each request."""
+        return (self._base[bucket] + self._slope * context_tokens) * self.factors(bucket)
 
     def of_kind(self, bucket: int, kind: int, context_tokens: float, more: float = 0.0) -> float:
         """Expected seconds of a step of one kind, given as an index. more: what its rows add, of a ragged one."""
-        of_table = self._base[bucket][kind] + self._slope[kind] * context_tokens + more
-        return of_table * self.factor(bucket, kind)
+        of_table = self._base[bucket, kind] + self._slope[kind] * context_tokens + more
+        return float(of_table * self._by_kind[kind] * self._by_cell[bucket, kind] * self._pace)
 
     def added(self, bucket: int, tokens: np.ndarray) -> np.ndarray:
         """[n] seconds by the table that a ragged step takes beyond its base, if it verifies so many tokens [n]."""
         return np.interp(tokens / self.buckets[bucket], self._widths, self._added[bucket])
 
-    def factor(self, bucket: int, kind: int) -> float:
-        """Expected seconds over those of the table."""
-        return self._by_kind[kind] * self._by_cell[bucket][kind] * self._pace
+    def factors(self, bucket: int) -> np.ndarray:
+        """[kinds] expected seconds over those of the table."""
+        return self._by_kind * self._by_cell[bucket] * self._pace
 
     def observe(self, bucket: int, kind: int, context_tokens: float, seconds: float, more: float = 0.0) -> None:
         """Learn from a step that was served, its kind given as an index; nothing of one that nobody measured.
@@ -148,7 +147,7 @@ class StepTimes:
         limit = max(LEAST_LIMIT, gain)
         error = min(max(ratio - 1.0, -limit), limit)
         self._by_kind[kind] *= 1.0 + TO_KIND * gain * error
-        self._by_cell[bucket][kind] *= 1.0 + TO_CELL * gain * error
+        self._by_cell[bucket, kind] *= 1.0 + TO_CELL * gain * error
         self._latest.append(ratio * self._pace)
         if len(self._latest) == PACE_STEPS:
             self._pace = statistics.median(self._latest)

@@ -13,7 +13,7 @@ BLOCK = 16
 def committed(confidence: Confidence, width: int, rows: float) -> float:
     """Tokens of a step of one request, of whose blocks so many rows on average are verified."""
     counts = confidence._counts[: width - 1].sum(axis=0)
-    share = confidence.share(width, np.array([rows]))[0] if width > 1 else 0.0
+    share = np.interp(rows, *confidence.shares([width])[0]) if width > 1 else 0.0
     return float(1.0 + (counts * confidence.truth).sum() * share)
 
 

@@ -97,14 +97,14 @@ def test_a_step_after_a_prefill_tells_what_the_prefill_added_and_nothing_of_step
     policy, slots = adaptive(Machine(), 256, WidthConfig(widths=(1, 4))), np.arange(256)
     times, interruptions = policy.decider.step_times, policy.decider.interruptions
     policy.admit(slots)
-    table = times.seconds(8, 0.0)
+    table = times.seconds(8, 0.0).tolist()
     for _ in range(500):
         policy.prefill(100)
         step = policy.choose(slots, 512 * 256)
         said = np.log(np.full((256, step.decision.width - 1), 0.7))
         policy.verified(step, np.minimum(np.tile([1, 2, 3, 3], 64), step.decision.width - 1),
                         step.decision.seconds + 0.02, said)  # fmt: skip
-    assert times.seconds(8, 0.0) == table and step.decision.width == 4
+    assert times.seconds(8, 0.0).tolist() == table and step.decision.width == 4
     once = interruptions.once(times.seconds(0, 0.0)[0])
     assert once == pytest.approx(0.02, rel=0.1)
     plain, four = times.seconds(times.bucket(256), 512 * 256)

@@ -55,7 +55,7 @@ def test_what_was_not_measured_is_filled_within_a_tenth(most: int) -> None:
     times = adaptive(machine, most).decider.step_times
     for index, batch in enumerate(times.buckets):
         truth = machine.seconds(batch, 700 * batch)
-        assert np.abs(np.array(times.seconds(index, 700 * batch)) / truth - 1).max() < 0.1
+        assert np.abs(times.seconds(index, 700 * batch) / truth - 1).max() < 0.1
 
 
 @settings(max_examples=60, derandomize=True)
@@ -146,11 +146,11 @@ def test_a_tree_takes_what_was_measured_and_is_no_step_of_other_batches() -> Non
     chains = [Sample(batch, Kind(width), 0, 0.01) for batch in (1, 4) for width in (1, 16)]
     trees = [(1, 16, 0.011), (2, 16, 0.013), (4, 16, 0.02), (1, 32, 0.012), (2, 32, 0.012), (2, 32, 0.5)]
     times.fit([*chains, *(Sample(batch, Kind(16, nodes=nodes), 0, seconds) for batch, nodes, seconds in trees)])
-    rows = [times.seconds(bucket, 0)[2:] for bucket in range(3)]
+    rows = [times.seconds(bucket, 0)[2:].tolist() for bucket in range(3)]
     assert rows == [[0.011, 0.012], [0.013, 0.012], [0.02, float("inf")]]
     for _ in range(9):  # of a tree that nobody measured: the pace of the machine is as before
         times.observe(2, 3, 0, 0.02)
-    assert [times.seconds(bucket, 0)[2:] for bucket in range(3)] == rows
+    assert [times.seconds(bucket, 0)[2:].tolist() for bucket in range(3)] == rows
 
 
 # ---- Requests ----------------------------------------------------------------------------------------------

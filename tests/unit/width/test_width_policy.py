@@ -124,10 +124,8 @@ def test_a_steady_mix_ends_at_one_width_whichever_was_held_before(
     server, times = serve(policy, QUIET, DRAFTS["mixed"], hard=0.5), policy.decider.step_times
     flattered = np.where(np.array(WIDTHS) == first, 1e-3, 1.0)
     with monkeypatch.context() as at_first:
-        seconds = times.of_kind
-        at_first.setattr(
-            times, "of_kind", lambda bucket, kind, *load: flattered[kind] * seconds(bucket, kind, *load)
-        )
+        seconds = times.seconds
+        at_first.setattr(times, "seconds", lambda *load: flattered * seconds(*load))
         assert set(server.run(64, steps=500).held) == {first}
     server.run(64, steps=600)
     assert np.median(server.run(64, steps=300).held) == 4
