@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from dflash_sglang.width import choice
+from dflash_sglang.width.confidence import Confidence
+from dflash_sglang.width.decider import Decider
 from dflash_sglang.width.kinds import Kind, kinds_of
-from dflash_sglang.width.options import least_budget
+from dflash_sglang.width.options import TABULATE_EVERY, AllOptions, least_budget
 from dflash_sglang.width.step_times import Sample, StepTimes
 from tests.support.width_simulation import (
     EASY,
@@ -53,6 +55,40 @@ def test_what_ragged_steps_take_beyond_the_table_is_their_own() -> None:
             times.observe(0, 1, 0, 0.02)
     assert times.of_kind(0, 2, 0, more) == pytest.approx(1.25 * (0.012 + more), rel=0.02)
     assert times.of_kind(0, 1, 0) == pytest.approx(0.02, rel=0.03)
+
+
+# ---- Options -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requests", [0, 1, 10, 100])
+def test_options_of_a_batch_are_each_kinds_budgets_with_its_own_shares_and_the_best_of_each_is_found(requests):
+    budgets, trees = [1, 3, 20, 64, 200, 700], [16, 32]
+    kinds, confidence, random = (
+        kinds_of((1, 2, 4, 16), True, trees),
+        Confidence(16, trees),
+        np.random.default_rng(0),
+    )
+    all_options = AllOptions(kinds, budgets, confidence)
+    all_options.of(requests)
+    for _ in range(TABULATE_EVERY):  # what was tabulated before is not used
+        said = random.beta(4.0, 1.0, (8, 15))
+        confidence.observe(np.log(said), (random.random((8, 15)) < said).cumprod(axis=1).sum(axis=1), None)
+    options, rows = all_options.of(requests), []
+    for number, kind in enumerate(kinds):
+        if not kind.ragged:
+            rows.append((number, kind.width, 0, confidence.of_tree(kind.nodes) if kind.nodes else 1.0))
+            continue
+        (line,) = confidence.shares([kind.width])
+        of_kind = [budget for budget in budgets if requests <= budget < requests * kind.width]
+        rows += [(number, kind.width, budget, np.interp(budget / requests, *line)) for budget in of_kind]
+    got = np.stack([options.kind, options.width, options.budget, options.share], axis=1)
+    assert got == pytest.approx(np.array(rows))
+    assert requests < 100 or Kind(2, ragged=True) not in {kinds[kind] for kind in options.kind}
+    rates = random.random(len(rows))
+    best = {
+        number: max((rate, at) for at, rate in enumerate(rates) if rows[at][0] == number)[1] for number, *_ in rows
+    }
+    assert Decider(kinds, [128], {16: 8, 32: 4})._best(options, rates) == best
 
 
 # ---- The policy --------------------------------------------------------------------------------------------
