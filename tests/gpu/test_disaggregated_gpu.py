@@ -234,3 +234,18 @@ def test_servers_of_other_numbers_of_ranks_output_plain_decodings(tmp_path, one,
     got, of_one = (steps_of([both[i] for both in equal]) for i in range(2))
     print(f"verify steps of equal outputs: {got} apart, {of_one} on one server")
     assert len(equal) >= len(requests) // 4 and abs(got / of_one - 1) <= 0.02
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("decoding", [1, 2])
+def test_without_speculation_two_ranks_that_prefill_output_what_one_rank_does(tmp_path, plain, decoding):
+    """What rounding alone does to the test above: two ranks decode what they have prefilled, or one rank does."""
+    requests = asked(40)
+    if decoding == 2:
+        with serve(TARGET, environment=ENVIRONMENT, tp_size=2, **FLAGS) as server:
+            answers = ask_at_once(server, requests, MANY)
+    else:
+        roles: dict[str, Any] = dict(prefill=dict(tp_size=2), decode=ON_THE_OTHER)
+        with serve_apart(TARGET, None, tmp_path, environment=ENVIRONMENT, **roles, **OVER, **FLAGS) as apart:
+            answers = apart.ask_all(requests, at_once=MANY)
+    assert_plain_decodings(plain, requests, answers)
