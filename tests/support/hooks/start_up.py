@@ -61,7 +61,7 @@ def rehearsals() -> None:
 
         def policy_now() -> str:
             times = policy.decider and policy.decider.step_times
-            return json.dumps([policy.metrics.snapshot(), times and [times._base, times._variance]])
+            return json.dumps([policy.metrics.snapshot(), times and [times._base.tolist(), times._variance]])
 
         told = policy_now()
         width = self.width
