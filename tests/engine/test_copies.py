@@ -80,7 +80,7 @@ def plain() -> dict[str, Any]:
         asked = lossless.requests(following)
         n = len(lossless.LENGTHS)
         asked = asked[:n] + asked[n::3] + [lossless.request(text) for text in repeating()]
-        return dict(asked=asked, answers=[server.generate(**one) for one in asked])
+        return dict(asked=asked, answers=ask_at_once(server, asked))
 
 
 def repeating() -> list[list[int]]:

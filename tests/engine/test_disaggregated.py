@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import re
 import shutil
@@ -137,12 +138,24 @@ def apart(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path_
         yield both
 
 
+@pytest.fixture(scope="module")
+def of_one(one: Server) -> Callable[[str], list[Any]]:
+    """The answers of one server to the requests of a field."""
+    requests = {**fields.table(), **fields.without_tokens()}
+    return functools.cache(lambda name: [one.generate(**request) for request in requests[name]])
+
+
+@pytest.fixture(scope="module")
+def expected(one: Server) -> list[tuple[list[int], int]]:
+    """Output and verify steps of one server's answers to `asked()`."""
+    return [output_and_steps(one.generate(**request)) for request in asked()]
+
+
 def output_and_steps(answer: dict[str, Any]) -> tuple[list[int], int]:
     return answer["output_ids"], answer["meta_info"]["spec_verify_ct"]
 
 
-def test_output_and_verify_steps_are_those_of_one_server(one, apart):
-    expected = [output_and_steps(one.generate(**request)) for request in asked()]
+def test_output_and_verify_steps_are_those_of_one_server(expected, apart):
     assert [output_and_steps(apart.ask(**request)) for request in asked()] == expected
     assert [output_and_steps(answer) for answer in apart.ask_all(asked())] == expected  # from the prefix cache
     assert not apart.wrote_elsewhere()
@@ -180,11 +193,10 @@ CORE = (
 
 
 @pytest.mark.parametrize("name", in_full_but(FIELDS, *CORE))
-def test_every_field_of_a_request_acts_as_on_one_server(one, apart, name):
-    requests = {**fields.table(), **fields.without_tokens()}[name]
-    expected, answers = ([server(**request) for request in requests] for server in (one.generate, apart.ask))
-    assert not fields.differences({name: expected}, {name: answers})
-    for got, wanted in zip(answers, expected, strict=True):
+def test_every_field_of_a_request_acts_as_on_one_server(of_one, apart, name):
+    answers = apart.ask_all({**fields.table(), **fields.without_tokens()}[name])
+    assert not fields.differences({name: of_one(name)}, {name: answers})
+    for got, wanted in zip(answers, of_one(name), strict=True):
         assert of_outputs(got) == pytest.approx(of_outputs(wanted), abs=1e-3)
 
 
@@ -238,7 +250,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("other", in_full_but(OTHERS, "no speculation"))
-def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(one, apart, tmp_path, environment, other):
+def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(expected, apart, tmp_path, environment, other):
     arguments, message = OTHERS[other]
     if arguments.get("draft") == "other":
         weights = load_file(DRAFT / "model.safetensors")
@@ -259,17 +271,16 @@ def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(one, apart, 
                 ended = waiting.result(60)  # SGLang's time-out is 300 s
             assert isinstance(ended, Refused) and ended.status == 500
         mismatched.assert_idle()
-    assert output_and_steps(apart.ask(**asked()[0])) == output_and_steps(one.generate(**asked()[0]))
+    assert output_and_steps(apart.ask(**asked()[0])) == expected[0]
 
 
 @pytest.mark.full
-def test_a_decode_server_that_takes_any_prefill_server_is_right_in_more_steps(one, tmp_path, environment):
+def test_a_decode_server_that_takes_any_prefill_server_is_right_in_more_steps(expected, tmp_path, environment):
     variables = {**environment, scheduler_hooks.HOOKS_ENV: ""}
     settings = {CONFIG_ENV: '{"prefill": "any"}'}
     prefill, decode = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"}), dict(environment=settings)
     with serve_apart(TARGET, DRAFT, tmp_path, environment=variables, prefill=prefill, decode=decode) as apart:
         answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
-    expected = [output_and_steps(one.generate(**request)) for request in asked()]
     assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
     assert sum(steps for _, steps in answers) > 1.1 * sum(steps for _, steps in expected)
 
@@ -308,9 +319,8 @@ def test_a_prefill_server_only_prefills(one, apart):
 
 
 @pytest.mark.full
-def test_retracted_requests_keep_their_context(one, tmp_path, environment):
+def test_retracted_requests_keep_their_context(expected, tmp_path, environment):
     """The pool begins as NaN, and rows of a retracted request are others' before it goes on."""
-    expected = [output_and_steps(one.generate(**request)) for request in asked()]
     decode = dict(environment=RETRACTING)
     with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, decode=decode, **TEXT) as apart:
         assert [output_and_steps(answer) for answer in apart.ask_all(asked())] == expected
@@ -474,13 +484,13 @@ def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize(("prefilling", "decoding"), [(2, 2), (2, 1), (1, 2)])
-def test_ranks_of_both_servers_share_heads_as_many_or_in_other_numbers(one, tmp_path, prefilling, decoding):
+def test_ranks_of_both_servers_share_heads_as_many_or_in_other_numbers(expected, tmp_path, prefilling, decoding):
     environment = {"DFLASH_SGLANG_REQUIRE": "1"}
     sizes = dict(prefill=dict(tp_size=prefilling), decode=dict(tp_size=decoding))
     with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, **sizes, **RANKS) as apart:
         answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
         assert not apart.wrote_elsewhere()
-    assert answers == [output_and_steps(one.generate(**request)) for request in asked()]
+    assert answers == expected
 
 
 DATA_PARALLEL = dict(tp_size=2, dp_size=2, enable_dp_attention=True)
@@ -493,14 +503,13 @@ DATA_PARALLEL_SERVERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("servers", DATA_PARALLEL_SERVERS)
-def test_data_parallel_ranks_of_both_servers_answer_as_one_server(one, tmp_path, servers):
+def test_data_parallel_ranks_of_both_servers_answer_as_one_server(expected, tmp_path, servers):
     flags = {**RANKS, "decode_log_interval": 1, **DATA_PARALLEL_SERVERS[servers]}
     with serve_apart(TARGET, DRAFT, tmp_path, environment={"DFLASH_SGLANG_REQUIRE": "1"}, **flags) as apart:
         answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
         apart.assert_idle()
         assert not apart.wrote_elsewhere()
         log = apart.decode.log_text()
-    expected = [output_and_steps(one.generate(**request)) for request in asked()]
     if servers == "both, chosen widths":
         assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
     else:

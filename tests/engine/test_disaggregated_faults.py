@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": "1",
 }
+ASKED = [dict(one, sampling_params=greedy_params(16)) for one in asked()]
 SHORT = dict(input_ids=[65, 66, 67, 68, 69], sampling_params=greedy_params(8))
 
 
@@ -38,13 +39,13 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
 
 @pytest.fixture(scope="module")
 def expected(apart: Apart) -> Any:
-    return [answer["output_ids"] for answer in apart.ask_all(asked())]
+    return [answer["output_ids"] for answer in apart.ask_all(ASKED)]
 
 
 def serves_on(apart: Apart, expected: Any) -> None:
     """100 requests are answered, and both servers find every slot free when they are idle."""
     for _ in range(12):
-        assert [answer["output_ids"] for answer in apart.ask_all(asked())] == expected
+        assert [answer["output_ids"] for answer in apart.ask_all(ASKED)] == expected
     assert len(apart.ask_all([SHORT] * 4)) == 4
     apart.assert_idle()
 
@@ -68,7 +69,7 @@ def test_a_transfer_that_fails_is_an_answer_of_both_servers_and_later_ones_are_s
 
 def test_a_slow_transfer_delays_its_request_only(apart, expected):
     with apart.fault("slow 2"):
-        assert apart.ask(**asked()[0])["output_ids"] == expected[0]
+        assert apart.ask(**ASKED[0])["output_ids"] == expected[0]
     serves_on(apart, expected)
 
 
@@ -76,29 +77,29 @@ def test_requests_outlive_their_prefill_server_once_they_decode_and_its_successo
     apart, expected, tmp_path
 ):
     with prefill_beside(apart, TARGET, DRAFT, environment=ENVIRONMENT) as first:
-        assert first.ask(**asked()[0])["output_ids"] == expected[0]
+        assert first.ask(**ASKED[0])["output_ids"] == expected[0]
         port = first.bootstrap_port
         with first.fault("slow 60"):
-            waiting = first.ask_later(**asked()[1])
+            waiting = first.ask_later(**ASKED[1])
             first.prefill.stop()
             refused = waiting.result()
     assert isinstance(refused, Refused) and refused.status == 500
     assert "Lost connection with prefill instance" in str(refused)
     with prefill_beside(apart, TARGET, DRAFT, bootstrap_port=port, environment=ENVIRONMENT) as second:
         wait_until_served(second)
-        assert second.ask(**asked()[1])["output_ids"] == expected[1]
+        assert second.ask(**ASKED[1])["output_ids"] == expected[1]
     serves_on(apart, expected)
 
 
 def test_a_decode_server_that_dies_breaks_off_and_its_prefill_server_serves_its_successor(apart, expected):
     with decode_beside(apart, TARGET, DRAFT, environment=ENVIRONMENT) as dying:
-        assert dying.ask(**asked()[0])["output_ids"] == expected[0]
+        assert dying.ask(**ASKED[0])["output_ids"] == expected[0]
         with ThreadPoolExecutor(2) as pool:
             decoding = pool.submit(dying.ask_both, **{**SHORT, "sampling_params": greedy_params(3000)})
             while "Decode batch" not in dying.decode.log_text():  # every 40 steps
                 time.sleep(0.1)
             with dying.fault("slow 3"):
-                waiting = pool.submit(dying.ask_both, **asked()[1])
+                waiting = pool.submit(dying.ask_both, **ASKED[1])
                 time.sleep(1)
                 dying.decode.stop()
                 (of_prefill, broken), (refused, never) = decoding.result(), waiting.result()

@@ -123,9 +123,9 @@ def plain() -> dict[str, Any]:
     """The requests and their answers without speculation (nor overlap: there, penalties lag one token)."""
     arguments = dict(skip_tokenizer_init=None, disable_overlap_schedule=True)
     with serve(Path(pair_directories()["target"]), **arguments) as server:
-        continuation = {len(p): server.generate(**request(p))["output_ids"] for p in prompts()}
-        asked = requests(continuation)
-        return {"asked": asked, "answers": [server.generate(**one) for one in asked]}
+        whole = ask_at_once(server, [request(prompt) for prompt in prompts()])
+        asked = requests({length: answer["output_ids"] for length, answer in zip(LENGTHS, whole, strict=True)})
+        return {"asked": asked, "answers": ask_at_once(server, asked)}
 
 
 @pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, *CORE))
@@ -179,7 +179,7 @@ def mixes_prefill_and_decode(request) -> bool:
 
 @pytest.fixture
 def thorough(request) -> bool:
-    """Whether all requests are asked one by one too: where a step takes no longer than it has to."""
+    """Whether requests of every kind are asked one by one too, where a step takes no longer than it has to."""
     return request.node.callspec.params["ours"] in ("overlap", "synchronous_pages_of_16_chunked")
 
 
@@ -201,13 +201,11 @@ def logprob_values(answer: dict[str, Any], field: str) -> list[float]:
 def test_outputs_equal_plain_decoding_one_by_one_cold_and_warm(ours, plain, fixed_width, thorough):
     server, _ = ours
     server.post("/flush_cache?timeout=60")
-    asked = plain if thorough else plain_part(plain, len(LENGTHS))
+    asked = every_third(plain) if thorough else plain_part(plain, len(LENGTHS))
     cold = [server.generate(**one) for one in asked["asked"]]
     assert_equal(cold, asked)
     if thorough:
-        some = every_third(plain)
-        warm = [server.generate(**one) for one in some["asked"]]
-        assert_equal(warm, some)
+        assert_equal([server.generate(**one) for one in asked["asked"]], asked)
     # Proposals are the draft's: a row of NaN among the keys that it reads would leave none accepted.
     whole = cold[: len(LENGTHS)]
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in whole)

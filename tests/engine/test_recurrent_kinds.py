@@ -17,6 +17,7 @@ from tests.engine.test_recurrent_serving import (
     LENGTHS,
     NEW_TOKENS,
     Answered,
+    ask_turns,
     assert_equal,
     assert_every_number_was_accepted,
     plain_answers,
@@ -80,7 +81,7 @@ def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_ve
     ours, plain, configuration
 ):
     ours.post("/flush_cache?timeout=60")
-    answers = [ours.generate(**asked) for asked, _ in plain]
+    answers = ask_turns(ours, plain)
     assert_equal(answers, plain)
     assert all(len(output) < NEW_TOKENS for _, output in plain[: len(LENGTHS)])
     assert_every_number_was_accepted(answers)

@@ -59,6 +59,9 @@ MAY_DIFFER = (
     "SGLANG_DISAGGREGATION_BOOTSTRAP",
     "SGLANG_DISAGGREGATION_HEARTBEAT",
     "SGLANG_DISAGGREGATION_WAITING",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
+    "OPENAI_API_KEY",
     "MC_FORCE_TCP",
     "PYTHONPATH",
     "PYTEST_CURRENT_TEST",
@@ -214,27 +217,32 @@ def _preload() -> dict[str, str]:
     assert not HookRegistry._patched, "a hook was applied before any process asked for it"
     assert "sglang.srt.model_executor.model_runner" not in sys.modules, "LATER lacks a model"
     assert len(os.listdir("/proc/self/task")) == 1, "a thread, which forked processes would lack"
-    _hooks_pass_libraries_over()
+    _hooks_find_names_at_once()
     os.register_at_fork(after_in_child=numpy.random.seed)  # as `random` does by itself
     setproctitle("zygote")  # the first call has to find the arguments' place before the environment changes
     gc.freeze()
     return dict(os.environ.items() - before.items())
 
 
-def _hooks_pass_libraries_over() -> None:
-    """A hook looks for its target in the names of every module, which takes each process a second: most of the
-    thousands of modules are of libraries that import nothing from SGLang."""
+def _hooks_find_names_at_once() -> None:
+    """A hook looks for its target among the names of every module, which takes each process a second: here it
+    looks in those modules that had imported it when the zygote was ready, and in those that came later."""
     from sglang.srt.plugins import hook_registry
 
-    ours = ("sglang", "dflash_sglang", "smg_grpc_servicer", "__main__")
-    libraries = {name for name in sys.modules if name.partition(".")[0] not in ours}
+    known = dict(sys.modules)
+    holders: dict[int, list[ModuleType]] = {}
+    for module in filter(None, known.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            holders.setdefault(id(value), []).append(module)
+    search = hook_registry._propagate_patch
 
-    class Modules:
-        @staticmethod
-        def values() -> list[ModuleType]:
-            return [module for name, module in sys.modules.items() if name not in libraries]
+    def search_holders(original: object, *rest: Any) -> int:
+        later = [module for name, module in sys.modules.items() if name not in known]
+        modules = SimpleNamespace(values=lambda: holders.get(id(original), []) + later)
+        hook_registry.sys = SimpleNamespace(modules=modules)
+        return search(original, *rest)
 
-    hook_registry.sys = SimpleNamespace(modules=Modules)
+    hook_registry._propagate_patch = search_holders
 
 
 def _become(request: tuple[Any, ...], library: Sequence[str], imports_set: Mapping[str, str]) -> None:

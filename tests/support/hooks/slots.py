@@ -71,8 +71,8 @@ def blindfold() -> None:
 
 
 def sentinels() -> None:
-    """Each step may change only its own slots and recurrent states, and a reservation only its own rows; the state
-    of padding stays finite."""
+    """Each step may change only its own slots and recurrent states, and a reservation only its own rows; between
+    steps no slot changes; the state of padding stays finite."""
     forward = DFlashWorker.forward_batch_generation
     reserve = SlotReservation.reserve
     copies: list[torch.Tensor] = []
@@ -82,9 +82,7 @@ def sentinels() -> None:
         # As integers, NaN is equal.
         buffers = [buffer.view(torch.int32) for pool in kv_pools(self) for buffer in kv_buffers(pool)]
         if not copies:
-            copies.extend(torch.empty_like(buffer) for buffer in buffers)
-        for buffer, copy in zip(buffers, copies, strict=True):
-            copy.copy_(buffer)
+            copies.extend(buffer.clone() for buffer in buffers)
         slots, page_size = _own_slots(self, batch), self._reservation.page_size
         in_padding = sorted(set(slots.tolist()) & set(range(page_size)))
         assert not in_padding, f"live slots in the padding page: {in_padding[:4]}"
