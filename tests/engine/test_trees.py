@@ -24,6 +24,7 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.engine.test_width_serving import ask, prompts, request
 from tests.support import recorded_graphs, scheduler_hooks
+from tests.support.engines import greedy as greedy_outputs
 from tests.support.engines import serve
 from training.evaluate import load_pair
 from training.shapes import PairRequest, Shape, Step, decode, greedy
@@ -135,14 +136,14 @@ def test_near_the_end_of_the_context_trees_give_way_to_chains(tmp_path):
 
 def test_a_pool_that_has_no_slots_for_a_tree_serves_chains(tmp_path):
     """At their end two requests need 2 * (170 + 16 + 16) slots, and with trees of 64 nodes 2 * (170 + 16 + 64)."""
-    asked = [request(text[:20], 150) for text in prompts()[:2]]
+    texts = [text[:20] for text in prompts()[:2]]
     flags = dict(max_total_tokens=420, max_running_requests=2, chunked_prefill_size=64)
     with serve(TARGET, disable_radix_cache=True, **flags) as server:
-        plain = [server.generate(**one)["output_ids"] for one in asked]
+        plain = greedy_outputs(server, texts, 150)
     with trees(tmp_path, [64], "grown,sentinels", **flags) as server:
-        answers = ask(server, asked)
+        outputs = greedy_outputs(server, texts, 150)
         (state,) = server.get("/server_info")["internal_states"]
-    assert [answer["output_ids"] for answer in answers] == plain
+    assert outputs == plain
     assert grown(tmp_path) and state["dflash_acceptance"]["shapes"]["whole"]["pool_full"] > 0
 
 
