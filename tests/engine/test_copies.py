@@ -92,8 +92,9 @@ def repeating() -> list[list[int]]:
 @pytest.mark.parametrize("name", in_full_but(CONFIGURATIONS, "recorded_graphs_of_random_shapes"))
 def test_outputs_equal_plain_decoding_whatever_is_copied(plain, tmp_path, name):
     with copying(tmp_path, **CONFIGURATIONS[name], skip_tokenizer_init=None) as server:
-        for _ in range(2):  # the second time on a warm prefix cache
-            lossless.assert_equal(ask_at_once(server, plain["asked"]), plain)
+        lossless.assert_equal(ask_at_once(server, plain["asked"]), plain)
+        warm = {key: value[::2] for key, value in plain.items()}
+        lossless.assert_equal(ask_at_once(server, warm["asked"]), warm)
         counts = told(server)
         assert counts["request_steps"] > 200 and counts["proposed"] > counts["accepted"] > 100, counts
         if "retracting" in name:

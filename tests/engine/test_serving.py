@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +99,6 @@ def test_the_engine_api_serves_a_narrower_block_with_the_reference_loops_accept_
     (answers,) = run_engine(TARGET, DRAFT, [batch], environment=REQUIRE, speculative_num_draft_tokens=8)
     expected = RECORD["block_8"]["new_tokens_after_the_first_per_step"]
     assert tokens_per_step(answers) == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.full
-def test_sglang_serve_runs_our_worker(served):
-    sglang = str(Path(sys.executable).parent / "sglang")
-    with serve(TARGET, DRAFT, environment=REQUIRE, command=(sglang, "serve")) as server:
-        answer = server.generate(input_ids=prompts()[0], sampling_params=greedy_params(NEW_TOKENS))
-        assert "dflash_sglang" in server.log_text() and "worker active" in server.log_text()
-    assert answer["output_ids"] == served["plain"]["answers"][0]["output_ids"]
 
 
 def test_sampled_and_greedy_requests_share_a_batch(served):

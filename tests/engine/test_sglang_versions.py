@@ -1,10 +1,11 @@
-"""A server on an SGLang of another version whose source is the known one."""
+"""A server on an SGLang of another version whose source is the known one, started by SGLang's own command."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ VERSION = "0.5.24.dev7"
 pytestmark = pytest.mark.slow
 
 
-def test_a_copy_of_sglang_with_another_version_string_is_served_with_one_line(tmp_path: Path) -> None:
+def test_sglang_serve_with_another_version_string_runs_our_worker_and_says_so_in_one_line(tmp_path: Path) -> None:
     metadata = importlib.metadata.distribution("sglang").read_text("METADATA")
     assert metadata is not None
     info = tmp_path / f"sglang-{VERSION}.dist-info"
@@ -29,7 +30,8 @@ def test_a_copy_of_sglang_with_another_version_string_is_served_with_one_line(tm
         "DFLASH_SGLANG_REQUIRE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
     }
-    with serve(TARGET, DRAFT, environment=environment, fresh=True) as server:
+    sglang = str(Path(sys.executable).parent / "sglang")
+    with serve(TARGET, DRAFT, environment=environment, command=(sglang, "serve")) as server:
         assert len(greedy(server, [[5, 6, 7]], 16)[0]) == 16
         log = server.log_text()
     fits = f"{len(PATCHES)} of {len(PATCHES)} patches made for sglang 0.5.23"
