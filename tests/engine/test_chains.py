@@ -86,15 +86,15 @@ def ours(request, plain, tmp_path_factory) -> Iterator[tuple[Server, str]]:
 
 def test_outputs_equal_plain_decoding_wherever_a_long_chain_ends(ours, plain):
     server, name = ours
-    for half, at_once in enumerate((1, 2, 4, 7)):
-        requests, expected = zip(*asked(plain)[half % 2 :: 2], strict=True)
+    requests, expected = zip(*asked(plain), strict=True)
+    for at_once in (1, 2, 4, 7):
         answers = ask_at_once(server, requests, at_once)
         for one, answer, output in zip(requests, answers, expected, strict=True):
             assert answer["output_ids"] == output, one["sampling_params"]
     found = state(server)
     assert chains_of(server) > 60, found["dflash_acceptance"]["shapes"]
     accepted = found["dflash_acceptance"]["accepted"]
-    assert len(accepted) == 63 and accepted[-1] > 10, accepted
+    assert len(accepted) == 63 and accepted[-1] > 20, accepted
     if "retracting" in name:
         assert "Testing retraction" in server.log_text()
 
