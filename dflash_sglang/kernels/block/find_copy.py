@@ -125,15 +125,13 @@ def find_copies_torch(rows: CopyRows, tables: CopyTables, longest_prefix: int) -
     places = torch.arange(longest_prefix, device=rows.tokens.device)
     text = _text(rows, tables, places.expand(len(rows.tokens), -1))
     prefix_lens = rows.prefix_lens[:, None]
+    before = prefix_lens - torch.arange(LONGEST, device=rows.tokens.device)
+    last = torch.where(before >= 0, _text(rows, tables, before.clamp(min=0)), -1)  # the latest first
     lengths = torch.zeros_like(text)
-    alive = (places < prefix_lens) & (rows.tokens[:, :1] >= 0)
-    own = rows.tokens[:, :1]
-    for back in range(LONGEST):
-        alive = alive & (text.roll(back, dims=1) == own) & (places >= back)
+    alive = places < prefix_lens
+    for back, own in enumerate(last.split(1, dim=1)):
+        alive = alive & (own >= 0) & (text.roll(back, dims=1) == own) & (places >= back)
         lengths += alive
-        before = prefix_lens - back - 1
-        own = _text(rows, tables, before.clamp(min=0))
-        alive = alive & (before >= 0) & (own >= 0)
     keys = torch.where(lengths > 0, (lengths << 32) | (places + 1), 0)
     tables.matches[: len(keys)] = keys.amax(dim=1) if longest_prefix else 0
 
