@@ -18,18 +18,22 @@ new_venv = $(or $(call first,ensurepip,$(PYTHON)),$(error No Python 3.11 or 3.12
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup test test-full lint demo clean
+.PHONY: setup test test-full test-release lint demo clean
 
 setup: $(INSTALLED)
 
 # Lint, every unit test, the kernels in Triton's interpreter, and of the tests with servers those that guard the core.
 test: lint
-	$(PYTEST) -m "not gpu and not full" $(SHARED)
+	$(PYTEST) -m "not gpu and not full and not release" $(SHARED)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -n $(WORKERS)
 
-# The long matrices and soaks that `test` leaves out. `test` and `test-full` together are all tests without a GPU.
+# What `test` leaves out and every change has to pass, too; then what is for releases. The three are all tests
+# without a GPU.
 test-full: $(INSTALLED)
-	$(PYTEST) -m "full and not gpu" $(SHARED)
+	$(PYTEST) -m "full and not release and not gpu" $(SHARED)
+
+test-release: $(INSTALLED)
+	$(PYTEST) -m "release and not gpu" $(SHARED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -159,7 +159,7 @@ def run(monkeypatch: pytest.MonkeyPatch, pair: dict[str, str], tmp_path: Path) -
 SMALL = ["--input", "16", "--token-ids", "5", "250", "--mem-fraction", "0.3"]
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.slow
 def test_ours_fixed_widths_and_plain_are_measured_one_server_after_the_other(run, monkeypatch):
     monkeypatch.setattr(recurrent, "WARM_UP", 0.2)

@@ -161,7 +161,7 @@ def test_what_is_not_verify_is_our_step_less_the_built_in_workers_verify_graph()
     assert (len(name), count, microseconds) == (step_profile.KERNEL_NAME, 36, 4006.3)  # the round of the median
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.slow
 def test_steps_of_our_worker_are_profiled_with_a_token_map_and_without(monkeypatch, tmp_path, capsys):
     """On a CPU, where the trace that SGLang writes has no kernel: those of a made-up one stand for them."""

@@ -72,7 +72,10 @@ def chains_of(server: Server) -> int:
     return sum(state(server)["dflash_acceptance"]["shapes"].get("copy", {}).values())
 
 
-@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "wherever_they_can"))
+@pytest.fixture(
+    scope="module",
+    params=in_full_but(CONFIGURATIONS, "wherever_they_can", release=["recorded_graphs_of_random_shapes"]),
+)
 def ours(request, plain, tmp_path_factory) -> Iterator[tuple[Server, str]]:
     directory, flags = tmp_path_factory.mktemp(request.param), dict(CONFIGURATIONS[request.param])
     outputs = [*plain["outputs"][:-1], plain["at_end"]["output_ids"]]

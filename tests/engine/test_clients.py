@@ -68,7 +68,7 @@ def test_the_worker_and_the_bound_of_the_pools_are_known_without_a_log_line(serv
     assert info["max_total_num_tokens"] == 8192
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_the_engines_example_prints_accept_length_and_worker(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", SERVING.read_text(), re.MULTILINE | re.DOTALL)
     on_cpu = block.replace("sgl.Engine(", 'sgl.Engine(device="cpu", dtype="float32", ')

@@ -87,7 +87,11 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=[LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS[1:])],
+    params=[
+        LAYOUTS[0],
+        *(pytest.param(layout, marks=pytest.mark.release) for layout in LAYOUTS[1:-1]),
+        pytest.param(LAYOUTS[-1], marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def served(

@@ -131,7 +131,10 @@ def one(environment: dict[str, str]) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=in_full_but(LAYOUTS, "overlap"))
+LAYOUT_ROWS = in_full_but(LAYOUTS, "overlap", release=["pages_of_64_with_a_warm_up"])
+
+
+@pytest.fixture(scope="module", params=LAYOUT_ROWS)
 def apart(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path_factory: Any) -> Iterator[Apart]:
     directory = tmp_path_factory.mktemp("apart")
     with serve_apart(TARGET, DRAFT, directory, environment=environment, **TEXT, **LAYOUTS[request.param]) as both:
@@ -194,9 +197,9 @@ CORE = (
 
 # Every field on one layout, on the others those that keep most between steps.
 FIELD_ROWS = [
-    pytest.param(layout, name, marks=[] if layout == "overlap" and name in CORE else pytest.mark.full)
-    for layout in LAYOUTS
-    for name in (FIELDS if layout == "overlap" else CORE)
+    pytest.param(row.id, name, marks=row.marks if name in CORE else pytest.mark.release)
+    for row in LAYOUT_ROWS
+    for name in (FIELDS if row.id == "overlap" else CORE)
 ]
 
 
@@ -409,6 +412,12 @@ KINDS: dict[str, Kind] = {
     "a token map of the decode server": Kind(decode=token_map),
     "DFlash2": Kind(dflash2),
 }
+KINDS_OF_RELEASE = (
+    "gated delta nets, synchronous",
+    "short convolutions",
+    "a window",
+    "a token map of the decode server",
+)
 
 
 def blocks(directory: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -434,7 +443,7 @@ RETRACTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("when", RETRACTIONS)
+@pytest.mark.parametrize("when", in_full_but(RETRACTIONS, release=["where slots run out"]))
 def test_retracted_requests_of_a_recurrent_target_keep_states_and_context(tmp_path, when):
     """The pool begins as NaN. A random draft has nothing accepted, so its proposals are compared."""
     target, draft = pair("Qwen3.5")
@@ -458,7 +467,7 @@ def test_retracted_requests_of_a_recurrent_target_keep_states_and_context(tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_full_but(KINDS, release=KINDS_OF_RELEASE))
 def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_path, kind):
     """Token by token, before every step."""
     of = KINDS[kind]
@@ -491,7 +500,10 @@ def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("prefilling", "decoding"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("prefilling", "decoding"),
+    [(2, 1), pytest.param(1, 2, marks=pytest.mark.release), pytest.param(2, 2, marks=pytest.mark.release)],
+)
 def test_ranks_of_both_servers_share_heads_as_many_or_in_other_numbers(expected, tmp_path, prefilling, decoding):
     environment = {"DFLASH_SGLANG_REQUIRE": "1"}
     sizes = dict(prefill=dict(tp_size=prefilling), decode=dict(tp_size=decoding))
@@ -510,7 +522,7 @@ DATA_PARALLEL_SERVERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("servers", DATA_PARALLEL_SERVERS)
+@pytest.mark.parametrize("servers", in_full_but(DATA_PARALLEL_SERVERS, release=["both", "decode, retracting"]))
 def test_data_parallel_ranks_of_both_servers_answer_as_one_server(expected, tmp_path, servers):
     flags = {**RANKS, "decode_log_interval": 1, **DATA_PARALLEL_SERVERS[servers]}
     with serve_apart(TARGET, DRAFT, tmp_path, environment={"DFLASH_SGLANG_REQUIRE": "1"}, **flags) as apart:

@@ -137,6 +137,7 @@ class TestKnownAnswers(eval_accuracy_kit.GSM8KMixin, OnServer):
         self.replace(gsm8k, "get_answer_value", str)
 
 
+@pytest.mark.release
 class TestBasics(BasicDecodeCorrectnessMixin, BasicSchedulerStressMixin, BasicAPIContractMixin, OnServer):
     pass
 
@@ -145,6 +146,7 @@ class TestSpecCorrectness(spec_kits.SpecCorrectnessKit, OnServer):
     pass
 
 
+@pytest.mark.release
 class TestMatchedStop(MatchedStopMixin, OnServer):
     def test_finish_stop_eos(self) -> None:
         """The kit names the EOS tokens of Llama. Here EOS comes 20 tokens on, after `unittest.main()`."""
@@ -154,6 +156,7 @@ class TestMatchedStop(MatchedStopMixin, OnServer):
         self._run_chat_completions_generation(end, **stopped)
 
 
+@pytest.mark.release
 class TestGrammars(
     EBNFConstrainedMixin,
     RegexConstrainedMixin,
@@ -237,6 +240,7 @@ class TestSpecFeature(spec_kits.SpecFeatureKit, OnServer):
         self.finished.append(1)
 
 
+@pytest.mark.release
 class TestKLDivergence(KLDivergenceMixin, OnServer):
     kl_div_thres = KL_DIVERGENCE
     kl_div_max_samples = 8
@@ -248,6 +252,7 @@ class TestKLDivergence(KLDivergenceMixin, OnServer):
         self.replace(kl_test_utils, "get_input_ids", lambda **_: prompts)
 
 
+@pytest.mark.release
 class TestUnifiedRadixTree(unified_kit.UnifiedRadixTreeTestMixin, OnServer):
     test_gsm8k = None
     kl_threshold = KL_DIVERGENCE
@@ -260,6 +265,7 @@ class TestUnifiedRadixTree(unified_kit.UnifiedRadixTreeTestMixin, OnServer):
         self.replace(unified_kit, "_random_suffixes", lambda n, length, seed: suffixes(n, length // 4, seed))
 
 
+@pytest.mark.release
 def test_every_turn_of_a_conversation_hits_the_turns_before(servers: Servers, tmp_path: Path) -> None:
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([{"conversations": [{"value": text}] * 2} for text in held_out_prompts()]))
@@ -269,11 +275,13 @@ def test_every_turn_of_a_conversation_hits_the_turns_before(servers: Servers, tm
     assert result["overall"]["cache_hit_rate"] > 0.5
 
 
+@pytest.mark.release
 class TestAbortAll(AbortAllMixin, OnServer):
     abort_all_num_requests = 16
     abort_all_sleep = 0.4 if ON_GPU else 1.0
 
 
+@pytest.mark.release
 class TestPauseResume(PauseResumeInPlaceMixin, OnServer):
     pause_num_requests = 8
     pause_max_new_tokens = MOST_NEW_TOKENS if ON_GPU else 400
@@ -281,6 +289,7 @@ class TestPauseResume(PauseResumeInPlaceMixin, OnServer):
     pause_duration = 1.0
 
 
+@pytest.mark.release
 class TestStreamingSession(streaming_session_kit.StreamingSessionKitMixin, OnServer):
     def setUp(self) -> None:
         """Sessions that fit into the context and the pool; shorter waits before the server's health is asked."""
@@ -292,6 +301,7 @@ class TestStreamingSession(streaming_session_kit.StreamingSessionKitMixin, OnSer
         )
 
 
+@pytest.mark.release
 class TestAbortLeakRepro(streaming_session_kit.AbortLeakReproKitMixin, OnServer):
     serves = "ours, harried"
 
@@ -301,6 +311,7 @@ class TestAbortLeakRepro(streaming_session_kit.AbortLeakReproKitMixin, OnServer)
         self.replace(streaming_session_fixture, "ABORT_REPRO_ABORT_TOKENS", 4200)
 
 
+@pytest.mark.release
 class TestRunningTimeout(RunningTimeoutTwoWaveMixin, OnServer):
     serves = "ours, harried"
     running_timeout_max_new_tokens = MOST_NEW_TOKENS
@@ -312,6 +323,7 @@ class TestRunningTimeout(RunningTimeoutTwoWaveMixin, OnServer):
             self.assertGreaterEqual(self.server.log_text().count("503 Service Unavailable"), 1)
 
 
+@pytest.mark.release
 class TestKnownAnswersOfTheBuiltInWorker(TestKnownAnswers):
     serves = "built-in"
 

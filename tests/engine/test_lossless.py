@@ -9,6 +9,7 @@ steps: `recorded_graphs`.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ CORE = (
     "recorded_graphs_of_random_shapes",
     "synchronous_pages_of_16_chunked",
 )
+RELEASE = ("lengths_on_the_host", "recorded_graphs")
 
 
 def prompts() -> list[list[int]]:
@@ -128,7 +130,7 @@ def plain() -> dict[str, Any]:
         return {"asked": asked, "answers": ask_at_once(server, asked)}
 
 
-@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, *CORE))
+@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, *CORE, release=RELEASE))
 def ours(request, plain, tmp_path_factory) -> Any:
     """(server, directory of the oracle's records) of one configuration; the oracle is silent at first."""
     arguments = dict(CONFIGURATIONS[request.param])
@@ -241,10 +243,15 @@ def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
             and answer["meta_info"]["completion_tokens"] == NEW_TOKENS
         ):
             scheduler_hooks.record(records, asked["input_ids"], answer["output_ids"])
-    answers = ask_at_once(server, plain["asked"])
+    accepted: Counter[int] = Counter()
+    for _ in range(4):  # steps of random shapes take long paths less often
+        answers = ask_at_once(server, plain["asked"])
+        assert_equal(answers, plain)
+        accepted += accepted_proposals(answers)
+        if len(accepted) >= 12:
+            break
     scheduler_hooks.forget(records)
-    assert_equal(answers, plain)
-    assert len(accepted := accepted_proposals(answers)) >= 12, accepted
+    assert len(accepted) >= 12, accepted
 
 
 def test_a_grammar_in_mixed_batches_knows_the_tokens_of_the_step_in_flight(ours, mixes_prefill_and_decode):

@@ -180,7 +180,7 @@ def plain(environment) -> dict[str, list[Any]]:
 WIDTHS = ("blocks of one width", "rows of any number in recorded graphs, mixed prefill")
 
 
-@pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1]))
+@pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1], release=WIDTHS[:1]))
 def ours(request, environment, tmp_path_factory) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
     arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)

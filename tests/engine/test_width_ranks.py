@@ -18,6 +18,7 @@ from tests.engine.test_parallel import ask, continuations
 from tests.support import scheduler_hooks
 from tests.support.collectives import Step, all_ended, recorded
 from tests.support.engines import greedy_params, serve
+from tests.support.rows import in_full_but
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -41,7 +42,7 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
     return continuations(TARGET, prompts, NEW_TOKENS)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+@pytest.fixture(scope="module", params=in_full_but(LAYOUTS, release=["data-parallel attention"]))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
 ) -> tuple[str, list[tuple[Step, ...]], list[dict[str, Any]]]:

@@ -42,8 +42,10 @@ IN_EVERY_CONFIGURATION = ("Qwen3", "Gemma 4", "gpt-oss", "DeepSeek-V3", "Qwen3-V
 
 def param(member: Member, *more: str) -> Any:
     outcome = dict(outcome="refused", message=member.refused) if member.refused else dict(outcome="works")
-    mark = pytest.mark.matrix(target=member.name, draft="z-lab", kv="model dtype", **outcome)
-    return pytest.param(member.name, *more, id="-".join([member.name, *more]), marks=mark)
+    marks = [pytest.mark.matrix(target=member.name, draft="z-lab", kv="model dtype", **outcome)]
+    if more and (member.name not in IN_EVERY_CONFIGURATION or more != ("overlap",)):
+        marks.append(pytest.mark.release)
+    return pytest.param(member.name, *more, id="-".join([member.name, *more]), marks=marks)
 
 
 ON_CPU = [member for member in ZOO.values() if member.on_gpu_only is None]
