@@ -122,18 +122,17 @@ def extend_copies(rows: CopyRows, tables: CopyTables, length: int) -> Rows:
 
 def find_copies_torch(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
     """The definition of `find_copies` in torch operations."""
-    places = torch.arange(longest_prefix, device=rows.tokens.device)
-    text = _text(rows, tables, places.expand(len(rows.tokens), -1))
+    device = rows.tokens.device
+    places = torch.arange(max(longest_prefix, 1), device=device)
+    order = torch.arange(LONGEST, device=device)
     prefix_lens = rows.prefix_lens[:, None]
-    before = prefix_lens - torch.arange(LONGEST, device=rows.tokens.device)
-    last = torch.where(before >= 0, _text(rows, tables, before.clamp(min=0)), -1)  # the latest first
-    lengths = torch.zeros_like(text)
-    alive = places < prefix_lens
-    for back, own in enumerate(last.split(1, dim=1)):
-        alive = alive & (own >= 0) & (text.roll(back, dims=1) == own) & (places >= back)
-        lengths += alive
-    keys = torch.where(lengths > 0, (lengths << 32) | (places + 1), 0)
-    tables.matches[: len(keys)] = keys.amax(dim=1) if longest_prefix else 0
+    last = _text(rows, tables, prefix_lens - order.flip(0))
+    last = torch.where(last < 0, -2, last)  # is like no token
+    begin = torch.arange(1 - LONGEST, len(places), device=device)
+    before = _text(rows, tables, begin.expand(len(last), -1)).unfold(1, LONGEST, 1)  # [bs, places, LONGEST]
+    latest = (before != last[:, None]) * (order + 1).to(torch.uint8)
+    lengths = torch.where(places < prefix_lens, LONGEST - latest.amax(dim=2).long(), 0)
+    tables.matches[: len(last)] = torch.where(lengths > 0, (lengths << 32) | (places + 1), 0).amax(dim=1)
 
 
 def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
@@ -209,11 +208,12 @@ def _learn(rows: CopyRows, tables: CopyTables) -> None:
 
 
 def _text(rows: CopyRows, tables: CopyTables, places: Tensor) -> Tensor:
-    """Tokens [bs, n] int64 at the positions [bs, n] of each request, up to its last token. -1 beyond it."""
+    """Tokens [bs, n] int64 at the positions [bs, n] of each request, up to its last token. -1 outside of it."""
     prefix_lens = rows.prefix_lens[:, None]
-    inside = places.clamp(max=tables.req_to_token.shape[1] - 1)
+    inside = places.clamp(min=0, max=tables.req_to_token.shape[1] - 1)
     text = tables.history[tables.req_to_token[rows.requests[:, None], inside].long()].long()
-    return torch.where(places < prefix_lens, text, torch.where(places == prefix_lens, rows.tokens[:, :1], -1))
+    text = torch.where(places == prefix_lens, rows.tokens[:, :1], text)
+    return torch.where((places >= 0) & (places <= prefix_lens), text, -1)
 
 
 def find_copies_triton(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
