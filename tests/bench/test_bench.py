@@ -17,7 +17,7 @@ from tests.support import engines
 from tests.support.bench_runs import rows_of
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch, "Server", engines._ForkedServer)

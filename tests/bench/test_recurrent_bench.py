@@ -178,7 +178,7 @@ def test_ours_fixed_widths_and_plain_are_measured_one_server_after_the_other(run
     assert "2 requests, median of 1 rounds" in claim["what"]
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.slow
 def test_batches_of_each_size_are_timed_from_ready_on(run, monkeypatch):
     monkeypatch.setattr(first_batches, "PAUSE", 0.02)
@@ -192,7 +192,7 @@ def test_batches_of_each_size_are_timed_from_ready_on(run, monkeypatch):
     assert len(written["claims"]) == 2
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.slow
 def test_running_requests_are_those_that_the_states_leave_room_for(run):
     status, written = run(running_requests, "--kinds", OURS)

@@ -222,7 +222,7 @@ def test_claims_of_start_up_are_of_the_rounds_that_all_servers_have_been_through
     assert startup.claims(figures, 1.0, 1.1) == []
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.slow
 def test_each_sampling_has_a_server_of_its_own_whose_first_requests_are_timed(monkeypatch, tmp_path, capsys):
     begun, actual_ask = [], startup.ask

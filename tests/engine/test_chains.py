@@ -35,6 +35,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         environment=RETRACTING,
     ),
 }
+CORE = "synchronous_pages_of_16_chunked_retracting"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def chains_of(server: Server) -> int:
 
 @pytest.fixture(
     scope="module",
-    params=in_full_but(CONFIGURATIONS, "wherever_they_can", release=["recorded_graphs_of_random_shapes"]),
+    params=in_full_but(CONFIGURATIONS, CORE, release=CONFIGURATIONS.keys() - {CORE}),
 )
 def ours(request, plain, tmp_path_factory) -> Iterator[tuple[Server, str]]:
     directory, flags = tmp_path_factory.mktemp(request.param), dict(CONFIGURATIONS[request.param])

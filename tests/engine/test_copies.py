@@ -117,7 +117,7 @@ def test_two_ranks_copy_alike(plain, tmp_path):
     assert first.count("\n") > 100 and first == second
 
 
-@pytest.mark.parametrize("proposals", ["drawn", pytest.param("argmax", marks=pytest.mark.full)])
+@pytest.mark.parametrize("proposals", ["drawn", pytest.param("argmax", marks=pytest.mark.release)])
 def test_samples_follow_the_plain_servers_distribution_where_copies_are_confidently_wrong(tmp_path, proposals):
     """Every match is copied, if only of the last byte: most copies are wrong, and said to be certain."""
     prompt, expected = of_the_trained_target()

@@ -141,7 +141,7 @@ def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, shifted):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("whose_head", ["a rank's own", "all ranks'"])
+@pytest.mark.parametrize("whose_head", ["all ranks'", pytest.param("a rank's own", marks=pytest.mark.release)])
 def test_ranks_with_batches_of_their_own_embed_their_own_walks(expected, tmp_path, whose_head):
     """Data-parallel attention: greedy and sampled requests on one rank beside few and none on the other."""
     draft = domino_draft(tmp_path / "draft", shifted=False)

@@ -84,15 +84,15 @@ def nvfp4() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config, quantise({**load_file(PLAIN_DRAFT / "model.safetensors"), **embedding}, NVFP4)
 
 
-def family(name: str, make: Any) -> Any:
+def family(name: str, make: Any, *marks: pytest.MarkDecorator) -> Any:
     works = pytest.mark.matrix(target="Qwen3", draft=name, kv="model dtype, two ranks", outcome="works")
-    return pytest.param(make, id=name, marks=works)
+    return pytest.param(make, id=name, marks=(works, *marks))
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        family("Gemma norms", gemma_norms),
+        family("Gemma norms", gemma_norms, pytest.mark.release),
         family("Gemma norms and swigluoai", gemma_norms_and_swigluoai),
         family("Laguna", laguna),
         family("NVFP4 with an embedding of its own, stand-ins for its kernels", nvfp4),

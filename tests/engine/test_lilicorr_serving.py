@@ -129,7 +129,10 @@ def test_blocks_are_accepted_as_the_reference_loop_accepts_them(draft, target, e
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [family(name, "model dtype, two ranks") for name in LAYERS])
+@pytest.mark.parametrize(
+    "name",
+    [family(PLAIN, "model dtype, two ranks", pytest.mark.release), family(CONVOLVED, "model dtype, two ranks")],
+)
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, name):
     """Random models, whose tokens lie in the shards of both ranks."""
     config = lilicorr_config(**TINY, dflash_config=LAYERS[name])

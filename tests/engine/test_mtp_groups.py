@@ -57,7 +57,7 @@ def drafting(directory: Path, hooks: str, **arguments: Any) -> Iterator[tuple[Se
 @pytest.mark.matrix(
     target="Step-3.5", draft="its own MTP layers", kv="model dtype, two KV groups", outcome="works"
 )
-@pytest.mark.parametrize(("page_size", "graphs"), [(1, False), (64, True)])
+@pytest.mark.parametrize(("page_size", "graphs"), [pytest.param(1, False, marks=pytest.mark.release), (64, True)])
 def test_every_block_is_the_references_while_sliding_slots_are_freed(
     page_size: int, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def both_turns() -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.matrix(target="MiMo-V2", draft="its own MTP layers", kv="model dtype, every width", outcome="works")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.release)])
 def test_output_is_plain_decodings_and_proposals_are_the_references(ranks: int, tmp_path: Path) -> None:
     paths = dict(model_path=str(checkpoint()), speculative_draft_model_path=str(checkpoint()))
     arguments: dict[str, Any] = dict(tp_size=ranks, mem_fraction_static=0.3, **paths)

@@ -59,7 +59,7 @@ class Served:
     plain: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=[LAYOUTS[1], pytest.param(LAYOUTS[0], marks=pytest.mark.release)], ids=str)
+@pytest.fixture(scope="module", params=[LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.release)], ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     layout: Layout = request.param
     with serve(checkpoint(), **arguments(layout)) as server:

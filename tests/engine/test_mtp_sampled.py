@@ -46,7 +46,10 @@ def plain(checkpoint: Path) -> Iterator[dict[str, Any]]:
         yield dict(greedy=greedy(server, [PROMPT], GREEDY_TOKENS)[0], expected=distribution(server, PROMPT))
 
 
-@pytest.mark.parametrize(("proposals", "graphs"), [("argmax", False), ("drawn", False), ("drawn", True)])
+@pytest.mark.parametrize(
+    ("proposals", "graphs"),
+    [("argmax", False), pytest.param("drawn", False, marks=pytest.mark.release), ("drawn", True)],
+)
 def test_sampled_tokens_follow_the_targets_distribution(
     proposals: str, graphs: bool, checkpoint: Path, plain: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -29,7 +29,9 @@ HOOKS = "widths,stretches"
 
 
 @pytest.mark.matrix(target="Step-3.5", draft="its own MTP layers", kv="model dtype, every width", outcome="works")
-@pytest.mark.parametrize(("page_size", "graphs"), [(1, False), (64, False), (1, True)])
+@pytest.mark.parametrize(
+    ("page_size", "graphs"), [pytest.param(1, False, marks=pytest.mark.release), (64, False), (1, True)]
+)
 def test_steps_of_every_width_propose_what_the_reference_does(
     page_size: int, graphs: bool, tmp_path: Path
 ) -> None:
@@ -53,7 +55,7 @@ def test_steps_of_every_width_propose_what_the_reference_does(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.release)])
 def test_requests_at_the_context_limit_are_plain_decodings(page_size: int, tmp_path: Path) -> None:
     """Each twice: the cache then has all of its prompt but some tokens, and windows end behind the last one."""
     arguments: dict[str, Any] = dict(context_length=slots.CONTEXT, allow_auto_truncate=True)

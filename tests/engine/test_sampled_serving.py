@@ -96,8 +96,8 @@ def _over_chi_square(server: Server, prompt: list[int], expected: dict[tuple[int
     ("proposals", "width"),
     [
         pytest.param("argmax", "block", id="argmax, blocks of one width"),
-        pytest.param("argmax", {}, id="argmax, blocks of any width", marks=pytest.mark.full),
-        pytest.param("drawn", "block", id="drawn, blocks of one width", marks=pytest.mark.full),
+        pytest.param("argmax", {}, id="argmax, blocks of any width", marks=pytest.mark.release),
+        pytest.param("drawn", "block", id="drawn, blocks of one width", marks=pytest.mark.release),
         pytest.param("drawn", {}, id="drawn, blocks of any width"),
     ],
 )

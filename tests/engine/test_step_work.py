@@ -47,7 +47,7 @@ def ending_late(server: Server, directory: Path, stop_tokens: int) -> tuple[Any,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("captured", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("captured", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_nothing(tmp_path, captured):
     """With graphs, overlap scheduling and copies, and without; whatever number of stop tokens a request names."""
     target, draft = make_pair(tmp_path, target=dict(vocab_size=VOCAB), draft=dict(vocab_size=VOCAB))

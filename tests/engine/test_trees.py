@@ -79,7 +79,7 @@ def assert_same_tree(tokens: list[int], parents: list[int], path: list[int], ste
 
 
 @pytest.mark.parametrize(
-    ("nodes", "graphs"), [(16, True), pytest.param(32, False, marks=pytest.mark.full), (64, True)]
+    ("nodes", "graphs"), [(16, True), pytest.param(32, False, marks=pytest.mark.release), (64, True)]
 )
 def test_trees_and_accepted_paths_are_the_reference_loops(tmp_path, nodes, graphs):
     texts = prompts()[:4]
