@@ -85,7 +85,7 @@ def test_a_server_with_an_fp8_head_is_lossless_and_drafts_by_the_copy_of_its_pre
         assert head_line(server) == f"fp8 (draft_head asks for it, {320 * (256 + 4) / MIB:.1f} MiB)"
 
 
-@pytest.mark.release
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_copy_of_a_head_of_the_drafts_own_follows_its_updates(tmp_path: Path) -> None:
     own = load_file(TARGET / "model.safetensors")["lm_head.weight"]

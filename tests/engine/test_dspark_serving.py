@@ -111,7 +111,7 @@ def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests(o
     assert_sampled_beside_greedy(ours, target, expected)
 
 
-@pytest.mark.release
+@pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="speculators DSpark", kv="model dtype, two ranks", outcome="works")
 def test_two_ranks_that_draw_apart_take_the_same_walks(tmp_path, kind):
     """Random models, whose tokens lie in the shards of both ranks."""

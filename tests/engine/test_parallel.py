@@ -274,7 +274,6 @@ def test_two_ranks_verify_as_many_tokens_of_each_request_as_the_other(plain, tmp
     assert sum(count > 0 for count in told["steps"].values()) >= 4
 
 
-@pytest.mark.release
 def test_four_tensor_parallel_ranks_that_share_kv_heads_are_lossless(plain, four_ranks):
     assert essence(four_ranks["greedy"]) == essence(plain)
     assert_sampled(four_ranks["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
@@ -287,7 +286,6 @@ def test_two_nodes_output_what_two_ranks_output_without_speculation(plain, two_n
     assert_same_tokens_on(range(2), two_nodes)
 
 
-@pytest.mark.release
 def test_a_rank_that_dies_ends_the_server_and_is_named(four_ranks):
     end = four_ranks["end"]
     assert end.seconds < 30 and end.left == []
@@ -314,7 +312,6 @@ def test_a_node_that_dies_ends_the_other_with_an_error(two_nodes):
     assert re.search(r"TP0\] Scheduler hit an exception: (.|\n)*(Connection|closed|reset|remote)", end.log)
 
 
-@pytest.mark.release
 def test_models_that_do_not_divide_by_the_ranks_are_lossless_at_every_accept_length(uneven):
     for how, answers in uneven["greedy"].items():
         assert [answer["output_ids"] for answer in answers] == uneven["expected"], how
@@ -327,7 +324,6 @@ def test_ranks_that_draw_apart_commit_the_same_sampled_tokens(plain, tensor_para
     assert_same_on_all_ranks(tensor_parallel)
 
 
-@pytest.mark.release
 def test_ranks_that_draw_their_proposals_apart_commit_the_same_sampled_tokens(uneven):
     assert_sampled(uneven["sampled"], uneven["expected"][SAMPLED_PROMPT])
     assert_same_on_all_ranks(uneven)
@@ -343,7 +339,6 @@ def test_each_data_parallel_replica_outputs_what_plain_decoding_outputs(plain, d
     assert_sampled(data_parallel["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
 
 
-@pytest.mark.release
 def test_a_sharded_draft_is_accepted_as_often_as_a_whole_one(tensor_parallel, four_ranks, data_parallel):
     sharded, whole = tensor_parallel["greedy"]["singly"], data_parallel["singly"][0]
     assert steps(sharded) == pytest.approx(steps(whole), rel=0.02)
