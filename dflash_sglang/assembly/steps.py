@@ -256,7 +256,7 @@ def build_controller(
         Counts(policy.chains.longest, ragged=policy.budgets is not None, chooses=chooses),
         Alarm(block),
         causes(draft, target),
-        policy.metrics.gains if chooses else None,
+        policy.metrics.estimates if chooses else None,
         split,
         policy.confidence.snapshot if chooses else None,
         None if copies is None else copies.snapshot,

@@ -78,7 +78,7 @@ class Alarm:
     def observe(self, steps: Totals, plain_steps: int, now: float) -> Raised | None:
         """What came since the last call. now: seconds of any clock that only rises.
 
-        plain_steps: how many of the steps drafted nothing because plain decoding was estimated to be faster."""
+        plain_steps: how many of the steps drafted nothing because width 1 was estimated to be faster."""
         if self._judged:
             self._judge_acceptance(steps)
         self._judge_break_even(steps, plain_steps)

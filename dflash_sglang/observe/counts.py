@@ -151,7 +151,7 @@ class Counts:
 
     @staticmethod
     def chosen_plain(shapes: Mapping[Shape, int]) -> int:
-        """How many of these steps drafted nothing because plain decoding was estimated to be faster."""
+        """How many of these steps drafted nothing because width 1 was estimated to be faster."""
         return sum(steps for shape, steps in shapes.items() if shape[1:] == (PLAIN_STEP, CHOSEN))
 
     def totals(self) -> Totals:

@@ -26,16 +26,16 @@ class Observer:
         counts: Counts,
         alarm: Alarm,
         causes: Causes,
-        gains: Callable[[], tuple[float, float]] | None,
+        estimates: Callable[[], tuple[float, float]] | None,
         split: StepSplit,
         calibration: Callable[[], Mapping[str, Sequence[float]]] | None = None,
         copies: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """gains: the width policy's estimates of tokens per second, over plain decoding and over whole blocks;
+        """estimates: the width policy's of tokens per second, see `WidthMetrics.estimates`;
         calibration: of the draft's probabilities (`Confidence.snapshot`). None where the width is fixed.
         copies: what came of them (`Copies.snapshot`), None where nothing is copied."""
         self.split, self.counts = split, counts
-        self._alarm, self._causes, self._gains, self._calibration = alarm, causes, gains, calibration
+        self._alarm, self._causes, self._estimates, self._calibration = alarm, causes, estimates, calibration
         self._copies = copies
         self._series: Series | None = None
         self._told = self.counts.totals()  # of the latest line
@@ -64,8 +64,8 @@ class Observer:
         if reporter.current_scheduler_metrics_enabled:
             if self._series is None:
                 self._series = Series(reporter.metrics_collector)
-            gains = None if self._gains is None else self._gains()
-            self._series.update(now, steps, shapes, self.split, gains, self._alarm)
+            estimates = None if self._estimates is None else self._estimates()
+            self._series.update(now, steps, shapes, self.split, estimates, self._alarm)
             if self._calibration is not None:
                 self._series.calibrate(self._calibration())
             if self._copies is not None:

@@ -33,8 +33,8 @@ GAUGES: dict[str, tuple[str, Sequence[str]]] = {
     "accept_length": ("Committed tokens of a request-step, since the last decode line.", ()),
     "accept_rate": ("Accepted over verified proposals, since the last decode line.", ()),
     "accept_length_after_warm_up": ("Estimated accept length of the first steps above chance level.", ()),
-    "gain_over_plain": ("Estimated tokens per second over those of plain decoding.", ()),
-    "gain_over_whole_blocks": ("Estimated tokens per second over those of whole blocks.", ()),
+    "estimated_over_width_1": ("Estimated tokens per second over those of steps of width 1, by step times.", ()),
+    "estimated_over_block": ("Estimated tokens per second over those of whole blocks, by step times.", ()),
     "alarm": ("1 while acceptance is as bad as the state says.", ("state",)),
 }
 
@@ -71,11 +71,11 @@ class Series:
         latest: Totals,
         shapes: Mapping[Shape, int],
         split: StepSplit,
-        gains: tuple[float, float] | None,
+        estimates: tuple[float, float] | None,
         alarm: Alarm,
     ) -> None:
-        """totals, shapes, split: since start-up. latest: since the last update. gains: over plain decoding and
-        over whole blocks; None where the width is fixed."""
+        """totals, shapes, split: since start-up. latest: since the last update. estimates: `WidthMetrics.estimates`;
+        None where the width is fixed."""
         for shape, steps in shapes.items():
             self._count("steps", steps, *shape)
         self._count("request_steps", totals.requests)
@@ -95,9 +95,9 @@ class Series:
         self._set("accept_rate", latest.accept_rate)
         if alarm.before is not None:
             self._set("accept_length_after_warm_up", alarm.before.accept_length)
-        if gains is not None:
-            self._set("gain_over_plain", gains[0])
-            self._set("gain_over_whole_blocks", gains[1])
+        if estimates is not None:
+            self._set("estimated_over_width_1", estimates[0])
+            self._set("estimated_over_block", estimates[1])
         for state in STATES:
             self._set("alarm", float(state == alarm.state), state)
 

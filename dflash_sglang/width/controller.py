@@ -168,14 +168,14 @@ class WidthController:
         if not changes or (now := time.perf_counter()) - self._logged_at < LOG_SECONDS:
             return
         logger.info(
-            "dflash_sglang verify width: %s at %d requests (%s; %d changes since the last line); estimated gain "
-            "%.2f over plain decoding, %.2f over the whole block",
+            "dflash_sglang verify width: %s at %d requests (%s; %d changes since the last line); estimated "
+            "tokens/s by the table of step times: %.2f of those at width 1, %.2f of those at the whole block",
             kind,
             requests,
             metrics.last_change,
             changes,
-            metrics.gain_over_plain,
-            metrics.gain_over_full,
+            metrics.over_width_1,
+            metrics.over_block,
         )
         self._logged_changes, self._logged_at = metrics.changes, now
 

@@ -23,8 +23,8 @@ class Decision(NamedTuple):
     `width`: of the draft's blocks. `verify_budget`: tokens that a ragged step verifies of all requests together,
     else None. `tree_nodes`: of each request's tree, else None. `chain`: rows of each request's chain where these
     are more than its block, else None. `reason` as in `choice.Choice`. `seconds`: of the
-    step. `share`: proposals that are accepted, over those of a chain of `width`. The gains are committed tokens
-    per second in the long run over those of plain decoding and of chains of the widest width.
+    step. `share`: proposals that are accepted, over those of a chain of `width`. `over_...`: committed
+    tokens per second in the long run over those of chains of width 1 and of the widest width, as estimated.
     """
 
     width: int
@@ -34,8 +34,8 @@ class Decision(NamedTuple):
     reason: str = "hold"
     seconds: float = 0.0
     share: float = 1.0
-    gain_over_plain: float = 1.0
-    gain_over_full: float = 1.0
+    over_width_1: float = 1.0
+    over_block: float = 1.0
 
     @property
     def shape(self) -> Shape:

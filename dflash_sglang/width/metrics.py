@@ -19,7 +19,7 @@ class WidthMetrics:
         self.tokens = [0] * len(kinds)  # verified
         self.probes = [0] * len(kinds)
         self.changes, self.last_change = 0, "start"
-        self.gain_over_plain = self.gain_over_full = 1.0
+        self.over_width_1 = self.over_block = 1.0
         self.left_out = 0  # steps without a result, and results without a step
 
     def chose(self, decision: Decision, requests: int) -> None:
@@ -33,15 +33,16 @@ class WidthMetrics:
         if decision.reason not in ("hold", "probe", "copy"):
             self.changes += decision.reason != "start"
             self.last_change = decision.reason
-        self.gain_over_plain, self.gain_over_full = decision.gain_over_plain, decision.gain_over_full
+        self.over_width_1, self.over_block = decision.over_width_1, decision.over_block
 
     def came_back(self, decision: Decision, seconds: float | None) -> None:
         """The result of a step is there; `seconds`: of the step, if they were measured."""
         self.seconds[self._kinds.index(decision.kind)] += decision.seconds if seconds is None else seconds
 
-    def gains(self) -> tuple[float, float]:
-        """Estimated tokens per second of the last choice over those of plain decoding and of whole blocks."""
-        return self.gain_over_plain, self.gain_over_full
+    def estimates(self) -> tuple[float, float]:
+        """Tokens per second of the last choice over those of width 1 and of whole blocks, by the table of step
+        times. Width 1 is a step of this server. What a server without speculation takes is not known here."""
+        return self.over_width_1, self.over_block
 
     def snapshot(self) -> dict[str, Any]:
         """For logs and gauges: sums by the width that was drafted, and steps by kind."""
@@ -56,8 +57,8 @@ class WidthMetrics:
             "shapes": {str(kind): steps for kind, steps in zip(self._kinds, self.steps, strict=True)},
             "changes": self.changes,
             "last_change": self.last_change,
-            "gain_over_plain": self.gain_over_plain,
-            "gain_over_full": self.gain_over_full,
+            "estimated_over_width_1": self.over_width_1,
+            "estimated_over_block": self.over_block,
             "left_out": self.left_out,
         }
 

@@ -19,7 +19,7 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support.engines import accepted_proposals, greedy_params, serve
 
 # Of a server that chooses.
-CHOOSING = {"dflash_gain_over_plain", "dflash_gain_over_whole_blocks"} | {
+CHOOSING = {"dflash_estimated_over_width_1", "dflash_estimated_over_block"} | {
     f"dflash_chance_{kind}_total" for kind in ("verified", "expected", "accepted")
 }
 pytestmark = [pytest.mark.slow, pytest.mark.full]

@@ -147,7 +147,7 @@ def test_the_line_has_what_was_seen_and_the_facts_of_the_pair_in_order() -> None
     fell = causes.line(Raised(FELL, Window(*BROKEN), Window(*GOOD)), 10)
     assert "After warm-up they were 80% 70% 60% (accept length about 6.5)" in fell
     assert "(1) weights of the target were updated, and the draft's were not" in fell
-    assert "plain decoding is estimated to be faster" in causes.line(Raised(BREAK_EVEN, None, None), 10)
+    assert "width 1 is estimated to be faster" in causes.line(Raised(BREAK_EVEN, None, None), 10)
 
 
 def test_the_line_names_no_features_of_layers_that_are_the_targets_own() -> None:

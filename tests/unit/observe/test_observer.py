@@ -48,8 +48,8 @@ def test_a_rank_that_does_not_log_has_the_alarms_state_too(caplog):
     assert [record.message for record in caplog.records if "raised" in record.message] == [f"raised {CHANCE}"]
 
 
-@pytest.mark.parametrize("gains", [None, (1.5, 2.0)])
-def test_a_server_has_series_only_of_gains_that_it_estimates_and_of_copies_that_it_proposes(gains):
+@pytest.mark.parametrize("estimates", [None, (1.5, 2.0)])
+def test_a_server_has_series_only_of_rates_that_it_estimates_and_of_copies_that_it_proposes(estimates):
     registry = CollectorRegistry()
     collector = SimpleNamespace(
         labels={"model_name": "M"},
@@ -60,21 +60,21 @@ def test_a_server_has_series_only_of_gains_that_it_estimates_and_of_copies_that_
         is_stats_logging_rank=False, current_scheduler_metrics_enabled=True, metrics_collector=collector
     )
     causes: Any = SimpleNamespace(context_tokens=0)
-    counts = Counts(BLOCK, ragged=False, chooses=gains is not None)
+    counts = Counts(BLOCK, ragged=False, chooses=estimates is not None)
     bins = {"from": [0.9, 0.0], "verified": [5.0, 3.0], "expected": [4.8, 0.5], "accepted": [4.0, 1.0]}
-    told = [None, None] if gains is None else [lambda: gains, lambda: bins]
+    told = [None, None] if estimates is None else [lambda: estimates, lambda: bins]
     of_copies = {"proposed": 30, "beyond_block": 10, "accepted": 20, "mean_match": 9.5}
-    copied = None if gains is None else lambda: of_copies
+    copied = None if estimates is None else lambda: of_copies
     observer = Observer(counts, Alarm(BLOCK), causes, told[0], StepSplit(Clock()), told[1], copied)
     observer.verified(DoneStep(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK)), 100)
     observer.report(reporter)
     found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
     assert found["dflash_accept_length"] == 2 and "dflash_accept_length_after_warm_up" not in found
-    names = ("dflash_gain_over_plain", "dflash_gain_over_whole_blocks")
-    assert tuple(found.get(name) for name in names) == (gains or (None, None))
+    names = ("dflash_estimated_over_width_1", "dflash_estimated_over_block")
+    assert tuple(found.get(name) for name in names) == (estimates or (None, None))
     names = ("copied_proposals", "copied_beyond_blocks", "accepted_copies")
     counted = tuple(found.get(f"dflash_{name}_total") for name in names)
-    assert counted == ((None,) * 3 if gains is None else (30, 10, 20))
+    assert counted == ((None,) * 3 if estimates is None else (30, 10, 20))
     chances = {
         (sample.name.split("_")[2], sample.labels["at_least"]): sample.value
         for metric in registry.collect()
@@ -82,7 +82,7 @@ def test_a_server_has_series_only_of_gains_that_it_estimates_and_of_copies_that_
         if sample.name.startswith("dflash_chance") and sample.name.endswith("_total")
     }
     expected = {(name, str(least)): bins[name][at] for name in bins for at, least in enumerate(bins["from"])}
-    assert chances == ({} if gains is None else {key: of for key, of in expected.items() if key[0] != "from"})
+    assert chances == ({} if estimates is None else {key: of for key, of in expected.items() if key[0] != "from"})
 
 
 def test_a_pause_between_two_steps_is_no_part_of_a_step():

@@ -39,7 +39,7 @@ class Policy:
         self.widths, self.told, self.may_be = widths, [], []
         self.prefills, self.of_draft, self.longest = [], [], []
         self.requests, self.budgets, self.chains, self.most_trees = Requests(BLOCK, 16), [16, 48], False, 1
-        self.metrics = SimpleNamespace(changes=0, last_change="load", gain_over_plain=1.5, gain_over_full=2.0)
+        self.metrics = SimpleNamespace(changes=0, last_change="load", over_width_1=1.5, over_block=2.0)
 
     def prefill(self, tokens: int) -> None:
         self.prefills.append(tokens)
@@ -360,7 +360,7 @@ def test_changes_are_logged_once_in_ten_seconds(
         "dflash_sglang verify width: ragged 8 at 1 requests (load",
         "dflash_sglang verify width: ragged 2 at 1 requests (load",
     ]
-    assert "2 changes since the last line" in lines[1] and "1.50 over plain decoding, 2.00 over" in lines[1]
+    assert "2 changes since the last line" in lines[1] and "1.50 of those at width 1, 2.00 of" in lines[1]
 
 
 @pytest.mark.parametrize(

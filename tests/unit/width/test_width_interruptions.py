@@ -113,8 +113,8 @@ def test_a_step_after_a_prefill_tells_what_the_prefill_added_and_nothing_of_step
     )
     tokens = 256 / policy.requests.work(slots, 1, 1.0).steps_needed(np.array([4]), np.ones(1))[0]
     spent = plain + once * interruptions.share(256.0), four + once * interruptions.share(256 * tokens)
-    assert policy.metrics.gain_over_plain == pytest.approx(tokens * spent[0] / spent[1], rel=0.01)
-    assert policy.metrics.gain_over_full == pytest.approx(1.0)
+    assert policy.metrics.over_width_1 == pytest.approx(tokens * spent[0] / spent[1], rel=0.01)
+    assert policy.metrics.over_block == pytest.approx(1.0)
 
 
 def test_a_fixed_width_counts_no_prefills() -> None:

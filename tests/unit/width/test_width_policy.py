@@ -345,8 +345,8 @@ def test_the_metrics_say_what_was_done_and_what_it_is_worth() -> None:
     assert told["changes"] >= 1 and told["last_change"] in ("load", "gain")
     plain, full = (steady("good", 128, width).rate for width in (1, 16))
     ours = steady("good", 128, "ours").rate
-    assert told["gain_over_plain"] == pytest.approx(ours / plain, rel=0.15)
-    assert told["gain_over_full"] == pytest.approx(ours / full, rel=0.15)
+    assert told["estimated_over_width_1"] == pytest.approx(ours / plain, rel=0.15)
+    assert told["estimated_over_block"] == pytest.approx(ours / full, rel=0.15)
 
 
 # ---- Ranks -------------------------------------------------------------------------------------------------
