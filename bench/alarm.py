@@ -226,7 +226,7 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
     """The rows of docs/results/alarm.md."""
     out = []
     for one in cases:
-        window = Window(*one["by_position"][:POSITIONS])
+        window = Window(one["by_position"][:POSITIONS])
         cells = [
             f"{one['accept_length']:.2f}",
             *(f"{share:.3f}" for share in window),

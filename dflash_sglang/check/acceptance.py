@@ -33,10 +33,6 @@ class Acceptance:
     steps: int
     per_request: tuple[float | None, ...]  # accept length of each, None without a verify step
 
-    def share(self, proposals: float) -> float:
-        """Accepted proposals over verified ones. `proposals`: verified in a step, on average."""
-        return (self.length.value - 1) / proposals
-
 
 def acceptance(histograms: Sequence[Sequence[int]], block: int) -> Acceptance:
     """``histograms``: for each request, how many of its verify steps accepted 0, 1, 2, ... proposals.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +30,23 @@ def answers(
     max_new_tokens: int,
     concurrency: int,
     on_done: Callable[[int], None],
-) -> list[Answer]:
-    """The completions of all prompts, `concurrency` at a time, each to its EOS or limit; on_done(number done)."""
+) -> tuple[list[Answer], list[float]]:
+    """(completions of all prompts, each to its EOS or limit, seconds of each `concurrency` of them, which are
+    asked at a time); on_done(number done)."""
     out: list[Answer] = []
+    seconds: list[float] = []
     for start in range(0, len(prompts), concurrency):
+        began = time.perf_counter()
         found = client.generate(
             input_ids=prompts[start : start + concurrency],
             sampling_params={"temperature": 0, "max_new_tokens": max_new_tokens, "custom_params": NO_COPIES},
         )
+        seconds.append(time.perf_counter() - began)
         out += [
             Answer(one["output_ids"], one["meta_info"].get("spec_correct_drafts_histogram", [])) for one in found
         ]
         on_done(len(out))
-    return out
+    return out, seconds
 
 
 def likelihoods(client: Client, ids: list[int], tokens: Sequence[int]) -> tuple[list[Likelihood], float]:

@@ -7,13 +7,13 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_sglang.check.acceptance import LEVEL, Acceptance, Estimate
+from dflash_sglang.check.acceptance import LEVEL, Estimate
 from dflash_sglang.check.arguments import Settings
 from dflash_sglang.check.baseline import LENGTH, POSITIONS
 from dflash_sglang.check.causes import likely_causes
 from dflash_sglang.check.parting import ROUNDING, Parting
 from dflash_sglang.check.servers import Facts
-from dflash_sglang.check.verdict import verdict
+from dflash_sglang.check.verdict import Judged, verdict
 
 CONTEXT = 24  # tokens shown before the first difference, and of each output from it on
 
@@ -23,8 +23,7 @@ def findings(
     facts: Facts,
     widths: Mapping[int, int],
     outputs: Sequence[tuple[list[int], list[int]]],
-    partings: Sequence[Parting],
-    accepted: Acceptance,
+    judged: Judged,
     command: Sequence[str],
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def findings(
 
     The keys `accept_length` and `acceptance_at_position_1_on` make the object a baseline of later checks.
     """
-    found = verdict(partings, accepted, facts.proposals(widths), settings.baseline)
+    found, partings, accepted = verdict(judged), judged.partings, judged.accepted
     longest = max(len(ids) for ids in settings.prompts) + settings.max_new_tokens
     causes = likely_causes(settings.pair.spec, settings.pair.target_layers, longest, widths)
     return {
@@ -62,6 +61,9 @@ def findings(
         "verify_steps": accepted.steps,
         LENGTH: round(accepted.length.value, 4),
         f"{LENGTH}_interval": _interval(accepted.length),
+        f"{LENGTH}_of_endless_block": round(judged.window.accept_length, 4),
+        f"{LENGTH}_at_break_even": None if judged.break_even is None else round(judged.break_even, 4),
+        "speed_over_plain": None if judged.speed is None else round(judged.speed, 4),
         POSITIONS: [round(one.value, 4) for one in accepted.positions],
         f"{POSITIONS}_intervals": [_interval(one) for one in accepted.positions],
         f"{LENGTH}_per_prompt": [None if one is None else round(one, 3) for one in accepted.per_request],

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dflash_sglang.check.table import parting_line
+from dflash_sglang.check.table import parting_line, speed_line
+from dflash_sglang.check.verdict import FINE, GOOD
 
 SHOWN = 20  # first differences
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 300, 50, 20, 15, 40  # of the curve, in pixels
@@ -16,7 +17,7 @@ body { font: 15px/1.5 sans-serif; max-width: 760px; margin: 2em auto; padding: 0
 table { border-collapse: collapse; } td, th { padding: 0.2em 0.8em; text-align: right; }
 th { border-bottom: 1px solid #999; } td:first-child, th:first-child { text-align: left; }
 pre { background: #f4f4f4; padding: 0.7em; white-space: pre-wrap; overflow-wrap: anywhere; }
-.good { color: #186a2d; } .bad { color: #a11; } svg text { font-size: 12px; fill: #444; }
+.good { color: #186a2d; } .weak { color: #850; } .bad { color: #a11; } svg text { font-size: 12px; fill: #444; }
 """
 
 
@@ -35,13 +36,14 @@ def page(found: Mapping[str, Any]) -> str:
         "outputs equal": f"{found['equal_outputs']} of {found['prompts']}; "
         f"of the others {found['near_ties']} near-ties",
         "accept length": f"{found['accept_length']:.2f} (95 %: {low:.2f} to {high:.2f})",
+        "speed": speed_line(found),
         "verify steps": found["verify_steps"],
         "baseline": f"{baseline['accept_length']:.2f} ({baseline['source']})" if baseline else "none",
         "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
         "date": found["date"],
         "command": " ".join(found["command"]),
     }
-    good = "good" if found["verdict"] == "fine" else "bad"
+    good = "good" if found["verdict"] == FINE else "weak" if found["verdict"] in GOOD else "bad"
     return "\n".join([
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>dflash-sglang check</title>',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,17 +20,18 @@ from dflash_sglang.check.ask import Answer
 from dflash_sglang.check.findings import findings
 from dflash_sglang.check.page import page
 from dflash_sglang.check.parting import Parting, first_difference, is_near_tie, margin
-from dflash_sglang.check.servers import dflash_server, facts_of, plain_server, steps_by_width
+from dflash_sglang.check.servers import dflash_server, facts_of, plain_server, steps_of
 from dflash_sglang.check.table import table
-from dflash_sglang.check.verdict import FINE
+from dflash_sglang.check.verdict import GOOD, Judged
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Client, ServerFailed
+from dflash_sglang.observe.alarm import POSITIONS, Window
 
 BAR = 24  # characters of a full progress bar
 
 
 def check(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """The exit code: 0 for a pair that is fine, 1 for another verdict. `flags`: launch flags.
+    """The exit code: 0 for a pair that is fine or weak, 1 for another verdict. `flags`: launch flags.
 
     Raises BadSetting for options and files, and ServerFailed.
     """
@@ -39,23 +41,23 @@ def check(options: argparse.Namespace, flags: Sequence[str]) -> int:
     found = measure(settings, Progress(sys.stderr if options.json else sys.stdout))
     _write(settings.html, page(found))
     print(json.dumps(found, indent=1) if options.json else f"\n{table(found)}\nwritten: {settings.html}")
-    return 0 if found["verdict"] == FINE else 1
+    return 0 if found["verdict"] in GOOD else 1
 
 
 def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
     """The findings. The servers run one after the other, and end. Raises ServerFailed and BadSetting."""
     with tempfile.TemporaryDirectory(prefix="dflash-sglang-check-") as directory:
         with dflash_server(settings, Path(directory), progress) as server:
-            facts, before = facts_of(settings, server), steps_by_width(server)
-            dflash = _answers(settings, server, "DFLASH", progress)
-            widths = steps_by_width(server) - before
-            if not facts.proposals(widths):
+            facts, before = facts_of(settings, server), steps_of(server)
+            dflash, seconds = _answers(settings, server, "DFLASH", progress)
+            steps = steps_of(server).since(before)
+            if facts.ours and not steps.window:
                 raise ServerFailed(
                     "every step had width 1, so no proposal was verified: ask at a lower load, or serve with "
                     '{"width": "block"} in DFLASH_SGLANG_CONFIG'
                 )
         with plain_server(settings, facts, Path(directory), progress) as server:
-            plain = _answers(settings, server, "plain", progress)
+            plain, plain_seconds = _answers(settings, server, "plain", progress)
             outputs = [(ours.ids, theirs.ids) for ours, theirs in zip(dflash, plain, strict=True)]
             partings = [
                 _parting(settings, server, facts.dtype, prompt, at, *outputs[prompt])
@@ -67,13 +69,20 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
         raise BadSetting("--prompts: every completion ended with its first token; expected some of two or more")
     command = ["dflash-sglang", *sys.argv[1:]]
     accepted = acceptance(histograms, facts.block)
-    return findings(settings, facts, widths, outputs, partings, accepted, command, versions())
+    window = steps.window if facts.ours else Window(one.value for one in accepted.positions[:POSITIONS])
+    speed = None  # of a running server, whose other requests are unknown
+    if settings.url is None:
+        speed = statistics.median(plain / ours for ours, plain in zip(seconds, plain_seconds, strict=True))
+    judged = Judged(tuple(partings), accepted, window, speed, settings.baseline)
+    return findings(settings, facts, steps.by_width, outputs, judged, command, versions())
 
 
-def _answers(settings: Settings, server: Client, name: str, progress: Progress) -> list[Answer]:
+def _answers(
+    settings: Settings, server: Client, name: str, progress: Progress
+) -> tuple[list[Answer], list[float]]:
     count = len(settings.prompts)
     progress.begin(f"{count} prompts, {name}")
-    found = ask.answers(
+    found, seconds = ask.answers(
         server,
         settings.prompts,
         settings.max_new_tokens,
@@ -81,7 +90,7 @@ def _answers(settings: Settings, server: Client, name: str, progress: Progress) 
         lambda done: progress.update(f"{bar(done / count)} {done} of {count}"),
     )
     progress.end(f"{sum(len(one.ids) for one in found)} tokens")
-    return found
+    return found, seconds
 
 
 def bar(share: float) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import operator
 import urllib.error
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check.arguments import Settings
@@ -21,6 +22,7 @@ from dflash_sglang.demo import launch
 from dflash_sglang.demo.launch import OURS, PLAIN
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Client, Server, ServerFailed
+from dflash_sglang.observe.alarm import Window
 
 NAMES = {OURS: "DFLASH", PLAIN: "plain"}
 POOL = 20_000  # tokens of a CPU server's KV pool, at least
@@ -39,10 +41,22 @@ class Facts:
     ours: bool  # whether this package's worker runs
     settings: Mapping[str, Any]  # those of COPIED that are set
 
-    def proposals(self, widths: Mapping[int, int]) -> float:
-        """Proposals verified in a step, on average over these steps by width; a block's where they are unknown."""
-        steps = sum(widths.values())
-        return sum((width - 1) * count for width, count in widths.items()) / steps if steps else self.block - 1
+
+class Steps(NamedTuple):
+    """What a server did since start-up, of all ranks; empty of another worker than this package's."""
+
+    by_width: Counter[int]
+    verified: Counter[int]  # request-steps that verified the draft's proposal at position 1, 2, ...
+    accepted: Counter[int]  # request-steps that accepted it, with all before it
+
+    def since(self, before: Steps) -> Steps:
+        return Steps(*map(operator.sub, self, before))
+
+    @property
+    def window(self) -> Window:
+        """What the acceptance alarm judges."""
+        positions = range(1, len(self.verified) + 1)
+        return Window.from_counts(*([of[at] for at in positions] for of in self[1:]))
 
 
 @contextmanager
@@ -91,12 +105,13 @@ def facts_of(settings: Settings, client: Client) -> Facts:
     )
 
 
-def steps_by_width(client: Client) -> Counter[int]:
-    """Verify steps since start-up by width, of all ranks; empty of another worker than this package's."""
-    out: Counter[int] = Counter()
+def steps_of(client: Client) -> Steps:
+    out = Steps(Counter(), Counter(), Counter())
     for state in client.get("/server_info")["internal_states"]:
-        for width, steps in state.get(WIDTH_STATE, {"steps": {}})["steps"].items():
-            out[int(width)] += steps
+        if WIDTH_STATE in state:
+            out.by_width.update({int(width): steps for width, steps in state[WIDTH_STATE]["steps"].items()})
+            for counted, name in ((out.verified, "verified_drafts"), (out.accepted, "accepted_drafts")):
+                counted.update(dict(enumerate(state["dflash_acceptance"][name], start=1)))
     return out
 
 

@@ -17,6 +17,7 @@ def table(found: Mapping[str, Any]) -> str:
         f"{'outputs equal':<16}{found['equal_outputs']} of {found['prompts']} prompts, {found['dtype']}",
         f"{'accept length':<16}{found['accept_length']:.2f} (95 %: {low:.2f} to {high:.2f}), "
         f"{found['verify_steps']} verify steps{compared}",
+        f"{'speed':<16}{speed_line(found)}",
         *position_lines(found),
     ]
     lines += [parting_line(found, one) for one in found["partings"][:SHOWN]]
@@ -28,6 +29,14 @@ def table(found: Mapping[str, Any]) -> str:
         lines.append("likely causes, in this order:")
         lines += [f"  {number}. {cause}" for number, cause in enumerate(found["likely_causes"], 1)]
     return "\n".join(lines)
+
+
+def speed_line(found: Mapping[str, Any]) -> str:
+    """How fast the answers were, and the accept length from which on that is faster than plain decoding."""
+    if found["speed_over_plain"] is None:
+        return "not measured: a running server may have other requests"
+    even = found["accept_length_at_break_even"]
+    return f"{found['speed_over_plain']:.2f} times plain decoding's; break-even at accept length {even:.2f}"
 
 
 def position_lines(found: Mapping[str, Any]) -> list[str]:

@@ -5,11 +5,14 @@ Steps of a request whose proposals were copied are left out: copies come true wh
 Of hard text few proposals are accepted. Where one is, the next ones are likely too, since a draft that works reads
 the target's context. A broken draft guesses from the last token only: some first proposals are right, and hardly
 any after them. So the judge is the accept length of an endless block, as the first `POSITIONS` positions foretell
-it. The widths that are served do not change it.
+it (`Window.broken`). The block and the widths that are served do not change it. `check` judges by the same.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dflash_sglang.observe.counts import Totals
@@ -27,22 +30,31 @@ SILENCE = 3600.0  # seconds between two lines
 LONGEST_RUN = 0.85  # most that is taken for the chance of one more proposal: any draft guesses a text's loops
 
 
-class Window(NamedTuple):
-    """Shares of request-steps that accept the drafted proposals up to each of the first positions."""
-
-    first: float
-    second: float
-    third: float
+class Window(tuple[float, ...]):
+    """Shares of request-steps that accept the drafted proposals up to each of the first positions, one or more."""
 
     @classmethod
-    def from_totals(cls, steps: Totals) -> Window:
-        return cls(*(steps.accepted_drafts[:POSITIONS] / steps.verified_drafts[:POSITIONS]).tolist())
+    def from_counts(cls, verified: Iterable[int], accepted: Iterable[int]) -> Window:
+        """Of the first `POSITIONS` positions, up to one that nothing verified.
+
+        verified, accepted: request-steps that verify and accept the drafted proposal at position 1, 2, ..."""
+        seen = itertools.takewhile(operator.itemgetter(0), zip(verified, accepted, strict=True))
+        return cls(float(of) / float(tried) for tried, of in itertools.islice(seen, POSITIONS))
 
     @property
     def accept_length(self) -> float:
-        """Estimate for a block without an end: proposals after the third go on like the third after the second."""
-        more = min(self.third / self.second, LONGEST_RUN) if self.second else 0.0
-        return 1.0 + self.first + self.second + self.third / (1.0 - more)
+        """Estimate for a block without an end: later proposals go on like the last one here after the one before.
+        After the only position of a block they are taken to go on for `LONGEST_RUN`."""
+        *before, last = self
+        more = LONGEST_RUN
+        if before:
+            more = min(last / before[-1], LONGEST_RUN) if before[-1] else 0.0
+        return 1.0 + sum(before) + last / (1.0 - more)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the draft proposes as if it did not see the target's context."""
+        return self.accept_length < CHANCE_LENGTH
 
 
 class Raised(NamedTuple):
@@ -60,8 +72,8 @@ class Alarm:
     """
 
     def __init__(self, block: int) -> None:
-        """block: width of the widest blocks. One without `POSITIONS` proposals is judged by break-even only."""
-        self._judged = block > POSITIONS
+        """block: width of the widest blocks."""
+        self._positions = min(POSITIONS, block - 1)
         self._open: Totals | None = None
         self._seen: Window | None = None
         self.before: Window | None = None  # the first window above chance
@@ -79,8 +91,7 @@ class Alarm:
         """What came since the last call. now: seconds of any clock that only rises.
 
         plain_steps: how many of the steps drafted nothing because width 1 was estimated to be faster."""
-        if self._judged:
-            self._judge_acceptance(steps)
+        self._judge_acceptance(steps)
         self._judge_break_even(steps, plain_steps)
         if self.state == NONE or now < self._next_line:
             return None
@@ -89,10 +100,13 @@ class Alarm:
 
     def _judge_acceptance(self, steps: Totals) -> None:
         self._open = steps if self._open is None else self._open.plus(steps)
-        if self._open.verified_drafts[POSITIONS - 1] < WINDOW:
+        if not self._positions or self._open.verified_drafts[self._positions - 1] < WINDOW:
             return
-        self._seen, self._open = Window.from_totals(self._open), None
-        low = self._seen.accept_length < CHANCE_LENGTH
+        counts = (
+            of[: self._positions].tolist() for of in (self._open.verified_drafts, self._open.accepted_drafts)
+        )
+        self._seen, self._open = Window.from_counts(*counts), None
+        low = self._seen.broken
         self._low = self._low + 1 if low else 0
         if self.before is None and not low:
             self.before = self._seen

@@ -60,11 +60,12 @@ class Causes:
 
 def _seen(raised: Raised) -> str:
     if raised.seen is None:
-        return "drafting does not pay: by the table of step times, width 1 is estimated to be faster in nearly all steps."
+        return "drafting does not pay: width 1 is estimated to be faster in nearly all steps."
     before = "" if raised.before is None else f" After warm-up they were {_shares(raised.before)}."
+    positions = " ".join(map(str, range(1, len(raised.seen) + 1)))
     return (
-        "the draft proposes as if it did not see the target's context. Shares of request-steps that accept the "
-        f"first, second and third proposal: {_shares(raised.seen)}.{before}"
+        "the draft proposes as if it did not see the target's context. Shares of request-steps that accept "
+        f"proposal {positions}, with all before it: {_shares(raised.seen)}.{before}"
     )
 
 

@@ -173,6 +173,8 @@ class Counts:
         return {
             "verified": totals.verified.tolist(),
             "accepted": totals.accepted.tolist(),
+            "verified_drafts": totals.verified_drafts.tolist(),
+            "accepted_drafts": totals.accepted_drafts.tolist(),
             "steps": totals.steps,
             "request_steps": totals.requests,
             "drafted_proposals": totals.drafted,

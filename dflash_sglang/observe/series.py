@@ -74,8 +74,8 @@ class Series:
         estimates: tuple[float, float] | None,
         alarm: Alarm,
     ) -> None:
-        """totals, shapes, split: since start-up. latest: since the last update. estimates: `WidthMetrics.estimates`;
-        None where the width is fixed."""
+        """totals, shapes, split: since start-up. latest: since the last update. estimates: see
+        `WidthMetrics.estimates`; None where the width is fixed."""
         for shape, steps in shapes.items():
             self._count("steps", steps, *shape)
         self._count("request_steps", totals.requests)

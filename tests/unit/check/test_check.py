@@ -8,6 +8,7 @@ import threading
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,19 @@ from hypothesis import strategies as st
 
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import ask, prompts
-from dflash_sglang.check.acceptance import acceptance
+from dflash_sglang.check.acceptance import Acceptance, acceptance
 from dflash_sglang.check.arguments import divided
 from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
 from dflash_sglang.check.page import page
 from dflash_sglang.check.parting import Likelihood, Parting, first_difference, is_near_tie, margin
 from dflash_sglang.check.run import bar
-from dflash_sglang.check.servers import Facts
+from dflash_sglang.check.servers import steps_of
 from dflash_sglang.check.table import table
-from dflash_sglang.check.verdict import verdict
+from dflash_sglang.check.verdict import BROKEN_DRAFT, FINE, Judged, verdict
 from dflash_sglang.cli import main
 from dflash_sglang.demo.server import free_port
+from dflash_sglang.observe.alarm import CHANCE, NONE, POSITIONS, STAYS, WINDOW, Alarm, Window
+from dflash_sglang.observe.counts import Totals
 from dflash_sglang.pair import held_out_prompts
 
 ids = st.lists(st.integers(0, 3), max_size=12)
@@ -76,7 +79,6 @@ def test_acceptance_counts_the_bonus_token_and_steps_with_at_least_so_many_propo
     assert found.length.value == pytest.approx(1 + 5 / 4) and found.steps == 4
     assert [one.value for one in found.positions] == [0.75, 0.5, 0]
     assert found.per_request == (pytest.approx(1 + 4 / 3), 2.0)
-    assert found.share(3) == pytest.approx(5 / 4 / 3)
 
 
 def test_requests_and_not_their_steps_are_the_sample():
@@ -111,41 +113,79 @@ def parting(**changes: Any) -> Parting:
     return Parting(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("accepted, base, partings, name, said", [
-    (3.0, None, [], "fine", []),
-    (3.0, None, [parting()], "fine", []),
-    (3.0, 3.05, [], "fine", []),  # less than 2 % below
-    (3.0, 4.0, [], "below baseline", ["25% below the baseline's 4.00"]),
-    (3.0, 2.0, [], "fine", []),
-    (1.5, None, [], "broken draft", ["3.3% of the verified proposals"]),
-    (1.5, 4.0, [], "broken draft", ["as of a broken draft", "62% below the baseline's 4.00"]),
-    (3.0, None, [parting(), parting(prompt=5, near_tie=False)], "defect", ["rounding: 1, .* prompt 5 at token 7"]),
-    (1.5, None, [parting(near_tie=False)], "defect", ["prompt 3 at token 7", "as of a broken draft"]),
+WELL, BADLY = Window((0.8, 0.7, 0.6)), Window((0.22, 0.08, 0.04))
+
+
+def judged(accepted: Acceptance, window: Window = WELL, base: float | None = None, **changes: Any) -> Judged:
+    fields = dict(partings=(), speed=None, baseline=base and Baseline("B", base, ()))
+    return Judged(**{**fields, **changes}, accepted=accepted, window=window)
+
+
+@pytest.mark.parametrize("accepted, window, base, speed, partings, name, said", [
+    (3.0, WELL, None, None, [], "fine", []),
+    (3.0, WELL, None, 1.1, [parting()], "fine", []),
+    (3.0, WELL, 3.05, None, [], "fine", []),  # less than 2 % below
+    (3.0, WELL, 4.0, None, [], "below baseline", ["25% below the baseline's 4.00"]),
+    (3.0, WELL, 2.0, None, [], "fine", []),
+    (1.5, WELL, None, 0.75, [], "weak on these prompts", ["break-even, about 2.00: 0.75 times the tokens/s of"]),
+    (3.0, WELL, 4.0, 0.5, [], "below baseline", ["25% below", "break-even, about 6.00"]),
+    (1.5, BADLY, None, 0.75, [], "broken draft", ["endless block would have 1.38, as of .* .below 1.5."]),
+    (1.5, BADLY, 4.0, None, [], "broken draft", ["as of a broken draft", "62% below the baseline's 4.00"]),
+    (3.0, WELL, None, None, [parting(), parting(prompt=5, near_tie=False)], "defect",
+     ["rounding: 1, .* prompt 5 at token 7"]),
+    (1.5, BADLY, None, None, [parting(near_tie=False)], "defect", ["prompt 3 at token 7", "as of a broken draft"]),
 ])  # fmt: skip
-def test_the_verdict_names_the_worst_and_gives_a_reason_for_each(accepted, base, partings, name, said):
+def test_the_verdict_names_the_worst_and_gives_a_reason_for_each(
+    accepted, window, base, speed, partings, name, said
+):
     steps = [0] * 16
     steps[int(accepted - 1)] = steps[int(accepted - 0.5)] = 10
     found = acceptance([steps] * 8, 16)
     assert found.length.value == accepted
-    got = verdict(partings, found, 15, base and Baseline("B", base, ()))
+    got = verdict(judged(found, window, base, speed=speed, partings=tuple(partings)))
     assert got.name == name and len(got.reasons) == len(said)
     for reason, expected in zip(got.reasons, said, strict=True):
         assert re.search(expected, reason)
-    assert got.poor_acceptance == (accepted == 1.5 or name == "below baseline")
+    assert got.poor_acceptance == (name not in ("fine", "defect") or window is BADLY)
 
 
-def test_an_accept_length_that_may_be_the_baselines_is_not_below_it():
+def test_an_accept_length_that_may_be_the_baselines_or_break_even_is_not_below_it():
     few = acceptance([[10, 0, 0], [0, 0, 10]], 3)  # 2.0, from 1.0 to 3.0
-    assert verdict([], few, 2, Baseline("B", 2.5, ())).name == "fine"
+    assert verdict(judged(few, base=2.5, speed=0.8)).name == "fine"
 
 
-def test_a_narrow_server_is_judged_by_what_it_verified():
-    facts = Facts("float32", 16, True, {})
-    assert facts.proposals({}) == 15  # another worker than ours does not tell
-    assert facts.proposals({2: 3, 16: 1}) == 4.5 and facts.proposals({1: 9}) == 0
-    half = acceptance([[5, 5]] * 4, 16)
-    assert verdict([], half, facts.proposals({2: 10}), None).name == "fine"
-    assert verdict([], half, facts.proposals({}), None).name == "broken draft"
+@pytest.mark.parametrize("shares, broken", [
+    ((0.31, 0.16, 0.08), False), ((0.22, 0.08, 0.04), True), ((0.4, 0.04, 0.0), True),
+])  # fmt: skip
+def test_check_and_alarm_judge_a_draft_alike_whatever_the_block(shares, broken):
+    """The accept length of the first draft is 1.62 at a block of 8 and 1.63 at 16."""
+    steps, names, states = 10 * WINDOW, [], []
+    for block in (4, 8, 16):
+        run = shares[2] / shares[1]
+        by_position = [*shares, *(shares[2] * run**more for more in range(1, 16))][: block - 1]
+        accepted = [round(share * steps) for share in by_position]
+        histogram = [a - b for a, b in zip([steps, *accepted], [*accepted, 0], strict=True)]
+        told = acceptance([histogram] * 4, block)
+        names.append(verdict(judged(told, Window(one.value for one in told.positions[:POSITIONS]))).name)
+        counts = np.full(block - 1, steps), np.array(accepted)
+        alarm = Alarm(block)
+        for _ in range(STAYS):
+            alarm.observe(Totals(100, steps, 0, 0, *counts, *counts), 0, 0.0)
+        states.append(alarm.state)
+    assert names == [BROKEN_DRAFT if broken else FINE] * 3
+    assert states == [CHANCE if broken else NONE] * 3
+
+
+def test_steps_of_a_server_are_told_apart_by_what_they_verified():
+    def server(verified: list[int], accepted: list[int]) -> Any:
+        told = {"verified_drafts": verified, "accepted_drafts": accepted}
+        state = {"dflash_width": {"steps": {"1": 90, "2": verified[0]}}, "dflash_acceptance": told}
+        return SimpleNamespace(get=lambda path: {"internal_states": [state, {}]})
+
+    steps = steps_of(server([30, 8, 0], [15, 4, 0])).since(steps_of(server([10, 0, 0], [5, 0, 0])))
+    assert steps.by_width == {2: 20} and steps.window == Window((0.5, 0.5))
+    assert not steps_of(server([0, 0, 0], [0, 0, 0])).window
+    assert not steps_of(SimpleNamespace(get=lambda path: {"internal_states": [{}]})).by_width
 
 
 def found(**changes: Any) -> dict[str, Any]:
@@ -157,6 +197,7 @@ def found(**changes: Any) -> dict[str, Any]:
         "near_ties": 1,
         "largest_near_tie": 0.25, "partings": [], "accept_length": 1.75, "accept_length_interval": [1.5, 2.0],
         "verify_steps": 9, "acceptance_at_position_1_on": shares,
+        "speed_over_plain": 1.25, "accept_length_at_break_even": 1.4,
         "acceptance_at_position_1_on_intervals": [[share - 0.1, share + 0.1] for share in shares],
         "baseline": None, **changes,
     }  # fmt: skip
@@ -214,10 +255,11 @@ def test_the_table_shows_where_outputs_part_and_what_that_is():
     lines = text.splitlines()
     assert lines[0].split() == ["outputs", "equal", "3", "of", "4", "prompts,", "bfloat16"]
     assert "1.75 (95 %: 1.50 to 2.00), 9 verify steps" in lines[1]
-    assert lines[2].split()[1:] == ["1", "2"] and lines[3].split()[2:] == ["50", "25"]
-    assert "a near-tie: plain 1 (rank 1), DFLASH 2 (rank 2), margin 0.01; bfloat16 explains 0.25" in lines[4]
-    assert "a defect: plain 1 (rank 1), DFLASH 2 (rank above 20), margin 3;" in lines[5]
-    assert lines[6].endswith("a defect: the output with DFLASH has ended, the other goes on")
+    assert lines[2].endswith("1.25 times plain decoding's; break-even at accept length 1.40")
+    assert lines[3].split()[1:] == ["1", "2"] and lines[4].split()[2:] == ["50", "25"]
+    assert "a near-tie: plain 1 (rank 1), DFLASH 2 (rank 2), margin 0.01; bfloat16 explains 0.25" in lines[5]
+    assert "a defect: plain 1 (rank 1), DFLASH 2 (rank above 20), margin 3;" in lines[6]
+    assert lines[7].endswith("a defect: the output with DFLASH has ended, the other goes on")
     assert lines[-3:] == ["likely causes, in this order:", "  1. first", "  2. second"]
 
 
