@@ -24,7 +24,7 @@ PLAIN, BUILT_IN, OURS = "plain", "built_in", "ours"
 LAUNCH = ("-m", "sglang.launch_server")
 # Flags and environment of a server on the CPU platform, in the type in which outputs can be compared for equality.
 ON_CPU = ("--device", "cpu", "--dtype", "float32")
-CPU_ENVIRONMENT: Mapping[str, str] = {"SGLANG_PLATFORM": "dflash_cpu", "OMP_NUM_THREADS": "1"}
+CPU_ENVIRONMENT: Mapping[str, str] = {"SGLANG_PLATFORM": "dflash_cpu"}
 # What a DFLASH worker writes into the log once it is up; the built-in one of DSpark drafts, too.
 SIGNATURE: Mapping[str, str] = {
     BUILT_IN: " draft runner. attention_backend=",

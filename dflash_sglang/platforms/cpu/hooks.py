@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from dflash_sglang.platforms.cpu import adapters, dp, host_cache
+from dflash_sglang.platforms.cpu import adapters, dp, host_cache, threads
 from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, murmur_hash32, softcap_
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
@@ -22,8 +22,8 @@ Hooks = Mapping[str, Callable[..., Any]]  # by their places in sglang.srt
 def register_rank_hooks() -> None:
     """Registers the hooks on a rank's way to its process group and weights, in time for `load_plugins()`."""
     replaced: Hooks = {
-        "distributed.bootstrap._bind_threads_if_cpu": leave_threads_unbound,
-        "distributed.bootstrap._init_cpu_threads_env": leave_threads_unbound,
+        "distributed.bootstrap._bind_threads_if_cpu": threads.share_cores,
+        "distributed.bootstrap._init_cpu_threads_env": leave_memory_unshared,
         "configs.update_config.adjust_config_with_unaligned_cpu_tp": keep_config,
     }
     _register(HookType.REPLACE, replaced)
@@ -63,8 +63,8 @@ def _register(kind: HookType, hooks: Hooks) -> None:
         HookRegistry.register(f"sglang.srt.{name}", hook, kind, source=SOURCE)
 
 
-def leave_threads_unbound(**_: Any) -> None:
-    """Stands in for the set-up of threads and shared memory by sgl-kernel's CPU build; ranks talk over gloo.
+def leave_memory_unshared(**_: Any) -> None:
+    """Stands in for the set-up of shared memory by sgl-kernel's CPU build; ranks talk over gloo.
 
     Without it SGLang refuses more ranks than NUMA nodes, and on ARM calls the build whether it exists or not.
     """

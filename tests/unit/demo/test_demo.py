@@ -116,10 +116,11 @@ def test_the_servers_require_our_worker_and_use_the_cpu_platform_only_without_a_
 ) -> None:
     monkeypatch.setenv("A", "b")
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # a user's
     on_cpu, on_gpu = (setup.server("ours", tmp_path).environment for setup in (CPU, GPU))
     assert on_cpu["DFLASH_SGLANG_REQUIRE"] == on_gpu["DFLASH_SGLANG_REQUIRE"] == "1"
     assert on_cpu["A"] == "b"
-    assert on_cpu["SGLANG_PLATFORM"] == "dflash_cpu" and on_cpu["OMP_NUM_THREADS"] == "1"
+    assert on_cpu["SGLANG_PLATFORM"] == "dflash_cpu" and on_cpu["OMP_NUM_THREADS"] == "3"
     assert "SGLANG_PLATFORM" not in on_gpu
     assert "float32" in CPU.flags("plain") and "bfloat16" in GPU.flags("plain")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dflash_sglang.attention import dense
 from dflash_sglang.attention.torch_cpu import TorchCpuAttention, query_ranges
 from dflash_sglang.platforms import cpu
+from dflash_sglang.platforms.cpu import threads
 from dflash_sglang.platforms.cpu.dp import mask_dp_pad_moe_topk_ids
+from dflash_sglang.platforms.cpu.hooks import register_rank_hooks
 from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, block_slots
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -235,3 +239,50 @@ def test_the_platform_is_active_only_where_it_is_selected(monkeypatch: pytest.Mo
     assert cpu.activate() is None
     monkeypatch.setenv("SGLANG_PLATFORM", "dflash_cpu")
     assert cpu.activate() == "dflash_sglang.platforms.cpu.platform.CpuPlatform"
+
+
+@pytest.mark.parametrize(("own", "siblings", "files", "expected"), [
+    ({0, 1, 2, 3}, {}, {}, 4),
+    ({0, 1, 2, 3}, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, {}, 2),  # hyperthreads
+    ({5, 7}, {}, {"cpu.max": "max 100000"}, 2),
+    (set(range(64)), {}, {"cpu.max": "250000 100000"}, 2),
+    (set(range(64)), {}, {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    (set(range(8)), {}, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ({0, 1}, {}, {"cpu.max": "50000 100000"}, 1),
+])  # fmt: skip
+def test_cores_are_the_physical_ones_that_affinity_and_container_allow(
+    own: set[int], siblings: dict[int, str], files: dict[str, str], expected: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    topology = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": of for cpu, of in siblings.items()
+    }
+    for name, text in (topology | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: own)
+    assert threads.cores(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("variable", "cores", "ranks", "expected"), [
+    (None, 2, (1, 1, 1, 1), 1), (None, 16, (1, 1, 1, 1), 15), (None, 16, (2, 1, 2, 1), 3),
+    (None, 16, (1, 2, 2, 2), 7),
+    (None, 2, (4, 1, 1, 1), 1), ("5", 16, (1, 1, 1, 1), None),
+])  # fmt: skip
+def test_a_rank_takes_its_share_of_the_cores_unless_the_user_has_chosen(
+    variable: str | None, cores: int, ranks: tuple[int, ...], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("tp_size", "pp_size", "dp_size", "nnodes")
+    parallel = SimpleNamespace(**dict(zip(names, ranks, strict=True)))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    monkeypatch.setattr(threads, "cores", lambda: cores)
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    hooks: dict[str, Any] = {}
+    monkeypatch.setattr(HookRegistry, "register", lambda name, hook, kind, source: hooks.update({name: hook}))
+    register_rank_hooks()
+    hooks["sglang.srt.distributed.bootstrap._bind_threads_if_cpu"](device="cpu")
+    assert taken == ([] if expected is None else [expected])
