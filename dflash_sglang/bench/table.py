@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dflash_sglang.demo.launch import BUILT_IN, PLAIN
+from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 
 COLUMNS = (
     "at a time", "server", "output tok/s", "tok/s per user", "first token, ms", "between tokens, ms",
@@ -29,7 +29,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         parts.append(f"Incomplete: {document['incomplete'].splitlines()[0]}")
     for group, figures in groups(document).items():
         parts += [f"## {group}", _rows(COLUMNS, [_row(figure, figures) for figure in figures])]
-    parts.append(SPREAD)
+    if settings["rounds"] > 1:
+        parts.append(SPREAD)
     parts += [f"{one['kind'].replace('_', '-')}: not run, {one['reason']}." for one in document["skipped"]]
     if outputs := document["outputs"]:
         parts += [
@@ -37,7 +38,8 @@ def markdown(document: Mapping[str, Any]) -> str:
             f"{equal} of {outputs['prompts']}." + ("" if settings["dtype"] == "float32" else ROUNDING)
             for server, equal in outputs["equal_to_plain"].items()
         ]
-    return "\n\n".join([*parts, *map(step_table, document["profile"])]) + "\n"
+    parts += [*map(step_table, document["profile"]), "## Verdict, by requests at a time", *verdicts(document)]
+    return "\n\n".join(parts) + "\n"
 
 
 WITHIN = "~"  # marks a ratio
@@ -46,6 +48,40 @@ SPREAD = (
     f"{WITHIN}: the rounds of both servers overlap, so the ratio may be chance."
 )
 ROUNDING = " In 16-bit types a block's forward rounds differently from a single token's; near-ties may fall apart."
+
+
+AGAINST = {PLAIN: "no speculation", BUILT_IN: "the built-in worker"}
+
+
+def verdicts(document: Mapping[str, Any]) -> list[str]:
+    """In words, for each table: at which loads ours is faster than the others, and by how much."""
+    out = []
+    for title, figures in groups(document).items():
+        for server in dict.fromkeys(figure["server"] for figure in figures if figure["kind"] == OURS):
+            for kind, name in AGAINST.items():
+                loads: dict[str, list[str]] = {}
+                for figure in figures:
+                    if figure["server"] == server and (other := counterpart(figure, figures, kind)) is not None:
+                        times = f"{ratio(figure, other):.2f} times the tokens/s at {figure['concurrency']}"
+                        loads.setdefault(_compared(figure, other), []).append(times)
+                if loads:
+                    said = "; ".join(f"{word}: {', '.join(of)}" for word, of in loads.items())
+                    out.append(f"{title}, {server} against {name}: {said}.")
+    if not out:
+        return ["Nothing to compare: this package's server and another one have no load in common."]
+    return [*out, "One round: any difference may be chance."] if document["settings"]["rounds"] == 1 else out
+
+
+def _compared(figure: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    if _overlap(figure, other):
+        return "not told apart"
+    return "faster" if ratio(figure, other) > 1 else "slower"
+
+
+def _overlap(figure: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the rounds of two servers overlap; a single round of each tells nothing of that."""
+    (least, most), (other_least, other_most) = spread(figure), spread(other)
+    return len(figure["rounds"]) > 1 and least <= other_most and other_least <= most
 
 
 def groups(document: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
@@ -113,11 +149,13 @@ def _acceptance(settings: Mapping[str, Any]) -> str:
 def _row(figure: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[str]:
     median, kind = figure["median"], figure["kind"]
     ratios = ["" if kind in (PLAIN, of) else _ratio(figure, figures, of) for of in (PLAIN, BUILT_IN)]
-    least, most = spread(figure)
+    rate = f"{median['output_tokens_per_second']:.1f}"
+    if len(figure["rounds"]) > 1:
+        rate += " [{:.1f}, {:.1f}]".format(*spread(figure))
     return [
         str(figure["concurrency"]),
         figure["server"],
-        f"{median['output_tokens_per_second']:.1f} [{least:.1f}, {most:.1f}]",
+        rate,
         f"{median['user_tokens_per_second']:.1f}",
         f"{median['ttft_ms']:.1f}",
         f"{median['inter_token_ms']:.2f}",
@@ -137,9 +175,7 @@ def _ratio(figure: Mapping[str, Any], figures: Sequence[Mapping[str, Any]], kind
     other = counterpart(figure, figures, kind)
     if other is None:
         return ""
-    (least, most), (other_least, other_most) = spread(figure), spread(other)
-    overlap = least <= other_most and other_least <= most
-    return f"{ratio(figure, other):.3f}{f' {WITHIN}' if overlap else ''}"
+    return f"{ratio(figure, other):.3f}{f' {WITHIN}' if _overlap(figure, other) else ''}"
 
 
 def _widths(figure: Mapping[str, Any]) -> str:

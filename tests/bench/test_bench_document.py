@@ -42,7 +42,8 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_load_and_width():
     text = table.markdown(document())
-    assert re.findall("^## (.*)$", text, re.M) == [
+    *titles, last = re.findall("^## (.*)$", text, re.M)
+    assert last.startswith("Verdict") and titles == [
         "texts as they are, greedy",
         "texts as they are, temperature 0.7",
     ]
@@ -57,6 +58,34 @@ def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_lo
     assert rows[6] == ["1", "ours", "480.0 [456.0, 528.0]", "240.0", *rest, "16: 75%, 8: 25%", "4.800", "1.200"]
     assert rows[10][-2:] == ["2.750", "1.100 ~"]  # 8 at a time, from 950 and 1045
     assert "Greedy outputs of 64 tokens equal to those without speculation, ours, width 16: 3 of 4." in text
+
+
+def test_the_table_ends_with_a_verdict_in_words():
+    text = table.markdown(document())
+    said = text[text.index("## Verdict, by requests at a time") :].split("\n\n")[1:]
+    title = "texts as they are, greedy, ours"
+    assert said[0] == (
+        f"{title}, width 8 against no speculation: faster: 3.80 times the tokens/s at 1, "
+        "3.00 times the tokens/s at 8."
+    )
+    assert f"{title} against the built-in worker: faster: 1.20 times the tokens/s at 1, 1.30 " in said[4]
+    assert said[2].endswith("against the built-in worker: faster: 1.25 times the tokens/s at 1; "
+                            "not told apart: 1.10 times the tokens/s at 8.")  # fmt: skip
+    assert len(said) == 2 * 5 and text.endswith(said[-1])
+    ours = [figure for figure in document()["figures"] if figure["kind"] == "ours"]
+    assert table.markdown(document(figures=ours)).endswith("Nothing to compare: this package's server and another "
+                                                           "one have no load in common.\n")  # fmt: skip
+
+
+def test_a_single_round_has_no_spread():
+    measured = document()
+    measured["settings"]["rounds"] = 1
+    for figure in measured["figures"]:
+        figure["rounds"] = figure["rounds"][1:2]
+    text = table.markdown(measured)
+    assert rows_of(text)[10][2] == "1100.0" and rows_of(text)[10][-2:] == ["2.750", "1.100"]
+    assert "[" not in text and table.WITHIN not in text
+    assert text.endswith("\n\nOne round: any difference may be chance.\n")
 
 
 def test_the_plot_shows_throughput_and_speed_by_concurrency():
