@@ -34,6 +34,7 @@ class Settings:
     url: str | None  # a running server with DFLASH, or None to launch one
     gpu: bool
     prompts: tuple[list[int], ...] = field(repr=False)  # token ids of each
+    chat: bool  # the texts have got the target's chat template
     max_new_tokens: int
     concurrency: int
     flags: tuple[str, ...]  # of both servers
@@ -60,6 +61,7 @@ def add_parser(commands: Any) -> None:
         type=Path,
         help="texts or lists of token ids: a .json list, .jsonl, or a file with a text a line",
     )
+    parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the texts")
     parser.add_argument("--url", help="a running server with DFLASH, in place of one that is launched")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of each completion (default 128)")
     parser.add_argument("--concurrency", type=int, default=8, help="prompts at a time (default 8)")
@@ -83,12 +85,14 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         raise BadSetting("--prompts: expected a file with texts like those that the server gets")
     pair = checkpoints.find(options.target, options.draft, None, None, Path(), lambda _: None)
     baseline = read_baseline(options.baseline) if options.baseline else None
-    if not options.target and options.prompts is None and baseline is None:
+    if options.chat:
+        checkpoints.check_template(pair.target)
+    elif not options.target and options.prompts is None and baseline is None:
         baseline = packaged_baseline()
     check_config()
     tokenizer = _tokenizer(pair.target, "--trust-remote-code" in shared)
     given = held_out_prompts() if options.prompts is None else prompts.read(options.prompts)
-    ids = prompts.tokens(given, tokenizer, pair.vocabulary, options.prompts)
+    ids = prompts.tokens(given, tokenizer, pair.vocabulary, options.prompts, options.chat)
     longest = max(map(len, ids))
     if pair.context and longest + options.max_new_tokens > pair.context and not sets_context(shared):
         raise BadSetting(
@@ -100,6 +104,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         url=options.url,
         gpu=gpu,
         prompts=tuple(ids),
+        chat=options.chat,
         max_new_tokens=options.max_new_tokens,
         concurrency=options.concurrency,
         flags=shared,

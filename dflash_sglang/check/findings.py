@@ -44,6 +44,7 @@ def findings(
         "worker": "dflash_sglang" if facts.ours else "another than dflash_sglang's",
         "dtype": facts.dtype,
         "flags": [*settings.flags, *settings.draft_flags],
+        "chat": settings.chat,
         "max_new_tokens": settings.max_new_tokens,
         "concurrency": settings.concurrency,
         "verdict": found.name,

@@ -33,14 +33,17 @@ def read(path: Path) -> list[Any]:
     ) from None
 
 
-def tokens(prompts: Sequence[Any], tokenizer: Any, vocabulary: int, path: Path | None) -> list[list[int]]:
-    """The token ids of each prompt; texts get the tokenizer's special tokens, as on the server.
+def tokens(
+    prompts: Sequence[Any], tokenizer: Any, vocabulary: int, path: Path | None, chat: bool = False
+) -> list[list[int]]:
+    """The token ids of each prompt; texts get the tokenizer's special tokens, as on the server. chat: a text is
+    what a user says, and gets the chat template.
 
     Raises BadSetting for one that is neither a text nor a list of ids below `vocabulary`, or that has no token.
     """
     out = []
     for number, prompt in enumerate(prompts):
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = _of_text(prompt, tokenizer, chat) if isinstance(prompt, str) else prompt
         if not isinstance(ids, list) or not ids or not all(type(id) is int and 0 <= id < vocabulary for id in ids):
             shown = json.dumps(prompt)
             raise BadSetting(
@@ -49,3 +52,11 @@ def tokens(prompts: Sequence[Any], tokenizer: Any, vocabulary: int, path: Path |
             )
         out.append(ids)
     return out
+
+
+def _of_text(text: str, tokenizer: Any, chat: bool) -> list[int]:
+    if not chat:
+        return tokenizer.encode(text)
+    turns = [{"role": "user", "content": text}]
+    templated = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(templated, add_special_tokens=False)  # the template has them

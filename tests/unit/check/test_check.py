@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import ask, prompts
 from dflash_sglang.check.acceptance import Acceptance, acceptance
-from dflash_sglang.check.arguments import divided
+from dflash_sglang.check.arguments import divided, settings_of
 from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
 from dflash_sglang.check.page import page
 from dflash_sglang.check.parting import Likelihood, Parting, first_difference, is_near_tie, margin
@@ -27,11 +28,11 @@ from dflash_sglang.check.run import bar
 from dflash_sglang.check.servers import steps_of
 from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import BROKEN_DRAFT, FINE, Judged, verdict
-from dflash_sglang.cli import main
+from dflash_sglang.cli import _parser, main
 from dflash_sglang.demo.server import free_port
 from dflash_sglang.observe.alarm import CHANCE, NONE, POSITIONS, STAYS, WINDOW, Alarm, Window
 from dflash_sglang.observe.counts import Totals
-from dflash_sglang.pair import held_out_prompts
+from dflash_sglang.pair import held_out_prompts, pair_directories
 
 ids = st.lists(st.integers(0, 3), max_size=12)
 
@@ -274,6 +275,37 @@ class Bytes:
 def test_prompts_are_texts_or_token_ids(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     assert prompts.tokens(prompts.read(tmp_path / name), Bytes(), 128, None) == [[97, 98], [1, 2]]
+
+
+def test_chat_gives_texts_the_template_and_leaves_token_ids_as_they_are():
+    class Chatty(Bytes):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [*[1] * add_special_tokens, *text.encode()]
+
+        def apply_chat_template(self, turns: Any, add_generation_prompt: bool, tokenize: bool) -> str:
+            assert add_generation_prompt and not tokenize
+            return "".join(f"<{turn['role'][0]}>{turn['content']}" for turn in turns) + "<a>"
+
+    asked = ["ab", [3]]
+    assert prompts.tokens(asked, Chatty(), 128, None, chat=True) == [list(b"<u>ab<a>"), [3]]
+    assert prompts.tokens(asked, Chatty(), 128, None) == [[1, 97, 98], [3]]
+
+
+def test_chat_asks_for_a_template_and_the_record_of_texts_is_no_baseline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = _parser().parse_args(["check", "--chat"])
+    found, plain = (settings_of(options, [], gpu=False) for options.chat in (True, False))
+    assert found.baseline is None and plain.baseline == packaged_baseline()
+    for role, path in pair_directories().items():
+        shutil.copytree(path, tmp_path / role, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "p").write_text("text")
+    template = tmp_path / "target" / "chat_template.jinja"
+    template.write_text("<{{ messages[0]['content'] }}>")
+    options = _parser().parse_args(["check", "--chat", "--target", "target", "--draft", "draft", "--prompts", "p"])
+    assert settings_of(options, [], gpu=False).prompts == (list(b"<text>"),)
+    template.unlink()
+    with pytest.raises(BadSetting, match="--chat: expected a target with a chat template"):
+        settings_of(options, [], gpu=False)
 
 
 @pytest.mark.parametrize("text, said", [
