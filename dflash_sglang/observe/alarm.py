@@ -73,6 +73,7 @@ class Alarm:
 
     def __init__(self, block: int) -> None:
         """block: width of the widest blocks."""
+        self.block = block
         self._positions = min(POSITIONS, block - 1)
         self._open: Totals | None = None
         self._seen: Window | None = None

@@ -61,6 +61,12 @@ class Totals(NamedTuple):
         verified = int(self.verified.sum())
         return int(self.accepted.sum()) / verified if verified else 0.0
 
+    @property
+    def drafting_accept_length(self) -> float:
+        """The same of the request-steps that verified a proposal; 0 without one."""
+        drafting = int(self.verified[:1].sum())
+        return 1 + int(self.accepted.sum()) / drafting if drafting else 0.0
+
     def since(self, before: Totals) -> Totals:
         """What came after `before`."""
         return Totals(*map(operator.sub, self, before))
@@ -81,6 +87,12 @@ class DoneStep(NamedTuple):
     nodes: int | None = None  # of each request's tree, whose positions all count as verified
     chain: int | None = None  # rows of each request, where its copy goes on beyond its block
     copied: np.ndarray | None = None  # [n] bool: a copy replaced the draft's proposals; None: of no request
+
+    @property
+    def proposals(self) -> np.ndarray:
+        """[n] verified proposals of each request, one of each position of a tree."""
+        rows = self.chain or self.width if self.lens is None else self.lens
+        return np.minimum(rows, self.most) - 1
 
 
 class Counts:
@@ -181,6 +193,7 @@ class Counts:
             "verified_rows": totals.rows,
             "committed_tokens": totals.committed,
             "accept_length": totals.accept_length,
+            "drafting_accept_length": totals.drafting_accept_length,
             "accept_rate": totals.accept_rate,
             "shapes": shapes,
         }

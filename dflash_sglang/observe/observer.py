@@ -64,6 +64,7 @@ class Observer:
         if reporter.current_scheduler_metrics_enabled:
             if self._series is None:
                 self._series = Series(reporter.metrics_collector)
+            reporter.stats.spec_accept_rate = steps.accept_rate  # for /v1/loads
             estimates = None if self._estimates is None else self._estimates()
             self._series.update(now, steps, shapes, self.split, estimates, self._alarm)
             if self._calibration is not None:

@@ -31,6 +31,7 @@ COUNTERS: dict[str, tuple[str, Sequence[str]]] = {
 }
 GAUGES: dict[str, tuple[str, Sequence[str]]] = {
     "accept_length": ("Committed tokens of a request-step, since the last decode line.", ()),
+    "drafting_accept_length": ("The same of request-steps that verified a proposal.", ()),
     "accept_rate": ("Accepted over verified proposals, since the last decode line.", ()),
     "accept_length_after_warm_up": ("Estimated accept length of the first steps above chance level.", ()),
     "estimated_over_width_1": ("Estimated tokens per second over those of steps of width 1, by step times.", ()),
@@ -48,6 +49,7 @@ class Series:
         from prometheus_client import Counter, Gauge
 
         self._labels: dict[str, Any] = collector.labels
+        self._rate_of_sglang = collector.spec_accept_rate  # where SGLang counts a whole block of every step
         counter, gauge = collector._counter_cls or Counter, collector._gauge_cls or Gauge
         self._metrics = {
             name: counter(name=f"dflash_{name}", documentation=text, labelnames=[*self._labels, *own])
@@ -82,17 +84,19 @@ class Series:
         self._count("drafted_proposals", totals.drafted)
         self._count("verified_rows", totals.rows)
         self._count("committed_tokens", totals.committed)
-        for name, by_position in (
-            ("verified_proposals", totals.verified),
-            ("accepted_proposals", totals.accepted),
-        ):
-            for position, proposals in enumerate(by_position.tolist(), start=1):
-                self._count(name, proposals, position)
+        by_position = zip(totals.verified.tolist(), totals.accepted.tolist(), strict=True)
+        for position, (verified, accepted) in enumerate(by_position, start=1):
+            if position < alarm.block or accepted:  # beyond it only copies have positions
+                self._count("verified_proposals", verified, position)
+                self._count("accepted_proposals", accepted, position)
         self._count("timed_steps", split.timed)
         for part, seconds in split.seconds.items():
             self._count("timed_step_seconds", seconds, part)
         self._set("accept_length", latest.accept_length)
+        if latest.verified[:1].any():
+            self._set("drafting_accept_length", latest.drafting_accept_length)
         self._set("accept_rate", latest.accept_rate)
+        self._rate_of_sglang.labels(**self._labels).set(latest.accept_rate)
         if alarm.before is not None:
             self._set("accept_length_after_warm_up", alarm.before.accept_length)
         if estimates is not None:

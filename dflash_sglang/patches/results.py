@@ -1,4 +1,4 @@
-"""What the scheduler tells of requests and of itself under DFLASH."""
+"""What scheduler and launcher tell of requests, and the scheduler of itself, under DFLASH."""
 
 from __future__ import annotations
 
@@ -33,6 +33,25 @@ def report_decode_stats(original: Callable[..., None], reporter: Any, *args: Any
         report = getattr(reporter.scheduler.draft_worker, "report_decode", None)  # of this package's worker only
         if report is not None:
             report(reporter)
+
+
+def of_an_answer(
+    original: Callable[..., None], manager: Any, meta_info: dict[str, Any], answers: Any, i: int
+) -> None:
+    """AROUND TokenizerManager._calculate_spec_decoding_metrics, of `meta_info`.
+
+    SGLang counts the proposals of a whole block in every step. The scheduler's worker counts those that were
+    verified, in a field of SGLang's that DFLASH leaves alone (`width.controller`).
+    """
+    original(manager, meta_info, answers, i)
+    if "spec_num_proposed_drafts" not in meta_info:
+        return
+    meta_info.pop("spec_cap_length", None)  # what SGLang makes of the field
+    meta_info["spec_num_proposed_drafts"] = proposed = answers.spec_num_cap_tokens[i]
+    if proposed:
+        meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / proposed
+    else:
+        del meta_info["spec_accept_rate"]
 
 
 def validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:

@@ -101,6 +101,10 @@ PATCHES: tuple[Patch, ...] = (
     _hook("openai-bodies", "launcher", "patches.request_bodies.handle_request", "c95935f87152",
           f"{_SRT}.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
           why="The same for OpenAI's endpoints."),
+    _hook("proposals-of-answers", "launcher", "patches.results.of_an_answer", "3edcb023b0a4",
+          f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+          why="An answer counts the proposals that were verified, not a block in every step.",
+          gain="observability"),
     # ---- The scheduler: requests and results -----------------------------------------------------------------
     _hook("request-checks", "scheduler", "patches.request_checks.validate_dflash_request", "41af38f03656",
           f"{_SRT}.speculative.dflash_utils.validate_dflash_request",

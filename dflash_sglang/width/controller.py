@@ -16,7 +16,7 @@ from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.verify.rows import Excluded
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from dflash_sglang.observe.observer import Observer
     from dflash_sglang.verify.step_clock import StepClock
@@ -40,6 +40,7 @@ class _Launched(NamedTuple):
     most: np.ndarray  # [n] tokens that it may commit of each request
     context_tokens: int  # of its requests together
     whole: str | None  # why it had to have the width of each request, or no trees
+    reqs: Sequence[Req]  # at least its requests, in their order
     result: StepResult
     start: Any  # end of the step before, as a `StepClock.mark`; None if none of its requests is in this one
     end: Any
@@ -69,7 +70,7 @@ class WidthController:
         self._policy, self._states, self._limit, self._clock = policy, states, limit, clock
         self._observer = observer
         self._chosen: Step | None = None  # the latest step with requests
-        self._of_chosen: tuple[int, str | None] = 0, None  # its context tokens, and why it needs whole blocks
+        self._of_chosen: tuple[int, str | None, Sequence[Req]] = 0, None, ()  # its fields of `_Launched`
         self._launched: deque[_Launched] = deque()
         self._last_end: Any = None  # of the latest step, unless a step of other ranks came after it
         self._new: set[int] = set()  # slots of requests that were admitted since
@@ -116,7 +117,7 @@ class WidthController:
                 whole = "min_width"
             if whole is None and requests <= self._policy.most_trees:
                 whole = excluded.trees
-            self._chosen, self._of_chosen = step, (context_tokens, whole)
+            self._chosen, self._of_chosen = step, (context_tokens, whole, batch.reqs)
         else:  # it has no result
             self._policy.verified(step, [])
             self._last_end = None
@@ -160,6 +161,8 @@ class WidthController:
             copied = None if promised is None else promised > 0
             step = DoneStep(width, accepted, done.most, lens, done.whole, nodes, chain, copied)
             self._observer.verified(step, done.context_tokens)
+            if width > PLAIN:
+                _count_proposals(done.reqs, step.proposals.tolist())
 
     def _log_change(self, kind: Kind, requests: int) -> None:
         """One line if the shape has changed, not more often than every `LOG_SECONDS`."""
@@ -189,6 +192,14 @@ class WidthController:
             "dflash_width": self._policy.snapshot(),
             "dflash_acceptance": self._observer.snapshot(),
         }
+
+
+def _count_proposals(reqs: Sequence[Req], proposals: Sequence[int]) -> None:
+    """Adds verified proposals [n] to what requests are told of, see `patches.results.of_an_answer`. SGLang counts
+    no step of a request that has ended or was retracted."""
+    for req, verified in zip(reqs, proposals, strict=False):
+        if not (req.is_retracted or req.finished()):
+            req.spec_num_cap_tokens += verified
 
 
 def new_requests(batch: ScheduleBatch, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -28,6 +28,7 @@ TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 PROMPTS = [list(text.encode()) for text in held_out_prompts() if len(text) > 150][:16]
 NEW_TOKENS = 100
+RATES = ("sglang:spec_accept_rate", "dflash_accept_rate")  # the same
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def test_counts_are_those_of_the_answers_in_server_info_prometheus_and_the_log(s
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     accepted = accepted_proposals(answers)
     assert accepted.total() == steps > 100
+    assert sum(answer["meta_info"]["spec_num_proposed_drafts"] for answer in answers) == 15 * steps
     assert told["verified"] == [steps] * 15
     assert told["accepted"] == [
         sum(count for proposals, count in accepted.items() if proposals >= position) for position in range(1, 16)
@@ -99,6 +101,10 @@ def test_counts_are_those_of_the_answers_in_server_info_prometheus_and_the_log(s
     assert values["dflash_steps_total", "16", "whole", "not_ragged"] == told["steps"]
     assert values["dflash_alarm", "fell"] == 0
     sglang = re.search(r"sglang:spec_accept_length\{([^}]*)\}", server.text("/metrics"))
+    rates = [
+        re.search(rf"^{name}\{{[^}}]*\}} ([\d.e-]+)$", server.text("/metrics"), re.MULTILINE) for name in RATES
+    ]
+    assert len({rate and float(rate[1]) for rate in rates} - {None}) == 1
     assert sglang and {sample.labels["tp_rank"] for sample in series["dflash_accept_length"]} == {"0"}
     assert 'tp_rank="0"' in sglang[1]
 

@@ -131,6 +131,13 @@ def test_a_request_is_drafted_for_no_further_than_it_allows_and_others_are_not_h
     assert accepted_proposals(answers[:1]) == {0: 159}
     assert 0 < max(accepted_proposals(answers[3:4])) < 3
     assert max(accepted_proposals(answers[4:])) >= 3
+    infos = [answer["meta_info"] for answer in answers]
+    proposed = [info["spec_num_proposed_drafts"] for info in infos]
+    assert proposed[0] == 0 and "spec_accept_rate" not in infos[0]
+    assert proposed[3] <= 2 * infos[3]["spec_verify_ct"]
+    for info, of in zip(infos[1:], proposed[1:], strict=True):
+        assert 0 < info["spec_num_correct_drafts"] <= of
+        assert info["spec_accept_rate"] == info["spec_num_correct_drafts"] / of and "spec_cap_length" not in info
 
 
 def test_requests_that_all_allow_one_token_are_decoded_plainly(ours, plain):

@@ -64,7 +64,9 @@ def test_the_accept_rate_is_of_what_was_verified_whatever_the_width() -> None:
     counts = Counts(16, ragged=False, chooses=False)
     for width, accepted in ((16, 3), (4, 3), (1, 0)):
         added(counts, dict(width=width, lens=None, most=[16], accepted=[accepted]))
-    assert counts.totals().accept_rate == 6 / 18
+    totals = counts.totals()
+    assert totals.accept_rate == 6 / 18
+    assert (totals.accept_length, totals.drafting_accept_length) == (3, 4)
 
 
 def test_a_tree_verifies_its_nodes_and_drafts_a_block() -> None:

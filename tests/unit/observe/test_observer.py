@@ -48,6 +48,13 @@ def test_a_rank_that_does_not_log_has_the_alarms_state_too(caplog):
     assert [record.message for record in caplog.records if "raised" in record.message] == [f"raised {CHANCE}"]
 
 
+def positions(registry: CollectorRegistry) -> list[int]:
+    """That have series, of verified and of accepted proposals."""
+    names = ("dflash_verified_proposals_total", "dflash_accepted_proposals_total")
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    return [int(one.labels["position"]) for name in names for one in samples if one.name == name]
+
+
 @pytest.mark.parametrize("estimates", [None, (1.5, 2.0)])
 def test_a_server_has_series_only_of_rates_that_it_estimates_and_of_copies_that_it_proposes(estimates):
     registry = CollectorRegistry()
@@ -55,21 +62,39 @@ def test_a_server_has_series_only_of_rates_that_it_estimates_and_of_copies_that_
         labels={"model_name": "M"},
         _counter_cls=partial(Counter, registry=registry),
         _gauge_cls=partial(Gauge, registry=registry),
+        spec_accept_rate=Gauge("sglang_rate", "SGLang's.", ["model_name"], registry=registry),
     )
     reporter = SimpleNamespace(
-        is_stats_logging_rank=False, current_scheduler_metrics_enabled=True, metrics_collector=collector
-    )
+        is_stats_logging_rank=False, current_scheduler_metrics_enabled=True, metrics_collector=collector,
+        stats=SimpleNamespace(),
+    )  # fmt: skip
     causes: Any = SimpleNamespace(context_tokens=0)
-    counts = Counts(BLOCK, ragged=False, chooses=estimates is not None)
+    counts = Counts(4 * BLOCK, ragged=False, chooses=estimates is not None)
     bins = {"from": [0.9, 0.0], "verified": [5.0, 3.0], "expected": [4.8, 0.5], "accepted": [4.0, 1.0]}
     told = [None, None] if estimates is None else [lambda: estimates, lambda: bins]
     of_copies = {"proposed": 30, "beyond_block": 10, "accepted": 20, "mean_match": 9.5}
     copied = None if estimates is None else lambda: of_copies
     observer = Observer(counts, Alarm(BLOCK), causes, told[0], StepSplit(Clock()), told[1], copied)
     observer.verified(DoneStep(BLOCK, np.ones(1, np.int64), np.full(1, BLOCK)), 100)
+    for accepted, rows in (
+        (0, 1),
+        (BLOCK - 1, 2 * BLOCK),
+    ):  # a step that drafts nothing, and a copy beyond the block
+        observer.verified(DoneStep(min(rows, BLOCK), [accepted], np.full(1, 4 * BLOCK), chain=rows), 100)
     observer.report(reporter)
     found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
-    assert found["dflash_accept_length"] == 2 and "dflash_accept_length_after_warm_up" not in found
+    assert found["dflash_accept_length"] == 1 + BLOCK / 3 and "dflash_accept_length_after_warm_up" not in found
+    assert found["dflash_drafting_accept_length"] == 1 + BLOCK / 2
+    rate = BLOCK / (BLOCK - 1 + 2 * BLOCK - 1)
+    assert reporter.stats.spec_accept_rate == found["sglang_rate"] == found["dflash_accept_rate"] == rate
+    assert positions(registry) == [*range(1, BLOCK)] * 2
+    observer.verified(DoneStep(BLOCK, [BLOCK + 1], np.full(1, 4 * BLOCK), chain=2 * BLOCK), 100)
+    observer.report(reporter)
+    assert positions(registry) == [*range(1, BLOCK + 2)] * 2
+    observer.verified(DoneStep(1, [0], np.full(1, BLOCK)), 100)
+    observer.report(reporter)
+    found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
+    assert (found["dflash_accept_length"], found["dflash_drafting_accept_length"]) == (1, BLOCK + 2)
     names = ("dflash_estimated_over_width_1", "dflash_estimated_over_block")
     assert tuple(found.get(name) for name in names) == (estimates or (None, None))
     names = ("copied_proposals", "copied_beyond_blocks", "accepted_copies")

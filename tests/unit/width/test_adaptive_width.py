@@ -109,10 +109,20 @@ def adaptive(widths: list[Any], limits: list[Any] | None = None) -> tuple[Any, P
     return made, policy, clock
 
 
+class Req:
+    """What SGLang's has of proposals, and of a request that it counts no step of."""
+
+    def __init__(self, retracted: bool = False, ended: bool = False) -> None:
+        self.spec_num_cap_tokens, self.is_retracted, self.ended = 0, retracted, ended
+
+    def finished(self) -> bool:
+        return self.ended
+
+
 def decoding(*slots: int, context: int = 0) -> Any:
     rows = torch.tensor(slots, dtype=torch.int64)
     return SimpleNamespace(
-        reqs=[None] * len(slots),
+        reqs=[Req() for _ in slots],
         req_pool_indices_cpu=rows,
         seq_lens_sum=None,  # where attention takes lengths from the GPU
         spec_info=SimpleNamespace(committed_sum=context),
@@ -176,6 +186,21 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_
     assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, 5.5, 2.0, 8.0, None]
     assert widths.used == [16, 8, 8, "widest", 4, 4, "widest", 4, "widest", 2]
     assert policy.prefills == [0, 20, 10]
+
+
+def test_requests_are_told_of_the_proposals_that_were_verified() -> None:
+    widths, policy, _ = adaptive([1, 8, 8, Kind(BLOCK, nodes=32)])
+    slots = (1, 2, 3, 4)
+    widths.admit(prefilled({slot: None for slot in slots[:3]} | {4: {"dflash": {"max_width": 3}}}))
+    batch = decoding(*slots)
+    batch.reqs = reqs = [Req(), Req(retracted=True), Req(ended=True), Req()]
+    told = []
+    for lens in (None, None, [5, 2, 2, 5], None):
+        result = launch(widths, batch, None, None if lens is None else torch.tensor(lens))
+        batch.reqs = [*reqs]  # SGLang makes new lists, too
+        come_back(widths, result, [0] * 4)
+        told.append([req.spec_num_cap_tokens for req in reqs])
+    assert told == [[0] * 4, [7, 0, 0, 2], [11, 0, 0, 4], [26, 0, 0, 6]]
 
 
 def test_requests_that_another_server_has_prefilled_are_no_interruption() -> None:
