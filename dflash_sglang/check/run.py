@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.bench.versions import versions
+from dflash_sglang.broken import POSITIONS, Window
 from dflash_sglang.check import ask
 from dflash_sglang.check.acceptance import acceptance
 from dflash_sglang.check.arguments import Settings, settings_of
@@ -25,7 +26,6 @@ from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import GOOD, Judged
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Client, ServerFailed
-from dflash_sglang.observe.alarm import POSITIONS, Window
 
 BAR = 24  # characters of a full progress bar
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.broken import Window
 from dflash_sglang.check.arguments import Settings
 from dflash_sglang.check.parting import ROUNDING
 from dflash_sglang.checkpoint import read_config
@@ -22,7 +23,6 @@ from dflash_sglang.demo import launch
 from dflash_sglang.demo.launch import OURS, PLAIN
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Client, Server, ServerFailed
-from dflash_sglang.observe.alarm import Window
 
 NAMES = {OURS: "DFLASH", PLAIN: "plain"}
 POOL = 20_000  # tokens of a CPU server's KV pool, at least

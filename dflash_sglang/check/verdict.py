@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dflash_sglang.broken import CHANCE_LENGTH, Window
 from dflash_sglang.check.acceptance import Acceptance
 from dflash_sglang.check.baseline import Baseline
 from dflash_sglang.check.parting import Parting
-from dflash_sglang.observe.alarm import CHANCE_LENGTH, Window
 
 FINE, DEFECT, BELOW_BASELINE, BROKEN_DRAFT = "fine", "defect", "below baseline", "broken draft"
 WEAK = "weak on these prompts"
