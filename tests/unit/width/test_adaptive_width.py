@@ -191,7 +191,7 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_
 def test_requests_are_told_of_the_proposals_that_were_verified() -> None:
     widths, policy, _ = adaptive([1, 8, 8, Kind(BLOCK, nodes=32)])
     slots = (1, 2, 3, 4)
-    widths.admit(prefilled({slot: None for slot in slots[:3]} | {4: {"dflash": {"max_width": 3}}}))
+    policy.requests.admit(np.array(slots), 0, [BLOCK, BLOCK, BLOCK, 3])
     batch = decoding(*slots)
     batch.reqs = reqs = [Req(), Req(retracted=True), Req(ended=True), Req()]
     told = []
