@@ -75,6 +75,9 @@ class _Command(argparse.ArgumentParser):
 
     takes_launch_flags = False
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and not self.takes_launch_flags:
@@ -83,7 +86,7 @@ class _Command(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang")
+    parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dflash-sglang {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
     commands.add_parser("pair", help="print the directories of the packaged target and draft as JSON")
@@ -96,7 +99,6 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="say what a launch would do, from checkpoints and flags alone",
         usage="dflash-sglang doctor --target DIR --draft DIR [--json] [flags of sglang.launch_server]",
-        allow_abbrev=False,
     )
     doctor.add_argument(
         "--target", "--model-path", "--model", required=True, help="directory or name of the target"
