@@ -207,6 +207,8 @@ def _patches(options: argparse.Namespace) -> int:
             print(f"{patch.name:22}{found[patch.name]:16}{patch.kind:20}{patch.target}")
             print(f"{'':22}{patch.why} Gain: {patch.gain}. In {patch.by}.")
     differing = [name for name, state in found.items() if state != MATCHES]
+    if not options.json:
+        print(f"{len(found)} patches, {len(found) - len(differing)} of them fit")
     if differing:
         print(f"{len(differing)} of {len(found)} patches do not fit: {', '.join(differing)}", file=sys.stderr)
     return 1 if differing else 0
