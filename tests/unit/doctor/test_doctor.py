@@ -176,6 +176,16 @@ def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2(examin
     assert code == 2 and said["unreadable"] == "unrecognized arguments: --no-such-flag 3"
 
 
+@pytest.mark.parametrize("flag", [
+    "--is-embedding", "--encoder-only", "--dllm-algorithm=LowConfidence", "--weight-cache-mode=client",
+    "--prefill-only-disable-kv-cache", "--debug-tensor-dump-input-file=ids.npy",
+    "--enable-return-aux-hidden-states",
+])  # fmt: skip
+def test_a_launch_that_decodes_nothing_or_without_a_draft_is_refused(flag: str, examined: Any) -> None:
+    code, said = examined(flag)
+    assert code == 1 and [refusal["field"] for refusal in said["refused"]] == [flag.partition("=")[0]]
+
+
 def test_a_draft_of_another_worker_is_fine_and_says_why(examined: Any, tmp_path: Path) -> None:
     config = json.loads(Path(PAIR["draft"], "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "eagle"}))

@@ -264,6 +264,20 @@ def test_the_class_of_a_target_is_the_one_that_sglang_takes() -> None:
     assert {name: next(defined_classes(name), None) for name in able} == able
 
 
+@pytest.mark.matrix(target="generates no tokens", draft="any", kv="any", outcome="refused")
+@pytest.mark.parametrize(("changed", "flags", "message"), [
+    ({}, ("--is-embedding",), "--is-embedding=True: expected unset with DFLASH: SGLang answers with embeddings"),
+    *(({"architectures": [name]}, (), f"target config architectures=['{name}']: expected a target that generates")
+      for name in ("Qwen3ForSequenceClassification", "Qwen3Model", "BertModel")),
+])  # fmt: skip
+def test_a_launch_that_generates_no_tokens_is_refused(
+    launcher: Launcher, changed: dict[str, Any], flags: tuple[str, ...], message: str
+) -> None:
+    target = launcher.write(target_config(**changed), weights=False)
+    said = launcher.launch(launcher.draft, *flags, target=target)
+    assert said is not None and said.startswith(message) and "\n" not in said, said
+
+
 # ---- Weights -----------------------------------------------------------------------------------------------
 
 
