@@ -17,6 +17,7 @@ from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.bench.trace import TraceError
 from dflash_sglang.check import arguments as check_arguments
 from dflash_sglang.checkpoint.fields import described
+from dflash_sglang.checkpoint.files import no_such_directory
 from dflash_sglang.demo.server import ServerFailed
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.pair import held_out_prompts, pair_directories
@@ -174,6 +175,8 @@ def _hot_vocab(options: argparse.Namespace) -> int:
                 with _expected("--text", path, "a file of UTF-8 text"):
                     files.append(stack.enter_context(path.open(encoding="utf-8", newline="")))
             with _expected("--tokenizer", options.tokenizer, "the directory or name of a tokenizer"):
+                if no_such_directory(options.tokenizer):
+                    raise OSError("no such directory")
                 tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
             texts = itertools.chain.from_iterable(map(pieces, options.text, files))
             tokens, share = most_frequent(tokenizer, texts, options.size)

@@ -23,6 +23,7 @@ from dflash_sglang.checkpoint.files import (
     TensorFacts,
     config_directory,
     missing_files,
+    no_such_directory,
     read_config,
     tensor_facts,
 )
@@ -59,23 +60,24 @@ def read_checkpoints(server_args: Any) -> Checkpoints:
     """Raises Unreadable where one of them is not on this machine, has no config.json, or is a target whose files
     are not whole."""
     target = server_args.model_path
-    directories = []
+    directories, configs = [], []
     for flag, path, revision in (
         ("--target", target, server_args.revision),
         ("--draft", server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision),
     ):
         try:
             directory = config_directory(path, revision)
-            read_config(directory)
+            configs.append(read_config(directory))
         except (OSError, ValueError) as error:
             expected = "a directory, or a downloaded repository, with a config.json"
             fix = "Correct it."
-            if not Path(path).exists():
+            if not (Path(path).exists() or no_such_directory(path)):
                 fix = "doctor downloads nothing: give a directory, or download it first."
             raise Unreadable(f"{flag} {path}: expected {expected} ({described(error)}). {fix}") from error
         directories.append(directory)
-    if (reason := mixed_up(*directories)) is not None:
-        raise Unreadable(f"--target {target}: {reason}")
+    same = directories[0].resolve() == directories[1].resolve()
+    if (mistake := mixed_up(configs[0], configs[1], same)) is not None:
+        raise Unreadable(f"--target {target}: {mistake}")
     try:
         missing = missing_files(directories[0])
         tensors = tensor_facts(directories[0])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
-from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
+from dflash_sglang.checkpoint.families import Foreign, check_family, foreign, mixed_up
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
@@ -90,6 +90,10 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     if holds_mtp(config):
         _check_mtp(cfg, server_args, config, serving, problems)
         return None
+    same = Path(cfg.model_path).resolve() == Path(serving.draft_path).resolve()
+    mistake = mixed_up({"architectures": target_config.hf_config.architectures}, config, same)
+    if mistake is not None:
+        raise StartupError([*problems, Problem("--model-path", cfg.model_path, mistake.expected, mistake.fix)])
     check_family(config)
     other = foreign(config) or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
     if other is not None:

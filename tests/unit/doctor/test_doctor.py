@@ -227,6 +227,8 @@ def test_a_directory_that_is_not_there_is_named(role: str, examined: Any) -> Non
     assert code == 2 and said["unreadable"].startswith(
         f"--{role} /no/such: expected a directory, or a downloaded "
     )
+    assert said["unreadable"].endswith("(OSError: no such directory). Correct it.")
+    code, said = examined(**{role: "nobody/such"})
     assert said["unreadable"].endswith("doctor downloads nothing: give a directory, or download it first.")
 
 

@@ -293,7 +293,8 @@ def test_layers_in_fp8_are_refused(checkpoint: Path, tmp_path: Path, launcher: N
 
 
 def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
-    assert "multi-token-prediction layers" in (mixed_up(checkpoint, checkpoint) or "")
+    config = read_config(checkpoint)
+    assert "multi-token-prediction layers" in str(mixed_up(config, config, same=True))
 
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")

@@ -543,7 +543,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
     "a draft that is not there": (
         None,
         ["--speculative-draft-model-path", "/nowhere/draft"],
-        ["--speculative-draft-model-path='/nowhere/draft': expected a DFlash draft's directory"],
+        ["--speculative-draft-model-path='/nowhere/draft': expected a DFlash", "Correct it: no such directory"],
     ),
     "a draft that is a file": (
         None,
