@@ -20,7 +20,7 @@ from dflash_sglang.patches import mtp_config
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from dflash_sglang.startup.facts import StartupError
-from tests.support.start_up import hook_config_parser
+from tests.support.start_up import hook_configs
 from tests.unit.startup.test_validation import launch_arguments
 from tests.zoo import mimo_v2, step3p5
 
@@ -44,7 +44,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         hooks.handle_speculative_decoding(original, server_args)
 
     monkeypatch.setitem(resolution_hooks._HOOKS, "handle_speculative_decoding", [resolve])
-    hook_config_parser(monkeypatch)
+    hook_configs(monkeypatch)
     original = ModelConfig._config_draft_model
 
     def config_draft_model(config: Any) -> None:

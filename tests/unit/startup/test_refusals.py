@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from dflash_sglang import hooks
 from dflash_sglang.startup.facts import StartupError
-from tests.support.start_up import hook_config_parser, refused
+from tests.support.start_up import hook_configs, refused
 from tests.support.tiny import draft_config, make_pair, target_config
 from tests.unit.checkpoint.test_dflash2_config import dflash2_config
 from tests.unit.startup.test_validation import launch_arguments
@@ -45,13 +45,18 @@ class Launcher:
             (directory / "model.safetensors").symlink_to(self.draft / "model.safetensors")
         return directory
 
-    def launch(self, draft: Path, *extra: str, target: Path | None = None) -> str | None:
-        """The one line that ends the launcher, None where it does not end."""
+    def resolved(self, draft: Path, *extra: str, target: Path | None = None) -> Any:
+        """The server arguments of a launch. Raises StartupError."""
         from sglang.srt.server_args import prepare_server_args
 
-        arguments = launch_arguments(target or self.target, draft, list(extra))
+        server_args = prepare_server_args(launch_arguments(target or self.target, draft, list(extra)))
+        server_args.resolve_once()
+        return server_args
+
+    def launch(self, draft: Path, *extra: str, target: Path | None = None) -> str | None:
+        """The one line that ends the launcher, None where it does not end."""
         try:
-            prepare_server_args(arguments).resolve_once()
+            self.resolved(draft, *extra, target=target)
         except StartupError as error:
             first, *problems = str(error).splitlines()
             assert first == "DFLASH cannot start:" and len(problems) == len(error.problems)
@@ -69,7 +74,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(resolution_hooks._HOOKS, "handle_speculative_decoding", [resolve])
-        hook_config_parser(patch)
+        hook_configs(patch)
         patch.setattr(hooks, "_resolved", None)
         patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
         patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
@@ -273,6 +278,41 @@ def test_a_launch_that_generates_no_tokens_is_refused(
     target = launcher.write(target_config(**changed), weights=False)
     said = launcher.launch(launcher.draft, *flags, target=target)
     assert said is not None and said.startswith(message) and "\n" not in said, said
+
+
+# ---- The target's flag for its config ----------------------------------------------------------------------
+
+OVERRIDES: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "block_size": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    "num_hidden_layers": 5,  # as the target has
+    "max_position_embeddings": 96,
+}
+
+
+@pytest.mark.parametrize("field", OVERRIDES)
+def test_no_key_of_the_flag_for_the_targets_config_reaches_the_draft(launcher: Launcher, field: str) -> None:
+    from dflash_sglang.sglang_names.launcher import draft_model_config_of, model_config_of, resolving_view
+
+    drafts = {}
+    for flags in ([], ["--json-model-override-args", json.dumps({field: OVERRIDES[field]})]):
+        server_args = launcher.resolved(launcher.draft, *flags)
+        drafts[bool(flags)] = draft_model_config_of(server_args, str(launcher.draft)).hf_config.to_dict()
+        assert resolving_view(server_args).speculative_num_draft_tokens == 8
+    targets, wanted = getattr(model_config_of(server_args).hf_config, field), OVERRIDES[field]
+    assert targets == wanted or wanted.items() <= targets.items()
+    assert drafts[True] == drafts[False]
+
+
+def test_the_class_of_a_target_is_the_one_that_sglang_takes() -> None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    from dflash_sglang.startup.target_class import CAPTURE_METHODS, defined_classes
+
+    able = {n: m for n, m in ModelRegistry.models.items() if any(hasattr(m, method) for method in CAPTURE_METHODS)}
+    assert len(able) > 40 and able.keys() < ModelRegistry.models.keys()
+    assert {name: next(defined_classes(name), None) for name in able} == able
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
