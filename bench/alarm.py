@@ -8,7 +8,6 @@ windows of its text. The file says what was accepted and what the alarm said.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.report import claim, finish
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import ON_CPU, OURS, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.observe.alarm import FELL, NONE, POSITIONS, STAYS, WINDOW, Window
@@ -203,7 +203,7 @@ def case(server: Server, pair: str, name: str, text: Text) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     cases = []

@@ -21,7 +21,6 @@ blocks of one width, and the outcome known beforehand.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import report
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.pair import held_out_prompts
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft, generate
@@ -228,7 +228,7 @@ def claims(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--new-tokens", type=int, default=256, help="of each prompt")
     arguments = parser.parse_args()

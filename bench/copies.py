@@ -23,7 +23,6 @@ characters on average.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import random
@@ -44,6 +43,7 @@ from bench.load import Load, OfTexts, Outcome
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import SPREAD, take_turns, watch
 from bench.widths import BLOCK, PAIR_RECORD, since, told
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -239,7 +239,7 @@ def claims(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS], accept_length=0)
     parser.add_argument("--texts", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])

@@ -17,7 +17,6 @@ The claims are what decides whether copies are worth building (go or no-go), for
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -29,6 +28,7 @@ import torch
 
 from bench import report
 from bench.tree_kernels import microseconds
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.find_copy import CopyRows, CopyTables, find_copies, write_copies
 
 BLOCK, VOCAB, PERIOD = 16, 151936, 17
@@ -38,7 +38,7 @@ BUDGETS = {(1, 131072): 20, (64, 32768): 60}  # us, by requests and tokens of co
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768, 131072])

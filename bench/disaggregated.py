@@ -9,7 +9,6 @@ pool. Acceptance is forced, so neither matters. Requests come in waves: no prefi
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from bench import report
 from bench.load import take_turns
 from bench.servers import Candidate, add_load_options, add_options, at_each_concurrency, load_of, parse
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS
 from dflash_sglang.demo.server import Server
 
@@ -49,7 +49,7 @@ def per_token(figure: Mapping[str, list[float]]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS, BUILT_IN], accept_length=6.4)
     add_load_options(parser, [1, 8, 32])
     arguments = parse(parser)

@@ -10,7 +10,6 @@ default.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench import report
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.pair import held_out_prompts
 from training.evaluate import load_pair
 from training.reference import generate
@@ -63,7 +63,7 @@ def measure(target: Any, draft: Any, prompts: list[list[int]]) -> dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
     target, draft, tokenizer = load_pair()

@@ -9,7 +9,6 @@ where the copy is the default.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from bench import report
 from bench.pair import decode, pair_server, prompts_of_pair
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, wait_for, worker_line
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 
@@ -40,7 +40,7 @@ def measure(form: str, flags: Sequence[str], prompts: Sequence[Sequence[int]], l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")
     arguments = parser.parse_args()

@@ -8,7 +8,6 @@ one after the other. Random weights do, with few flags: `bench/figures.sh GPU dr
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from bench import report
 from bench.running_requests import start
 from bench.servers import add_model_options
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS
 from dflash_sglang.demo.signals import signals_as_exit
 
@@ -32,7 +32,7 @@ def claims(figures: Mapping[str, Mapping[str, Any]], requests: int) -> list[dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_model_options(parser)
     parser.add_argument("--requests", type=int, default=48, help="that may run at a time")
     arguments = parser.parse_args()

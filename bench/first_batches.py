@@ -23,6 +23,7 @@ from bench.load import Answer, Load, ask
 from bench.servers import Candidate, add_options, parse, server_of
 from bench.startup import HEALTH_ALONE, PAUSE, POLL_SECONDS
 from bench.widths import BLOCK
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
@@ -85,7 +86,7 @@ def claims(figures: Mapping[str, Sequence[Mapping[str, Sequence[float]]]]) -> li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS], accept_length=0)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="of a batch")
     parser.add_argument("--output", type=int, default=253, help="tokens of an answer: the first and whole steps")

@@ -10,7 +10,6 @@ token, as `--speculative-draft-model-quantization fp8` and `draft_head: fp8` com
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from bench import report
 from bench.draft_fp8 import GAIN as DRAFT_GAIN
 from bench.draft_fp8 import quantise
 from bench.draft_head import GAIN as HEAD_GAIN
+from dflash_sglang.bench.script import script_parser
 from training.data import Corpus
 from training.draft import walk_accept_length
 from training.modeling import DraftModel
@@ -79,7 +79,7 @@ def measure(target: Any, draft: DraftModel, prompts: Tensor) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--pairs", type=Path, nargs="+", required=True)
     parser.add_argument("--prompts", type=int, default=512)

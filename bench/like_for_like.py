@@ -32,6 +32,7 @@ from bench.servers import Candidate, add_options, parse, together
 from bench.steady import WARM_UP, occupy, watch
 from bench.step_profile import figures_of, of_concurrency
 from bench.widths import ACCEPTANCE, BLOCK, forced, mean_length, since, told, with_coins
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.bench.table import step_table
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.progress import Progress
@@ -147,7 +148,7 @@ def claims(group: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=0)
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--acceptance", choices=["good", "poor"], default="good")

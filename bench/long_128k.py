@@ -14,7 +14,6 @@ All servers start at once; those of the pair end before a step is timed. In Qwen
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 from bench import long_context, report
 from bench.load import Load, ask
 from bench.servers import Candidate, add_options, parse, server_of
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -99,7 +99,7 @@ def claims_of(figures: Mapping[str, Any], accepted: Mapping[str, Any], rounds: i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS], accept_length=6.4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32_000, 130_000])
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer")

@@ -25,6 +25,7 @@ from typing import Any
 
 from bench import report
 from dflash_sglang import pair
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import ON_CPU, OURS, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.server import Server
 
@@ -151,7 +152,7 @@ def claims_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--multiples", type=int, nargs="+", default=[1, 4, 16])

@@ -26,6 +26,7 @@ from typing import Any
 
 from bench import report
 from bench.device_memory import GB, installed, lines
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -157,7 +158,7 @@ def server_of(arguments: argparse.Namespace, scratch: Path) -> Server:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("--out", type=Path)

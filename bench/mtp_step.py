@@ -25,6 +25,7 @@ from typing import Any
 from bench import report, serve
 from bench.servers import Candidate, add_load_options, add_options, at_each_concurrency, parse
 from bench.step3p5 import FOR_SGLANG, FULL, MTP_LAYERS, SLIDING, hub_config
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, PLAIN
 from dflash_sglang.demo.server import Server, ServerFailed
 
@@ -145,7 +146,7 @@ def claims(figures: Mapping[str, Any], length: float) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS, EAGLE], accept_length=3)
     add_load_options(parser, [1, 32])
     parser.add_argument("--shape", choices=list(SHAPES), default="flash")

@@ -8,7 +8,6 @@ by one, greedy, as many new tokens as the record has, and compares with `dflash_
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 from bench import report
 from dflash_sglang import pair
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo import launch
 from dflash_sglang.demo.launch import OURS, PLAIN, model_flags, new_server, wait_for
 from dflash_sglang.demo.server import Server
@@ -61,7 +61,7 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int, **
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
     record = json.loads((Path(pair.__file__).parent / "record.json").read_text())["evaluation"]

@@ -40,6 +40,7 @@ from bench.pair import prompts_of_pair
 from bench.servers import Candidate, add_options, parse, server_of, together
 from bench.steady import RAMP, SPREAD, WARM_UP, clients, occupy, watch
 from bench.widths import ACCEPTANCE, BLOCK, mean_length, since, told
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -140,7 +141,7 @@ def claims(starts: Mapping[str, Sequence[float]], loads: Mapping[str, Any], kept
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS], accept_length=0)
     parser.add_argument("--before", required=True, type=Path, help="the other checkout")
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32, 64, 128])

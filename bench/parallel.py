@@ -30,6 +30,7 @@ from bench.servers import environment_of
 from bench.step_profile import MARGIN, figures_of
 from dflash_sglang.bench import profile
 from dflash_sglang.bench.random_pair import write_pair
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.bench.settings import PROFILED_TOKENS
 from dflash_sglang.demo.launch import BUILT_IN, ON_CPU, OURS, PLAIN, model_flags
 from dflash_sglang.demo.progress import Progress
@@ -160,7 +161,7 @@ def concurrency_and_output(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["tp2", "dpa2"])
     parser.add_argument("--gpus", help="of the servers, as in CUDA_VISIBLE_DEVICES; all by default")

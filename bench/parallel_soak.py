@@ -31,6 +31,7 @@ from bench.servers import environment_of
 from bench.uneven import PHASES, astray, compared, phases
 from dflash_sglang import pair
 from dflash_sglang.bench.random_pair import write_pair
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, PLAIN, model_flags
 from dflash_sglang.demo.server import free_port
 from tests.soak.checks import as_plain, compare, problems
@@ -189,7 +190,7 @@ class LayoutSoak:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--layout", required=True, choices=list(LAYOUTS))
     parser.add_argument(
         "--seconds", type=float, required=True, help="of load; at least a round of phases and one more"

@@ -8,7 +8,6 @@ turns. The better kind is the default of DFLASH_SGLANG_CONFIG's `proposals`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shlex
@@ -20,6 +19,7 @@ from typing import Any, get_args
 
 from bench import report
 from bench.pair import decode, pair_server, prompts_of_pair
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, ProposalKind
 
@@ -32,7 +32,7 @@ FIGURES = ("new_tokens_after_the_first_per_step", "tokens_per_second")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of every server, one string")

@@ -9,7 +9,6 @@ whose server does not start, or runs another worker, is a claim that fails, with
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import re
@@ -25,6 +24,7 @@ from bench import report
 from bench.pair import decode, pair_server, prompts_of_pair
 from bench.quantised_table import launches_per_layer
 from dflash_sglang import pair
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server, ServerFailed
 from training.calibrate import read_inputs
@@ -113,7 +113,7 @@ def beside_bf16(measured: dict[str, Any], bf16: dict[str, Any], plain: dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     arguments = parser.parse_args()

@@ -5,11 +5,12 @@ python -m bench.quantised_table FILE
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from dflash_sglang.bench.script import script_parser
 
 HEAD = """\
 | scheme | context KV | accept length over bf16 | launches per layer | step time over bf16 |
@@ -44,7 +45,7 @@ def _number(measured: Mapping[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("report", type=Path, metavar="FILE")
     print(HEAD, *rows(json.loads(parser.parse_args().report.read_text())), sep="\n")
 

@@ -17,7 +17,6 @@ rows             tokens a request and step where so many rows of each are verifi
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from bench.tree_accept import continued, marginal_logits
 from bench.widths import PAIR_RECORD
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.verify.record import AcceptanceRecord
@@ -117,7 +117,7 @@ def statistics(record: AcceptanceRecord) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path, default=PAIR_RECORD)
     parser.add_argument("--prompts", type=int, default=40, help="the shortest ones")
     parser.add_argument("--new-tokens", type=int, default=128, help="of each prompt")

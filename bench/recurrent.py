@@ -17,7 +17,6 @@ accept length that the coins have in the long run, so that the few coins of one 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -33,6 +32,7 @@ from bench.load import Load, rotated
 from bench.servers import add_options, parse, server_of
 from bench.steady import SPREAD, WARM_UP, occupy, watch
 from bench.widths import ACCEPTANCE, BEST, BLOCK, forced, mean_length, require_served, since, told
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -84,7 +84,7 @@ def claims(figures: Figures, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=0)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64], help="at a time")
     parser.add_argument("--fixed", type=int, nargs="*", default=[16, 8, 4], help="widths")

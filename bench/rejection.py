@@ -11,7 +11,6 @@ function that SGLang's DFLASH worker calls. What is proposed is the argmax of ev
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from bench import report
 from bench.launches import launches
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.verify.rejection import RejectionSampler, rejection_sample
 
@@ -41,7 +41,7 @@ TORCH_ROWS = 512  # of more, the matrices of the torch form do not fit
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--block", type=int, default=16)

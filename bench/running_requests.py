@@ -19,6 +19,7 @@ from typing import Any
 
 from bench import report
 from bench.servers import add_model_options, parse
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, ON_CPU, OURS, environment, model_flags, new_server, wait_for
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
@@ -54,7 +55,7 @@ def claims(figures: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_model_options(parser)
     parser.add_argument("--kinds", nargs="+", choices=[BUILT_IN, OURS], default=[BUILT_IN, OURS])
     arguments = parse(parser)

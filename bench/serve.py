@@ -27,6 +27,7 @@ from bench import report
 from bench.load import take_turns
 from bench.paired import require_checkouts
 from bench.servers import Candidate, add_load_options, add_options, at_each_concurrency, load_of, parse
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
 
@@ -103,7 +104,7 @@ def _bound(text: str) -> tuple[tuple[str, str], float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS, BUILT_IN, PLAIN], accept_length=6.4)
     add_load_options(parser, [1, 32])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])

@@ -25,6 +25,7 @@ from bench import report
 from bench.load import Load, ask, rotated
 from bench.serve import SAMPLING
 from bench.servers import Candidate, add_options, parse, server_of
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, wait_for
 from dflash_sglang.demo.signals import signals_as_exit
 
@@ -103,7 +104,7 @@ def claims(figures: Mapping[str, Any], bound: float, first_bound: float) -> list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS, BUILT_IN], accept_length=6.0)
     parser.add_argument("--output", type=int, default=253, help="tokens of an answer: the first and whole steps")
     parser.add_argument("--requests", type=int, default=SETTLED.stop, help="of a server, one after the other")

@@ -30,6 +30,7 @@ from bench import report
 from bench.load import Load, ask, rotated
 from bench.servers import Candidate, add_options, parse, together
 from dflash_sglang.bench import profile
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.bench.table import step_table
 from dflash_sglang.bench.trace import OUTSIDE
 from dflash_sglang.checkpoint.token_map import FLAG, read_token_map
@@ -166,7 +167,7 @@ def claims(figures: Mapping[str, Any], bounds: argparse.Namespace) -> list[dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [BUILT_IN, OURS], accept_length=6.4)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
     given = parser.add_mutually_exclusive_group()

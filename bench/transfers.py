@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench import report
 from bench.servers import Candidate, add_load_options, add_options, parse, together
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS
 from dflash_sglang.demo.server import Server, free_port
 from dflash_sglang.demo.signals import signals_as_exit
@@ -135,9 +136,7 @@ def measure(ask: Ask, caches: Server, arguments: argparse.Namespace) -> Iterator
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
-    )
+    parser = script_parser(__doc__, conflict_handler="resolve")
     add_options(parser, [OURS], accept_length=6.4)
     add_load_options(parser, [1, 8])
     parser.add_argument("--input", type=int, nargs="+", default=[1024, 4096], help="tokens of a prompt")

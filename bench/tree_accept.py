@@ -19,7 +19,6 @@ the 16 of the block.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from bench import report
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.pair import held_out_prompts
 from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
@@ -296,7 +296,7 @@ def claims(figures: Mapping[str, Any], equal: Sequence[bool]) -> list[dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
     target, draft, tokenizer = load_pair()

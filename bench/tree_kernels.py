@@ -20,7 +20,6 @@ Logits are bfloat16. As far as they fit they lie in the cache of the GPU, as aft
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -33,6 +32,7 @@ import torch
 
 from bench import report
 from bench.rejection import captured
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.accept import Outcomes, Paths, Relay, Verification, accept
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
 from dflash_sglang.kernels.head.pack_shard import best_ids, merge_best, pack_best
@@ -44,7 +44,7 @@ BUDGET = 90
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8])

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from bench import report
 from bench.rejection import captured
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.attention.tree_keys import Prefix
 from dflash_sglang.patches.flash3 import SharedSchedules
 
@@ -77,7 +78,7 @@ Attend = Callable[..., Any]  # as FlashAttention's `flash_attn_with_kvcache`
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8])

@@ -7,7 +7,6 @@ Beside our policy, no speculation and the built-in worker it has the fixed width
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench import plot
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 
 FIXED = "fixed"
@@ -45,7 +45,7 @@ def panels_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("png", type=Path)
     parser.add_argument(
         "--panel", nargs="+", action="append", required=True, metavar=("TITLE", "FILE"),

@@ -57,6 +57,7 @@ from bench import report
 from bench.load import Load, Outcome
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import clients, take_turns, watch
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
@@ -337,7 +338,7 @@ def settling(looks: Sequence[Look]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=1.0)
     parser.add_argument("--acceptance", choices=[*ACCEPTANCE, RECORDED, MIXED], default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])

@@ -17,6 +17,7 @@ from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.bench.trace import TraceError
 from dflash_sglang.check import arguments as check_arguments
 from dflash_sglang.checkpoint.fields import described
+from dflash_sglang.checkpoint.files import no_such_directory
 from dflash_sglang.demo.server import ServerFailed
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.pair import held_out_prompts, pair_directories
@@ -75,6 +76,9 @@ class _Command(argparse.ArgumentParser):
 
     takes_launch_flags = False
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and not self.takes_launch_flags:
@@ -83,7 +87,7 @@ class _Command(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang")
+    parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dflash-sglang {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
     commands.add_parser("pair", help="print the directories of the packaged target and draft as JSON")
@@ -96,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="say what a launch would do, from checkpoints and flags alone",
         usage="dflash-sglang doctor --target DIR --draft DIR [--json] [flags of sglang.launch_server]",
-        allow_abbrev=False,
     )
     doctor.add_argument(
         "--target", "--model-path", "--model", required=True, help="directory or name of the target"
@@ -172,6 +175,8 @@ def _hot_vocab(options: argparse.Namespace) -> int:
                 with _expected("--text", path, "a file of UTF-8 text"):
                     files.append(stack.enter_context(path.open(encoding="utf-8", newline="")))
             with _expected("--tokenizer", options.tokenizer, "the directory or name of a tokenizer"):
+                if no_such_directory(options.tokenizer):
+                    raise OSError("no such directory")
                 tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
             texts = itertools.chain.from_iterable(map(pieces, options.text, files))
             tokens, share = most_frequent(tokenizer, texts, options.size)
@@ -205,6 +210,8 @@ def _patches(options: argparse.Namespace) -> int:
             print(f"{patch.name:22}{found[patch.name]:16}{patch.kind:20}{patch.target}")
             print(f"{'':22}{patch.why} Gain: {patch.gain}. In {patch.by}.")
     differing = [name for name, state in found.items() if state != MATCHES]
+    if not options.json:
+        print(f"{len(found)} patches, {len(found) - len(differing)} of them fit")
     if differing:
         print(f"{len(differing)} of {len(found)} patches do not fit: {', '.join(differing)}", file=sys.stderr)
     return 1 if differing else 0

@@ -113,7 +113,7 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
     the shape of the KV pool. Start-up validation has read it before, and refuses the launch of any worker but
     ours.
     """
-    if not _dflash_runs():
+    if _dflash_launch() is None:
         return original(parser, model, *args, **kwargs)
     _check_sglang()  # here too: the launcher's hooks may be the ones that are lost
     from transformers import AutoConfig, PretrainedConfig
@@ -131,6 +131,20 @@ def parse_config(original: Callable[..., Any], parser: Any, model: Any, *args: A
     config._name_or_path = str(model)
     config._commit_hash = raw.get("_commit_hash")
     return config
+
+
+def get_config(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hf_transformers.config.get_config: runs wherever SGLang reads a model's config, acts under DFLASH.
+
+    --json-model-override-args is the target's: no key of it reaches the draft, whose checkpoint start-up has read.
+    """
+    launch = _dflash_launch()
+    if launch is not None and kwargs.get("model_override_args"):
+        from dflash_sglang.sglang_names.launcher import resolving_view  # imported here: other launches do without
+
+        if model == resolving_view(launch).speculative_draft_model_path:
+            kwargs["model_override_args"] = None
+    return original(model, *args, **kwargs)
 
 
 def _tell_of_dflash(server_args: Any) -> None:
@@ -192,8 +206,9 @@ def _patch_scheduler() -> None:
     keep_what_was_read()
 
 
-def _dflash_runs() -> bool:
-    """Whether this process is of a launch with DFLASH: its launcher, or one that SGLang gave its arguments."""
+def _dflash_launch() -> Any:
+    """The server arguments of a launch with DFLASH, in its launcher and in processes that SGLang gave them; else
+    None."""
     server_args = _resolved
     if server_args is None:
         from sglang.srt.runtime_context import get_server_args
@@ -201,8 +216,8 @@ def _dflash_runs() -> bool:
         try:
             server_args = get_server_args()
         except ValueError:  # it was given none
-            return False
-    return _asks_for_dflash(server_args)
+            return None
+    return server_args if _asks_for_dflash(server_args) else None
 
 
 def _asks_for_dflash(server_args: Any) -> bool:

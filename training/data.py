@@ -115,7 +115,7 @@ def _prompts(texts: list[str], count: int, shortest: int, longest: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -73,7 +73,7 @@ def measure(block_sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--training", type=Path, required=True, help="training.json of the run that made the pair")
     args = parser.parse_args()
     directories = {name: Path(path) for name, path in pair_directories().items()}

@@ -15,7 +15,6 @@ nvfp4-a16                              `modelopt`: E2M1 in groups of 16; activat
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.pair import pair_directories
 from training.calibrate import Inputs, read_inputs
 from training.packing import AWQ_ORDER, Grouped, group_round, packed, symmetric_round
@@ -284,7 +284,7 @@ def quantise_checkpoint(name: str, out: Path, draft: Path, read: Mapping[str, In
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--scheme", required=True, choices=sorted(SCHEMES))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--draft", type=Path, default=Path(pair_directories()["draft"]))

@@ -63,7 +63,8 @@ def facts(target: str, draft: str) -> Pair:
     """Raises BadSetting for a checkpoint that is not there, or a draft that another worker serves."""
     directory, config = _checkpoint("--target", target)
     draft_directory, draft_config = _checkpoint("--draft", draft)
-    if (mistake := mixed_up(directory, draft_directory)) is not None:
+    same = directory.resolve() == draft_directory.resolve()
+    if (mistake := mixed_up(config, draft_config, same)) is not None:
         raise BadSetting(f"--target {target}: {mistake}")
     try:
         check_family(draft_config)

@@ -23,7 +23,6 @@ The draft's share of a step follows from the layers: change those of the target 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.checkpoint.draft_spec import DraftSpec
 from dflash_sglang.checkpoint.shapes import dense_shapes
 from dflash_sglang.pair import pair_directories
@@ -325,7 +325,7 @@ def write_pair(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="of the target; the shape's own by default")

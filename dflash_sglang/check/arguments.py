@@ -52,7 +52,6 @@ def add_parser(commands: Any) -> None:
         description="Serves the target with DFLASH and without, asks both for greedy completions of the prompts, "
         "and compares. Options that are not listed here are launch flags of SGLang, for both servers; those that "
         "begin with --speculative- are for the server with DFLASH.",
-        allow_abbrev=False,
     )
     parser.add_argument("--target", help="checkpoint directory (default: the pair of this package)")
     parser.add_argument("--draft", help="checkpoint directory")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dflash_sglang.checkpoint import speculators
 from dflash_sglang.checkpoint.dspark import KINDS
 from dflash_sglang.checkpoint.fields import DraftConfigError, first_architecture, shown
-from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.mtp import holds_mtp
 from dflash_sglang.checkpoint.speculators import ALGORITHM, is_speculators
 
@@ -139,20 +137,34 @@ def check_family(config: Mapping[str, Any]) -> None:
             )
 
 
-def mixed_up(target: Path, draft: Path) -> str | None:
-    """Why these directories are not a target and its draft: one checkpoint twice, or a draft as target. None where
-    they may be."""
-    if target.resolve() == draft.resolve() and holds_mtp(read_config(target)):
-        return (
-            "expected a draft of its own, and this is the target's multi-token-prediction layers, which this "
-            "command does not read. A server serves them, and its start-up checks the launch."
+@dataclass(frozen=True)
+class MixedUp:
+    """Why two checkpoints are not a target and its draft: what the target should be, and what to change."""
+
+    expected: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"expected {self.expected}. {self.fix}"
+
+
+def mixed_up(target: Mapping[str, Any], draft: Mapping[str, Any], same: bool) -> MixedUp | None:
+    """A draft as target, or one checkpoint twice (`same`), by raw configs. None where they may be a pair.
+
+    ``target`` may have its architectures only where its multi-token-prediction layers are known not to draft.
+    """
+    if same and holds_mtp(target):
+        return MixedUp(
+            "a draft of its own, and this is the target's multi-token-prediction layers, which this command does "
+            "not read",
+            "A server serves them, and its start-up checks the launch.",
         )
-    if target.resolve() == draft.resolve():
-        return "expected another checkpoint than the draft, and both are the same. Correct one of them."
-    if not _is_draft(read_config(target)):
+    if same:
+        return MixedUp("another checkpoint than the draft, and both are the same", "Correct one of them.")
+    if not _is_draft(target):
         return None
-    fix = "Give a target." if _is_draft(read_config(draft)) else "Target and draft are swapped: exchange them."
-    return f"expected a target, and it is a DFLASH draft. {fix}"
+    fix = "Give a target." if _is_draft(draft) else "Target and draft are swapped: exchange them."
+    return MixedUp("a target, and it is a DFLASH draft", fix)
 
 
 def _known(config: Mapping[str, Any]) -> set[str]:

@@ -38,6 +38,8 @@ def config_directory(path: str, revision: str | None) -> Path:
         return Path(path)
     if Path(path).exists():
         raise OSError(f"{path} is a file.")
+    if no_such_directory(path):
+        raise OSError("no such directory")
     if "://" in path:
         raise OSError(
             f"{path} is not on this machine, and DFLASH reads a draft's tensors before it builds the draft. Copy "
@@ -46,6 +48,11 @@ def config_directory(path: str, revision: str | None) -> Path:
     from transformers.utils import cached_file
 
     return Path(cached_file(path, "config.json", revision=revision)).parent
+
+
+def no_such_directory(path: str) -> bool:
+    """Whether nothing is there, and no repository of the hub can be meant."""
+    return path.startswith(("/", ".", "~")) and not Path(path).exists()
 
 
 def weights_directory(path: str, revision: str | None, download_dir: str | None) -> Path:

@@ -23,6 +23,7 @@ from dflash_sglang.checkpoint.files import (
     TensorFacts,
     config_directory,
     missing_files,
+    no_such_directory,
     read_config,
     tensor_facts,
 )
@@ -33,6 +34,11 @@ from dflash_sglang.sglang_names.probe import SGLangMismatchError
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# Flags that published model cards name, by what this SGLang calls them.
+RENAMED = {
+    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+    "--speculative-dflash-draft-window-size": "--speculative-draft-window-size",
+}
 _AT_LEAST_ONE = ("tp_size", "max_total_tokens")
 OURS, BUILT_IN = "dflash_sglang", "built-in"
 
@@ -59,23 +65,24 @@ def read_checkpoints(server_args: Any) -> Checkpoints:
     """Raises Unreadable where one of them is not on this machine, has no config.json, or is a target whose files
     are not whole."""
     target = server_args.model_path
-    directories = []
+    directories, configs = [], []
     for flag, path, revision in (
         ("--target", target, server_args.revision),
         ("--draft", server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision),
     ):
         try:
             directory = config_directory(path, revision)
-            read_config(directory)
+            configs.append(read_config(directory))
         except (OSError, ValueError) as error:
             expected = "a directory, or a downloaded repository, with a config.json"
             fix = "Correct it."
-            if not Path(path).exists():
+            if not (Path(path).exists() or no_such_directory(path)):
                 fix = "doctor downloads nothing: give a directory, or download it first."
             raise Unreadable(f"{flag} {path}: expected {expected} ({described(error)}). {fix}") from error
         directories.append(directory)
-    if (reason := mixed_up(*directories)) is not None:
-        raise Unreadable(f"--target {target}: {reason}")
+    same = directories[0].resolve() == directories[1].resolve()
+    if (mistake := mixed_up(configs[0], configs[1], same)) is not None:
+        raise Unreadable(f"--target {target}: {mistake}")
     try:
         missing = missing_files(directories[0])
         tensors = tensor_facts(directories[0])
@@ -99,7 +106,7 @@ def read_flags(target: str, draft: str, flags: Sequence[str]) -> Any:
         with contextlib.redirect_stderr(said):
             server_args = prepare_server_args(given)
     except SystemExit as error:
-        raise Unreadable(_last_error(said.getvalue())) from error
+        raise Unreadable(_last_error(said.getvalue(), flags)) from error
     except (ValueError, OSError) as error:  # of --config
         raise Unreadable(f"launch flags {list(flags)}: expected those of sglang ({described(error)})") from error
     asked = server_args.speculative_algorithm
@@ -215,6 +222,8 @@ def _quick() -> Iterator[None]:
             gc.enable()
 
 
-def _last_error(printed: str) -> str:
-    """The message of argparse's usage error."""
-    return one_line(printed.strip().splitlines()[-1].partition("error: ")[2] if printed.strip() else "")
+def _last_error(printed: str, flags: Sequence[str]) -> str:
+    """The message of argparse's usage error, and the new names of flags that SGLang has renamed."""
+    message = one_line(printed.strip().splitlines()[-1].partition("error: ")[2] if printed.strip() else "")
+    old = [name for name in dict.fromkeys(flag.partition("=")[0] for flag in flags) if name in RENAMED]
+    return ". ".join([message, *(f"{name} is now {RENAMED[name]}" for name in old)])

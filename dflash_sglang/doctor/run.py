@@ -35,7 +35,9 @@ def doctor(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _without_command(words: Sequence[str]) -> Sequence[str]:
-    """The flags of a pasted command line, which may begin with `python -m sglang.launch_server`."""
+    """The flags of a pasted command, which may begin with `python -m sglang.launch_server` or `sglang serve`."""
+    if list(words[:2]) == ["sglang", "serve"]:
+        return words[2:]
     python, module = Path(words[0]).name if words else "", "sglang.launch_server"
     if python == module:
         return words[1:]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
-from dflash_sglang.checkpoint.families import Foreign, check_family, foreign
+from dflash_sglang.checkpoint.families import Foreign, check_family, foreign, mixed_up
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
@@ -41,6 +41,7 @@ from dflash_sglang.startup.vocabulary_checks import token_map_problems
 _RECURRENT_ON_CPU = ("lfm2", "lfm2_moe", "nemotron_h")
 _KDA = ("kimi_k3", "kimi_linear")
 _RECURRENT_ON_GPU = (*_RECURRENT_ON_CPU, *_KDA)
+_WITHOUT = "Serve it without --speculative-algorithm DFLASH."
 
 
 def check_startup(server_args: Any) -> Foreign | None:
@@ -81,15 +82,19 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     if not cfg.device.startswith("cuda") and cfg.device != "cpu":  # the latter: through this package's platform
         return Foreign("--device", cfg.device, "a device without kernels of this package")
     serving = _serving_facts(cfg)
-    problems += [*launch_problems(cfg), *serving_problems(serving)]
+    target_config = model_config_of(server_args)
+    problems += [*launch_problems(cfg), *_no_tokens(target_config, server_args), *serving_problems(serving)]
     if serving.draft_path is None or cfg.decrypted_draft_config_file is not None:
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
     if holds_mtp(config):
         _check_mtp(cfg, server_args, config, serving, problems)
         return None
+    same = Path(cfg.model_path).resolve() == Path(serving.draft_path).resolve()
+    mistake = mixed_up({"architectures": target_config.hf_config.architectures}, config, same)
+    if mistake is not None:
+        raise StartupError([*problems, Problem("--model-path", cfg.model_path, mistake.expected, mistake.fix)])
     check_family(config)
-    target_config = model_config_of(server_args)
     other = foreign(config) or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
     if other is not None:
         return other
@@ -210,12 +215,41 @@ def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | 
     return None
 
 
+def _generates(target_config: Any) -> bool:
+    """Whether SGLang writes tokens with this target; heads for scores that lie beside it are used alone."""
+    heads = (target_config.joint_head_config, target_config.pointer_head)
+    return target_config.is_generation and heads == (None, None)
+
+
+def _no_tokens(target_config: Any, server_args: Any) -> Iterator[Problem]:
+    """Launches that answer with embeddings or scores: by the flag, or by what the target is."""
+    if _generates(target_config):
+        return
+    if server_args.is_embedding:
+        yield Problem(
+            "--is-embedding",
+            True,
+            "unset with DFLASH: SGLang answers with embeddings and generates no tokens",
+            "Remove --is-embedding, or serve without speculation.",
+        )
+    else:
+        yield Problem(
+            "target config architectures",
+            target_config.hf_config.architectures,
+            "a target that generates tokens, and SGLang answers with embeddings or scores of this one",
+            _WITHOUT,
+        )
+
+
 def _target_problems(target_config: Any) -> Iterator[Problem]:
     """Targets that hand out no features, and those whose verify is not their plain decoding."""
     names = target_config.hf_config.architectures
     captures = hands_out_features(names or [], target_config.hf_text_config, target_config.model_impl)
     for unserved, expected in (
-        (not captures, f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"),
+        (
+            _generates(target_config) and not captures,
+            f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft",
+        ),
         (
             target_config.is_local_attention_model,
             "whose layers attend to the whole context or a window, and not to chunks of it",
@@ -226,8 +260,7 @@ def _target_problems(target_config: Any) -> Iterator[Problem]:
         ),
     ):
         if unserved:
-            fix = "Serve it without --speculative-algorithm DFLASH."
-            yield Problem("target config architectures", names, f"a target {expected}", fix)
+            yield Problem("target config architectures", names, f"a target {expected}", _WITHOUT)
 
 
 def _serving_facts(cfg: Any) -> ServingFacts:

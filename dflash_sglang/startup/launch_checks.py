@@ -99,12 +99,21 @@ UNSERVED = (
     Unserved("enable_lmcache", False, _TARGETS_KV, _HICACHE.format("--enable-lmcache")),
     Unserved("enable_flexkv", False, _TARGETS_KV, _HICACHE.format("--enable-flexkv")),
     Unserved("kv_canary", "none", "its start-up captures and rehearses after the canary is armed"),
+    Unserved("weight_cache_mode", "off", "SGLang's weight cache holds no draft"),
+    # Launches that decode nothing, or without a draft.
+    Unserved("encoder_only", False, "the server encodes images for others and generates no tokens"),
+    Unserved("dllm_algorithm", None, "a diffusion model writes its own blocks, and no draft runs"),
+    Unserved("prefill_only_disable_kv_cache", False, "a decode step reads the keys and values that it drops"),
+    Unserved("debug_tensor_dump_input_file", None, "the server ends after one prefill"),
+    Unserved("enable_return_aux_hidden_states", False, "it captures the target's layers, and no draft runs"),
     # Features that would silently do something else under speculation.
     Unserved(
         "return_hidden_states_mode",
         None,
         "the hidden states of a verify go to the draft",
         flag="--enable-return-hidden-states",
+        # SGLang sets it for the capture above.
+        read=lambda cfg: None if cfg.enable_return_aux_hidden_states else cfg.return_hidden_states_mode,
     ),
     Unserved("speculative_accept_threshold_single", 1.0, _EXACT),
     Unserved("speculative_accept_threshold_acc", 1.0, _EXACT),

@@ -24,6 +24,8 @@ RECORD = json.loads((Path(pair.__file__).parent / "record.json").read_text())["e
 NEW_TOKENS = RECORD["new_tokens"]
 REQUIRE = {"DFLASH_SGLANG_REQUIRE": "1"}
 WITHOUT_COPIES = {**REQUIRE, CONFIG_ENV: '{"copy": "off"}'}  # as the reference loop
+# Nothing new to the target, and no matter of the draft's.
+OVERRIDES = '{"architectures": ["Qwen3ForCausalLM"], "block_size": 4}'
 
 
 def prompts() -> list[list[int]]:
@@ -47,7 +49,8 @@ def tokens_per_step(answers: list[dict[str, Any]]) -> float:
 @pytest.fixture(scope="module")
 def served() -> dict[str, Any]:
     """Answers, log and metrics of our server, and answers of one without speculation."""
-    with serve(TARGET, DRAFT, environment=WITHOUT_COPIES, enable_metrics=True) as server, serve(TARGET) as plain:
+    more = dict(enable_metrics=True, json_model_override_args=OVERRIDES)
+    with serve(TARGET, DRAFT, environment=WITHOUT_COPIES, **more) as server, serve(TARGET) as plain:
         ours = dict(answers=batch(server), log=server.log_text(), metrics=server.text("/metrics"))
         return {"ours": ours, "plain": dict(answers=batch(plain))}
 

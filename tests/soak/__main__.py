@@ -10,19 +10,19 @@ penalties up to the last token only with --disable-overlap-schedule.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from bench import report
+from dflash_sglang.bench.script import script_parser
 from tests.soak.checks import compare
 from tests.soak.run import claims, plain_answers, soak
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--url", required=True, help="the server under test")
     parser.add_argument("--plain-url", help="a server of the same target without speculation")
     parser.add_argument("--requests", type=int, default=2000)

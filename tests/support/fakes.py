@@ -66,6 +66,9 @@ def target_model() -> SimpleNamespace:
         model_impl="auto",
         is_local_attention_model=False,
         use_ngram_embedding=False,
+        is_generation=True,
+        joint_head_config=None,
+        pointer_head=None,
     )
 
 

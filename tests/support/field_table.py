@@ -8,12 +8,12 @@ answer equals the plain server's; "ignored": every answer is the one without the
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench import report
+from dflash_sglang.bench.script import script_parser
 from tests.engine.test_request_fields import base_requests, essence, pair, table, with_field
 from tests.support.engines import BUILT_IN_WORKER, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE, without_the_last_layer
@@ -55,7 +55,7 @@ def verdict(name: str, got: dict[str, list[Any]], plain: dict[str, list[Any]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU instead of float32 on the CPU")
     parser.add_argument("--out", type=Path, help="of the table and the answers behind it, JSON")
     options = parser.parse_args()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def written(page: Path, now: str, module: str) -> int:
     """Write the page, or with `--check` say whether it is what it would be. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     parser.add_argument("--check", action="store_true")
     if not parser.parse_args().check:
         page.write_text(now)

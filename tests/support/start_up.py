@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +37,15 @@ def fake_views(patch: pytest.MonkeyPatch) -> SimpleNamespace:
     return config
 
 
-def hook_config_parser(patch: pytest.MonkeyPatch) -> None:
-    """Puts the plugin's hook on SGLang's reading of a config.json, which SGLang does where it starts."""
+def hook_configs(patch: pytest.MonkeyPatch) -> None:
+    """Puts the plugin's hooks on SGLang's reading of a config.json, which SGLang does where it starts."""
+    from sglang.srt.configs import model_config
+    from sglang.srt.utils import hf_transformers_utils
     from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
+
+    hooked = functools.partial(hooks.get_config, hf_transformers_utils.get_config)
+    for module in (hf_transformers_utils, model_config):
+        patch.setattr(module, "get_config", hooked)
 
     original = HfModelConfigParser.parse
 

@@ -1,7 +1,8 @@
-"""`make setup`: the Python that it takes, and environments that it makes again."""
+"""`make setup`: the Python that it takes, and environments that it makes again. Options have their whole names."""
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from dflash_sglang import SGLANG_VERSION
+from dflash_sglang.cli import main
 
 ROOT = Path(__file__).parents[2]
+CODE = ("dflash_sglang", "bench", "tests", "training")
 # A Python that runs what it is given as 3.13 would.
 OTHER_VERSION = f"""#!/bin/sh
 exec {sys.executable} -c 'import sys; sys.version_info = (3, 13, 0); exec(sys.argv[1])' "$2"
@@ -70,3 +73,24 @@ def test_an_environment_without_pip_is_made_again_and_a_whole_one_is_kept(projec
     [packages] = (project / ".venv").glob("lib/python*/site-packages")
     (packages / "pip.py").touch()
     assert setup(project, "no-such-python").stdout.splitlines()[0] == ".venv/bin/python -m pip install --quiet uv"
+
+
+@pytest.mark.parametrize("options", [
+    ["demo", "--prompt", "1"],
+    ["bench", "--concurrenc", "1"],
+    ["hot-vocab", "--tokenizer", "x", "--text", "x", "--out", "x", "--siz", "16"],
+    ["patches", "--sglan", "x"],
+])  # fmt: skip
+def test_a_command_takes_no_abbreviated_option(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"unrecognized arguments: {options[-2]}" in said
+
+
+def test_no_parser_takes_abbreviated_options() -> None:
+    for file in (file for folder in CODE for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "ArgumentParser":
+                given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+                assert given.get("allow_abbrev") is False, file

@@ -159,7 +159,9 @@ def test_a_pair_that_is_mixed_up_is_named_first(roles: Any, said: str, examined:
     assert code == 2 and found["unreadable"].startswith(f"--target {target}: {said}")
 
 
-@pytest.mark.parametrize("words", [["sglang.launch_server"], ["/usr/bin/python3", "-m", "sglang.launch_server"]])
+@pytest.mark.parametrize(
+    "words", [["sglang", "serve"], ["sglang.launch_server"], ["/usr/bin/python3", "-m", "sglang.launch_server"]]
+)
 def test_a_pasted_command_line_is_read(words: list[str], examined: Any) -> None:
     assert examined(*words)[0] == 0
 
@@ -174,6 +176,29 @@ def test_the_model_flag_of_sglang_names_the_target(monkeypatch: pytest.MonkeyPat
 def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2(examined: Any) -> None:
     code, said = examined("--no-such-flag", "3")
     assert code == 2 and said["unreadable"] == "unrecognized arguments: --no-such-flag 3"
+
+
+@pytest.mark.parametrize(("flags", "now"), [
+    (["--mamba-scheduler-strategy", "extra_buffer"], "--mamba-radix-cache-strategy"),
+    (["--speculative-dflash-draft-window-size=1024"], "--speculative-draft-window-size"),
+])  # fmt: skip
+def test_a_flag_of_a_model_card_that_sglang_has_renamed_is_named_by_both_names(
+    flags: list[str], now: str, examined: Any
+) -> None:
+    code, said = examined(*flags)
+    old, _, value = " ".join(flags).replace("=", " ").partition(" ")
+    assert code == 2 and said["unreadable"].endswith(f"{value}. {old} is now {now}")
+    assert examined(now, value)[0] == 0
+
+
+@pytest.mark.parametrize("flag", [
+    "--is-embedding", "--encoder-only", "--dllm-algorithm=LowConfidence", "--weight-cache-mode=client",
+    "--prefill-only-disable-kv-cache", "--debug-tensor-dump-input-file=ids.npy",
+    "--enable-return-aux-hidden-states",
+])  # fmt: skip
+def test_a_launch_that_decodes_nothing_or_without_a_draft_is_refused(flag: str, examined: Any) -> None:
+    code, said = examined(flag)
+    assert code == 1 and [refusal["field"] for refusal in said["refused"]] == [flag.partition("=")[0]]
 
 
 def test_a_draft_of_another_worker_is_fine_and_says_why(examined: Any, tmp_path: Path) -> None:
@@ -217,6 +242,8 @@ def test_a_directory_that_is_not_there_is_named(role: str, examined: Any) -> Non
     assert code == 2 and said["unreadable"].startswith(
         f"--{role} /no/such: expected a directory, or a downloaded "
     )
+    assert said["unreadable"].endswith("(OSError: no such directory). Correct it.")
+    code, said = examined(**{role: "nobody/such"})
     assert said["unreadable"].endswith("doctor downloads nothing: give a directory, or download it first.")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.start_up import hook_config_parser
+from tests.support.start_up import hook_configs
 from tests.unit.startup.test_published import PUBLISHED, tensors, write_header
 
 OUTCOMES = {"ours": (0, "dflash_sglang"), "foreign": (0, "built-in"), "refused": (1, None)}
@@ -18,7 +18,7 @@ OUTCOMES = {"ours": (0, "dflash_sglang"), "foreign": (0, "built-in"), "refused":
 def test_a_published_draft_has_the_outcome_of_start_up(
     name: str, tmp_path: Path, examined: Callable[..., tuple[int, dict]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hook_config_parser(monkeypatch)
+    hook_configs(monkeypatch)
     published = json.loads(PUBLISHED[name].read_text())
     for role in ("target", "draft"):
         (tmp_path / role).mkdir()

@@ -409,9 +409,12 @@ def test_the_command_prints_every_row_and_whether_it_fits(
     printed = capsys.readouterr().out
     assert all(re.search(rf"^{patch.name} +matches .*{patch.target}$", printed, re.MULTILINE) for patch in PATCHES)
     assert all(patch.why in printed and patch.gain in printed and patch.by in printed for patch in PATCHES)
+    assert printed.splitlines()[-1] == f"{len(PATCHES)} patches, {len(PATCHES)} of them fit"
     assert cli.main(["patches", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {patch.name: patch.fingerprint for patch in PATCHES}
     (tmp_path / "srt").mkdir()
     assert cli.main(["patches", "--sglang", str(tmp_path)]) == 1
-    assert f"{len(PATCHES)} of {len(PATCHES)} patches do not fit: worker, " in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == f"{len(PATCHES)} patches, 0 of them fit"
+    assert f"{len(PATCHES)} of {len(PATCHES)} patches do not fit: worker, " in printed.err
     assert cli.main(["patches", "--sglang", str(tmp_path / "srt")]) == 2

@@ -20,7 +20,7 @@ from dflash_sglang.patches import mtp_config
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from dflash_sglang.startup.facts import StartupError
-from tests.support.start_up import hook_config_parser
+from tests.support.start_up import hook_configs
 from tests.unit.startup.test_validation import launch_arguments
 from tests.zoo import mimo_v2, step3p5
 
@@ -44,7 +44,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         hooks.handle_speculative_decoding(original, server_args)
 
     monkeypatch.setitem(resolution_hooks._HOOKS, "handle_speculative_decoding", [resolve])
-    hook_config_parser(monkeypatch)
+    hook_configs(monkeypatch)
     original = ModelConfig._config_draft_model
 
     def config_draft_model(config: Any) -> None:
@@ -293,7 +293,8 @@ def test_layers_in_fp8_are_refused(checkpoint: Path, tmp_path: Path, launcher: N
 
 
 def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
-    assert "multi-token-prediction layers" in (mixed_up(checkpoint, checkpoint) or "")
+    config = read_config(checkpoint)
+    assert "multi-token-prediction layers" in str(mixed_up(config, config, same=True))
 
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")

@@ -23,7 +23,7 @@ from dflash_sglang.checkpoint.own_modules import own_modules
 from dflash_sglang.startup.decisions import check_startup
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from tests.support.published_table import PAGE, page
-from tests.support.start_up import hook_config_parser
+from tests.support.start_up import hook_configs
 
 DIRECTORY = Path(__file__).parents[2] / "support" / "published"
 PUBLISHED = {path.stem: path for path in sorted(DIRECTORY.glob("*.json"))}
@@ -42,7 +42,7 @@ def launch(directory: Path, published: dict[str, Any]) -> Foreign | None:
     server_args = prepare_server_args([*paths, *flags])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "_resolved", server_args)
-        hook_config_parser(patch)
+        hook_configs(patch)
         return check_startup(server_args)
 
 

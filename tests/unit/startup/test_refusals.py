@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from dflash_sglang import hooks
 from dflash_sglang.startup.facts import StartupError
-from tests.support.start_up import hook_config_parser, refused
+from tests.support.start_up import hook_configs, refused
 from tests.support.tiny import draft_config, make_pair, target_config
 from tests.unit.checkpoint.test_dflash2_config import dflash2_config
 from tests.unit.startup.test_validation import launch_arguments
@@ -45,13 +45,18 @@ class Launcher:
             (directory / "model.safetensors").symlink_to(self.draft / "model.safetensors")
         return directory
 
-    def launch(self, draft: Path, *extra: str, target: Path | None = None) -> str | None:
-        """The one line that ends the launcher, None where it does not end."""
+    def resolved(self, draft: Path, *extra: str, target: Path | None = None) -> Any:
+        """The server arguments of a launch. Raises StartupError."""
         from sglang.srt.server_args import prepare_server_args
 
-        arguments = launch_arguments(target or self.target, draft, list(extra))
+        server_args = prepare_server_args(launch_arguments(target or self.target, draft, list(extra)))
+        server_args.resolve_once()
+        return server_args
+
+    def launch(self, draft: Path, *extra: str, target: Path | None = None) -> str | None:
+        """The one line that ends the launcher, None where it does not end."""
         try:
-            prepare_server_args(arguments).resolve_once()
+            self.resolved(draft, *extra, target=target)
         except StartupError as error:
             first, *problems = str(error).splitlines()
             assert first == "DFLASH cannot start:" and len(problems) == len(error.problems)
@@ -69,7 +74,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(resolution_hooks._HOOKS, "handle_speculative_decoding", [resolve])
-        hook_config_parser(patch)
+        hook_configs(patch)
         patch.setattr(hooks, "_resolved", None)
         patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
         patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
@@ -201,12 +206,24 @@ def test_fields_that_vllm_reads_are_fine_where_they_say_the_same(launcher: Launc
 
 
 @refused("an ordinary model", "draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
-def test_the_target_in_place_of_the_draft_is_refused(launcher: Launcher) -> None:
-    said = "draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: "
-    swapped = launcher.launch(launcher.target, target=launcher.draft)
-    twice = launcher.launch(launcher.target)
-    assert swapped is not None and twice is not None
-    assert swapped.startswith(said) and twice.startswith(said)
+def test_another_model_in_place_of_the_draft_is_refused(launcher: Launcher) -> None:
+    said = launcher.launch(launcher.write(target_config()))
+    assert said is not None
+    assert said.startswith("draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
+
+
+@pytest.mark.parametrize(("roles", "says"), [
+    (("draft", "target"), "a target, and it is a DFLASH draft. Target and draft are swapped: exchange them."),
+    (("draft", "another draft"), "a target, and it is a DFLASH draft. Give a target."),
+    (("target", "target"), "another checkpoint than the draft, and both are the same. Correct one of them."),
+    (("draft", "draft"), "another checkpoint than the draft, and both are the same. Correct one of them."),
+])  # fmt: skip
+def test_a_pair_that_is_mixed_up_is_named_as_the_doctor_does(
+    launcher: Launcher, roles: tuple[str, str], says: str
+) -> None:
+    directories = {"target": launcher.target, "draft": launcher.draft}
+    target, draft = (directories.get(role) or launcher.write(draft_config()) for role in roles)
+    assert launcher.launch(draft, target=target) == f"--model-path='{target}': expected {says}"
 
 
 NO_CAPTURE = (
@@ -249,9 +266,43 @@ def test_a_wrapper_hands_out_features_where_its_language_model_does(
     assert not hands_out_features([wrapper], SimpleNamespace(model_type=text), "transformers")
 
 
-def test_a_draft_for_both_is_refused_as_a_target(launcher: Launcher) -> None:
-    said = launcher.launch(launcher.draft, target=launcher.draft)
-    assert said is not None and said.startswith(f"target config architectures=['DFlashDraftModel']: {NO_CAPTURE}")
+@pytest.mark.matrix(target="generates no tokens", draft="any", kv="any", outcome="refused")
+@pytest.mark.parametrize(("changed", "flags", "message"), [
+    ({}, ("--is-embedding",), "--is-embedding=True: expected unset with DFLASH: SGLang answers with embeddings"),
+    *(({"architectures": [name]}, (), f"target config architectures=['{name}']: expected a target that generates")
+      for name in ("Qwen3ForSequenceClassification", "Qwen3Model", "BertModel")),
+])  # fmt: skip
+def test_a_launch_that_generates_no_tokens_is_refused(
+    launcher: Launcher, changed: dict[str, Any], flags: tuple[str, ...], message: str
+) -> None:
+    target = launcher.write(target_config(**changed), weights=False)
+    said = launcher.launch(launcher.draft, *flags, target=target)
+    assert said is not None and said.startswith(message) and "\n" not in said, said
+
+
+# ---- The target's flag for its config ----------------------------------------------------------------------
+
+OVERRIDES: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "block_size": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    "num_hidden_layers": 5,  # as the target has
+    "max_position_embeddings": 96,
+}
+
+
+@pytest.mark.parametrize("field", OVERRIDES)
+def test_no_key_of_the_flag_for_the_targets_config_reaches_the_draft(launcher: Launcher, field: str) -> None:
+    from dflash_sglang.sglang_names.launcher import draft_model_config_of, model_config_of, resolving_view
+
+    drafts = {}
+    for flags in ([], ["--json-model-override-args", json.dumps({field: OVERRIDES[field]})]):
+        server_args = launcher.resolved(launcher.draft, *flags)
+        drafts[bool(flags)] = draft_model_config_of(server_args, str(launcher.draft)).hf_config.to_dict()
+        assert resolving_view(server_args).speculative_num_draft_tokens == 8
+    targets, wanted = getattr(model_config_of(server_args).hf_config, field), OVERRIDES[field]
+    assert targets == wanted or wanted.items() <= targets.items()
+    assert drafts[True] == drafts[False]
 
 
 def test_the_class_of_a_target_is_the_one_that_sglang_takes() -> None:

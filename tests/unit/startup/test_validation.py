@@ -249,6 +249,27 @@ LAUNCH_ROWS = {
     "enable_hisparse": (True, "--enable-hisparse=True: expected unset with DFLASH: SGLang stages and commits"),
     "enable_lmcache": (True, "--enable-lmcache=True: expected unset with DFLASH: it restores the target's keys"),
     "enable_flexkv": (True, "--enable-flexkv=True: expected unset with DFLASH: it restores the target's keys"),
+    "weight_cache_mode": ("client", "--weight-cache-mode='client': expected 'off' with DFLASH: SGLang's weight"),
+    "encoder_only": (
+        True,
+        "--encoder-only=True: expected unset with DFLASH: the server encodes images for others",
+    ),
+    "dllm_algorithm": (
+        "LowConfidence",
+        "--dllm-algorithm='LowConfidence': expected unset with DFLASH: a diffusion",
+    ),
+    "prefill_only_disable_kv_cache": (
+        True,
+        "--prefill-only-disable-kv-cache=True: expected unset with DFLASH: a decode step reads",
+    ),
+    "debug_tensor_dump_input_file": (
+        "ids.npy",
+        "--debug-tensor-dump-input-file='ids.npy': expected unset with DFLASH: the server ends after one prefill",
+    ),
+    "enable_return_aux_hidden_states": (
+        True,
+        "--enable-return-aux-hidden-states=True: expected unset with DFLASH: it captures the target's layers",
+    ),
     "kv_canary": ("log", "--kv-canary='log': expected 'none' with DFLASH: its start-up captures"),
     "grammar_backend": ("outlines", "--grammar-backend='outlines': expected xgrammar or llguidance with DFLASH"),
     "enable_mis": (True, "--enable-mis=True: expected unset with DFLASH: SGLang scores several items at once"),
@@ -522,7 +543,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
     "a draft that is not there": (
         None,
         ["--speculative-draft-model-path", "/nowhere/draft"],
-        ["--speculative-draft-model-path='/nowhere/draft': expected a DFlash draft's directory"],
+        ["--speculative-draft-model-path='/nowhere/draft': expected a DFlash", "Correct it: no such directory"],
     ),
     "a draft that is a file": (
         None,
