@@ -28,12 +28,13 @@ from dflash_sglang.sglang_names.launcher import (
     resolving_view,
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
+    transformers_wrapper,
 from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
 from dflash_sglang.startup.launch_checks import launch_problems
 from dflash_sglang.startup.mtp_checks import mtp_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
-from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features
+from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features, target_class
 from dflash_sglang.startup.tensor_checks import SAFETENSORS_FORMATS, presence_problems, weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
@@ -212,8 +213,13 @@ def _recurrent(target_config: Any, attn_dp_size: int, device: str) -> Foreign | 
 
 def _target_problems(target_config: Any) -> Iterator[Problem]:
     """Targets that hand out no features, and those whose verify is not their plain decoding."""
-    names = target_config.hf_config.architectures
-    captures = hands_out_features(names or [], target_config.hf_text_config, target_config.model_impl)
+    names, fix = target_config.hf_config.architectures, "Serve it without --speculative-algorithm DFLASH."
+    model_impl = target_config.model_impl
+    captures = hands_out_features(names or [], target_config.hf_text_config, model_impl)
+    feeds = f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"
+    if not captures and target_class(names or [], model_impl) is None:
+        feeds += f" (SGLang takes {transformers_wrapper(target_config, names or [])})"
+        fix = fix if target_class(names or [], "auto") is None else f"Remove --model-impl. {fix}"
     for unserved, expected in (
         (not captures, f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"),
         (
@@ -226,7 +232,6 @@ def _target_problems(target_config: Any) -> Iterator[Problem]:
         ),
     ):
         if unserved:
-            fix = "Serve it without --speculative-algorithm DFLASH."
             yield Problem("target config architectures", names, f"a target {expected}", fix)
 
 
