@@ -15,7 +15,8 @@ from dflash_sglang.checkpoint.families import check_family
 from dflash_sglang.checkpoint.fields import one_line
 from dflash_sglang.checkpoint.files import TensorFacts, draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
-from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, own_modules
+from dflash_sglang.checkpoint.left_out import Flags
+from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, head_tokens, own_modules
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.doctor import launch, sizes, tokens
 from dflash_sglang.models.head.form import HeadFacts, choose_form
@@ -91,7 +92,7 @@ def _draft(spec: DraftSpec, own: OwnModules, target: TargetFacts) -> dict[str, A
     except DraftConfigError:
         target_layers = None
     parts = (
-        f"head of {head_rows(spec, own)} tokens" if own.head is not None else None,
+        f"head of {head_tokens(spec, own)} tokens" if own.head is not None else None,
         f"embedding of {spec.vocab_size} tokens" if own.embedding is not None else None,
         "mask row" if own.mask_embedding is not None else None,
     )
@@ -252,6 +253,12 @@ def _suspicions(
         )
     elif sorted(spec.target_layer_ids) != list(spec.target_layer_ids):
         field, ids = spec.named_layer_ids(spec.target_layer_ids)
+    if own.head is not None and own.d2t is None and head_rows(spec, own) > target.vocab_size:
+        yield (
+            f"draft tensor lm_head.weight with {head_rows(spec, own)} rows: expected the target's "
+            f"{target.vocab_size}. Rows beyond them are left out as padding; check that the draft was trained for "
+            "this target."
+        )
         yield (
             f"draft config {field}={ids}: expected ascending layers, as drafts are trained on. Compare them with "
             "the draft's model card."

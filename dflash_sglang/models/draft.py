@@ -140,10 +140,12 @@ class DFlashDraftModel(BorrowingDraft):
         token_map: Tensor | None = None,
         draft_head: DraftHeadForm = "as_is",
     ) -> Borrowed:
+        vocab_size: int | None = None,
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
         same_batch: tensor-parallel ranks that draft the same batch, None for all. token_map: the tokens, ascending
-        [n] int64, that alone are proposed, None for all. draft_head: the form of the head's weights.
+        [n] int64, that alone are proposed, None for all. draft_head: the form of the head's weights. vocab_size:
+        the target's; a head of the draft's own may have more rows.
         Raises ValueError where the target has no embedding or head that the draft can use in this form, or scales
         the embedding as the draft's config does too.
         """
@@ -164,6 +166,7 @@ class DFlashDraftModel(BorrowingDraft):
             draft_head,
             same_batch,
         )
+            vocab_size if self.has_own_head and self.target_ids is None else None,
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(
                 table,
