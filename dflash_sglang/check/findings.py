@@ -34,7 +34,7 @@ def findings(
     """
     found = verdict(partings, accepted, facts.proposals(widths), settings.baseline)
     longest = max(len(ids) for ids in settings.prompts) + settings.max_new_tokens
-    causes = likely_causes(settings.pair.spec, settings.pair.target_layers, longest, widths)
+    causes = likely_causes(settings.pair.spec, longest, widths)
     return {
         "command": list(command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -135,7 +135,7 @@ def test_other_markov_heads_are_the_built_in_workers():
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
-    [("markov_rank", None, "the rank of the Markov head"), ("markov_rank", -1, "an integer >= 0")],
+    [("markov_rank", None, "the field to be present"), ("markov_rank", -1, "an integer >= 0")],
 )
 def test_a_markov_head_that_cannot_be_served_is_refused_by_its_field(field, value, expected):
     with pytest.raises(DraftConfigError, match=f"draft config {field}={value}: expected .*{expected}"):
