@@ -68,7 +68,7 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
     if spec.dflash2 is not None:
         selector = spec.dflash2
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
-    if spec.dspark is not None or spec.domino is not None:
+    if spec.anchor_proposes or spec.dspark is not None or spec.domino is not None:
         decisions["proposals_from"] = f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"
     if spec.dspark is not None:
         rank, kind = spec.dspark.rank, spec.dspark.kind

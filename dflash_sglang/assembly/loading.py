@@ -134,8 +134,8 @@ def load_draft(
     runner, model = bundle.draft_model_runner, bundle.draft_model
     if isinstance(model.spec, MtpSpec):
         return _load_mtp(bundle, target, layout, config)
-    layers = TargetFacts.from_config(target.model_config.hf_text_config).num_layers
-    feature_layer_ids = model.spec.feature_layer_ids(layers)
+    of_target = TargetFacts.from_config(target.model_config.hf_text_config)
+    feature_layer_ids = model.spec.target_layer_ids
     ensure_capture(target.model, feature_layer_ids, target.spec_aux_config.dflash_target_layer_ids)
     block_size = int(get_spec().speculative_num_draft_tokens)
     shape = _ring_shape(model, config, block_size)
@@ -144,7 +144,7 @@ def load_draft(
     if drafts:
         replayed_states.install(target)
     head_form = config.draft_head if drafts else "as_is"
-    borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, head_form)
+    borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, head_form, of_target.vocab_size)
     if drafts and model.spec.lilicorr is not None:
         size = model.spec.hidden_size
         model.last_rows = LastRows(most_rows(), block_size, size, runner.dtype, runner.device)

@@ -12,6 +12,7 @@ from dflash_sglang.bench import checkpoints, prompts
 from dflash_sglang.bench.checkpoints import Pair
 from dflash_sglang.bench.settings import PROFILED_TOKENS, BadSetting, Settings
 from dflash_sglang.bench.versions import nvidia_smi
+from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN, environment
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import PluginConfigError
@@ -77,7 +78,12 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         )
     if options.profile is not None and not gpu:
         raise BadSetting("--profile: takes the kernels of a GPU apart, and this machine has none")
-    pair = checkpoints.find(options.target, options.draft, options.shapes, options.layers, options.out, say)
+    given = Flags.of_words([*options.flags, *options.dflash_flags])
+    block = max(options.width) if options.width else given.block_size
+    pair = checkpoints.find(
+        options.target, options.draft, options.shapes, options.layers, options.out, say,
+        given._replace(block_size=block),
+    )  # fmt: skip
     texts = () if forced is not None else _texts(options)
     if options.chat:
         checkpoints.check_template(pair.target)

@@ -12,6 +12,7 @@ from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, read_config
 from dflash_sglang.checkpoint.families import check_family, foreign, mixed_up
 from dflash_sglang.checkpoint.fields import described, shown
 from dflash_sglang.checkpoint.files import config_directory
+from dflash_sglang.checkpoint.left_out import NO_FLAGS, Flags
 from dflash_sglang.pair import pair_directories
 
 
@@ -31,19 +32,19 @@ class Pair:
 
 def find(
     target: str | None, draft: str | None, shapes: str | None, layers: int | None, out: Path,
-    say: Callable[[str], None],
+    say: Callable[[str], None], flags: Flags = NO_FLAGS,
 ) -> Pair:  # fmt: skip
-    """The pair that the options name. Raises BadSetting."""
+    """The pair that the options name. flags: of the launch with DFLASH. Raises BadSetting."""
     if shapes is not None:
         if target or draft:
             raise BadSetting(f"--shapes {shapes}: takes the place of --target and --draft; leave one of them out")
-        return facts(**random_weights(shapes, layers, out, say))
+        return facts(**random_weights(shapes, layers, out, say), flags=NO_FLAGS)
     if layers is not None:
         raise BadSetting(f"--layers {layers}: says how many layers the target of --shapes has; give --shapes")
     if bool(target) != bool(draft):
         given, missing = ("--target", "--draft") if target else ("--draft", "--target")
         raise BadSetting(f"{given} {target or draft}: a target and its draft belong together; give {missing} too")
-    return facts(target, draft) if target and draft else facts(**pair_directories())
+    return facts(target, draft, flags=flags) if target and draft else facts(**pair_directories(), flags=NO_FLAGS)
 
 
 def random_weights(shapes: str, layers: int | None, out: Path, say: Callable[[str], None]) -> dict[str, str]:
@@ -59,7 +60,7 @@ def random_weights(shapes: str, layers: int | None, out: Path, say: Callable[[st
     return {role: str(directory / role) for role in ("target", "draft")}
 
 
-def facts(target: str, draft: str) -> Pair:
+def facts(target: str, draft: str, *, flags: Flags = NO_FLAGS) -> Pair:
     """Raises BadSetting for a checkpoint that is not there, or a draft that another worker serves."""
     directory, config = _checkpoint("--target", target)
     draft_directory, draft_config = _checkpoint("--draft", draft)
@@ -71,7 +72,7 @@ def facts(target: str, draft: str) -> Pair:
         reason = foreign(draft_config)
         if reason is not None:
             raise BadSetting(f"--draft {draft}: {reason}")
-        spec = DraftSpec.from_config(draft_config)
+        spec = DraftSpec.from_config(draft_config, flags)
     except DraftConfigError as error:
         raise BadSetting(f"--draft {draft}: {error}") from error
     text = config.get("text_config") or config
@@ -116,7 +117,7 @@ def why_no_built_in(pair: Pair, gpu: bool) -> str | None:
         return "without this package SGLang serves no DFLASH on a CPU"
     if pair.spec.speculators:
         return "it does not read drafts in the speculators format"
-    if pair.target_layers and pair.target_layers - 1 in pair.spec.feature_layer_ids(pair.target_layers):
+    if pair.target_layers and pair.target_layers - 1 in pair.spec.target_layer_ids:
         return "it cannot capture the output of the target's last layer, which the draft reads"
     return None
 

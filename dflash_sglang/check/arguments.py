@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from dflash_sglang.bench.checkpoints import Pair
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import prompts
 from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
+from dflash_sglang.checkpoint.left_out import NO_FLAGS, Flags
+from dflash_sglang.demo.server import Client
 from dflash_sglang.pair import held_out_prompts
 
 SET_HERE = (
@@ -82,7 +85,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         raise BadSetting(f"{draft_flags[0]}: is for a server that is launched; leave it or --url out")
     if options.target and options.prompts is None:
         raise BadSetting("--prompts: expected a file with texts like those that the server gets")
-    pair = checkpoints.find(options.target, options.draft, None, None, Path(), lambda _: None)
+    pair = _pair(options, Flags.of_words(draft_flags))
     baseline = read_baseline(options.baseline) if options.baseline else None
     if options.chat:
         checkpoints.check_template(pair.target)
@@ -112,6 +115,28 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         html=options.html,
         decode=tokenizer.decode,
     )
+
+
+def _pair(options: argparse.Namespace, flags: Flags) -> Pair:
+    """Reads what the draft's config.json leaves out from the flags, or from a running server."""
+    try:
+        return checkpoints.find(options.target, options.draft, None, None, Path(), lambda _: None, flags)
+    except BadSetting:
+        if options.url is None:
+            raise
+    served = _flags_of_server(options.url)
+    return checkpoints.find(options.target, options.draft, None, None, Path(), lambda _: None, served)
+
+
+def _flags_of_server(url: str) -> Flags:
+    """Of a running server; none of one that does not answer as SGLang does."""
+    try:
+        info = Client(url).get("/server_info")
+    except (OSError, http.client.HTTPException, ValueError):
+        return NO_FLAGS
+    if not isinstance(info, dict):
+        return NO_FLAGS
+    return Flags(info.get("speculative_num_draft_tokens"), info.get("speculative_draft_window_size"))
 
 
 def divided(flags: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,9 +8,7 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 
 
-def likely_causes(
-    spec: DraftSpec, target_layers: int | None, longest: int, widths: Mapping[int, int]
-) -> Iterator[str]:
+def likely_causes(spec: DraftSpec, longest: int, widths: Mapping[int, int]) -> Iterator[str]:
     """What to check, first what most often explains a collapse.
 
     `longest`: tokens of the longest prompt and its completion; `widths`: verify steps of the server by width.
@@ -21,13 +19,10 @@ def likely_causes(
             f"width: {narrow} of {sum(widths.values())} steps verified less than the block of {spec.block_size}; "
             'compare drafts at {"width": "block"} in DFLASH_SGLANG_CONFIG'
         )
-    layer_ids = spec.target_layer_ids
-    if layer_ids is None and target_layers is not None:
-        layer_ids = spec.feature_layer_ids(target_layers)
-    shown = "the default ones" if layer_ids is None else list(layer_ids)
-    unordered = layer_ids is not None and list(layer_ids) != sorted(layer_ids)
+    layer_ids = list(spec.target_layer_ids)
+    unordered = layer_ids != sorted(layer_ids)
     yield (
-        f"target_layer_ids={shown}: expected the layers that the draft was trained on, in that order"
+        f"target_layer_ids={layer_ids}: expected the layers that the draft was trained on, in that order"
         + ("; these do not ascend, as most drafts' do" if unordered else "")
     )
     yield f"mask_token_id={spec.mask_token_id}: expected the mask token of the draft's training"

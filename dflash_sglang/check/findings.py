@@ -33,7 +33,7 @@ def findings(
     """
     found, partings, accepted = verdict(judged), judged.partings, judged.accepted
     longest = max(len(ids) for ids in settings.prompts) + settings.max_new_tokens
-    causes = likely_causes(settings.pair.spec, settings.pair.target_layers, longest, widths)
+    causes = likely_causes(settings.pair.spec, longest, widths)
     return {
         "command": list(command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

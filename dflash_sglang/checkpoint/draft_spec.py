@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from dflash_sglang.checkpoint.anchor import anchor_field
 from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2
 from dflash_sglang.checkpoint.domino import DominoSpec, domino
@@ -23,16 +25,13 @@ from dflash_sglang.checkpoint.fields import (
 from dflash_sglang.checkpoint.gemma4 import gemma4_fields
 from dflash_sglang.checkpoint.laguna import LagunaSpec, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
+from dflash_sglang.checkpoint.left_out import LAYER_INPUTS, NO_FLAGS, VLLM_PLACES, Flags, refuse_left_out
 from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec, lilicorr
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
 from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
 
 QWEN3_HEAD_DIM = 128  # of transformers' Qwen3 where a config has none
-
-_VLLM_PLACES = ("dflash_config", "eagle_config", None)  # where vLLM looks; None is the top level
-LAYER_INPUTS = "eagle_aux_hidden_state_layer_ids"
-"""The target's layers by the number of layers before their output: one more than in `target_layer_ids`."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,10 @@ class DraftSpec:
 
     ``speculators``: whether it is in the speculators format, else in z-lab's.
     ``block_size``: trained block length, the last token and a proposal of each row that has one.
-    ``target_layer_ids``: 0-based target layers whose outputs are the features, in the order in which `fc` was
-    trained on them; None where the checkpoint leaves them to `default_target_layer_ids`. ``mask_token_id``: id in
-    the embedding table, or None where the checkpoint names none. ``attention_value_scale``: factor on V, or None.
+    ``has_row_less``: whether the draft reads all rows of a block but the last, because every row proposes the
+    token after its own. ``target_layer_ids``: 0-based target layers whose outputs are the features, in the order
+    in which `fc` was trained on them. ``mask_token_id``: id in the embedding table. ``attention_value_scale``:
+    factor on V, or None.
     ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax. ``convolution``:
     around attention and MLP of every layer, or None.
     ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
@@ -75,8 +75,9 @@ class DraftSpec:
     gemma_norms: bool
     swiglu_clamp: SwigluClamp | None
     block_size: int
-    mask_token_id: int | None
-    target_layer_ids: tuple[int, ...] | None
+    has_row_less: bool
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     layers: tuple[LayerAttention, ...]
     rope: RopeSpec
@@ -93,19 +94,23 @@ class DraftSpec:
     lilicorr: LiLiCorrSpec | None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
+    def from_config(cls, config: Mapping[str, Any], flags: Flags = NO_FLAGS) -> DraftSpec:
         """DraftSpec of a raw config.json (not of a transformers config object, which rewrites fields), which
-        `families.check_family` has let pass.
+        `families.check_family` has let pass. ``flags``: of the launch.
 
-        Raises DraftConfigError for a field that is missing, malformed or not servable.
+        Raises DraftConfigError for fields that are missing, and for one that is malformed or not servable.
         """
-        speculators = is_speculators(config)
+        raw, speculators = config, is_speculators(config)
         if speculators:
             config = flattened(config)
         family = family_of(config)
         if family is GEMMA4:
             config = gemma4_fields(config)
         fields = Fields(config)
+        readers = (partial(_layers, fields, flags), partial(_swiglu_clamp, fields))
+        refuse_left_out(fields, flags, LAYER_IDS if speculators else "target_layer_ids", family.needs, readers)
+        _, from_anchor = anchor_field(raw) or (None, family in (DSPARK, GEMMA4))
+        has_row_less = from_anchor and family is not DOMINO
         num_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
         hidden_size = as_int(fields.shape("hidden_size"), 1)
         num_heads = as_int(fields.shape("num_attention_heads"), 1)
@@ -116,7 +121,6 @@ class DraftSpec:
         if norm_eps[1] is None:
             norm_eps = fields.shape("rms_norm_eps", class_default(fields, "rms_norm_eps"))
         target_layer_ids = _target_layer_ids(fields)
-        of_dspark = dspark(fields) if family in (DSPARK, GEMMA4) else None
         _check_features(fields, target_layer_ids)
         return cls(
             architecture=config["architectures"][0],
@@ -132,11 +136,12 @@ class DraftSpec:
             attention_bias=as_bool(fields.shape("attention_bias", False)),
             gemma_norms=as_bool(fields.draft("use_gemma_norm", fields.text.get("use_gemma_norm", False))),
             swiglu_clamp=_swiglu_clamp(fields),
-            block_size=_block_size(fields) + (of_dspark is not None and of_dspark.from_anchor),
-            mask_token_id=fields.optional("mask_token_id", as_int, 0),
+            block_size=_block_size(fields, flags, has_row_less),
+            has_row_less=has_row_less,
+            mask_token_id=as_int(fields.draft("mask_token_id"), 0),
             target_layer_ids=target_layer_ids,
             num_target_layers=fields.optional("num_target_layers", as_int, 1),
-            layers=layer_attention(fields, num_layers),
+            layers=_layers(fields, flags),
             rope=rope(fields, head_dim, whole_head=speculators),
             attention_value_scale=fields.optional("attention_value_scale", as_float),
             quantization=_quantization(config),
@@ -145,7 +150,7 @@ class DraftSpec:
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
             convolution=convolution(fields, hidden_size) if family in (DFLASH2, LILICORR) else None,
             dflash2=dflash2(fields, vocab_size) if family is DFLASH2 else None,
-            dspark=of_dspark,
+            dspark=dspark(fields) if family in (DSPARK, GEMMA4) else None,
             domino=domino(fields, vocab_size) if family is DOMINO else None,
             laguna=laguna(fields, head_dim) if family is LAGUNA else None,
             lilicorr=lilicorr(fields, hidden_size, vocab_size) if family is LILICORR else None,
@@ -161,11 +166,6 @@ class DraftSpec:
         """Whether the row of the last committed token has a proposal, too."""
         return self.has_row_less or (self.domino is not None and self.domino.shifted)
 
-    @property
-    def has_row_less(self) -> bool:
-        """Whether the draft reads all rows of a block but the last."""
-        return self.dspark is not None and self.dspark.from_anchor
-
     def draft_rows(self, width: int) -> int:
         """Rows of one request in the draft's forward, for a block of `width` tokens, more than one."""
         return width - self.has_row_less
@@ -176,31 +176,17 @@ class DraftSpec:
             return LAYER_IDS, [i + 1 for i in ids]
         return "target_layer_ids", list(ids)
 
-    def feature_layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
-        """Target layers to capture, in the checkpoint's order, for a target of `num_target_layers`."""
-        if self.target_layer_ids is not None:
-            return self.target_layer_ids
-        return default_target_layer_ids(num_target_layers, self.num_layers)
+
+def _layers(fields: Fields, flags: Flags) -> tuple[LayerAttention, ...]:
+    return layer_attention(fields, as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS), flags.window)
 
 
-def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The layers a checkpoint without `target_layer_ids` was trained on, one per draft layer.
-
-    Evenly spaced from 1 to num_target_layers - 3, both included; a single one is the middle layer
-    (the rule of the published DFlash reference). Raises DraftConfigError where there is no such range.
-    """
-    if num_draft_layers == 1:
-        return (num_target_layers // 2,)
-    last = num_target_layers - 3
-    if last < 1:
-        raise DraftConfigError(
-            "target_layer_ids",
-            None,
-            f"the target layers of the features (a target of {num_target_layers} layers has no default)",
-            "Add dflash_config.target_layer_ids to the draft's config.json.",
-        )
-    step = (last - 1) / (num_draft_layers - 1)
-    return tuple(round(1 + i * step) for i in range(num_draft_layers))
+def _block_size(fields: Fields, flags: Flags, has_row_less: bool) -> int:
+    """Tokens of a block: those that a flag gives, or the rows that the config has and what is proposed beyond."""
+    found = fields.draft("block_size")
+    if found[1] is None and flags.block_size is not None:
+        return flags.block_size
+    return as_int(found, 1) + has_row_less
 
 
 def _swiglu_clamp(fields: Fields) -> SwigluClamp | None:
@@ -229,35 +215,18 @@ def _of_swigluoai(fields: Fields, name: str) -> float:
     return as_float(found)
 
 
-def _block_size(fields: Fields) -> int:
-    field, size = fields.draft("block_size")
-    if size is None:
-        raise DraftConfigError(
-            "block_size",
-            None,
-            "the trained block length, nested in dflash_config or at the top level",
-            "Add dflash_config.block_size to the draft's config.json.",
-        )
-    return as_int((field, size), 1)
-
-
-def _target_layer_ids(fields: Fields) -> tuple[int, ...] | None:
+def _target_layer_ids(fields: Fields) -> tuple[int, ...]:
     field, ids = fields.draft("target_layer_ids")
-    if ids is None:
-        return None
     valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not valid or not ids:
         raise DraftConfigError(field, ids, "a non-empty list of integers")
     return tuple(ids)
 
 
-def _check_features(fields: Fields, layer_ids: Sequence[int] | None) -> None:
-    """Raise DraftConfigError for a draft that is fed with anything but the outputs of `layer_ids`, joined by its
-    `fc`, or that names two sets of layers.
-
-    ``layer_ids``: the draft's `target_layer_ids`, None where its config leaves them to the default.
-    """
-    for place in _VLLM_PLACES:
+def _check_features(fields: Fields, layer_ids: Sequence[int]) -> None:
+    """Raise DraftConfigError for a draft that is fed with anything but the outputs of `layer_ids`, its
+    `target_layer_ids`, joined by its `fc`, or that names two sets of layers."""
+    for place in VLLM_PLACES:
         given, path = (fields.top, "") if place is None else (fields.mapping(place), f"{place}.")
         used = given.get("use_aux_hidden_state")
         if used is not None and not as_bool((f"{path}use_aux_hidden_state", used)):
@@ -270,13 +239,6 @@ def _check_features(fields: Fields, layer_ids: Sequence[int] | None) -> None:
         inputs = given.get(LAYER_INPUTS)
         if inputs is None:
             continue
-        if layer_ids is None:
-            raise DraftConfigError(
-                f"{path}{LAYER_INPUTS}",
-                inputs,
-                "target_layer_ids beside it",
-                "Write these numbers less 1 into dflash_config.target_layer_ids of the draft's config.json.",
-            )
         shifted = [i + 1 for i in layer_ids]
         if inputs != shifted:
             raise DraftConfigError(

@@ -18,21 +18,32 @@ class Family:
     """Drafts that are one and the same model.
 
     ``architectures``: names under which checkpoints declare it. ``algorithm``: its name in the speculators format,
-    None where that format has no such draft; ``exported``: what the format's exporters call it besides.
+    None where that format has no such draft; ``exported``: what the format's exporters call it besides. ``needs``:
+    fields that its config.json has beside a plain draft's.
     """
 
     architectures: tuple[str, ...]
     algorithm: str | None = None
     exported: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 PLAIN = Family(("DFlashDraftModel",), speculators.DFLASH, exported=("DFlashSpeculator",))
-DOMINO = Family(PLAIN.architectures)  # told from a plain draft by its projector
-DFLASH2 = Family(("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"), speculators.DFLASH2)
-DSPARK = Family(
-    ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel"), speculators.DSPARK, exported=("DSparkSpeculator",)
+DOMINO = Family(  # told from a plain draft by its projector
+    PLAIN.architectures, needs=("pure_draft_prefix_len", "gru_hidden_dim", "emb_dim", "shift_label")
 )
-GEMMA4 = Family(("Gemma4DSparkModel",))  # DSpark on Gemma 4's layers
+DFLASH2 = Family(
+    ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"),
+    speculators.DFLASH2,
+    needs=("selector_rank", "selector_top_k"),
+)
+DSPARK = Family(
+    ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel"),
+    speculators.DSPARK,
+    exported=("DSparkSpeculator",),
+    needs=("markov_rank",),  # 0 without a head
+)
+GEMMA4 = Family(("Gemma4DSparkModel",), needs=DSPARK.needs)  # DSpark on Gemma 4's layers
 LAGUNA = Family(("DFlashLagunaForCausalLM",))
 LILICORR = Family(("LiLiCorrDraftModel",))
 FAMILIES = (PLAIN, DFLASH2, DSPARK, GEMMA4, LAGUNA, LILICORR)
@@ -86,17 +97,10 @@ _ROWS = (
     _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=(DFLASH2,)),
     _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=(LILICORR,)),
     _Row(
-        "sample_from_anchor",
-        bool,
-        "DSpark's layout, a proposal in every row of the block",
-        part_of=(DSPARK, GEMMA4),
-    ),
-    _Row(
         "markov_head_type",
         lambda value: value not in (None, *KINDS),
         "a Markov head of another kind",
     ),
-    _Row("shift_label", bool, "Domino's layout, a proposal in every row of the block", part_of=(DOMINO,)),
 )
 
 

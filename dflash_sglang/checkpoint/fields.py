@@ -4,7 +4,7 @@ name the field."""
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from sys import float_info
 from typing import Any, TypeVar
 
@@ -46,13 +46,17 @@ class DraftConfigError(ValueError):
     """A field of the draft's config.json that cannot be served.
 
     Attributes: ``field``, ``value`` as found, ``expected`` and ``fix`` (what to change; by default the field),
-    all shown in the message.
+    all shown in the message. ``all``: the error and those `beside` it, whose messages follow.
     """
 
-    def __init__(self, field: str, value: object, expected: str, fix: str = "") -> None:
+    def __init__(
+        self, field: str, value: object, expected: str, fix: str = "", beside: Sequence[DraftConfigError] = ()
+    ) -> None:
         self.field, self.value, self.expected = field, value, expected
         self.fix = fix or f"Correct {field} in the draft's config.json."
-        super().__init__(f"draft config {field}={shown(value)}: expected {expected}. {self.fix}")
+        self.all = (self, *beside)
+        own = f"draft config {field}={shown(value)}: expected {expected}. {self.fix}"
+        super().__init__(" ".join([own, *map(str, beside)]))
 
 
 def first_architecture(config: Mapping[str, Any]) -> str | None:

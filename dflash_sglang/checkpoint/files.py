@@ -21,6 +21,8 @@ _COUNTED = re.compile(r"(layers?|labels)$")
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _BLOCK = 1 << 16  # bytes of a sample
+UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
+"""Safetensors names of dtypes whose tensors have the shape of what they hold."""
 
 
 @dataclass(frozen=True)

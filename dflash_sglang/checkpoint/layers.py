@@ -21,8 +21,8 @@ class LayerAttention:
     window: int | None  # with the query's own position: keys in (q - window, q], or |q - k| < window if not causal
 
 
-def layer_attention(fields: Fields, num_layers: int) -> tuple[LayerAttention, ...]:
-    """One LayerAttention per draft layer.
+def layer_attention(fields: Fields, num_layers: int, window: int | None = None) -> tuple[LayerAttention, ...]:
+    """One LayerAttention per draft layer. ``window``: that a flag gives sliding layers, where the config has none.
 
     ==================  ======================  ==========================  =============  ================
     is_causal (top)     dflash_config.causal    sliding_window_non_causal   full layers    sliding layers
@@ -41,7 +41,7 @@ def layer_attention(fields: Fields, num_layers: int) -> tuple[LayerAttention, ..
     without a window in use.
     """
     kinds = _kinds(fields, num_layers)
-    window = _window(fields) if "sliding_attention" in kinds else None
+    window = _window(fields, window) if "sliding_attention" in kinds else None
     return tuple(
         LayerAttention(kind, _causal(fields, kind), window if kind == "sliding_attention" else None)
         for kind in kinds
@@ -95,7 +95,7 @@ def _full_before_sliding(fields: Fields, num_layers: int) -> int:
     return num_layers
 
 
-def _window(fields: Fields) -> int:
+def _window(fields: Fields, of_flag: int | None) -> int:
     window, unused = fields.text.get("sliding_window"), fields.text.get("use_sliding_window") is False
     if window is not None and not unused:
         return as_int(("sliding_window", window), 1)
@@ -109,9 +109,12 @@ def _window(fields: Fields) -> int:
             "true beside sliding_attention layers: transformers gives them no window otherwise",
             "Set it to true if the draft was trained with its sliding_window, else name full_attention layers.",
         )
+    if of_flag is not None:
+        return of_flag
     raise DraftConfigError(
         "sliding_window",
         None,
         "the window of the sliding_attention layers, in tokens",
-        "Add sliding_window (the window the draft was trained with) to the draft's config.json.",
+        "Set --speculative-draft-window-size to the window that the draft was trained with, or add sliding_window "
+        "to its config.json.",
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.fields import described
-from dflash_sglang.checkpoint.files import TensorFacts
+from dflash_sglang.checkpoint.files import UNPACKED_DTYPES, TensorFacts
 
 MASK_EMBEDDING = "mask_embedding"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
@@ -72,7 +72,16 @@ def own_modules(directory: Path, tensors: Mapping[str, TensorFacts]) -> OwnModul
 
 
 def head_rows(spec: DraftSpec, own: OwnModules) -> int:
-    """Rows of a head of the draft's own: the config's draft_vocab_size, those that d2t maps, or the vocabulary."""
+    """Rows of a head of the draft's own: as many as it has tokens. A weight whose rows are the target's ids may
+    have more: padding."""
+    tokens = head_tokens(spec, own)
+    if own.head is None or own.d2t is not None or own.head.dtype not in UNPACKED_DTYPES:
+        return tokens
+    return max(tokens, own.head.shape[0])
+
+
+def head_tokens(spec: DraftSpec, own: OwnModules) -> int:
+    """Tokens of such a head: the config's draft_vocab_size, those that d2t maps, or the vocabulary."""
     if spec.vocabulary.draft_vocab_size is not None:
         return spec.vocabulary.draft_vocab_size
     return spec.vocab_size if own.d2t is None else own.d2t.numel()

@@ -50,7 +50,7 @@ _ADDED: dict[str, dict[str, Any]] = {
         "selector_top_k": 16,
         "sliding_window_non_causal": True,
     },
-    DSPARK: {"markov_rank": 256, "markov_head_type": "vanilla", "sample_from_anchor": True},
+    DSPARK: {"markov_rank": 256, "markov_head_type": "vanilla"},
 }
 _ARCHITECTURE = {DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
 # Copied from the target: the package's rotary embedding rotates whole heads.
@@ -68,7 +68,7 @@ def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
     Only fields that the speculators package's own classes read are taken, each from the level where they read it.
     The format counts a feature's layer by the layers before it, z-lab by the layer itself: [2, 10, 18, 26, 34]
     there is [1, 9, 17, 25, 33] here. The ids ascend here: training feeds features in the order of the layers.
-    Raises DraftConfigError for layer ids that are absent or malformed, and for features of another width.
+    Raises DraftConfigError for layer ids that are malformed, and for features of another width.
     """
     decoder = config[DECODER]
     width = config.get("target_hidden_size")
@@ -121,8 +121,10 @@ def _rope(decoder: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _target_layer_ids(config: Mapping[str, Any]) -> list[int]:
+def _target_layer_ids(config: Mapping[str, Any]) -> list[int] | None:
     ids = config.get(LAYER_IDS)
+    if ids is None:
+        return None  # which DraftSpec refuses
     valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not valid or not ids or min(ids) < 1 or len(set(ids)) < len(ids):
         raise DraftConfigError(

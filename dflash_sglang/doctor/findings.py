@@ -15,7 +15,8 @@ from dflash_sglang.checkpoint.families import check_family
 from dflash_sglang.checkpoint.fields import one_line
 from dflash_sglang.checkpoint.files import TensorFacts, draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
-from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, own_modules
+from dflash_sglang.checkpoint.left_out import Flags
+from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, head_tokens, own_modules
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.doctor import launch, sizes, tokens
 from dflash_sglang.models.head.form import HeadFacts, choose_form
@@ -63,7 +64,7 @@ def examine(target: str, draft: str, flags: Sequence[str]) -> dict[str, Any]:
     facts = TargetFacts.from_config(target_config.hf_text_config)
     spec, held, own = read
     vocabulary = tokens.compare(checkpoints.target, checkpoints.draft, spec.mask_token_id)
-    found |= {"model": _draft(spec, own, facts), "vocabulary": asdict(vocabulary)}
+    found |= {"model": _draft(spec, own), "vocabulary": asdict(vocabulary)}
     if found["worker"] == launch.OURS:
         found |= _sizes(server_args, target_config, spec, held, own, checkpoints.tensors)
         found["suspicious"] = list(_suspicions(spec, own, facts, vocabulary, target_config.context_len))
@@ -76,7 +77,7 @@ def _read(cfg: Any) -> tuple[DraftSpec, dict[str, TensorFacts], OwnModules] | No
     try:
         config = draft_config(path, revision)
         check_family(config)
-        spec = DraftSpec.from_config(config)
+        spec = DraftSpec.from_config(config, Flags.of(cfg))
         directory = weights_directory(path, revision, cfg.download_dir)
         held = tensor_facts(directory)
         return spec, held, own_modules(directory, held)
@@ -84,14 +85,10 @@ def _read(cfg: Any) -> tuple[DraftSpec, dict[str, TensorFacts], OwnModules] | No
         return None
 
 
-def _draft(spec: DraftSpec, own: OwnModules, target: TargetFacts) -> dict[str, Any]:
+def _draft(spec: DraftSpec, own: OwnModules) -> dict[str, Any]:
     """`model` of the findings, in words where the start-up line has words."""
-    try:
-        target_layers = list(spec.feature_layer_ids(target.num_layers))
-    except DraftConfigError:
-        target_layers = None
     parts = (
-        f"head of {head_rows(spec, own)} tokens" if own.head is not None else None,
+        f"head of {head_tokens(spec, own)} tokens" if own.head is not None else None,
         f"embedding of {spec.vocab_size} tokens" if own.embedding is not None else None,
         "mask row" if own.mask_embedding is not None else None,
     )
@@ -100,7 +97,7 @@ def _draft(spec: DraftSpec, own: OwnModules, target: TargetFacts) -> dict[str, A
         "layers": layers_read(spec),
         "rope": rope_read(spec),
         "heads": f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
-        "target_layers": target_layers,
+        "target_layers": list(spec.target_layer_ids),
         "mask_token_id": spec.mask_token_id,
         "own_modules": ", ".join(part for part in parts if part is not None) or "none",
         "quantization": spec.quantization or "none",
@@ -120,7 +117,7 @@ def _sizes(
     checkpoints."""
     cfg, config = resolving_view(server_args), PluginConfig.from_env()
     ranks = draft_ranks(cfg)
-    block = cfg.speculative_dflash_block_size or cfg.speculative_num_draft_tokens or spec.block_size
+    block = Flags.of(cfg).block_size or spec.block_size
     dtype = draft_model_config_of(server_args, cfg.speculative_draft_model_path).dtype
     in_fp8, why = _draft_form(cfg, spec, held, ranks)
     weights = sizes.draft_weights(spec, held, ranks, dtype.itemsize, in_fp8)
@@ -245,12 +242,7 @@ def _suspicions(
     spec: DraftSpec, own: OwnModules, target: TargetFacts, vocabulary: tokens.Vocabularies, context: int
 ) -> Iterator[str]:
     """What start-up lets pass, and what makes drafts accept little."""
-    if spec.target_layer_ids is None:
-        yield (
-            "draft config target_layer_ids=None: expected the layers that the draft was trained on, and the "
-            "reference's default is used. Add dflash_config.target_layer_ids to its config.json."
-        )
-    elif sorted(spec.target_layer_ids) != list(spec.target_layer_ids):
+    if sorted(spec.target_layer_ids) != list(spec.target_layer_ids):
         field, ids = spec.named_layer_ids(spec.target_layer_ids)
         yield (
             f"draft config {field}={ids}: expected ascending layers, as drafts are trained on. Compare them with "
@@ -260,6 +252,12 @@ def _suspicions(
         yield (
             f"draft config vocab_size={spec.vocab_size}: expected the target's {target.vocab_size}, whose head "
             "the draft uses. Check that the draft was trained for this target."
+        )
+    if own.head is not None and own.d2t is None and head_rows(spec, own) > target.vocab_size:
+        yield (
+            f"draft tensor lm_head.weight with {head_rows(spec, own)} rows: expected the target's "
+            f"{target.vocab_size}. Rows beyond them are left out as padding; check that the draft was trained for "
+            "this target."
         )
     if vocabulary.differing:
         yield (

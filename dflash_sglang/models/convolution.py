@@ -77,7 +77,7 @@ class ConvolvedLayer(DraftLayer):
     ) -> None:
         super().__init__(spec, layer_id, quant_config, prefix)
         assert spec.convolution is not None
-        shape = (spec.convolution, spec.hidden_size, spec.block_size)
+        shape = (spec.convolution, spec.hidden_size, spec.draft_rows(spec.block_size))
         quant_config = of_checkpoint(quant_config, spec)
         self.attention_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.attention_conv")
         self.mlp_conv = GroupedConvolution(*shape, quant_config, f"{prefix}.mlp_conv")
@@ -90,6 +90,6 @@ class ConvolvedLayer(DraftLayer):
         hidden_states, dynamic = self.mlp_conv.before(hidden_states)
         return self.mlp_conv.after(super().feed_forward(hidden_states), dynamic)
 
-    def serve_blocks_of(self, block_size: int) -> None:
+    def serve_rows(self, rows: int) -> None:
         """How many rows a served block has; before the first forward."""
-        self.attention_conv.block_size = self.mlp_conv.block_size = block_size
+        self.attention_conv.block_size = self.mlp_conv.block_size = rows

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
+from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.checkpoint.shapes import layer_shapes
 from dflash_sglang.models.block_embedding import BlockEmbedding
@@ -33,6 +34,7 @@ from dflash_sglang.sglang_names.scheduler import (
     LogitsProcessorOutput,
     WeightsMapper,
     get_model,
+    get_spec,
 )
 from dflash_sglang.startup.facts import LoadError
 
@@ -64,10 +66,9 @@ class DFlashDraftModel(BorrowingDraft):
         super().__init__()
         self.config = config
         path, revision = config._name_or_path, getattr(config, "_commit_hash", None)
-        self.spec = spec = DraftSpec.from_config(draft_config(path, revision))
+        self.spec = spec = DraftSpec.from_config(draft_config(path, revision), Flags.of(get_spec()))
         base = f"{prefix}." if prefix else ""
-        # A checkpoint that names no target layers has one feature per draft layer.
-        self.num_features = len(spec.target_layer_ids) if spec.target_layer_ids else spec.num_layers
+        self.num_features = len(spec.target_layer_ids)
         self.fc = ReplicatedLinear(
             self.num_features * spec.hidden_size,
             spec.hidden_size,
@@ -109,11 +110,11 @@ class DFlashDraftModel(BorrowingDraft):
         return features
 
     def serve_blocks_of(self, block_size: int) -> None:
-        """How many rows a served block has; before the first forward. Layers without convolutions do not need to
+        """How many tokens a served block has; before the first forward. Layers without convolutions do not need to
         know."""
         if self.spec.convolution is not None:
             for layer in self.layers:
-                layer.serve_blocks_of(block_size)
+                layer.serve_rows(self.spec.draft_rows(block_size))
 
     def _add_own_modules(self, own: OwnModules, quant_config: QuantizationConfig | None, base: str) -> None:
         """Embedding and head are sharded over the vocabulary, as the target's are."""
@@ -139,11 +140,13 @@ class DFlashDraftModel(BorrowingDraft):
         same_batch: int | None = None,
         token_map: Tensor | None = None,
         draft_head: DraftHeadForm = "as_is",
+        vocab_size: int | None = None,
     ) -> Borrowed:
         """Borrows the target's embedding and head; once, after loading and before graph capture.
 
         same_batch: tensor-parallel ranks that draft the same batch, None for all. token_map: the tokens, ascending
-        [n] int64, that alone are proposed, None for all. draft_head: the form of the head's weights.
+        [n] int64, that alone are proposed, None for all. draft_head: the form of the head's weights. vocab_size:
+        the target's; a head of the draft's own may have more rows.
         Raises ValueError where the target has no embedding or head that the draft can use in this form, or scales
         the embedding as the draft's config does too.
         """
@@ -163,6 +166,7 @@ class DFlashDraftModel(BorrowingDraft):
             token_map,
             draft_head,
             same_batch,
+            vocab_size if self.has_own_head and self.target_ids is None else None,
         )
         self.borrowed = Borrowed(
             embedding=BlockEmbedding(

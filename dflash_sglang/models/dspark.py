@@ -28,12 +28,12 @@ class MarkovHead(nn.Module):
     candidates have; other rows are not read.
     """
 
-    def __init__(self, vocab_size: int, rank: int, gated_by: int | None) -> None:
-        """gated_by: hidden size of the rows; None without a gate."""
+    def __init__(self, vocab_size: int, rank: int, gated_by: int | None, scored: int | None = None) -> None:
+        """gated_by: hidden size of the rows; None without a gate. scored: rows of `markov_w2`, None: all."""
         super().__init__()
         self.candidates = min(CANDIDATES, vocab_size)
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, scored or vocab_size, bias=False)
         self.gate_proj = None if gated_by is None else nn.Linear(gated_by + rank, rank)
         self.requires_grad_(False)
 
@@ -79,8 +79,8 @@ class RecurrentMarkovHead(MarkovHead):
     and the next state is sigmoid(g) * state + (1 - sigmoid(g)) * tanh(c), at first zeros.
     """
 
-    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__(vocab_size, rank, gated_by=None)
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, scored: int | None = None) -> None:
+        super().__init__(vocab_size, rank, gated_by=None, scored=scored)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank).requires_grad_(False)
         self.rank = rank
 
@@ -114,11 +114,14 @@ class DSparkDraftModel(DFlashDraftModel):
         super().__init__(config, quant_config, prefix)
         assert self.spec.dspark is not None  # of every architecture in EntryClass
         rank, kind, hidden = self.spec.dspark.rank, self.spec.dspark.kind, self.spec.hidden_size
+        vocab_size = self.spec.vocab_size
+        # Of a padded head, the matrix has as many rows; those of a reduced vocabulary are spread.
+        scored = self.spec.vocabulary.draft_vocab_size if self.target_ids is None else None
         self.markov_head: MarkovHead | None = None
         if rank and kind == RNN:
-            self.markov_head = RecurrentMarkovHead(self.spec.vocab_size, rank, hidden)
+            self.markov_head = RecurrentMarkovHead(vocab_size, rank, hidden, scored)
         elif rank:
-            self.markov_head = MarkovHead(self.spec.vocab_size, rank, hidden if kind == GATED else None)
+            self.markov_head = MarkovHead(vocab_size, rank, hidden if kind == GATED else None, scored)
         if self.markov_head is not None and self.target_ids is not None:
             self.markov_head.spread(self.target_ids)
 

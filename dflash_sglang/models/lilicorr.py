@@ -258,11 +258,12 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         same_batch: int | None = None,
         token_map: Tensor | None = None,
         draft_head: DraftHeadForm = "as_is",
+        vocab_size: int | None = None,
     ) -> Borrowed:
         """As of every draft. The head reads candidates by the target's embedding, whatever the draft's own."""
         table = find_embedding(target_model, same_batch)
         self._embed = lambda ids: table(ids)  # no module of the draft's
-        return super().bind_target(target_model, same_batch, token_map, draft_head)
+        return super().bind_target(target_model, same_batch, token_map, draft_head, vocab_size)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         assert self._embed is not None  # bound before anything is proposed

@@ -1,5 +1,6 @@
 """The SGLang names that read server arguments, apart from `scheduler.py` because the launcher needs no more."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
@@ -34,6 +35,14 @@ def draft_model_config_of(server_args: Any, path: str) -> ModelConfig:
         model_revision=resolving_view(server_args).speculative_draft_model_revision,
         is_draft_model=True,
     )
+
+
+def transformers_wrapper(model_config: Any, architectures: Sequence[str]) -> str:
+    """The class that serves a model as transformers has it; model_config: SGLang's ModelConfig of the model."""
+    # Imported here: only a refusal names it.
+    from sglang.srt.model_loader.utils import _get_transformers_backend_arch
+
+    return _get_transformers_backend_arch(model_config, list(architectures))
 
 
 def settle_without_device(server_args: Any) -> None:

@@ -11,9 +11,20 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
-from dflash_sglang.checkpoint.families import Foreign, check_family, foreign, mixed_up
+from dflash_sglang.checkpoint.anchor import anchor_field
+from dflash_sglang.checkpoint.families import (
+    DFLASH2,
+    LAGUNA,
+    PLAIN,
+    Foreign,
+    check_family,
+    family_of,
+    foreign,
+    mixed_up,
+)
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
+from dflash_sglang.checkpoint.left_out import BLOCK_FLAGS, Flags
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.checkpoint.own_modules import own_modules
 from dflash_sglang.settings.plugin_config import PluginConfig
@@ -26,14 +37,15 @@ from dflash_sglang.sglang_names.launcher import (
     mambaish_config,
     model_config_of,
     resolving_view,
+    transformers_wrapper,
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
-from dflash_sglang.startup.fit_checks import config_problem, draft_problems, pool_problems
+from dflash_sglang.startup.fit_checks import config_problems, draft_problems, pool_problems
 from dflash_sglang.startup.launch_checks import launch_problems
 from dflash_sglang.startup.mtp_checks import mtp_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
 from dflash_sglang.startup.serving_checks import serving_problems
-from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features
+from dflash_sglang.startup.target_class import CAPTURE_METHODS, hands_out_features, target_class
 from dflash_sglang.startup.tensor_checks import SAFETENSORS_FORMATS, presence_problems, weights_problems
 from dflash_sglang.startup.vocabulary_checks import token_map_problems
 
@@ -56,7 +68,7 @@ def check_startup(server_args: Any) -> Foreign | None:
         if other is not None and cfg.speculative_draft_model_path is not None:
             _refuse_what_no_worker_reads(cfg, other, server_args)
     except DraftConfigError as error:
-        raise StartupError([*problems, config_problem(error)]) from error
+        raise StartupError([*problems, *config_problems(error)]) from error
     return other
 
 
@@ -72,7 +84,7 @@ def serve_trained_block(server_args: Any) -> None:
         block = MtpSpec.from_config(config).block_size
         declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=block)
         return
-    spec = DraftSpec.from_config(config)
+    spec = DraftSpec.from_config(config, Flags.of(cfg))
     if spec.draft_rows(spec.block_size) != spec.block_size:
         declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=spec.block_size)
 
@@ -104,7 +116,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     in_own_file = asked in MODELOPT and has_hf_quant_config(serving.draft_path)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     problems += quantisation_problems(config, asked, cfg.device, inherited, in_own_file, capability)
-    spec = DraftSpec.from_config(config)
+    spec = DraftSpec.from_config(config, Flags.of(cfg))
     directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
     load_format = cfg.speculative_draft_load_format or cfg.load_format
     problems += weights_problems(serving.draft_path, directory, load_format)
@@ -113,8 +125,7 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
     target = TargetFacts.from_config(target_config.hf_text_config)
     problems += [*draft_problems(spec, target, serving, tensors, own), *pool_problems(config)]
     if load_format in SAFETENSORS_FORMATS:
-        # A checkpoint that names no target layers has one feature per draft layer.
-        problems += presence_problems(spec, len(spec.target_layer_ids or spec.layers), tensors)
+        problems += presence_problems(spec, len(spec.target_layer_ids), tensors)
     if cfg.speculative_token_map is not None:
         problems += token_map_problems(cfg.speculative_token_map, spec, target, own)
     if problems:
@@ -186,11 +197,16 @@ def _reading_fails(server_args: Any, path: str) -> Exception | None:
 
 
 def _refuse_what_no_worker_reads(cfg: Any, other: Foreign, server_args: Any) -> None:
-    """The built-in worker cannot read a config.json of the speculators format, which has no model type."""
+    """The built-in worker cannot read a config.json of the speculators format, which has no model type. It passes
+    over the fields that let the anchor's row propose, but for DSpark's default and Domino's own."""
     config = _draft_config(cfg, [])
+    said, alone = anchor_field(config), None
     if is_speculators(config):
-        expected = f"a launch of dflash_sglang, which alone reads the speculators format (not so: {other.reason})"
-        fix = "Change it, or serve the draft in z-lab's format."
+        alone, fix = "the speculators format", "Change it, or serve the draft in z-lab's format."
+    elif said is not None and said[1] and family_of(config) in (PLAIN, DFLASH2, LAGUNA):
+        alone, fix = f"draft config {said[0]}=True", "Change it, or serve another draft."
+    if alone is not None:
+        expected = f"a launch of dflash_sglang, which alone reads {alone} (not so: {other.reason})"
         raise StartupError([Problem(other.field, other.value, expected, fix)])
     _check_sglang_reads(config, cfg.speculative_draft_model_path, server_args)
 
@@ -243,13 +259,15 @@ def _no_tokens(target_config: Any, server_args: Any) -> Iterator[Problem]:
 
 def _target_problems(target_config: Any) -> Iterator[Problem]:
     """Targets that hand out no features, and those whose verify is not their plain decoding."""
-    names = target_config.hf_config.architectures
-    captures = hands_out_features(names or [], target_config.hf_text_config, target_config.model_impl)
+    names, fix = target_config.hf_config.architectures, _WITHOUT
+    model_impl = target_config.model_impl
+    captures = hands_out_features(names or [], target_config.hf_text_config, model_impl)
+    feeds = f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft"
+    if not captures and target_class(names or [], model_impl) is None:
+        feeds += f" (SGLang takes {transformers_wrapper(target_config, names or [])})"
+        fix = fix if target_class(names or [], "auto") is None else f"Remove --model-impl. {fix}"
     for unserved, expected in (
-        (
-            _generates(target_config) and not captures,
-            f"whose class in SGLang has {' or '.join(CAPTURE_METHODS)}, which feed the draft",
-        ),
+        (_generates(target_config) and not captures, feeds),
         (
             target_config.is_local_attention_model,
             "whose layers attend to the whole context or a window, and not to chunks of it",
@@ -260,17 +278,14 @@ def _target_problems(target_config: Any) -> Iterator[Problem]:
         ),
     ):
         if unserved:
-            yield Problem("target config architectures", names, f"a target {expected}", _WITHOUT)
+            yield Problem("target config architectures", names, f"a target {expected}", fix)
 
 
 def _serving_facts(cfg: Any) -> ServingFacts:
-    block, flag = cfg.speculative_dflash_block_size, "--speculative-dflash-block-size"
-    if block is None:
-        block, flag = cfg.speculative_num_draft_tokens, "--speculative-num-draft-tokens"
     return ServingFacts(
         draft_path=cfg.speculative_draft_model_path,
-        block_size=block,
-        block_flag=flag,
+        block_size=Flags.of(cfg).block_size,
+        block_flag=BLOCK_FLAGS[cfg.speculative_dflash_block_size is None],
         draft_attention_backend=cfg.speculative_draft_attention_backend,
         supported_backends=("torch_native",) if cfg.device == "cpu" else GPU_DRAFT_BACKENDS,
         kv_dtype=cfg.kv_cache_dtype,

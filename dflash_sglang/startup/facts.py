@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.checkpoint.fields import one_line, shown
+from dflash_sglang.checkpoint.left_out import BLOCK_FLAG
 
 GPU_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
 
@@ -61,7 +62,7 @@ class ServingFacts:
 
     draft_path: str | None
     block_size: int | None = None  # that `block_flag` asks for
-    block_flag: str = "--speculative-dflash-block-size"
+    block_flag: str = BLOCK_FLAG
     draft_attention_backend: str | None = None  # None: the target's
     supported_backends: tuple[str, ...] = GPU_DRAFT_BACKENDS  # those that run the draft on this platform
     kv_dtype: str = "auto"  # --kv-cache-dtype

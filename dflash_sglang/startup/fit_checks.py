@@ -26,7 +26,8 @@ def draft_problems(
     ``tensors``: the checkpoint's, empty where they cannot be read; the loader checks the shapes once more.
     ``own``: what the draft has in place of the target's.
     """
-    problems = [
+    ids = spec.target_layer_ids
+    return [
         *block_problems(spec, serving),
         *_mask_problems(spec, target, own),
         *_shape_problems(spec, target, serving.draft_ranks, own),
@@ -34,17 +35,14 @@ def draft_problems(
         *window_problems(spec, serving),
         *layer_problems(spec, tensors),
         *(own_problems(spec, target, own) if tensors else unread_problems(spec, target)),
+        *_layer_id_problems(spec, ids, target),
+        *fc_problems(spec, ids, tensors),
     ]
-    try:
-        ids = spec.feature_layer_ids(target.num_layers)
-    except DraftConfigError as error:
-        return [*problems, config_problem(error)]
-    return [*problems, *_layer_id_problems(spec, ids, target), *fc_problems(spec, ids, tensors)]
 
 
-def config_problem(error: DraftConfigError) -> Problem:
-    """A field that DraftSpec refused, as a problem."""
-    return Problem(f"draft config {error.field}", error.value, error.expected, error.fix)
+def config_problems(error: DraftConfigError) -> list[Problem]:
+    """The fields that DraftSpec refused, as problems."""
+    return [Problem(f"draft config {one.field}", one.value, one.expected, one.fix) for one in error.all]
 
 
 def pool_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -64,14 +62,7 @@ def _mask_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Ite
     """The mask token's row of the embedding that the block is embedded with."""
     whose, rows = ("target's", target.vocab_size) if own.embedding is None else ("draft's own", spec.vocab_size)
     field = "mask_token_id" if spec.speculators else "dflash_config.mask_token_id"
-    if spec.mask_token_id is None:
-        yield Problem(
-            "draft config mask_token_id",
-            None,
-            f"the id in the {whose} vocabulary that stands for a position to be proposed",
-            f"Add {field} (the one it was trained with) to the draft's config.json.",
-        )
-    elif spec.mask_token_id >= rows:
+    if spec.mask_token_id >= rows:
         yield Problem(
             "draft config mask_token_id",
             spec.mask_token_id,

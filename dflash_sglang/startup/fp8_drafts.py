@@ -13,6 +13,7 @@ import torch
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts, draft_config, tensor_facts, weights_directory
+from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.checkpoint.mtp import holds_mtp
 from dflash_sglang.sglang_names.launcher import declare_resolution, resolving_view
 from dflash_sglang.startup.decisions import draft_ranks
@@ -41,7 +42,7 @@ def quantise_where_shorter(server_args: Any) -> None:
     config = draft_config(path, revision)
     if holds_mtp(config):
         return  # they are the target's own layers, in its dtype
-    spec = DraftSpec.from_config(config)
+    spec = DraftSpec.from_config(config, Flags.of(cfg))
     tensors = tensor_facts(weights_directory(path, revision, cfg.download_dir))
     reason = obstacle(spec, tensors, draft_ranks(cfg), cfg.dtype, torch.cuda.get_device_capability())
     if reason is not None:

@@ -65,10 +65,10 @@ def block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
     trained, flag = spec.block_size, serving.block_flag
     served = trained if serving.block_size is None else serving.block_size
     least = "at least 2: the last committed token and one proposal"
-    if trained < 2:
+    if serving.block_size is not None and served < 2:
+        yield Problem(flag, served, least, f"Set {flag} to 2 or more, up to the trained block.")
+    elif trained < 2:
         yield Problem("draft config block_size", trained, least, "Correct it, or serve another draft.")
-    elif served < 2:
-        yield Problem(flag, served, least, f"Set {flag} between 2 and {trained}, or remove it.")
     elif served > trained:
         yield Problem(
             flag,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.checkpoint.files import INDEX, TensorFacts, missing_files
+from dflash_sglang.checkpoint.files import INDEX, UNPACKED_DTYPES, TensorFacts, missing_files
 from dflash_sglang.checkpoint.own_modules import (
     MASK_EMBEDDING,
     MASK_EMBEDDING_FILE,
@@ -22,7 +22,6 @@ from dflash_sglang.startup.facts import Problem
 # Files of weights that SGLang reads from a directory, and formats of --load-format that need none there.
 _FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _NO_FILES = ("dummy", "remote", "remote_instance", "rdma", "ipc_cache", "private")
-UNPACKED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")
 MLA_MODULES = (".q_a_", ".q_b_", ".kv_a_", ".kv_b_")  # projections and norms of multi-head latent attention
 MOST = 3  # tensors that are named: one wrong field of the config changes tensors of every layer
 _MOST_LISTED = 4  # of those that are missing, or too many

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows
+from dflash_sglang.checkpoint.files import UNPACKED_DTYPES
+from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, head_tokens
 from dflash_sglang.checkpoint.token_map import FLAG, TokenMapError, read_token_map
 from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.startup.facts import Problem, TargetFacts
-from dflash_sglang.startup.tensor_checks import UNPACKED_DTYPES
 
 
 def own_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
@@ -80,10 +80,9 @@ def _shape_problems(spec: DraftSpec, own: OwnModules) -> Iterator[Problem]:
 
 
 def _vocabulary_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
-    rows = head_rows(spec, own)
-    reduced = rows != target.vocab_size
+    rows = head_tokens(spec, own)
     if own.head is None:
-        if reduced and spec.vocabulary.draft_vocab_size not in (None, spec.vocab_size):
+        if rows != target.vocab_size and spec.vocabulary.draft_vocab_size not in (None, spec.vocab_size):
             yield Problem(
                 "draft config draft_vocab_size",
                 rows,
@@ -98,7 +97,7 @@ def _vocabulary_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) 
                 "Use the checkpoint with the head, or remove d2t.",
             )
         return
-    if reduced and own.d2t is None:
+    if rows < target.vocab_size and own.d2t is None:  # of more, those beyond the target's ids are padding
         yield Problem(
             "draft tensor d2t",
             None,
@@ -118,7 +117,7 @@ def _vocabulary_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) 
 def _mapping_problems(
     spec: DraftSpec, target: TargetFacts, own: OwnModules, d2t: torch.Tensor
 ) -> Iterator[Problem]:
-    rows = head_rows(spec, own)
+    rows = head_tokens(spec, own)
     if d2t.shape != (rows,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
         yield Problem(
             "draft tensor d2t",

@@ -16,13 +16,13 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import sglang_layers as layers
-from tests.support.draft_formats import FORMATS, speculators_config, vocabulary_tensors
+from tests.support.draft_formats import FORMATS, matrix, speculators_config, vocabulary_tensors
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.support.reference_formats import FormatReference
 from tests.support.tiny import write_checkpoint
 from training.evaluate import load_pair
-from training.reference import generate
+from training.reference import ReferenceDraft, generate
 
 VOCABULARY, BLOCK = 320, 8
 PREFIX = 37  # longer than the window of 16
@@ -59,7 +59,7 @@ def loaded(directory: Path, target: nn.Module) -> Any:
     with layers.defaults(torch.float32):
         model = DFlashDraftModel(layers.hf_config(directory))
         model.load_weights(load_file(directory / "model.safetensors").items())
-    model.bind_target(target)
+    model.bind_target(target, vocab_size=VOCABULARY)
     return model
 
 
@@ -96,7 +96,7 @@ def test_context_kv_and_proposals_equal_the_reference_reader(tmp_path: Path, nam
         hidden = layers.run_draft(model, embeds.clone(), positions[PREFIX:], attention)
         expected_hidden = reference.draft.block(expected_embeds, positions[PREFIX:], known)
         torch.testing.assert_close(hidden, expected_hidden, rtol=1e-4, atol=1e-4)
-        expected_logits = reference.logits(expected_hidden[1:], head, VOCABULARY)
+        expected_logits = reference.logits(expected_hidden[1:], head, VOCABULARY)[:, :VOCABULARY]
         ids, logprobs = model.head.likeliest(hidden[1:], 16)
         expected = expected_logits.log_softmax(-1)
         assert ids[:, 0].tolist() == expected.argmax(-1).tolist()
@@ -290,6 +290,43 @@ def test_a_mask_row_and_sinks_decode_in_the_steps_of_the_reference_loop(plain, z
     assert "own_modules: mask row" in log
     assert result["ids"] == plain["ids"]
     assert result["steps"] == expected
+
+
+class AnchorFirst(ReferenceDraft):
+    """The reference of a draft whose anchor's row proposes, too: a block has no row for its last token."""
+
+    def block(self, block_embeds: torch.Tensor, positions: torch.Tensor, *context: Any) -> torch.Tensor:
+        return super().block(block_embeds[:-1], positions[:-1], *context)
+
+    def propose(self, hidden: torch.Tensor, head: nn.Module, anchor: int) -> list[int]:
+        return head(hidden).argmax(-1).tolist()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@row("DFlash whose anchor's row proposes, the block by a flag")
+@row("z-lab with padding behind its own head")
+def test_the_anchors_row_proposes_in_the_steps_of_the_reference_loop_and_padding_of_a_head_never(
+    plain, tmp_path: Path
+) -> None:
+    """The trained pair, whose rows propose by the other layout; the target's head with rows that would win."""
+    config, tensors, of_target = pair_tensors()
+    reference = AnchorFirst.from_weights({**config, "block_size": BLOCK}, tensors)
+    target, _, _ = load_pair()
+    loops = [generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    del config["block_size"]
+    config["dflash_config"]["query_zero_predicts_next"] = True
+    head = of_target["lm_head.weight"]
+    tensors["lm_head.weight"] = torch.cat((head, 100 * matrix(64, head.shape[1], 3).to(head)))
+    draft = write_checkpoint(tmp_path / "draft", config, tensors)
+    with serve(TARGET, draft, environment=REQUIRED, speculative_dflash_block_size=BLOCK) as server:
+        result, log = greedy(server), server.log_text()
+        sampled = [server.generate(**asked(prompt, temperature=0.3)) for prompt in PROMPTS]
+    assert f"block: {BLOCK} (trained {BLOCK})" in log and "proposals_from: the anchor's row" in log
+    assert result["ids"] == plain["ids"]
+    assert result["steps"] == [len(loop.accept_lengths) for loop in loops]
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in sampled)
+    assert len(PROMPTS) * NEW_TOKENS >= 1.5 * steps
 
 
 # ---- On a GPU: pytest -m gpu tests/engine/test_formats.py -----------------------------------------------------

@@ -120,6 +120,9 @@ FORMATS: dict[str, Any] = {
         dflash_config={"mask_token_id": 383},
     ),
     "z-lab with its own head": lambda d: zlab(d, {"lm_head.weight": matrix(320, 64, 12)}, has_lm_head=True),
+    "z-lab with padding behind its own head": lambda d: zlab(
+        d, {"lm_head.weight": torch.cat((matrix(320, 64, 12), 100 * matrix(64, 64, 14)))}, draft_vocab_size=384
+    ),
     "z-lab with a head that its config does not tell of": lambda d: zlab(
         d, {"model.lm_head.weight": matrix(320, 64, 12)}
     ),

@@ -42,8 +42,6 @@ CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.par
         ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
         ({"speculators_model_type": "domino"}, "speculators_model_type='domino'"),
         ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config={'algorithm': 'dflash'}"),
-        ({"shift_label": True}, "shift_label=True"),
-        ({"sample_from_anchor": True}, "sample_from_anchor=True"),
         (
             {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "lstm"},
             "markov_head_type='lstm'",

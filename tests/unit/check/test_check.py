@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+from argparse import Namespace
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import ask, prompts
 from dflash_sglang.check.acceptance import Acceptance, acceptance
-from dflash_sglang.check.arguments import divided, settings_of
+from dflash_sglang.check.arguments import _pair, divided, settings_of
 from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
 from dflash_sglang.check.page import page
 from dflash_sglang.check.parting import Likelihood, Parting, first_difference, is_near_tie, margin
@@ -28,11 +29,13 @@ from dflash_sglang.check.run import bar
 from dflash_sglang.check.servers import steps_of
 from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import BROKEN_DRAFT, FINE, Judged, verdict
+from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.cli import _parser, main
 from dflash_sglang.demo.server import free_port
 from dflash_sglang.observe.alarm import CHANCE, NONE, POSITIONS, STAYS, WINDOW, Alarm, Window
 from dflash_sglang.observe.counts import Totals
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from tests.support.tiny import make_pair
 
 ids = st.lists(st.integers(0, 3), max_size=12)
 
@@ -382,6 +385,28 @@ def test_a_running_server_that_does_not_answer_ends_with_1_and_its_address(tmp_p
     assert main(["check", "--url", url]) == 1
     assert f"dflash-sglang check: --url {url}: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_block_that_no_config_has_is_the_running_servers(tmp_path):
+    class Running(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"speculative_num_draft_tokens": 6, "speculative_draft_window_size": null}')
+
+        def log_message(self, *of: Any) -> None:
+            pass
+
+    target, draft = map(str, make_pair(tmp_path, draft={"block_size": None}))
+    with HTTPServer(("127.0.0.1", 0), Running) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert _pair(Namespace(target=target, draft=draft, url=url), Flags()).spec.block_size == 6
+        thread.join()
+    for url in (None, f"http://127.0.0.1:{free_port()}"):
+        with pytest.raises(BadSetting, match="block_size=None: expected .* Set --speculative-dflash-block-size"):
+            _pair(Namespace(target=target, draft=draft, url=url), Flags())
 
 
 @pytest.mark.parametrize("body", [

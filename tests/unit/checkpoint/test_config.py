@@ -9,10 +9,14 @@ import pytest
 from transformers import AutoConfig, Qwen3Config
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, LayerAttention, RopeSpec
-from dflash_sglang.checkpoint.draft_spec import default_target_layer_ids
+from dflash_sglang.checkpoint.families import foreign
+from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
 from dflash_sglang.settings.width import WidthConfig
 from tests.support.draft_formats import speculators_config
+from tests.support.reference_dflash2 import dflash2_config
+from tests.support.reference_domino import OF_DOMINO
+from tests.support.reference_dspark import dspark_config
 from tests.support.tiny import draft_config
 
 
@@ -129,32 +133,137 @@ def test_block_size_mask_and_layer_ids_are_read_nested_first_and_then_from_the_t
     )
     assert (top.block_size, top.mask_token_id, top.target_layer_ids) == (16, 0, (2, 0))
     assert top.num_target_layers == 36
-    assert spec(dflash_config={"mask_token_id": None}).mask_token_id is None
 
 
 def test_unsorted_target_layer_ids_keep_the_order_of_the_checkpoint() -> None:
-    assert spec(dflash_config={"target_layer_ids": [4, 0, 2]}).feature_layer_ids(5) == (4, 0, 2)
+    assert spec(dflash_config={"target_layer_ids": [4, 0, 2]}).target_layer_ids == (4, 0, 2)
+
+
+# Of a launch -> (tokens of a block, rows of the draft's forward for it).
+BLOCKS = [
+    ({}, Flags(4), (8, 8)),  # the config wins
+    ({"block_size": None}, Flags(16), (16, 16)),
+    ({"sample_from_anchor": True}, Flags(4), (9, 8)),
+    ({"sample_from_anchor": True, "block_size": None}, Flags(16), (16, 15)),
+]
+
+
+@pytest.mark.parametrize(("fields", "flags", "expected"), BLOCKS, ids=str)
+def test_a_flag_gives_the_tokens_of_a_block_where_the_config_has_no_rows(
+    fields: dict, flags: Flags, expected: tuple
+) -> None:
+    read = DraftSpec.from_config(draft_config(**fields), flags)
+    assert (read.block_size, read.draft_rows(read.block_size)) == expected
+
+
+def test_a_flag_gives_the_window_of_sliding_layers_where_the_config_has_none() -> None:
+    for window, expected in ((16, 16), (None, 33)):
+        read = DraftSpec.from_config(draft_config(sliding_window=window), Flags(window=33))
+        assert [layer.window for layer in read.layers] == [expected, None]
 
 
 @pytest.mark.parametrize(
-    ("target_layers", "draft_layers", "expected"),
+    ("words", "expected"),
     [
-        (36, 5, (1, 9, 17, 25, 33)),  # the published Qwen3-4B draft
-        (64, 5, (1, 16, 31, 46, 61)),  # the published Qwen3.5-27B draft
-        (60, 6, (1, 12, 23, 35, 46, 57)),  # the published Gemma 4 31B draft
-        (28, 1, (14,)),
+        ("--speculative-dflash-block-size 16 --tp-size 2", Flags(16)),
+        ("--speculative-num-draft-tokens=8 --speculative-draft-window-size=512", Flags(8, 512)),
+        ("--speculative-num-draft-tokens 8 --speculative-dflash-block-size", Flags(8)),
+        ("--speculative-dflash-block-size many", Flags()),
     ],
 )
-def test_absent_layer_ids_are_spread_as_the_published_checkpoints_have_them(
-    target_layers: int, draft_layers: int, expected: tuple
-) -> None:
-    assert default_target_layer_ids(target_layers, draft_layers) == expected
-    assert spec(dflash_config={"target_layer_ids": None}).target_layer_ids is None
+def test_flags_are_read_off_a_command_line(words: str, expected: Flags) -> None:
+    assert Flags.of_words(words.split()) == expected
 
 
-def test_a_target_without_default_layer_ids_is_an_error() -> None:
-    with pytest.raises(DraftConfigError, match="target of 3 layers has no default"):
-        default_target_layer_ids(3, 2)
+def test_fields_that_are_left_out_are_told_all_at_once_and_a_flag_before_the_file() -> None:
+    old = {name: None for name in ("hidden_size", "block_size", "sliding_window", "num_attention_heads")}
+    with pytest.raises(DraftConfigError) as raised:
+        spec(dflash_config={"target_layer_ids": None, "mask_token_id": None}, **old)
+    fields = ["hidden_size", "num_attention_heads", "block_size", "target_layer_ids", "mask_token_id"]
+    assert [one.field for one in raised.value.all] == [*fields, "sliding_window"]
+    fixes = {one.field: one.fix for one in raised.value.all}
+    assert fixes["block_size"].startswith("Set --speculative-dflash-block-size to the tokens of a block, or add ")
+    assert fixes["sliding_window"].startswith("Set --speculative-draft-window-size to the window ")
+    assert fixes["target_layer_ids"].startswith("Add dflash_config.target_layer_ids ")
+    assert all(str(one).splitlines()[0] in str(raised.value) for one in raised.value.all[1:])
+    config = speculators_config(draft_config(), block_size=None, aux_hidden_state_layer_ids=None)
+    with pytest.raises(DraftConfigError) as raised:
+        DraftSpec.from_config(config)
+    assert [one.field for one in raised.value.all] == ["block_size", "aux_hidden_state_layer_ids"]
+    with pytest.raises(DraftConfigError) as raised:
+        spec(num_hidden_layers=None, dflash_config={"projector_type": "domino", "shift_label": False})
+    fields = ["num_hidden_layers", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"]
+    assert [one.field for one in raised.value.all] == fields
+
+
+# ---- Whose row proposes ------------------------------------------------------------------------------------
+
+ANCHOR = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
+FAMILIES = {
+    "plain": draft_config,
+    "DFlash2": dflash2_config,
+    "Laguna": lambda **fields: draft_config(architectures=["DFlashLagunaForCausalLM"], **fields),
+    "DSpark": lambda **fields: dspark_config(**{"block_size": 8, **fields}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ANCHOR)
+def test_the_anchors_row_proposes_by_either_name_in_every_place(family: str, name: str) -> None:
+    make = FAMILIES[family]
+    unsaid = make()
+    for value in (True, False, None):
+        first = family == "DSpark" if value is None else value
+        for config in (
+            {**unsaid, name: value},
+            {**unsaid, "dflash_config": {**unsaid["dflash_config"], name: value}},
+            {**unsaid, "eagle_config": {name: value}},
+            {**unsaid, "text_config": {name: value}},
+        ):
+            read = DraftSpec.from_config(config)
+            assert foreign(config) is None
+            assert (read.anchor_proposes, read.block_size, read.draft_rows(5)) == (first, 8 + first, 5 - first)
+
+
+def test_the_anchors_row_proposes_in_the_speculators_format_too() -> None:
+    config = speculators_config(draft_config())
+    for fields in ({"sample_from_anchor": True}, {"dflash_config": {"query_zero_predicts_next": True}}):
+        read = DraftSpec.from_config({**config, "sample_from_anchor": None, **fields})
+        assert (read.anchor_proposes, read.block_size, read.draft_rows(9)) == (True, 9, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"sample_from_anchor": True, "query_zero_predicts_next": False},
+            "query_zero_predicts_next=False: expected sample_from_anchor=True to say the same",
+        ),
+        (
+            {"sample_from_anchor": False, "dflash_config": {"sample_from_anchor": True}},
+            "dflash_config.sample_from_anchor=True: expected sample_from_anchor=False to say the same",
+        ),
+        (
+            {"eagle_config": {"query_zero_predicts_next": True}, "dflash_config": {"sample_from_anchor": False}},
+            "eagle_config.query_zero_predicts_next=True: expected dflash_config.sample_from_anchor=False to say",
+        ),
+        (
+            {"sample_from_anchor": False, "dflash_config": dict(OF_DOMINO)},
+            "dflash_config.shift_label=True: expected sample_from_anchor=False to say the same",
+        ),
+        ({"sample_from_anchor": "false"}, "sample_from_anchor='false': expected true or false"),
+        ({"dflash_config": {"sample_from_anchor": 1}}, "dflash_config.sample_from_anchor=1: expected true or"),
+        ({"query_zero_predicts_next": [True]}, r"query_zero_predicts_next=\[True\]: expected true or false"),
+        (
+            {"sample_from_anchor": True, "query_zero_predicts_next": "true"},
+            "query_zero_predicts_next='true': expected true or false",
+        ),
+    ],
+    ids=str,
+)
+def test_whose_row_proposes_is_said_once_and_by_true_or_false(fields: dict, message: str) -> None:
+    with pytest.raises(DraftConfigError, match=f"draft config {message}"):
+        spec(**fields)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -283,6 +392,8 @@ def test_value_scale_and_quantisation_are_read() -> None:
     ("overrides", "field", "value"),
     [
         ({"block_size": None}, "block_size", None),
+        ({"dflash_config": {"mask_token_id": None}}, "mask_token_id", None),
+        ({"dflash_config": {"target_layer_ids": None}}, "target_layer_ids", None),
         ({"dflash_config": {"block_size": "8"}}, "dflash_config.block_size", "8"),
         ({"block_size": 8.0}, "block_size", 8.0),
         ({"dflash_config": {"mask_token_id": -1}}, "dflash_config.mask_token_id", -1),

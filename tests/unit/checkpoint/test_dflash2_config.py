@@ -44,8 +44,7 @@ def test_every_name_of_the_architecture_is_ours_and_registered(name):
 
 
 def test_other_families_in_dflash2s_layout_stay_with_the_built_in_worker():
-    for overrides in ({"shift_label": True}, {"speculators_model_type": "dflash2"}):
-        assert foreign(dflash2_config(**overrides)) is not None
+    assert foreign(dflash2_config(speculators_model_type="dflash2")) is not None
     assert foreign(speculators_config(draft_config(), architectures=["DFlash2DraftModel"])) is not None
 
 
@@ -73,12 +72,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a rank without candidates": (
         {"selector_top_k": None},
-        "dflash_config.selector_top_k=None: expected its value beside dflash_config.selector_rank=12: "
-        "the candidate selector has both. Add dflash_config.selector_top_k",
+        "selector_top_k=None: expected the field to be present .*Add dflash_config.selector_top_k",
     ),
     "candidates without a rank": (
         {"selector_rank": None},
-        "dflash_config.selector_rank=None: expected its value beside dflash_config.selector_top_k=",
+        "selector_rank=None: expected the field to be present .*Add dflash_config.selector_rank",
     ),
     "more candidates than the kernel holds": (
         {"selector_top_k": 33},

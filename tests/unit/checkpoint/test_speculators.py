@@ -96,7 +96,6 @@ def test_algorithms_and_architectures_that_are_not_one_draft_are_not_ours() -> N
     for change in (
         {"speculators_model_type": "dflash"},
         {"architectures": ["DFlashDraftModel"]},
-        {"sample_from_anchor": True},
         {"projector_type": "domino"},
     ):
         assert foreign({**config, **change}) is not None
@@ -194,6 +193,13 @@ DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "DSpark, a gated Markov head": (dict(DSPARK, markov_head_type="gated"), {}, "embed_tokens lm_head"),
     "DSpark, an rnn Markov head": (dict(DSPARK, markov_head_type="rnn"), {}, ""),
     "DSpark, no Markov head": (dict(DSPARK, markov_rank=0, confidence_head_with_markov=False), {}, ""),
+    "DFlash, from the anchor": (dict(sample_from_anchor=True), SLIDING, ""),
+    "DFlash, from the anchor, a reduced vocabulary": (
+        dict(sample_from_anchor=True, draft_vocab_size=len(KEPT)),
+        {},
+        "embed_tokens lm_head",
+    ),
+    "DFlash2, from the anchor": (dict(DFLASH2, sample_from_anchor=True), SLIDING, ""),
     "DSpark, not from the anchor": (dict(DSPARK, sample_from_anchor=False), {}, ""),
 }
 
@@ -253,7 +259,7 @@ def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Te
         max_anchors=len(ANCHORS),
     )  # fmt: skip
     is_dspark = hasattr(model, "markov_head")
-    first = 0 if is_dspark and model.config.sample_from_anchor else 1
+    first = 0 if model.config.sample_from_anchor else 1
     hidden, logits = (rows.view(len(ANCHORS), BLOCK, -1)[:, first:] for rows in (hidden, logits))
     walk = [tokens[list(ANCHORS)]]
     if is_dspark and model.markov_head is not None:  # among the 16 likeliest tokens of a row
@@ -267,7 +273,7 @@ def proposals_of_the_package(model: Any, features: Tensor, tokens: Tensor) -> Te
     if not hasattr(model, "candidate_selector"):
         ids = logits.argmax(-1)
         return ids if model.d2t is None else ids + model.d2t[ids]
-    for step in range(BLOCK - 1):
+    for step in range(BLOCK - first):
         candidates, scores = model.candidate_selector.select(logits[:, step], hidden[:, step], walk[-1])
         walk.append(candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
     return torch.stack(walk[1:], dim=1)

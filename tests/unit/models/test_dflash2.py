@@ -173,6 +173,15 @@ def test_rows_and_edge_scores_equal_those_of_sglangs_own_model(tmp_path):
         assert tokens.tolist() != candidates[..., 0].tolist(), "edges decide, not the logits alone"
 
 
+def test_convolutions_span_the_rows_of_a_block_whichever_row_proposes_first(tmp_path):
+    for first, rows in ((False, 5), (True, 4)):
+        config = dflash2_config(sample_from_anchor=first)
+        model = layers.load_draft(tmp_path / str(first), config, dflash2_tensors(config))
+        assert model.layers[1].mlp_conv.block_size == 8
+        model.serve_blocks_of(5)
+        assert model.layers[1].mlp_conv.block_size == model.layers[0].attention_conv.block_size == rows
+
+
 def test_an_idle_batch_runs_every_layer_and_writes_nothing(tmp_path):
     model = make_draft(tmp_path, dflash2_config())
     model.bind_target(Target())

@@ -49,10 +49,10 @@ def test_fields_stand_in_dflash_config_or_at_the_top_level():
     ("field", "value", "expected"),
     [
         ("pure_draft_prefix_len", 2, "1: the first proposal is the row's own"),
-        ("pure_draft_prefix_len", None, "1: the first proposal is the row's own"),
-        ("gru_hidden_dim", None, "an integer >= 1"),
+        ("pure_draft_prefix_len", None, "the field to be present"),
+        ("gru_hidden_dim", None, "the field to be present"),
         ("emb_dim", 0, "an integer >= 1"),
-        ("shift_label", None, "true or false"),
+        ("shift_label", None, "the field to be present"),
         ("shift_label", 1, "true or false"),
         ("draft_vocab_size", 40, "none, or vocab_size=320: Domino's projector has a row for every token"),
     ],

@@ -96,6 +96,18 @@ def test_rows_of_another_number_than_the_reduced_vocabulary_are_refused(tmp_path
         layers.load_draft(tmp_path, written, tensors)
 
 
+@works
+def test_rows_of_a_padded_head_and_of_its_matrix_propose_nothing(tmp_path):
+    config = dspark_config(draft_vocab_size=384)
+    own = torch.cat((matrix(320, 64, 12), 100 * matrix(64, 64, 13)))
+    tensors = dspark_tensors(config) | {"lm_head.weight": own}
+    model, head = layers.load_draft(tmp_path, config, tensors), nn.Linear(64, 320, bias=False)
+    model.bind_target(Target(), vocab_size=320)
+    head.weight.data = own[:320]
+    reference = ReferenceDSpark.from_weights(config, tensors)
+    assert_equals_the_reference(model, reference, head, 8, proposing=lambda rows: rows)
+
+
 def test_both_formats_say_the_same_and_the_anchors_row_proposes_unless_the_config_says_otherwise():
     zlab = dspark_config()
     written = speculators_config(
@@ -123,7 +135,7 @@ def test_other_markov_heads_are_the_built_in_workers():
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
-    [("markov_rank", None, "the rank of the Markov head"), ("markov_rank", -1, "an integer >= 0")],
+    [("markov_rank", None, "the field to be present"), ("markov_rank", -1, "an integer >= 0")],
 )
 def test_a_markov_head_that_cannot_be_served_is_refused_by_its_field(field, value, expected):
     with pytest.raises(DraftConfigError, match=f"draft config {field}={value}: expected .*{expected}"):

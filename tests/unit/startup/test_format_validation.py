@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from dflash_sglang.checkpoint.families import foreign
+from dflash_sglang.checkpoint.left_out import Flags
 from tests.support.draft_formats import FORMATS, speculators_config
-from tests.support.fakes import BuiltInWorker
+from tests.support.fakes import BuiltInWorker, arguments
 from tests.support.start_up import change, launch, refusal, refused
 from tests.support.tiny import draft_config, make_pair
 
@@ -26,7 +27,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         SPECULATORS,
         {"aux_hidden_state_layer_ids": None},
         {},
-        "draft config aux_hidden_state_layer_ids=None: expected a non-empty list of integers >= 1",
+        "draft config aux_hidden_state_layer_ids=None: expected the layers of the target that the draft was "
+        "trained on, in the order of fc's columns. Add aux_hidden_state_layer_ids (",
     ),
     "ids that are not shifted, one of them 0": (
         SPECULATORS,
@@ -64,8 +66,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         SPECULATORS,
         {"mask_token_id": None},
         {},
-        "draft config mask_token_id=None: expected the id in the draft's own vocabulary that stands for a "
-        "position to be proposed. Add mask_token_id",
+        "draft config mask_token_id=None: expected the id that stands for a position to be proposed. "
+        "Add mask_token_id",
     ),
     "a negative cap": (
         SCALED,
@@ -131,6 +133,30 @@ def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: s
     )
 
 
+@refused(
+    "without a block in config.json or flags", "draft config block_size=None: expected the trained block length."
+)
+def test_a_flag_gives_the_block_to_server_doctor_and_commands_alike(tmp_path: Path) -> None:
+    from dflash_sglang.bench.checkpoints import facts
+    from dflash_sglang.bench.settings import BadSetting
+    from dflash_sglang.doctor import findings
+    from dflash_sglang.worker import DFlashWorker
+
+    target, draft = make_pair(tmp_path, draft={"block_size": None})
+    said = "draft config block_size=None: expected the trained block length. Set --speculative-dflash-block-size "
+    assert refusal(draft).startswith(said)
+    with pytest.raises(BadSetting, match=said.replace(".", r"\.")):
+        facts(str(target), str(draft))
+    for flag in ("speculative_dflash_block_size", "speculative_num_draft_tokens"):
+        assert launch(draft, **{flag: 6}) is DFlashWorker
+        words = [f"--{flag.replace('_', '-')}", "6"]
+        assert facts(str(target), str(draft), flags=Flags.of_words(words)).spec.block_size == 6
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(findings, "resolving_view", lambda args: args)
+            read = findings._read(arguments(draft, **{flag: 6}))
+        assert read is not None and read[0].block_size == 6
+
+
 # ---- What no worker reads -------------------------------------------------------------------------------------
 
 
@@ -138,7 +164,6 @@ def test_sinks_need_a_backend_whose_kernels_take_them(tmp_path: Path, backend: s
 @pytest.mark.parametrize(
     ("config", "flags", "field"),
     [
-        ({"sample_from_anchor": True}, {}, "draft config sample_from_anchor=True"),
         ({"speculators_model_type": "domino"}, {}, "draft config speculators_model_type='domino'"),
         ({"speculators_model_type": "dspark"}, {}, "draft config architectures='DFlashDraftModel'"),
         ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
@@ -162,10 +187,43 @@ def test_a_speculators_draft_that_is_not_ours_is_refused_as_the_built_in_worker_
 def test_a_zlab_draft_that_is_not_ours_still_goes_to_the_built_in_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    draft = make_pair(tmp_path, draft={"dflash_config": {"sample_from_anchor": True}})[1]
+    draft = make_pair(tmp_path, draft={"dflash_config": {"projector_type": "eagle"}})[1]
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
         assert launch(draft) is BuiltInWorker
-    assert "sample_from_anchor=True: DSpark's layout" in caplog.text
+    assert "projector_type='eagle': a head that corrects the proposals" in caplog.text
+
+
+@refused("whose anchor's row proposes, in a launch of the built-in worker", "--device='npu': expected a launch")
+@pytest.mark.parametrize(
+    ("fields", "flags", "message"),
+    [
+        ({"sample_from_anchor": True}, {}, None),
+        ({"dflash_config": {"query_zero_predicts_next": True}}, {}, None),
+        ({"sample_from_anchor": False}, {"device": "npu"}, None),
+        (
+            {"dflash_config": {"query_zero_predicts_next": True}},
+            {"device": "npu"},
+            "--device='npu': expected a launch of dflash_sglang, which alone reads draft config "
+            "dflash_config.query_zero_predicts_next=True (not so: ",
+        ),
+        (
+            {"sample_from_anchor": "false"},
+            {"device": "npu"},
+            "draft config sample_from_anchor='false': expected true or false.",
+        ),
+    ],
+    ids=str,
+)
+def test_the_built_in_worker_which_passes_over_the_anchors_row_gets_no_draft_that_needs_it(
+    tmp_path: Path, fields: dict[str, Any], flags: dict[str, Any], message: str | None
+) -> None:
+    from dflash_sglang.worker import DFlashWorker
+
+    draft = make_pair(tmp_path, draft=fields)[1]
+    if message is None:
+        assert launch(draft, **flags) is (BuiltInWorker if flags else DFlashWorker)
+    else:
+        assert refusal(draft, **flags).startswith(message)
 
 
 def test_the_older_name_of_the_architecture_is_plain_in_the_speculators_format_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 from dflash_sglang.checkpoint.files import tensor_facts, weights_directory
 from dflash_sglang.checkpoint.own_modules import own_modules
 from tests.support.draft_formats import FORMATS, KEPT, matrix
-from tests.support.start_up import change, refusal, refused
+from tests.support.start_up import change, launch, refusal, refused
 
 SPECULATORS = "speculators with its own head and embedding"
 REDUCED = "speculators with a reduced vocabulary"
@@ -144,6 +144,36 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "draft tensor mask_embedding=[65]: expected [64]: one row of hidden_size.",
     ),
 }
+
+
+PADDED: dict[str, tuple[dict[str, Any], int, str | None]] = {
+    "rows that the config counts": ({"draft_vocab_size": 384}, 384, None),
+    "rows that the config does not count": ({}, 384, None),
+    "rows beside the number of tokens": ({"draft_vocab_size": 320}, 321, None),
+    "fewer rows than the target has tokens": (
+        {"draft_vocab_size": 300},
+        384,
+        "draft tensor d2t=None: expected the offset to the target's id for each of the 300 rows of the head",
+    ),
+    "fewer rows than the config counts": (
+        {"draft_vocab_size": 384},
+        383,
+        "draft tensor lm_head.weight=[383, 64]: expected [384, 64]: [draft_vocab_size, hidden_size].",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "rows", "message"), PADDED.values(), ids=PADDED)
+def test_rows_of_a_head_beyond_the_targets_vocabulary_are_padding(
+    tmp_path: Path, fields: dict[str, Any], rows: int, message: str | None
+) -> None:
+    from dflash_sglang.worker import DFlashWorker
+
+    draft = change(FORMATS[OWN_HEAD](tmp_path), fields, {"lm_head.weight": matrix(rows, 64, 1)})
+    if message is None:
+        assert launch(draft) is DFlashWorker
+    else:
+        assert refusal(draft).startswith(message)
 
 
 @refused("a malformed module of its own")

@@ -140,7 +140,7 @@ def read(directory: Path, target: TargetFacts) -> dict[str, Any]:
     found: dict[str, Any] = {
         "block_size": spec.block_size,
         "mask_token_id": spec.mask_token_id,
-        "target_layer_ids": list(spec.feature_layer_ids(target.num_layers)),
+        "target_layer_ids": list(spec.target_layer_ids),
         "layers": [
             [layer.kind.removesuffix("_attention"), "causal" if layer.causal else "block", layer.window]
             for layer in spec.layers

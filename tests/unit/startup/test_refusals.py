@@ -162,7 +162,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers for vLLM alone": (
         {"dflash_config": {"target_layer_ids": None}, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
-        "draft config eagle_aux_hidden_state_layer_ids=[2, 4, 5]: expected target_layer_ids beside it. Write ",
+        "draft config target_layer_ids=None: expected the target's layers beside "
+        "eagle_aux_hidden_state_layer_ids=[2, 4, 5]. Write the numbers of eagle_aux_hidden_state_layer_ids less 1 "
+        "into dflash_config.target_layer_ids",
     ),
 }
 
@@ -235,19 +237,29 @@ NO_CAPTURE = (
     target="without a capture method", draft="any", kv="any", outcome="refused", message=f"...: {NO_CAPTURE}"
 )
 @pytest.mark.parametrize(
-    ("name", "extra"),
+    ("name", "extra", "taken"),
     [
-        ("Gemma2ForCausalLM", ()),
-        ("NobodysForCausalLM", ()),
-        ("Qwen3ForCausalLM", ("--model-impl", "transformers")),
+        ("Gemma2ForCausalLM", (), ", which feed the draft. Serve it"),
+        ("NobodysForCausalLM", (), " (SGLang takes TransformersForCausalLM). Serve it"),
+        (
+            "Qwen3ForCausalLM",
+            ("--model-impl", "transformers"),
+            " (SGLang takes TransformersForCausalLM). Remove --model-impl. Serve it",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            ("--model-impl", "transformers"),
+            " (SGLang takes TransformersMoEForCausalLM). Remove --model-impl. Serve it",
+        ),
     ],
 )
 def test_a_target_without_a_capture_method_is_refused_before_it_is_loaded(
-    launcher: Launcher, name: str, extra: tuple[str, ...]
+    launcher: Launcher, name: str, extra: tuple[str, ...], taken: str
 ) -> None:
     target = launcher.write(target_config(architectures=[name]), weights=False)
     said = launcher.launch(launcher.draft, *extra, target=target)
     assert said is not None and said.startswith(f"target config architectures=['{name}']: {NO_CAPTURE}")
+    assert f"{taken} without --speculative-algorithm DFLASH." in said
 
 
 WRAPPERS = ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")

@@ -15,6 +15,7 @@ import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts, config_directory, tensor_facts
+from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.checkpoint.own_modules import OwnModules
 from dflash_sglang.startup.facts import Problem, ServingFacts, TargetFacts
 from dflash_sglang.startup.fit_checks import draft_problems
@@ -47,8 +48,9 @@ def problems(
     serving: dict[str, Any] | None = None,
     **draft: Any,
 ) -> list[Problem]:
+    flags = Flags((serving or {}).get("block_size"))
     return draft_problems(
-        DraftSpec.from_config(draft_config(**draft)),
+        DraftSpec.from_config(draft_config(**draft), flags),
         target,
         ServingFacts(draft_path="draft", draft_ranks=draft_ranks, **(serving or {})),
         FC if tensors is None else tensors,
@@ -80,7 +82,6 @@ def test_the_target_is_described_by_its_text_config() -> None:
 
 
 ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
-    "no mask token id": ({"dflash_config": {"mask_token_id": None}}, "draft config mask_token_id", None),
     "mask id outside the target's vocabulary": (
         {"dflash_config": {"mask_token_id": 320}},
         "draft config mask_token_id",
@@ -170,14 +171,10 @@ ROWS: dict[str, tuple[dict[str, Any], str, object]] = {
         "--attention-backend",
         "flashinfer",
     ),
-    "no default layer ids": (
-        {
-            "dflash_config": {"target_layer_ids": None},
-            "target": TargetFacts(3, 64, 320),
-            "num_target_layers": 3,
-        },
-        "draft config target_layer_ids",
-        None,
+    "a block of 1 that a flag gives": (
+        {"serving": {"block_size": 1}, "block_size": None},
+        "--speculative-dflash-block-size",
+        1,
     ),
 }
 

@@ -80,17 +80,23 @@ def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(r
 
 @settings(max_examples=30, deadline=None)
 @given(
-    ranks=st.integers(1, 4), vocabulary=st.integers(4, 40), count=st.sampled_from([1, 3, 8]), mapped=st.booleans()
+    ranks=st.integers(1, 4),
+    vocabulary=st.integers(4, 40),
+    count=st.sampled_from([1, 3, 8]),
+    mapped=st.booleans(),
+    beyond=st.sampled_from([0, 0, 1, 30]),
 )
 def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocabulary(
-    ranks, vocabulary, count, mapped
+    ranks, vocabulary, count, mapped, beyond
 ):
-    """In one gather, of as many numbers from each rank, though the last shards may be short or empty."""
+    """In one gather, of as many numbers from each rank, though the last shards may be short or empty, or hold only
+    rows beyond the target's vocabulary, which would win."""
     from dflash_sglang.checkpoint import VocabularySpec
     from dflash_sglang.models.head import target_head
     from dflash_sglang.models.head.draft_head import DraftHead
 
-    rows = -(-vocabulary // ranks)
+    held = vocabulary + beyond
+    rows = -(-held // ranks)
     # Sums of multiples of 1/16 are exact, so that equal tokens are equal in whatever shard.
     weight, hidden = (torch.randint(-9, 10, (rows_of, 8)) / 4 for rows_of in (vocabulary, 3))
     together = Together(ranks)
@@ -100,9 +106,10 @@ def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocab
     gathers = []
 
     def of_rank(rank: int) -> Candidates:
-        start, end = min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)
+        start, end = min(rank * rows, held), min((rank + 1) * rows, held)
+        known = weight[start:end]
         lm_head = nn.Linear(8, rows, bias=False)
-        lm_head.weight.data = torch.cat((weight[start:end], torch.full((rows - end + start, 8), 100.0)))  # padding
+        lm_head.weight.data = torch.cat((known, 100.0 * hidden.sign()[:1].expand(rows - len(known), 8)))  # padding
         lm_head.tp_group = group = together.of(rank)
         lm_head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=end - start)
         gather = group.all_gather_into_tensor
@@ -113,7 +120,8 @@ def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocab
 
         group.all_gather_into_tensor = noted
         out = Candidates(torch.full((3, count), -7), torch.zeros(3, count))
-        found = DraftHead(lm_head, spec, target_ids).likeliest(hidden, count, out)
+        tokens = vocabulary if beyond else None
+        found = DraftHead(lm_head, spec, target_ids, None, tokens).likeliest(hidden, count, out)
         assert all(a is b for a, b in zip(found, out, strict=True))
         return found
 
