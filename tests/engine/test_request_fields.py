@@ -118,10 +118,14 @@ def table() -> dict[str, list[dict[str, Any]]]:
 def without_tokens() -> dict[str, list[dict[str, Any]]]:
     """{name: requests} for the prompt alone"""
     none = dict(sampling_params=dict(max_new_tokens=0))
-    return {
+    requests = {
         name: [with_field(base, {**asked, **none}) for base in base_requests()]
         for name, asked in NO_TOKENS.items()
     }
+    # Prefilled together: SGLang samples for both.
+    sampling = [dict(temperature=0, max_new_tokens=count) for count in (0, 3)]
+    both = dict(input_ids=[list(prompt.encode()) for prompt in prompts()[:2]], sampling_params=sampling)
+    return requests | {"no token beside a request for some": [{**both, **LOGPROBS}]}
 
 
 def essence(answer: Any) -> Any:
@@ -171,10 +175,8 @@ def plain(environment) -> dict[str, list[Any]]:
         enable_custom_logit_processor=True,
         disable_overlap_schedule=True,
     ) as server:
-        return {
-            name: ask_at_once(server, requests)
-            for name, requests in {"": base_requests(), **table(), **without_tokens()}.items()
-        }
+        asked = {"": base_requests(), **table(), **without_tokens()}
+        return {name: ask_at_once(server, requests) for name, requests in asked.items()}
 
 
 WIDTHS = ("blocks of one width", "rows of any number in recorded graphs, mixed prefill")
@@ -183,7 +185,9 @@ WIDTHS = ("blocks of one width", "rows of any number in recorded graphs, mixed p
 @pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1], release=WIDTHS[:1]))
 def ours(request, environment, tmp_path_factory) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
-    arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
+    arguments: dict[str, Any] = dict(
+        skip_tokenizer_init=None, enable_custom_logit_processor=True
+    )
     if request.param != "blocks of one width":
         environment |= recorded_graphs.recording(tmp_path_factory.mktemp("graphs")) | {
             CONFIG_ENV: '{"width": {"trees": [16, 32]}}',
@@ -223,11 +227,21 @@ def test_a_request_for_no_token_has_the_logprobs_of_plain_sglang(plain, ours):
     for name, requests in without_tokens().items():
         answers = [ours.generate(**request) for request in requests]
         assert not differences(plain, {name: answers})
-        for got, expected in zip(answers, plain[name], strict=True):
-            assert got["meta_info"].get("output_token_logprobs") == expected["meta_info"].get(
-                "output_token_logprobs"
-            )
+        for got, expected in zip(single(answers), single(plain[name]), strict=True):
+            assert listed(got) == listed(expected)
             assert numbers(got) == pytest.approx(numbers(expected), abs=1e-3)
+    assert listed(plain["no token and all logprobs"][0])["output_token_logprobs"] == 0
+    assert listed(plain["no token beside a request for some"][0][0])["output_token_logprobs"] == 1
+
+
+def single(answers: list[Any]) -> list[dict[str, Any]]:
+    return [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
+
+
+def listed(answer: dict[str, Any]) -> dict[str, int | None]:
+    """{list of logprobs: its length}"""
+    lists = {key: value for key, value in answer["meta_info"].items() if key.endswith("_logprobs")}
+    return {key: None if value is None else len(value) for key, value in lists.items()}
 
 
 def all_at_once(server: Server, fields: Iterable[str]) -> dict[str, list[Any]]:
