@@ -171,6 +171,8 @@ class PrefillWorker(BaseSpecWorker):
         )
         loc_plan, result.kv_loc_plan = result.kv_loc_plan, None
         features, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        if batch.return_logprob and all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
+            result.logits_output.next_token_logprobs = None  # as in plain decoding, which samples no token then
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)  # rank 0's are everyone's
         self._adjustments.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_sglang.requests.errors import RequestError, shown
-from dflash_sglang.sglang_names.launcher import PositionalEmbeds, fake_bootstrap_host, get_disagg, get_exec
+from dflash_sglang.patches.input_embeds import place_embeddings
+from dflash_sglang.requests.errors import RequestError, unexpected
+from dflash_sglang.sglang_names.launcher import fake_bootstrap_host, get_disagg, get_exec
 
 HIGHEST_TOP_K = 2**31 - 1  # SGLang keeps it in 32 bits
 HIGHEST_BIAS = 1e30  # finite in float32 when it is divided by the lowest temperature, 1e-6
@@ -29,6 +30,7 @@ def create_tokenized_object(
     except TypeError as error:  # endpoints answer a ValueError; to a stream they answer nothing else
         raise RequestError(f"request: expected fields of known names and types, but: {error}.") from error
     deterministic = get_exec().deterministic.enable_deterministic_inference
+    place_embeddings(tokenized, manager.model_config.hidden_size, manager.model_config.dtype)
     _check(tokenized, manager.model_config.vocab_size, deterministic)
     return tokenized
 
@@ -40,7 +42,7 @@ def _check_stop_regex(patterns: Any) -> None:
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
                 expected = f"a regular expression that Python's re can read (it says: {error})"
-                raise _unexpected("stop_regex", pattern, expected) from error
+                raise unexpected("stop_regex", pattern, expected) from error
 
 
 def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
@@ -48,9 +50,10 @@ def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
     sampling = request.sampling_params
     if (role := get_disagg().disaggregation_mode) != "null":
         _check_room(request, role)
+    _check_session(request.session_params)
     _check_prompt(request, vocab_size)
     if request.lora_id is not None and request.lora_name is None:
-        raise _unexpected("lora_id", request.lora_id, "none, since SGLang finds it itself. Give lora_path")
+        raise unexpected("lora_id", request.lora_id, "none, since SGLang finds it itself. Give lora_path")
     if stops := sampling.stop_token_ids:
         if sampling.min_new_tokens > 0:
             _check_tokens("stop_token_ids", min(stops), max(stops), vocab_size)
@@ -58,57 +61,54 @@ def _check(request: Any, vocab_size: int, deterministic: bool) -> None:
         # min_new_tokens would have SGLang look them up.
         sampling.stop_token_ids = {token for token in stops if 0 <= token < vocab_size} or None
     if sampling.top_k > HIGHEST_TOP_K:
-        raise _unexpected("top_k", sampling.top_k, f"at most {HIGHEST_TOP_K}, or -1 for all tokens")
+        raise unexpected("top_k", sampling.top_k, f"at most {HIGHEST_TOP_K}, or -1 for all tokens")
     for token, bias in (sampling.logit_bias or {}).items():
         if not bias <= HIGHEST_BIAS:
-            raise _unexpected(f"logit_bias of {token}", bias, f"a number of at most {HIGHEST_BIAS:g}")
+            raise unexpected(f"logit_bias of {token}", bias, f"a number of at most {HIGHEST_BIAS:g}")
     if deterministic and sampling.min_p > 0:
-        raise _unexpected("min_p", sampling.min_p, "0 on a server with --enable-deterministic-inference")
+        raise unexpected("min_p", sampling.min_p, "0 on a server with --enable-deterministic-inference")
     if request.return_logprob:
         if request.top_logprobs_num > vocab_size:
-            raise _unexpected(
-                "top_logprobs_num", request.top_logprobs_num, f"at most {vocab_size}, the vocabulary"
-            )
+            raise unexpected("top_logprobs_num", request.top_logprobs_num, f"at most {vocab_size}, the vocabulary")
         if request.logprob_start_len < -1:
-            raise _unexpected("logprob_start_len", request.logprob_start_len, "-1 (no prompt logprobs) or more")
+            raise unexpected("logprob_start_len", request.logprob_start_len, "-1 (no prompt logprobs) or more")
 
 
 def _check_room(request: Any, role: str) -> None:
     """Where a prefill and a decode server meet for the request. role: of this one."""
     if request.sampling_params.n > 1:
         expected = "1 with prefill and decode on different servers, where SGLang gives all answers one room"
-        raise _unexpected("n", request.sampling_params.n, expected)
+        raise unexpected("n", request.sampling_params.n, expected)
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
         if isinstance(value := getattr(request, field), list):
-            raise _unexpected(field, value, "one value, since the request has one prompt")
+            raise unexpected(field, value, "one value, since the request has one prompt")
     host, room = request.bootstrap_host, request.bootstrap_room
     if room is None or host == fake_bootstrap_host():  # refused by SGLang; its own warm-up, without a transfer
         return
     if role == "decode" and host is None:
-        raise _unexpected("bootstrap_host", None, "the prefill server of a bootstrap_room, as a router sends it")
+        raise unexpected("bootstrap_host", None, "the prefill server of a bootstrap_room, as a router sends it")
     if room < 1:  # 0 stands for a transfer that has not come
-        raise _unexpected("bootstrap_room", room, "a number of 1 or more, another one for each request")
+        raise unexpected("bootstrap_room", room, "a number of 1 or more, another one for each request")
+
+
+def _check_session(params: Any) -> None:
+    for name, kind, expected in (("id", str, "a string"), ("rid", str, "a string"), ("offset", int, "an integer")):
+        if not isinstance(value := getattr(params, name, None), kind | None):
+            raise unexpected(f"session_params {name}", value, f"{expected}, or none")
 
 
 def _check_prompt(request: Any, vocab_size: int) -> None:
-    overrides = request.positional_embed_overrides
-    if overrides is not None and not isinstance(overrides, PositionalEmbeds):
-        raise _unexpected("positional_embed_overrides", overrides, "none, since JSON cannot hold them")
-    if request.input_embeds is not None or request.mm_inputs is not None:
+    if request.mm_inputs is not None:
         return  # placeholders, whose embeddings are not looked up
     if request.input_ids:
         ids = np.frombuffer(request.input_ids, np.int64)
         _check_tokens("input_ids", int(ids.min()), int(ids.max()), vocab_size)
     elif request.session_params is None:  # a session may have the prompt, and SGLang refuses it without
-        raise _unexpected("input_ids", [], "a prompt of one token at least")
+        raise unexpected("input_ids", [], "a prompt of one token at least")
 
 
 def _check_tokens(field: str, lowest: int, highest: int, vocab_size: int) -> None:
     """They become indices of the device's tensors, where one outside ends the process."""
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise _unexpected(field, wrong, f"tokens of the vocabulary, 0 to {vocab_size - 1}")
-
-
-def _unexpected(field: str, value: object, expected: str) -> RequestError:
-    return RequestError(f"{field}={shown(value)}: expected {expected}. Change it.")
+        raise unexpected(field, wrong, f"tokens of the vocabulary, 0 to {vocab_size - 1}")

@@ -60,17 +60,3 @@ def validate_accept_threshold(original: Callable[..., None], controller: Any, ke
         rejected = pkgutil.resolve_name(_REJECTED)
         raise rejected(f"{key}={shown(value)}: expected 1.0 with DFLASH, whose output is exactly the target's.")
     original(controller, key, value)
-
-
-def add_logprob_return_values(
-    original: Callable[..., int], processor: Any, i: int, req: Any, *args: Any, **kwargs: Any
-) -> int:
-    """AROUND SchedulerLogprobResultProcessor.add_logprob_return_values, of a prefill's results.
-
-    A request for no new token gets no output logprob. Speculation samples a token all the same.
-    """
-    count = original(processor, i, req, *args, **kwargs)
-    if req.sampling_params.max_new_tokens == 0:
-        req.logprob.output_token_logprobs_val.clear()
-        req.logprob.output_token_logprobs_idx.clear()
-    return count

@@ -8,11 +8,24 @@ from typing import Any
 from dflash_sglang.sglang_names.scheduler import FINISH_ABORT
 
 
-def concat_token_arrays(original: Callable[..., Any], last_req: Any, *args: Any) -> Any:
-    """AROUND Session._concat_token_arrays: the prompt of a session's next turn, which ends the one before where
-    that stopped."""
-    last_req.output_ids = last_req.output_ids_through_stop
-    return original(last_req, *args)
+def create_req(original: Callable[..., Any], session: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND Session.create_req: a session's next turn. Its prompt ends the turn before where that stopped.
+
+    A turn that is refused here leaves the session: SGLang takes its end for that of the turn that runs, and admits
+    a third one onto the same slots.
+    """
+    asked = request.session_params
+    if not session.streaming and asked.replace and asked.rid is None:
+        for node in session.req_nodes.values():
+            node.abort()
+        session.req_nodes.clear()  # SGLang does so while it walks through them, which ends the scheduler
+    node = next(iter(session.req_nodes.values()), None) if session.streaming else session.req_nodes.get(asked.rid)
+    if node is not None:
+        node.req.output_ids = node.req.output_ids_through_stop
+    turn = original(session, request, *args, **kwargs)
+    if session.streaming and turn.to_finish is not None:
+        turn.session = None
+    return turn
 
 
 def try_cache_finished_req(original: Callable[..., bool], sessions: Any, req: Any) -> bool:
@@ -23,11 +36,15 @@ def try_cache_finished_req(original: Callable[..., bool], sessions: Any, req: An
     that a step commits has a slot before the step that writes its keys: a turn that ends with it leaves it to the
     next turn's prefill.
 
+    A turn that is retracted still runs. SGLang would admit another one meanwhile, onto the same slots: it gives
+    them back, and prefills again.
+
     A recurrent state has no slots, and cannot go back. Where a step accepts past a stop, or the next one was
     launched already, it is past the turn's end: the next turn starts from a state that the prefix cache keeps.
     """
     slot = sessions.borrowed_slot(req)
-    if slot is not None and req.kv.holds_mamba and not isinstance(req.finished_reason, FINISH_ABORT):
+    given_back = req.kv.holds_mamba or not req.finished()
+    if slot is not None and given_back and not isinstance(req.finished_reason, FINISH_ABORT):
         del sessions.slots[req.session.session_id]
         req.lock, slot.lock = slot.lock, None
         if req.finished():

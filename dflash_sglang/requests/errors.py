@@ -15,3 +15,8 @@ def shown(value: object) -> str:
     """A client's value as a message repeats it: its repr on one line, `LONGEST` characters at most."""
     text = reprlib.repr(value)  # never makes the repr of a long list or string as a whole
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def unexpected(field: str, value: object, expected: str) -> RequestError:
+    """The error of a field whose value cannot be served."""
+    return RequestError(f"{field}={shown(value)}: expected {expected}. Change it.")

@@ -4,6 +4,9 @@ Requests that end the scheduler of SGLang 0.5.23, or that it answers with an int
 (`REFUSED`), are refused. Left out, because they are of the right form and end it all the same: a sampled request
 whose grammar, bias and `min_new_tokens` leave no token (`DEAD_ENDS`), and a `stop_regex` that Python's re takes
 for ever to match.
+
+Good prompts come as embeddings of their tokens, too. A server without speculation ends where it prefills those
+beside other requests, and one that retracts them answers with pieces of two generations.
 """
 
 from __future__ import annotations
@@ -18,21 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.soak import driver
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import RETRACTING, greedy_params, serve
 from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
 
 CONTEXT = 320
 PAIRS: dict[str, dict[str, Any]] = {
-    "overlap": dict(),
+    # With a prefix cache SGLang takes no embeddings.
+    "overlap": dict(disable_radix_cache=True, chunked_prefill_size=64),
     "synchronous_pages_of_16_chunked": dict(disable_overlap_schedule=True, page_size=16, chunked_prefill_size=64),
 }
 PROMPT = list(b"def f(x):\n    return ")
+WIDTH = 256  # of the pair's embeddings
+ROW = [0.5] * WIDTH
 NAN, INFINITY = float("nan"), float("inf")  # JSON has neither; Python writes them all the same
 
 SAMPLING: dict[str, list[Any]] = {
@@ -87,6 +94,7 @@ WHOLE_REQUEST: dict[str, list[Any]] = {
 PROMPTS: dict[str, list[Any]] = {
     "input_ids": [[], "x", 5, {}, [1.5], ["a"], [None], [True], [2**70], [[65], [65] * 1000]],
     "text": [[], 5, [5], "a" * (CONTEXT - 1), "a" * 1000],
+    "input_embeds": ["x", 5, {}, [5], [[None]], [["x"]], [["x"] * WIDTH], [[{}]], [[[[0.5]]]]],
 }
 TOGETHER: dict[str, dict[str, Any]] = {
     "regex and json_schema": dict(regex="a+", json_schema="{}"),
@@ -121,10 +129,19 @@ REFUSED_WHOLE: dict[str, list[dict[str, Any]]] = {
     "logprob_start_len": [dict(return_logprob=True, logprob_start_len=start) for start in (-2, -(2**40))],
     "lora_id": [dict(lora_id=value) for value in ("x", ["x"], [])],
     "request": [dict(session_params={"unknown": 1})],
+    "session_params id": [dict(session_params={"id": value}) for value in ([1], {})],
+    "session_params rid": [dict(session_params={"id": "none", "rid": value}) for value in ([1], {})],
+    "session_params offset": [dict(session_params={"id": "none", "offset": value}) for value in ("x", 1.5, [1])],
     "positional_embed_overrides": [
         dict(positional_embed_overrides=value) for value in (5, 0, "x", [[[0.5]], [0]], {"embeds": 1})
     ],
 }
+# Of a server without a prefix cache.
+EMBEDS: list[Any] = [
+    *([], [[]], [[[]]], [[], ROW]),
+    *([ROW[1:]], [[*ROW, 0.5]], [ROW, ROW[1:]], [[0.5]], [[ROW], [ROW, ROW[1:]]]),
+    *([ROW, [1e39, *ROW[1:]]], [[*ROW[1:], -1e300]]),
+]
 # No token is left. They are sent while all others are greedy: SGLang's torch sampler, which serves a running batch
 # from its first request that samples on, raises on such a row.
 DEAD_ENDS: dict[str, dict[str, Any]] = {
@@ -173,6 +190,8 @@ def bodies() -> dict[str, bytes]:
     found["sampling and return_sampling_mask"] = request(temperature=1.0, top_k=5) | dict(
         return_sampling_mask=True
     )
+    found["a prompt beside embeddings"] = request() | dict(input_embeds=[ROW])
+    found["every kind of prompt"] = request() | dict(input_embeds=[ROW], text="a")
     found["no prompt"] = dict(sampling_params={})
     found["a list for a request"] = [1, 2]
     found["a string for a request"] = "x"
@@ -185,10 +204,16 @@ def bodies() -> dict[str, bytes]:
     return {name: json.dumps(body).encode() for name, body in found.items()} | raw
 
 
-def refused() -> dict[str, tuple[str, bytes]]:
-    """{what is wrong: the field that a message names, what is sent}; whole and as a stream"""
+def embedded(rows: Any, **sampling: Any) -> dict[str, Any]:
+    return dict(input_embeds=rows, sampling_params=greedy_params(8, **sampling))
+
+
+def refused(embeds: bool) -> dict[str, tuple[str, bytes]]:
+    """{what is wrong: the field that a message names, what is sent}; whole and as a stream. `embeds`: bad ones."""
     found = [(field, request(**sampling)) for field, cases in REFUSED.items() for sampling in cases]
     found += [(field, {**request(), **more}) for field, cases in REFUSED_WHOLE.items() for more in cases]
+    found += [("input_embeds", embedded(rows)) for rows in EMBEDS if embeds]
+    found += [("input_embeds", embedded([ROW]) | dict(session_params={"id": "none"})) for _ in range(embeds)]
     return {
         f"{field}, {number}, stream={stream}": (field, json.dumps({**body, "stream": stream}).encode())
         for number, (field, body) in enumerate(found)
@@ -225,9 +250,24 @@ def essence(body: bytes, status: int, answer: bytes) -> tuple[int, Any]:
     return status, seen
 
 
+def streamed(server: Server, request: dict[str, Any]) -> list[int]:
+    """The output ids of a request, as its client puts them together."""
+    events = list(server.stream(**request))
+    ids = events[-1]["output_ids"]
+    assert all(event["output_ids"] == ids[: len(event["output_ids"])] for event in events)
+    return ids
+
+
 def neighbours() -> list[dict[str, Any]]:
     prompts = [list(text.encode()[:120]) for text in held_out_prompts()[-8:]]
     return [dict(input_ids=prompt, sampling_params=greedy_params(40)) for prompt in prompts]
+
+
+def as_embeddings(request: dict[str, Any]) -> dict[str, Any]:
+    table = load_file(Path(pair_directories()["target"]) / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ].float()
+    return {**request, "input_ids": None, "input_embeds": table[request["input_ids"]].tolist()}
 
 
 def send(server: Server, name: str, body: bytes) -> tuple[int, Any]:
@@ -239,15 +279,16 @@ def send(server: Server, name: str, body: bytes) -> tuple[int, Any]:
         ) from error
 
 
-def harass(server: Server, refuses: bool = False) -> dict[str, Any]:
+def harass(server: Server, refuses: bool = False, embeds: bool = False) -> dict[str, Any]:
     """The server's answers to all bad requests, and meanwhile to good ones, again and again; `refuses`: what ends
-    others."""
+    others. embeds: some of the good ones are embeddings."""
     good, over = neighbours(), threading.Event()
+    sent = [as_embeddings(one) if embeds and i % 2 else one for i, one in enumerate(good)]
 
     def neighbour(first: int) -> list[tuple[int, list[int]]]:
         seen = []
         for turn in count(first):
-            seen.append((turn % len(good), server.generate(**good[turn % len(good)])["output_ids"]))
+            seen.append((turn % len(good), streamed(server, sent[turn % len(sent)])))
             if over.is_set():
                 return seen
         raise AssertionError("unreachable")
@@ -256,7 +297,7 @@ def harass(server: Server, refuses: bool = False) -> dict[str, Any]:
         beside = [pool.submit(neighbour, first) for first in range(3)]
         try:
             answers = {name: send(server, name, body) for name, body in dead_ends().items()}
-            bad = bodies() | ({name: body for name, (_, body) in refused().items()} if refuses else {})
+            bad = bodies() | ({name: body for name, (_, body) in refused(embeds).items()} if refuses else {})
             answers |= senders.map(lambda item: (item[0], send(server, *item)), bad.items())
         finally:
             over.set()
@@ -272,13 +313,14 @@ def harass(server: Server, refuses: bool = False) -> dict[str, Any]:
 def servers(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What a server without speculation and ours gave, of the same flags, one after the other."""
     flags = dict(skip_tokenizer_init=None, context_length=CONTEXT, **PAIRS[request.param])
+    embeds = "disable_radix_cache" in flags
     target, draft = (Path(pair_directories()[name]) for name in ("target", "draft"))
     with serve(target, **flags) as server:
         alone = [server.generate(**one)["output_ids"] for one in neighbours()]
         plain = harass(server)
-    with serve(target, draft, environment={"DFLASH_SGLANG_REQUIRE": "1"}, **flags) as server:
-        ours = harass(server, refuses=True)
-    return {"plain": plain, "ours": ours, "alone": alone}
+    with serve(target, draft, environment={"DFLASH_SGLANG_REQUIRE": "1", **RETRACTING}, **flags) as server:
+        ours = harass(server, refuses=True, embeds=embeds)
+    return {"plain": plain, "ours": ours, "alone": alone, "embeds": embeds}
 
 
 def test_bad_requests_are_answered_as_without_speculation(servers):
@@ -293,14 +335,14 @@ def test_bad_requests_are_answered_as_without_speculation(servers):
 
 
 def test_requests_that_end_the_server_without_speculation_are_refused_by_field(servers):
-    for name, (field, body) in refused().items():
+    for name, (field, body) in refused(servers["embeds"]).items():
         status, answer = servers["ours"]["answers"][name]
-        if b'"stream": true' in body:
-            assert status == 200, name
+        if b'"stream": true' in body and status == 200:
             (error,) = answer
         else:
             assert status == 400, (name, answer)
             error = json.loads(answer)["error"]
+            error = dict(message=error) if isinstance(error, str) else error  # of a body
         assert error.get("code", 400) == 400 and error["message"].startswith(field), (name, error)
         assert "expected" in error["message"] and len(error["message"]) < 400
 

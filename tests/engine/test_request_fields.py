@@ -7,6 +7,7 @@ penalties and stateful logit processors lag one token behind. Both servers sampl
 
 from __future__ import annotations
 
+import json
 import urllib.error
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from sglang.srt.sampling.custom_logit_processor import (
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.soak import driver
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import ask_at_once, serve
 from tests.support.rows import in_full_but
@@ -79,6 +81,14 @@ REQUEST: dict[str, dict[str, Any]] = {
 LOGPROBS: dict[str, Any] = dict(
     return_logprob=True, top_logprobs_num=3, token_ids_logprob=[E, SPACE], logprob_start_len=5
 )
+ADD = dict(
+    type="function",
+    function=dict(
+        name="add",
+        parameters=dict(type="object", properties=dict(a=dict(type="integer"), b=dict(type="integer"))),
+    ),
+)
+TOOL_CHOICES: list[Any] = ["none", "auto", "required", dict(type="function", function=dict(name="add"))]
 NO_TOKENS: dict[str, dict[str, Any]] = {
     "no token": dict(),
     "no token and its logprob": dict(return_logprob=True),
@@ -118,10 +128,14 @@ def table() -> dict[str, list[dict[str, Any]]]:
 def without_tokens() -> dict[str, list[dict[str, Any]]]:
     """{name: requests} for the prompt alone"""
     none = dict(sampling_params=dict(max_new_tokens=0))
-    return {
+    requests = {
         name: [with_field(base, {**asked, **none}) for base in base_requests()]
         for name, asked in NO_TOKENS.items()
     }
+    # Prefilled together: SGLang samples for both.
+    sampling = [dict(temperature=0, max_new_tokens=count) for count in (0, 3)]
+    both = dict(input_ids=[list(prompt.encode()) for prompt in prompts()[:2]], sampling_params=sampling)
+    return requests | {"no token beside a request for some": [{**both, **LOGPROBS}]}
 
 
 def essence(answer: Any) -> Any:
@@ -150,6 +164,20 @@ def numbers(answer: dict[str, Any]) -> list[float]:
     return found
 
 
+def tool_calls(server: Server) -> list[Any]:
+    """What a chat with a tool gives, by its tool_choice."""
+    asked = [dict(role="user", content="Add 17 and 4.")]
+    seen = []
+    for choice in TOOL_CHOICES:
+        body = dict(model="default", messages=asked, tools=[ADD], tool_choice=choice, temperature=0, max_tokens=48)
+        status, answer = driver.call(server.url, "POST", "/v1/chat/completions", body)
+        assert status == 200, answer
+        (one,) = json.loads(answer)["choices"]
+        calls = [call["function"] for call in one["message"].get("tool_calls") or ()]
+        seen.append((one["message"]["content"], calls, one["finish_reason"]))
+    return seen
+
+
 def pair() -> tuple[Path, Path]:
     directories = pair_directories()
     return Path(directories["target"]), Path(directories["draft"])
@@ -169,11 +197,12 @@ def plain(environment) -> dict[str, list[Any]]:
         environment=environment,
         skip_tokenizer_init=None,
         enable_custom_logit_processor=True,
+        tool_call_parser="qwen25",
         disable_overlap_schedule=True,
     ) as server:
-        return {
-            name: ask_at_once(server, requests)
-            for name, requests in {"": base_requests(), **table(), **without_tokens()}.items()
+        asked = {"": base_requests(), **table(), **without_tokens()}
+        return {name: ask_at_once(server, requests) for name, requests in asked.items()} | {
+            "tools": tool_calls(server)
         }
 
 
@@ -183,7 +212,9 @@ WIDTHS = ("blocks of one width", "rows of any number in recorded graphs, mixed p
 @pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1], release=WIDTHS[:1]))
 def ours(request, environment, tmp_path_factory) -> Server:
     environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
-    arguments: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
+    arguments: dict[str, Any] = dict(
+        skip_tokenizer_init=None, enable_custom_logit_processor=True, tool_call_parser="qwen25"
+    )
     if request.param != "blocks of one width":
         environment |= recorded_graphs.recording(tmp_path_factory.mktemp("graphs")) | {
             CONFIG_ENV: '{"width": {"trees": [16, 32]}}',
@@ -223,11 +254,27 @@ def test_a_request_for_no_token_has_the_logprobs_of_plain_sglang(plain, ours):
     for name, requests in without_tokens().items():
         answers = [ours.generate(**request) for request in requests]
         assert not differences(plain, {name: answers})
-        for got, expected in zip(answers, plain[name], strict=True):
-            assert got["meta_info"].get("output_token_logprobs") == expected["meta_info"].get(
-                "output_token_logprobs"
-            )
+        for got, expected in zip(single(answers), single(plain[name]), strict=True):
+            assert listed(got) == listed(expected)
             assert numbers(got) == pytest.approx(numbers(expected), abs=1e-3)
+    assert listed(plain["no token and all logprobs"][0])["output_token_logprobs"] == 0
+    assert listed(plain["no token beside a request for some"][0][0])["output_token_logprobs"] == 1
+
+
+def test_tools_are_called_as_in_plain_decoding(plain, ours):
+    assert tool_calls(ours) == plain["tools"]
+    _, auto, *forced = plain["tools"]
+    assert all(one != auto for one in forced)
+
+
+def single(answers: list[Any]) -> list[dict[str, Any]]:
+    return [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
+
+
+def listed(answer: dict[str, Any]) -> dict[str, int | None]:
+    """{list of logprobs: its length}"""
+    lists = {key: value for key, value in answer["meta_info"].items() if key.endswith("_logprobs")}
+    return {key: None if value is None else len(value) for key, value in lists.items()}
 
 
 def all_at_once(server: Server, fields: Iterable[str]) -> dict[str, list[Any]]:

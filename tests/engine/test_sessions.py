@@ -7,8 +7,10 @@ has another width.
 
 from __future__ import annotations
 
+import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_recurrent_serving import random_ids
 from tests.support import scheduler_hooks
-from tests.support.engines import RETRACTING, serve
+from tests.support.engines import RETRACTING, greedy_params, serve
 from tests.support.rows import in_full_but
 from tests.zoo.member import pair
 
@@ -87,10 +89,16 @@ def logprobs(answer: Answer) -> torch.Tensor:
     return torch.tensor([logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]])
 
 
+def opened(server: Server, streaming: bool = True) -> str:
+    """A new session's id."""
+    name = f"session-{next(_names)}"
+    server.post("/open_session", capacity_of_str_len=4096, streaming=streaming, session_id=name)
+    return name
+
+
 def converse(server: Server, turns: list[Turn]) -> int:
     """Asks a session's turns; returns how many tokens of their prompts were kept from turns before."""
-    name, before, kept = f"session-{next(_names)}", None, 0
-    server.post("/open_session", capacity_of_str_len=4096, streaming=True, session_id=name)
+    name, before, kept = opened(server), None, 0
     for asked, expected in turns:
         answer = server.generate(**asked, session_params=dict(id=name, rid=before), return_logprob=True)
         about = answer["meta_info"]
@@ -116,3 +124,59 @@ def test_turns_equal_their_whole_prompts_in_sessions_at_once(conversations, requ
     with ThreadPoolExecutor(len(sessions)) as pool:
         assert sum(pool.map(lambda turns: converse(server, turns), sessions * 2)) > 0
     assert ("Testing retraction" in server.log_text()) == ("retracting" in request.node.name)
+
+
+@contextmanager
+def running(server: Server, asked: dict[str, Any], answers: list[Answer], **session: Any) -> Iterator[str]:
+    """Its turn runs until the end of the block; its events are appended then. Yields the turn's id."""
+    server.post("/slow_down", forward_sleep_time=0.2)
+    try:
+        events = server.stream(**asked, session_params=session)
+        answers.append(next(events))
+        yield answers[0]["meta_info"]["id"]
+    finally:
+        server.post("/slow_down", forward_sleep_time=None)
+    answers += events
+
+
+def refuse(server: Server, asked: dict[str, Any], **session: Any) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.generate(**asked, session_params=session)
+    assert refused.value.code == 400
+
+
+def test_turns_beside_one_that_runs_are_refused_and_leave_it_and_the_next_exact(conversations):
+    server, sessions = conversations
+    (first, expected), (second, followed), (third, last) = sessions[2]
+    name, answers = opened(server), []
+    with running(server, first, answers, id=name):
+        for more in ({}, dict(replace=True), dict(offset=3), {}):
+            refuse(server, second, id=name, **more)
+    assert answers[-1]["output_ids"] == expected["output_ids"]
+    long, aborted = dict(second, sampling_params=greedy_params(300)), []
+    with running(server, long, aborted, id=name) as rid:
+        refuse(server, second, id=name)
+        server.post("/abort_request", rid=rid)
+    assert aborted[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert server.generate(**second, session_params=dict(id=name))["output_ids"] == followed["output_ids"]
+    answers = []
+    with running(server, third, answers, id=name):
+        refuse(server, second, id=name)
+        server.post("/close_session", session_id=name)
+        refuse(server, second, id=name)
+    assert answers[-1]["output_ids"] == last["output_ids"]
+    server.post("/flush_cache?timeout=60")
+
+
+def test_a_turn_that_replaces_all_others_of_a_session_is_exact(conversations):
+    server, sessions = conversations
+    (first, expected), (second, followed), _ = sessions[2]
+    name, replaced = opened(server, streaming=False), []
+    server.generate(**second, session_params=dict(id=name))
+    with running(server, dict(second, sampling_params=greedy_params(300)), replaced, id=name):
+        answer = server.generate(**first, session_params=dict(id=name, replace=True))
+    assert replaced[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert answer["output_ids"] == expected["output_ids"]
+    answer = server.generate(**second, session_params=dict(id=name, rid=answer["meta_info"]["id"]))
+    assert answer["output_ids"] == followed["output_ids"]
+    server.post("/close_session", session_id=name)

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_sglang.requests.errors import RequestError
 
-VOCAB = 320
+VOCAB, WIDTH = 320, 3
+ROW = [0.5, 1.5, -2.0]
 SAMPLING: dict[str, Any] = dict(
     n=1, stop_token_ids=None, min_new_tokens=0, top_k=1 << 30, logit_bias=None, min_p=0.0
 )
@@ -44,9 +46,22 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
         | fields,
         sampling_params=sampling,
     )
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
+    config = SimpleNamespace(vocab_size=VOCAB, hidden_size=WIDTH, dtype=torch.float16)
+    manager = SimpleNamespace(model_config=config)
     obj = SimpleNamespace(sampling_params={})
     return fatal_requests.create_tokenized_object(lambda *_: tokenized, manager, obj, "text")
+
+
+def params(**given: Any) -> Any:
+    from sglang.srt.managers.io_struct import SessionParams
+
+    return SessionParams(**given)
+
+
+def placed(rows: list[list[float]]) -> Any:
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    return PositionalEmbeds(torch.tensor(rows), [0])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,31 @@ def answer(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False, role: s
         (dict(return_logprob=True, logprob_start_len=-2), "logprob_start_len=-2: expected -1"),
         (dict(positional_embed_overrides=0), "positional_embed_overrides=0: expected none"),
         (dict(lora_id=["a"]), r"lora_id=\['a'\]: expected none"),
+        (
+            dict(input_embeds=[ROW[:2]]),
+            r"input_embeds=\[\[0.5, 1.5\]\]: expected a row of 3 numbers for each token",
+        ),
+        *(
+            (dict(input_embeds=rows), "input_embeds=.*: expected a row of 3 numbers for each token of the prompt")
+            for rows in ([], [[]], ROW, [ROW, ROW[:2]], [[ROW]], [["a"] * 3], [[True] * 3], [[None] * 3], [2**70])
+        ),
+        (dict(input_embeds=[ROW, [0.5, float("nan"), 0.5]]), "input_embeds of token 1=nan: expected a number"),
+        (dict(input_embeds=[[0.5, float("-inf"), 0.5]]), "input_embeds of token 0=-inf: expected a number"),
+        (dict(input_embeds=[[0.5, 70000.0, 0.5]]), "of token 0=inf: expected a number that torch.float16 holds"),
+        (dict(input_embeds=[ROW], session_params=params(id="a")), "input_embeds=.*: expected none in a session"),
+        (dict(input_embeds=[ROW], positional_embed_overrides=placed([ROW])), "overrides=.*: expected none beside"),
+        (
+            dict(positional_embed_overrides=placed([ROW]), session_params=params(id="a")),
+            "positional_embed_overrides=.*: expected none in a session",
+        ),
+        (dict(positional_embed_overrides=placed([ROW[:2]])), r"overrides of shape=\[1, 2\]: expected rows of 3"),
+        (dict(positional_embed_overrides=placed([[float("nan")] * 3])), "overrides of token 0=nan: expected a"),
+        (dict(session_params=params(id=[1])), r"session_params id=\[1\]: expected a string, or none"),
+        (dict(session_params=params(id="a", rid={})), "session_params rid={}: expected a string, or none"),
+        (
+            dict(session_params=params(id="a", offset=1.5)),
+            "session_params offset=1.5: expected an integer, or none",
+        ),
     ],
 )
 def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(monkeypatch, fields, message):
@@ -94,9 +134,11 @@ def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(mon
     "fields",
     [
         dict(input_ids=array("q", [0, VOCAB - 1]), stop_token_ids={0, VOCAB - 1}, top_k=2**31 - 1),
-        dict(input_ids=array("q"), session_params=SimpleNamespace(id="a")),
+        dict(input_ids=array("q"), session_params=params(id="a")),
         dict(input_ids=array("q", [VOCAB]), mm_inputs=SimpleNamespace()),
-        dict(input_ids=None, input_embeds=[[0.5]]),
+        dict(input_ids=None, input_embeds=[ROW, [0, 1, 2]]),
+        dict(positional_embed_overrides=placed([ROW])),
+        dict(session_params=params(id="a", rid="b", offset=-1)),
         dict(logit_bias={"3": float("-inf"), "4": 1e30, "5": -1e39}, min_p=0.1),
         dict(min_p=0.0, deterministic=True),
         dict(return_logprob=True, top_logprobs_num=VOCAB, logprob_start_len=0),
@@ -111,6 +153,23 @@ def test_a_request_that_ends_the_scheduler_is_refused_with_what_was_expected(mon
 )
 def test_a_request_that_can_be_served_passes(monkeypatch, fields):
     assert answer(monkeypatch, **fields)
+
+
+def test_embeddings_reach_the_scheduler_at_the_positions_of_placeholders(monkeypatch):
+    request = answer(monkeypatch, input_ids=None, input_embeds=[ROW, [0, 1, 2]])
+    overrides = request.positional_embed_overrides
+    assert request.input_embeds is None and list(request.input_ids) == [1, 1] and overrides.positions == [0, 1]
+    assert overrides.embeds.dtype == torch.float16 and overrides.embeds.tolist() == [ROW, [0, 1, 2]]
+
+
+def test_a_body_with_embeddings_of_no_token_is_refused():
+    from dflash_sglang.patches.input_embeds import no_rows
+
+    for rows in ([], [[]], [[], [0.5]]):
+        assert no_rows(dict(input_embeds=rows)).startswith("input_embeds=[")
+        assert no_rows(dict(input_embeds=rows, text="a")) is None  # which SGLang reads
+    for body in ([1], "x", {}, dict(input_embeds=5), dict(input_embeds=[ROW])):
+        assert no_rows(body) is None
 
 
 def test_stop_tokens_outside_of_the_vocabulary_reach_no_scheduler(monkeypatch):
