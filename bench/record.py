@@ -29,18 +29,44 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.tree_accept import continued, marginal_logits
 from bench.widths import PAIR_RECORD
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.verify.record import AcceptanceRecord
+from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft
-from training.shapes import greedy, likeliest
+from training.shapes import likeliest
+from training.target import residuals
 
 RANKS = 8
 WIDTHS = (4, 6, 8, 12, 16)
+ANCHORS = 32  # blocks of one draft forward
+
+
+@torch.no_grad()
+def continued(target: Any, prompt: Sequence[int], tokens: int) -> Tensor:
+    """[1, prompt + tokens]: greedy decoding of a prompt."""
+    ids, cache = torch.tensor([list(prompt)]), None
+    step = ids
+    for _ in range(tokens):
+        out = target(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, step = out.past_key_values, out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        ids = torch.cat((ids, step), dim=1)
+    return ids
+
+
+@torch.no_grad()
+def marginal_logits(target: Any, draft: ReferenceDraft, ids: Tensor, prompt: int, tokens: int) -> Tensor:
+    """[N, tokens, block - 1, vocab] of blocks that start at each of the first tokens after the prompt."""
+    layers = residuals(target, ids)
+    features = torch.cat([layers[i] for i in draft.shape.target_layer_ids], dim=-1)
+    logits = []
+    for anchors in torch.arange(prompt, prompt + tokens).split(ANCHORS):
+        biases = biases_for(draft.model, ids.shape[1], anchors, torch.float32)
+        logits.append(block_logits(draft.model, target, features, ids, anchors, biases))
+    return torch.cat(logits, dim=1)
 
 
 def proposed(
@@ -49,7 +75,7 @@ def proposed(
     """Log-probabilities [new_tokens, block - 1, ranks] and ranks [new_tokens, block - 1] of one prompt, as
     `AcceptanceRecord` has them."""
     block = draft.shape.block_size
-    ids = continued(target, prompt, [greedy], new_tokens + block)
+    ids = continued(target, prompt, new_tokens + block)
     [logits] = marginal_logits(target, draft, ids, len(prompt), new_tokens)
     best = likeliest(logits, ranks)
     hits = torch.from_numpy(best.tokens) == ids[0, len(prompt) + 1 :].unfold(0, block - 1, 1)[:new_tokens, :, None]

@@ -24,18 +24,6 @@ def at_least(what: str, value: float, bound: float) -> dict[str, Any]:
     return claim(what, value, f">= {bound}", value >= bound)
 
 
-def accept_length_kept(
-    what: str, lengths: tuple[float, float], outputs: tuple[Sequence[Any], Sequence[Any]], gain: float
-) -> list[dict[str, Any]]:
-    """Of a draft that reads `what`: it loses no larger share of accept length than `gain`, that of a step's time
-    which it saves, and changes no output. lengths, outputs: with it, without."""
-    equal, prompts = sum(a == b for a, b in zip(*outputs, strict=True)), len(outputs[0])
-    return [
-        at_least(f"accept length with {what} over that without", round(lengths[0] / lengths[1], 4), 1 - gain),
-        claim("outputs equal to those without", equal, f"= {prompts}", equal == prompts),
-    ]
-
-
 def finish(module: str, out: Path | None, claims: Sequence[Mapping[str, Any]], **more: Any) -> int:
     """Prints the claims, writes a report to `out` where given; returns the exit status: 0 where every claim holds.
 

@@ -1,23 +1,20 @@
 """Tokens per second of the width policy, paired: beside no speculation, the built-in worker, every other width.
 
-python -m bench.widths --target DIR --draft DIR --out FILE [--gpus 0 1]
-                       [--acceptance good | poor | mixed | recorded | recorded_mixed]
-                       [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--control 8] [--rounds 3]
-                       [--moving 1 128] [--seconds 5] [--trees 16 32] [--alike]
+python -m bench.widths --target DIR --draft DIR --out FILE [--acceptance good | recorded | recorded_mixed]
+                       [--concurrency 1 8 32 64 128 256] [--fixed 16 12 8 6 4 2] [--rounds 3] [--seconds 5]
+                       [--trees 16 32] [--alike]
 
 Acceptance is forced by position (`ACCEPTANCE`), the same at every width; the built-in worker, which knows no
 positions, gets the accept length that this is at its own width. `recorded` forces what the trained pair's draft
 said and had accepted (`bench.record`), on the built-in worker too (`bench.coins`). In `recorded_mixed` half of the
 requests have the easiest texts of this record, the others the hardest.
 
-Servers are spread over the GPUs, one of each GPU has a load at a time, and all take turns. A load is a steady one
-(`bench.steady`): requests of different lengths come and go, and their prefills are part of what is measured, on
-every server.
+All servers are up at once and take turns. A load is a steady one (`bench.steady`): requests of different lengths
+come and go, and their prefills are part of what is measured, on every server.
 
 `--fixed`: loads of the policy's server whose requests ask for one width (`ours_8`), as `min_width` and as
 `max_width`; that server's `highest_min_width` allows it. Two things tell such a width from a server's: its graphs
-are those of fewer batch sizes, and each step is still asked for. `--control`: some of these widths have a server
-of their own as well (`ours_alone_8`), with the width fixed, and a claim says that both serve as fast.
+are those of fewer batch sizes, and each step is still asked for.
 
 The policy learns from all loads of its server, step times of widths among it that it would seldom try. Its choice
 is its own: before each of its measured loads it has one that is not measured. The built-in worker
@@ -26,8 +23,7 @@ has all rounds, too; of the others those that are far from their best in the fir
 `--built-in-flags`, `--over-built-in`: more flags of the built-in worker, which serves some drafts under another
 algorithm, and the ratios that are wanted of it.
 
-`--moving`: the load goes from so many requests to so many and back, and claims say after how many steps our worker
-keeps to a width. `--trees`: numbers of nodes that ours may choose; each has a server of its own, too, that always
+`--trees`: numbers of nodes that ours may choose; each has a server of its own, too, that always
 verifies such trees (`ours_tree_16`). `--alike`: a server of ours whose draft and head have the number formats of
 the built-in worker's (`ours_alike`).
 """
@@ -44,10 +40,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +49,7 @@ import numpy as np
 from bench import report
 from bench.load import Load, Outcome
 from bench.servers import Candidate, add_options, parse, together
-from bench.steady import clients, take_turns, watch
+from bench.steady import take_turns, watch
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
@@ -69,21 +62,13 @@ BLOCK = 16
 ACCEPTANCE: Mapping[str, Sequence[Sequence[float]]] = {
     "good": [[0.866] * 7 + [0.819] * 8],  # accept length 6.4 at 16, 5.1 at 8, 3.2 at 4
     "poor": [[1 / 3] * 15],  # 1.5
-    "mixed": [[0.95] * 7 + [0.93] * 8, [0.55] * 15],  # 10.8 and 2.2 at 16
 }
 RECORDED, MIXED, PAIR_RECORD = "recorded", "recorded_mixed", Path(__file__).parent / "records" / "pair.npz"
 # Of the best other server but the built-in worker.
-BEST = {"good": 0.97, "poor": 0.97, "mixed": 1.0, RECORDED: 0.98, MIXED: 1.15}
-OVER_BUILT_IN = {  # by acceptance and concurrency, 0.97 elsewhere
-    "good": {"64": 1.5, "128": 1.6},
-    RECORDED: {"1": 1.25, "8": 1.15, "32": 1.4, "64": 1.6, "128": 1.75},
-}
+BEST = {"good": 0.97, "poor": 0.97, RECORDED: 0.98, MIXED: 1.15}
+OVER_BUILT_IN = {"1": 1.25, "8": 1.15, "32": 1.4, "64": 1.6, "128": 1.75}  # recorded; 0.97 elsewhere
 OVER_BUILT_IN_FP8 = {"1": 1.6, "8": 1.15, "32": 1.4, "64": 1.65, "128": 1.75}  # recorded, with an fp8 target
-CONTROL = 0.97  # of the server with the width fixed
-ALONE, ALIKE = f"{OURS}_alone", f"{OURS}_alike"
-SETTLED = 30  # steps
-KEPT = 0.8  # of them, probes left out: estimates of two widths may be close
-LOOK_SECONDS = 0.05
+ALIKE = f"{OURS}_alike"
 
 
 def mean_length(acceptance: Sequence[Sequence[float]], width: int) -> float:
@@ -112,8 +97,8 @@ def record_of(acceptance: str, directory: Path) -> Path | None:
 
 
 def candidates_of(arguments: argparse.Namespace, record: Path | None = None) -> list[Candidate]:
-    """Ours, those of the other kinds, one for each width of `--control`, each tree, and for `--alike`; on the GPUs
-    in turn. record: that forces acceptance, instead of `ACCEPTANCE`."""
+    """Ours, those of the other kinds, one for each tree, and for `--alike`. record: forces acceptance, instead of
+    `ACCEPTANCE`."""
     acceptance: Any = ACCEPTANCE[arguments.acceptance] if record is None else {"record": str(record)}
 
     def ours(name: str, flags: tuple[str, ...] = (), **settings: Any) -> Candidate:
@@ -131,13 +116,11 @@ def candidates_of(arguments: argparse.Namespace, record: Path | None = None) -> 
     elif BUILT_IN in arguments.kinds:
         length = round(mean_length(acceptance, BLOCK), 3)
         found.append(Candidate(BUILT_IN, BUILT_IN, tuple(arguments.built_in_flags), accept_length=length))
-    found += [ours(f"{ALONE}_{width}", width=width) for width in arguments.control]
     found += [ours(f"{OURS}_tree_{nodes}", width=f"tree {nodes}") for nodes in arguments.trees]
     if arguments.alike:  # an fp8 target's draft is fp8 on both sides
         dense = () if "fp8" in arguments.flags else ("--speculative-draft-model-quantization", "unquant")
         found.append(ours(ALIKE, dense, width={}, draft_head="as_is"))
-    gpus = itertools.cycle(arguments.gpus or [None])
-    return [dataclasses.replace(candidate, gpus=next(gpus)) for candidate in found]
+    return [dataclasses.replace(candidate, gpus=arguments.gpus) for candidate in found]
 
 
 def with_coins(name: str, flags: tuple[str, ...], acceptance: Any) -> Candidate:
@@ -163,26 +146,16 @@ def require_served(widths: Sequence[int], server: Server) -> None:
         )
 
 
-def names_by_gpu(candidates: Sequence[Candidate], shared: str, more: Sequence[str]) -> list[list[str]]:
-    """The candidates of each GPU, `more` of them where the server `shared` is."""
-    found: dict[str | None, list[str]] = {}
-    for candidate in candidates:
-        found.setdefault(candidate.gpus, []).extend([candidate.name, *(more if candidate.name == shared else ())])
-    return list(found.values())
-
-
 def measure(
     servers: Mapping[str, Server],
-    by_gpu: Sequence[Sequence[str]],
     load: Load,
     rounds: int,
     seconds: float,
     custom_params: Mapping[str, Mapping[str, Any]],
-    shared: str,
 ) -> dict[str, dict[str, list[Any]]]:
-    """{name: {figure: [one value per round]}} of one load; by_gpu: the names of each GPU; custom_params: of some
-    of them, whose server is `shared`. Of ours there is `by_width`, too: steps, those among them that were probes,
-    and their seconds, ramps included."""
+    """{name: {figure: [one value per round]}} of one load; custom_params: of loads of our server under names of
+    their own. Of ours there is `by_width`, too: steps, those among them that were probes, and their seconds, ramps
+    included."""
     everyone = {**servers, **dict.fromkeys(custom_params, servers[OURS])}
     of_widths: dict[str, list[Any]] = {}
 
@@ -195,16 +168,9 @@ def measure(
         print(load.concurrency, name, of_widths[name][-1], flush=True)
         return outcome
 
-    def turns(names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-        of_gpu = {name: everyone[name] for name in names}
-        loads = {name: dataclasses.replace(load, custom_params=custom_params.get(name)) for name in names}
-        settled = [shared] if custom_params else []
-        return take_turns(of_gpu, loads, rounds, measured, settled, kept=[OURS, BUILT_IN, ALIKE])
-
-    found: dict[str, dict[str, list[Any]]] = {}
-    with ThreadPoolExecutor(len(by_gpu)) as pool:
-        for of_gpu in pool.map(turns, by_gpu):
-            found |= of_gpu
+    loads = {name: dataclasses.replace(load, custom_params=custom_params.get(name)) for name in everyone}
+    settled = [OURS] if custom_params else []
+    found: dict[str, Any] = take_turns(everyone, loads, rounds, measured, settled, kept=[OURS, BUILT_IN, ALIKE])
     for name, rounds_of in of_widths.items():
         found[name]["by_width"] = rounds_of
     return found
@@ -228,11 +194,12 @@ def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[f
 def claims(
     acceptance: str, figures: Mapping[str, Any], fp8: bool = False, wanted: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Our tokens per second over those of the best of the others, and over the built-in worker's; those of a width
-    that requests ask for over those of its own server. fp8: of the target; wanted: over the built-in worker's, by
-    concurrency, instead of what there is for this acceptance."""
+    """Our tokens per second over those of the best of the others, and over the built-in worker's. fp8: of the
+    target; wanted: over the built-in worker's, by concurrency, instead of what there is for a record."""
     out = []
-    usual = OVER_BUILT_IN_FP8 if fp8 and acceptance == RECORDED else OVER_BUILT_IN.get(acceptance, {})
+    usual: Mapping[str, float] = {}
+    if acceptance == RECORDED:
+        usual = OVER_BUILT_IN_FP8 if fp8 else OVER_BUILT_IN
     bounds = wanted or usual
     for concurrency, servers in figures.items():
         rate = {name: statistics.median(figure["tokens_per_second"]) for name, figure in servers.items()}
@@ -240,18 +207,10 @@ def claims(
         load = f"{acceptance} acceptance, concurrency {concurrency}: tokens/s"
         where = f"{load} over"
         alike = rate.pop(ALIKE, None)
-        for name, alone in rate.items():
-            if name.startswith(ALONE):
-                asked = f"{OURS}{name.removeprefix(ALONE)}"
-                what = f"{load} of {asked} over those of {name}, medians of rounds"
-                out.append(report.at_least(what, round(rate[asked] / alone, 4), CONTROL))
         if rate:
             best = max(rate, key=rate.__getitem__)
             what = f"{where} those of the best other server, {best}, medians of rounds"
             out.append(report.at_least(what, round(ours / rate[best], 4), BEST[acceptance]))
-            if acceptance == "poor" and best != PLAIN and PLAIN in rate:
-                what = f"{where} those without speculation, medians of rounds"
-                out.append(report.at_least(what, round(ours / rate[PLAIN], 4), BEST[acceptance]))
         if built_in is not None:
             what = f"{where} the built-in worker's, medians of rounds"
             out.append(report.at_least(what, round(ours / built_in, 4), bounds.get(concurrency, 0.97)))
@@ -261,119 +220,33 @@ def claims(
     return out
 
 
-Look = tuple[float, dict[str, int]]  # seconds, steps by width since start-up, probes left out
-
-
-class Looks:
-    """Looks at the widths that a server holds while `with` lasts."""
-
-    def __init__(self, server: Server) -> None:
-        self._server, self.taken = server, list[Look]()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> Looks:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_SECONDS):
-            widths = told(self._server)
-            held = {width: steps - widths["probes"][width] for width, steps in widths["steps"].items()}
-            self.taken.append((time.perf_counter(), held))
-
-
-def moving(server: Server, few: int, many: int, load: Load, seconds: float) -> dict[str, Any]:
-    """{phase: what `settling` gives} of so many seconds each with `few` clients, `many`, `few` again. The others
-    come at once, so that their prefills are among the first steps, and are aborted at once."""
-    server.post("/flush_cache?timeout=60")
-    usual, others = (dataclasses.replace(load, concurrency=number) for number in (few, many - few))
-    with Looks(server) as looks, clients(server, usual):
-        marks = [time.perf_counter()]
-        time.sleep(seconds)
-        marks.append(time.perf_counter())
-        with clients(server, others):
-            time.sleep(seconds)
-            marks.append(time.perf_counter())
-        time.sleep(seconds)
-        marks.append(time.perf_counter())
-    return {
-        name: settling([look for look in looks.taken if start <= look[0] <= end])
-        for name, (start, end) in zip(
-            (f"of {few}", f"to {many}", f"back to {few}"), itertools.pairwise(marks), strict=True
-        )
-    }
-
-
-def settling(looks: Sequence[Look]) -> dict[str, Any]:
-    """The width that most steps of the second half have; the steps before the first `SETTLED` in a row, or a few
-    more, of which `KEPT` have it; its share of those after."""
-    between = [
-        {width: after[width] - before[width] for width in after}
-        for (_, before), (_, after) in itertools.pairwise(looks)
-    ]
-    late = between[len(between) // 2 :]
-    kept = max(late[0], key=lambda width: sum(steps[width] for steps in late))
-    steps = [0, *itertools.accumulate(sum(of_width.values()) for of_width in between)]
-    with_it = [0, *itertools.accumulate(of_width[kept] for of_width in between)]
-
-    def share(first: int, last: int) -> float:
-        return (with_it[last] - with_it[first]) / max(1, steps[last] - steps[first])
-
-    for first in range(len(steps)):
-        last = next((last for last in range(first, len(steps)) if steps[last] - steps[first] >= SETTLED), None)
-        if last is None or share(first, last) >= KEPT:
-            break
-    begin, end = (len(steps) - 1 if last is None else first), len(steps) - 1
-    return {
-        "width": int(kept),
-        "settled_after": steps[begin],
-        "kept": round(share(begin, end), 4),
-        "steps": steps[end],
-    }
-
-
 def main() -> int:
     parser = script_parser(__doc__)
     add_options(parser, [OURS, PLAIN, BUILT_IN], accept_length=1.0)
     parser.add_argument("--acceptance", choices=[*ACCEPTANCE, RECORDED, MIXED], default="good")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--fixed", type=int, nargs="*", default=[16, 12, 8, 6, 4, 2], help="widths")
-    parser.add_argument("--control", type=int, nargs="+", default=[], help="of --fixed, on servers of their own")
     parser.add_argument("--trees", type=int, nargs="+", default=[], help="nodes of trees that ours may choose")
     parser.add_argument("--alike", action="store_true", help="a server of ours in the built-in worker's formats")
-    parser.add_argument("--gpus", nargs="+", help="that the servers are spread over")
+    parser.add_argument("--gpus", help="of the servers, as in CUDA_VISIBLE_DEVICES; all by default")
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer, on average")
     parser.add_argument("--presence-penalty", type=float, default=0.0, help="of every request")
-    parser.add_argument("--moving", type=int, nargs=2, metavar=("FEW", "MANY"), help="requests at a time")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a load that are measured")
     parser.add_argument("--built-in-flags", type=shlex.split, default=[], help="more of that worker, one string")
     parser.add_argument("--over-built-in", nargs="+", default=[], metavar="CONCURRENCY=RATIO", help="wanted")
     arguments = parse(parser)
     wanted = {at: float(ratio) for at, _, ratio in (pair.partition("=") for pair in arguments.over_built_in)}
-    if not set(arguments.control) <= set(arguments.fixed):
-        parser.error(f"--control {arguments.control}: expected widths of --fixed {arguments.fixed}")
     asked = forced(arguments.fixed)
-    most = max([*arguments.concurrency, *(arguments.moving or [])])
+    most = max(arguments.concurrency)
     # Of a request in a steady load 0.54 of its output is there on average, and as much is still to come, for which
     # SGLang keeps room.
     tokens = int(most * (arguments.input + 1.15 * arguments.output + 2 * BLOCK + 16)) + 4 * arguments.output
     figures: dict[str, Any] = {}
-    claimed: list[dict[str, Any]] = []
     status = 1
-
-    def keep(**more: Any) -> int:  # what is there, should the rest not come
-        return report.finish("bench.widths", arguments.out, claimed, figures=figures, **more)
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_as_exit())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         candidates = candidates_of(arguments, record_of(arguments.acceptance, scratch))
-        by_gpu = names_by_gpu(candidates, OURS, list(asked))
         servers = stack.enter_context(together(candidates, arguments, requests=most, tokens=tokens))
         require_served(arguments.fixed, servers[OURS])
         load = Load(
@@ -383,17 +256,10 @@ def main() -> int:
         )
         for concurrency in arguments.concurrency:
             of = dataclasses.replace(load, concurrency=concurrency)
-            figures[str(concurrency)] = measure(
-                servers, by_gpu, of, arguments.rounds, arguments.seconds, asked, OURS
-            )
+            figures[str(concurrency)] = measure(servers, of, arguments.rounds, arguments.seconds, asked)
             claimed = claims(arguments.acceptance, figures, fp8="fp8" in arguments.flags, wanted=wanted)
-            status = keep()
-        if arguments.moving:
-            phases = moving(servers[OURS], *arguments.moving, load, arguments.seconds)
-            for phase in list(phases)[1:]:
-                what = f"load {phase} requests at a time: steps until a width is kept"
-                claimed.append(report.at_most(what, phases[phase]["settled_after"], SETTLED))
-            status = keep(moving=phases)
+            # What is there, should the next concurrency not come.
+            status = report.finish("bench.widths", arguments.out, claimed, figures=figures)
     return status
 
 

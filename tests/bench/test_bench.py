@@ -7,12 +7,9 @@ import json
 import pytest
 
 from dflash_sglang import __version__
-from dflash_sglang.bench import plot, profile, prompts, sweep, trace
-from dflash_sglang.bench.settings import Served, Settings
+from dflash_sglang.bench import plot, sweep
 from dflash_sglang.cli import main
 from dflash_sglang.demo import launch
-from dflash_sglang.demo.progress import Progress
-from dflash_sglang.demo.server import Server
 from tests.support import engines
 from tests.support.bench_runs import rows_of
 
@@ -23,7 +20,6 @@ def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypa
     monkeypatch.setattr(launch, "Server", engines._ForkedServer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sweep, "COMPARED_TOKENS", 24)
-    profiled = profiles_of_cpu_servers(monkeypatch)
     options = ["--concurrency", "1", "2", "--rounds", "1", "--output", "24", "--requests", "2", "--width", "16"]
     code = main(["bench", "--out", str(tmp_path), *options, "--flags=--skip-server-warmup"])
     printed = capsys.readouterr()
@@ -62,25 +58,6 @@ def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypa
     assert rows[3][6:8] == [f"{lengths[0]:.2f}", "16"] and float(rows[3][8].rstrip(" ~")) > 0
     assert "built-in: not run, without this package" in printed.out
     assert (tmp_path / "bench.png").exists() == plot.can_draw() != (plot.MISSING in printed.out)
-    assert profiled == ["the trace has no kernel of a GPU"] * 2
-
-
-def profiles_of_cpu_servers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has every server of the run profiled as well: SGLang's trace arrives, and what it lacks is noted."""
-    monkeypatch.setattr(profile, "PROFILED_TOKENS", 128)
-    monkeypatch.setattr(profile, "STEPS", 2)
-    monkeypatch.setattr(profile, "ACTIVITIES", ["CPU"])
-    outputs, noted = sweep._outputs, []
-
-    def and_profile(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:
-        with pytest.raises(trace.TraceError) as error:
-            asked = prompts.requests(settings, None, 2)
-            profile.take_apart(server, str(served), asked, settings.out / "traces", progress)
-        noted.append(str(error.value))
-        return outputs(settings, served, server, progress)
-
-    monkeypatch.setattr(sweep, "_outputs", and_profile)
-    return noted
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,12 +96,6 @@ def test_the_plot_shows_throughput_and_speed_by_concurrency():
     assert len(panels["texts as they are, greedy"]) == 5
 
 
-def test_steps_are_counted_by_width_over_ranks_with_requests_of_their_own():
-    states = [{"dflash_width": {"steps": {"16": 5, "1": 2}}}, {"dflash_width": {"steps": {"16": 1, "1": 0}}}]
-    server = SimpleNamespace(get={"/server_info": {"internal_states": states}}.get)
-    assert sweep.steps_by_width(server) == {"16": 6, "1": 2}
-
-
 def test_the_picture_names_its_subject_and_starts_at_zero_with_every_name_beside_its_axes(tmp_path):
     figure_of = pytest.importorskip("matplotlib.figure")
     kept: list[Any] = []
@@ -129,13 +122,6 @@ def test_the_picture_names_its_subject_and_starts_at_zero_with_every_name_beside
     assert all(right.get_xlim()[0] == 0 for right in figure.axes[1::2])
 
 
-def test_names_at_the_ends_of_lines_keep_apart():
-    assert plot.apart([0.9, 0.1, 0.5]) == [0.9, 0.1, 0.5]
-    close = plot.apart([0.52, 0.5, 0.0, 0.51])
-    assert close[1:3] == [0.5, 0.0]
-    assert close[3] == pytest.approx(0.5 + plot.LABEL) and close[0] == pytest.approx(0.5 + 2 * plot.LABEL)
-
-
 def test_a_run_without_matplotlib_says_how_to_get_it_and_draws_again_from_its_figures(
     monkeypatch, tmp_path, capsys
 ):
@@ -149,17 +135,6 @@ def test_a_run_without_matplotlib_says_how_to_get_it_and_draws_again_from_its_fi
     pytest.importorskip("matplotlib")
     assert main(["bench", "--redraw", str(measured), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_what_is_written_is_said_and_nothing_else(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(plot, "can_draw", lambda: False)
-    figures, text = tmp_path / "bench.json", tmp_path / "bench.md"
-    run.write(document(), tmp_path, figures)
-    assert capsys.readouterr().out.splitlines()[-1] == f"written: {figures}, {text}"
-    figures.write_text(json.dumps(document()))
-    (tmp_path / "bench.png").write_text("of an earlier run")
-    assert main(["bench", "--redraw", str(figures), "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"written: {text}"
 
 
 def test_float32_outputs_that_differ_fail_the_run(monkeypatch, tmp_path, capsys):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_sglang.bench import arguments, checkpoints, prompts, random_pair, run, servers, versions
-from dflash_sglang.bench.settings import BadSetting, Cell, Served
+from dflash_sglang.bench import arguments, checkpoints, run, servers, versions
+from dflash_sglang.bench.settings import BadSetting, Served
 from dflash_sglang.cli import main
 from dflash_sglang.pair import pair_directories
 from tests.support.bench_runs import settings_of
@@ -213,32 +213,6 @@ def test_servers_run_together_where_their_weights_fit(free, together, monkeypatc
     assert settings.together_reason == f"about 89 GiB for 3 servers, {free / 1024:.0f} GiB free on a GPU"
     assert settings.together == together
     assert settings.mem_fraction == (0.7 if together else None)
-
-
-def test_a_prompt_of_a_length_ends_with_its_text():
-    settings = settings_of("--input", "1500")
-    made = prompts.contexts(settings, 1500, 3)
-    for prompt, text in zip(made, prompts.contexts(settings, None, 3), strict=True):
-        assert len(prompt.encode()) == 1500  # the pair's tokens are bytes
-        assert prompt.endswith(text + "\n")
-    assert len(set(made)) == 3
-
-
-def test_a_random_target_has_a_word_for_each_of_its_tokens(tmp_path):
-    from transformers import AutoTokenizer
-
-    random_pair.write_words(tmp_path, 151936)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.vocab_size == 151936
-    ids = [0, 7, 151935, 7]
-    assert tokenizer.decode(ids) == "w0 w7 w151935 w7" and tokenizer.encode("w0 w7 w151935 w7") == ids
-
-
-def test_cells_are_swept_by_temperature_input_and_concurrency():
-    options = ["--temperature", "0", "0.7", "--input", "64", "128", "--concurrency", "1", "4"]
-    cells = settings_of(*options).cells
-    assert cells[:3] == [Cell(1, 64, 0.0), Cell(4, 64, 0.0), Cell(1, 128, 0.0)] and len(cells) == 8
 
 
 def test_chat_without_a_template_is_refused_before_anything_starts(tmp_path: Path) -> None:

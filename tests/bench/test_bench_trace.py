@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import threading
 
 import pytest
 
@@ -75,24 +74,3 @@ def test_a_trace_is_read_when_it_is_whole(trace_file):
     trace_file.write_bytes(whole)
     path, step = profile.wait_for_trace(trace_file.parent, Progress(io.StringIO()), timeout=0)
     assert path == trace_file and step.steps == 2
-
-
-def test_an_interrupt_waits_for_no_request(tmp_path):
-    """The server ends its requests, after the profile was left."""
-    stopped, ended = threading.Event(), []
-
-    class Server:
-        def stream(self, **request):
-            yield {}
-            stopped.wait(5)
-            ended.append(request["text"])
-
-        def post(self, path, **body):
-            raise KeyboardInterrupt
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            profile.take_apart(Server(), "ours", [{"text": "a"}, {"text": "b"}], tmp_path, Progress(io.StringIO()))
-        assert ended == []
-    finally:
-        stopped.set()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import copies, steady
-from bench.load import OfTexts, Outcome
+from bench import copies
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.settings.plugin_config import Texts
 from dflash_sglang.verify.acceptance import Acceptor
@@ -73,40 +70,3 @@ def test_the_draft_is_better_where_a_text_repeats_itself_and_servers_read_the_fi
     assert lengths["alike"][0] == pytest.approx(lengths["alike"][1], rel=0.1)
     for number, prompt in enumerate(prompt for prompts in texts.prompts.values() for prompt in prompts):
         assert prompt[0] == number and texts.tokens[number][: len(prompt)] == prompt
-
-
-def test_each_round_says_what_was_copied_and_which_widths_steps_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(eq=False)
-    class Told:
-        copies: bool
-        rounds: int = 0
-
-        def get(self, _path: str) -> dict[str, Any]:
-            count = self.rounds**2  # so that rounds differ
-            steps = {"8": 3 * count, "16": 0}
-            seconds = {width: 0.5 * count for width in steps}
-            of_width = {"steps": steps, "probes": dict.fromkeys(steps, 0), "seconds": seconds}
-            copy = {"dflash_copy": {"proposed": 10 * count, "accepted": count}} if self.copies else {}
-            return {"internal_states": [{"dflash_width": of_width, **copy}]}
-
-    def watch(server: Told, _load: OfTexts, _seconds: float) -> Outcome:
-        server.rounds += 1
-        return Outcome(100.0, 2.0, 1.0)
-
-    monkeypatch.setattr(copies, "watch", watch)
-    monkeypatch.setattr(steady, "occupy", lambda *_: None)
-    servers: dict[str, Any] = {copies.WITH: Told(copies=True), copies.WITHOUT: Told(copies=False)}
-    found = copies.measure(servers, OfTexts(1, 1), rounds=2, seconds=0)
-    assert found[copies.WITH]["copied"] == [[10, 1], [30, 3]] and "copied" not in found[copies.WITHOUT]
-    for of_server in found.values():
-        assert of_server["by_width"] == [{"8": [3, 0, 0.5]}, {"8": [9, 0, 1.5]}]
-
-
-def test_the_claims_are_the_issues_by_kind_and_load() -> None:
-    rates = {copies.WITH: [130.0, 1.0, 150.0], copies.WITHOUT: [100.0, 100.0, 900.0]}
-    of = {name: {"tokens_per_second": rate} for name, rate in rates.items()}
-    figures = {kind: dict.fromkeys(("1", "8", "32"), of) for kind in copies.KINDS}
-    claimed = copies.claims(figures)
-    assert [(one["value"], one["bound"], one["ok"]) for one in claimed] == [
-        (1.3, f">= {bound}", True) for bound in (1.3, 1.2, 1.1, 1.05, *[0.995] * 6)
-    ]

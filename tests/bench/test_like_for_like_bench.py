@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.like_for_like import GROUPS, candidate, claims, expected_length, others
+from bench.like_for_like import GROUPS, candidate, expected_length, others
 from bench.widths import ACCEPTANCE
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 
@@ -40,18 +40,3 @@ def test_the_accept_length_in_the_long_run_is_that_of_the_widths_that_steps_had(
     assert expected_length("built_in", {}, 0, GOOD) == pytest.approx(6.42, abs=0.01)
     assert expected_length("ours", figures, 0, GOOD) == pytest.approx((3 * 6.42 + 1) / 4, abs=0.01)
     assert expected_length("plain", {}, 0, GOOD) == 1.0
-
-
-def test_a_claim_is_the_worst_round_against_the_same_round_of_the_other():
-    figures = {
-        "8": {
-            "ours": {"by_steps": [10.0, 20.0]},
-            "built_in": {"by_steps": [8.0, 25.0]},
-            "plain": {"by_steps": [1.0, 1.0]},
-        }
-    }
-    found = {claim["what"]: (claim["value"], claim["ok"]) for claim in claims("defaults", figures)}
-    assert found == {
-        "defaults, concurrency 8: tokens/s of ours over built_in, worst round": (0.8, False),
-        "defaults, concurrency 8: tokens/s of ours over plain, worst round": (10.0, True),
-    }

@@ -49,16 +49,3 @@ def test_a_server_without_trees_is_one_more_of_this_checkout() -> None:
 def test_tokens_are_those_that_steps_of_each_width_commit_in_the_long_run() -> None:
     steps = {"16": [100, 0, 1.0], "1": [50, 2, 0.3]}
     assert paired.rate(steps, 2.0, 8) == pytest.approx(8 * (100 * 6.42 + 50) / 2, rel=0.001)
-
-
-def test_a_claim_compares_the_medians_of_the_rounds() -> None:
-    def rounds(*rates: float) -> list[dict[str, float]]:
-        return [{"tokens_per_second": one} for one in rates]
-
-    loads = {"8": {"before": rounds(100, 90, 200), "after": rounds(98, 300, 1)}}
-    claimed = paired.claims({"before": [30.0, 34.0], "after": [33.0, 31.0]}, loads, 0.99)
-    assert [(one["value"], one["bound"], one["ok"]) for one in claimed] == [
-        (1.0, "<= 1.0", True),
-        (0.98, ">= 0.99", False),
-    ]
-    assert len(paired.claims({"before": [], "after": []}, loads, 0.99)) == 1

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from tests.support.quantised_layouts import dequantised
 from tests.support.tiny import draft_config, draft_tensors, write_checkpoint
 from training.calibrate import Inputs
-from training.packing import group_round
 from training.quantise import GROUP_SIZE, SCHEMES, quantise, quantise_checkpoint
 
 CONFIG = draft_config(hidden_size=128, head_dim=32, intermediate_size=256)
@@ -67,46 +66,12 @@ def test_the_library_of_the_format_unpacks_the_same_levels(scheme):
     assert torch.equal(matrix, dequantised(tensors, SCHEMES[scheme].config)["fc.weight"])
 
 
-@pytest.mark.parametrize("scheme", ["ct-w4a16-actorder", "gptq-actorder"])
-def test_stacked_modules_have_one_activation_order_with_groups_of_one_size(scheme):
-    tensors = quantise(WEIGHTS, SCHEMES[scheme], calibration(correlated=True))
-    suffix = "weight_g_idx" if scheme.startswith("ct") else "g_idx"
-    for layer in range(2):
-        for stacked in (
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            ("mlp.gate_proj", "mlp.up_proj"),
-        ):
-            first, *others = (tensors[f"layers.{layer}.{name}.{suffix}"] for name in stacked)
-            assert all(torch.equal(first, other) for other in others)
-            assert first.bincount().tolist() == [GROUP_SIZE] * (len(first) // GROUP_SIZE)
-            assert not torch.equal(first, first.sort().values)
-
-
-def test_gptqs_rounding_disturbs_the_output_less_than_plain_rounding():
-    weight, moments = WEIGHTS["fc.weight"].float(), calibration(correlated=True)["fc"].moments
-
-    def disturbance(moments_given):
-        rounded = group_round(weight, GROUP_SIZE, False, torch.bfloat16, None, moments_given)
-        matrix = (
-            rounded.levels - rounded.zeros.repeat_interleave(GROUP_SIZE, 1)
-        ) * rounded.scales.repeat_interleave(GROUP_SIZE, 1)
-        error = matrix - weight
-        return float((error @ moments * error).sum())
-
-    assert disturbance(moments) < 0.6 * disturbance(None)
-
-
 def test_static_scales_come_from_a_calibration_and_are_not_made_up():
     with pytest.raises(ValueError, match="static activation scales: expected a calibration"):
         quantise(WEIGHTS, SCHEMES["fp8-static"])
     read = calibration()
     tensors = quantise(WEIGHTS, SCHEMES["fp8-static"], read)
     assert float(tensors["fc.input_scale"]) == pytest.approx(read["fc"].largest / 448)
-
-
-def test_groups_that_do_not_divide_the_inputs_are_an_error():
-    with pytest.raises(ValueError, match="48 inputs: expected a multiple of the group size 32"):
-        group_round(torch.zeros(8, 48), 32, False, torch.bfloat16)
 
 
 def test_a_checkpoint_is_written_whole(tmp_path: Path):

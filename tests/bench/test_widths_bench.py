@@ -1,4 +1,4 @@
-"""`bench.widths`: its servers and their loads, what they are compared with, when a moving load has settled."""
+"""`bench.widths` and `bench.steady`: servers and their loads, and what they are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import steady, width_plot, widths
+from bench import steady, widths
 from bench.load import Load, Outcome
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import ServerFailed
@@ -21,7 +21,7 @@ from dflash_sglang.verify.record import AcceptanceRecord
 
 
 def asked(**more: Any) -> Namespace:
-    usual = dict(acceptance="good", kinds=[OURS], fixed=[16, 4], control=[], gpus=None)
+    usual = dict(acceptance="good", kinds=[OURS], fixed=[16, 4], gpus=None)
     return Namespace(**{**usual, **dict(trees=[], alike=False, flags=[], built_in_flags=[]), **more})
 
 
@@ -34,14 +34,12 @@ def test_the_built_in_worker_may_have_an_algorithm_and_ratios_of_its_own():
     assert [(claim["bound"], claim["ok"]) for claim in claimed] == [(">= 1.05", True), (">= 1.3", False)]
 
 
-def test_fixed_widths_are_loads_and_those_of_the_control_servers_too():
-    kinds = [OURS, PLAIN, BUILT_IN]
-    ours, plain, built_in, four = found = widths.candidates_of(asked(kinds=kinds, control=[4], gpus=["0", "1"]))
-    assert [one.name for one in found] == ["ours", "plain", "built_in", "ours_alone_4"]
-    assert [one.gpus for one in found] == ["0", "1", "0", "1"]
-    settings = [json.loads(one.environment["DFLASH_SGLANG_CONFIG"]) for one in (ours, four)]
-    assert [one.pop("width", None) for one in settings] == [{"highest_min_width": 16}, 4]
-    assert settings == [{"simulated_acceptance": [[0.866] * 7 + [0.819] * 8]}] * 2
+def test_fixed_widths_are_loads_of_the_server_that_chooses():
+    ours, plain, built_in = found = widths.candidates_of(asked(kinds=[OURS, PLAIN, BUILT_IN], gpus="0,1"))
+    assert [(one.name, one.gpus) for one in found] == [("ours", "0,1"), ("plain", "0,1"), ("built_in", "0,1")]
+    profile = [[0.866] * 7 + [0.819] * 8]
+    settings = {"simulated_acceptance": profile, "width": {"highest_min_width": 16}}
+    assert json.loads(ours.environment["DFLASH_SGLANG_CONFIG"]) == settings
     assert [one.accept_length for one in (ours, built_in)] == [0, pytest.approx(6.4, abs=0.03)]
     assert not plain.environment and not built_in.environment
     forced = widths.forced([16, 4])
@@ -49,8 +47,6 @@ def test_fixed_widths_are_loads_and_those_of_the_control_servers_too():
         "ours_16",
         "ours_4",
     ]
-    by_gpu = widths.names_by_gpu(found, OURS, list(forced))
-    assert by_gpu == [["ours", "ours_16", "ours_4", "built_in"], ["plain", "ours_alone_4"]]
 
 
 def test_a_record_forces_both_workers():
@@ -89,17 +85,6 @@ def test_trees_and_the_built_in_workers_formats_have_servers_of_their_own(flags,
     assert found["ours_alike"].flags == formats and settings["ours_alike"]["draft_head"] == "as_is"
 
 
-def test_alike_is_compared_with_the_built_in_worker_alone():
-    rates = dict(ours=130, ours_alike=120, built_in=100, plain=20, ours_16=110)
-    figures = {"64": {name: {"tokens_per_second": [rate]} for name, rate in rates.items()}}
-    found = {claim["what"].split("tokens/s ")[1]: claim["value"] for claim in widths.claims("recorded", figures)}
-    assert found == {
-        "over those of the best other server, ours_16, medians of rounds": pytest.approx(1.1818),
-        "over the built-in worker's, medians of rounds": 1.3,
-        "in the same number formats over the built-in worker's, medians of rounds": 1.2,
-    }
-
-
 class Stub:
     """A server that notes the widths that are asked of it, load after load."""
 
@@ -134,9 +119,8 @@ def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server
     monkeypatch.setattr(steady, "WARM_UP", 0.001)
     monkeypatch.setattr(steady, "CONTENDER", 0.5)
     ours, plain = Stub(8), Stub(2)
-    names, load = ["ours", "ours_4", "plain"], Load(2, 5, 4, 8)
     servers = {"ours": ours, "plain": plain}
-    figures = widths.measure(servers, [names], load, 2, 0.1, widths.forced([4]), "ours")
+    figures = widths.measure(servers, Load(2, 5, 4, 8), 2, 0.1, widths.forced([4]))
     rounds = {name: len(figure["tokens_per_second"]) for name, figure in figures.items()}
     assert rounds == {"ours": 2, "ours_4": 2, "plain": 1}
     # As many between two looks.
@@ -156,14 +140,6 @@ def test_a_steady_load_counts_what_came_between_two_moments_and_the_steps_of_wha
     assert steady.outcome(looks, 1, 1, 3) == Outcome(tokens_per_second=32.0, accept_length=1.0, step_ms=31.25)
     with pytest.raises(RuntimeError, match="no answer ended in 1.5 s"):
         steady.outcome(looks, 1, 1, 2.5)
-
-
-def test_probes_are_no_widths_that_a_server_holds(monkeypatch):
-    monkeypatch.setattr(widths, "LOOK_SECONDS", 0.001)
-    with widths.Looks(Stub(1)) as looks:
-        while len(looks.taken) < 2:
-            time.sleep(0.001)
-    assert [held for _, held in looks.taken[:2]] == [{"1": 0, "4": 3, "16": 0}, {"1": 0, "4": 6, "16": 0}]
 
 
 def test_clients_ask_for_other_lengths_each_and_begin_in_the_middle():
@@ -209,108 +185,12 @@ def rates(**of: float) -> dict[str, dict[str, list[float]]]:
 
 
 def test_ours_is_held_against_the_best_of_the_others_and_against_the_built_in_worker():
-    figures = {"64": rates(ours=150, plain=60, ours_16=100, ours_8=155, ours_alone_16=98, built_in=101)}
-    control, best, built_in = widths.claims("good", figures)
-    assert "tokens/s of ours_16 over those of ours_alone_16" in control["what"] and control["value"] == round(
-        100 / 98, 4
-    )
+    figures = {"64": rates(ours=150, plain=60, ours_16=100, ours_8=155, built_in=95)}
+    best, built_in = widths.claims("recorded", figures)
     assert "best other server, ours_8" in best["what"] and (best["value"], best["ok"]) == (0.9677, False)
-    assert (built_in["value"], built_in["bound"], built_in["ok"]) == (1.4851, ">= 1.5", False)
-    control, best = widths.claims("good", {"8": rates(ours=150, ours_8=96, ours_alone_8=100)})
-    assert (control["value"], control["bound"], control["ok"]) == (0.96, ">= 0.97", False)
-    assert "best other server, ours_alone_8" in best["what"] and best["value"] == 1.5
-    [poor] = widths.claims("poor", {"64": rates(ours=60, plain=61)})
-    assert (poor["value"], poor["bound"], poor["ok"]) == (0.9836, ">= 0.97", True)
-    best, plain = widths.claims("poor", {"64": rates(ours=60, plain=61, ours_2=62)})
-    assert "best other server, ours_2" in best["what"] and not best["ok"]
-    assert "without speculation" in plain["what"] and (plain["value"], plain["ok"]) == (0.9836, True)
+    assert (built_in["value"], built_in["bound"], built_in["ok"]) == (1.5789, ">= 1.6", False)
     figures = {"64": rates(ours=160, built_in=100), "256": rates(ours=97, built_in=100)}
     for fp8, oks in ((False, [True, True]), (True, [False, True])):
         assert [one["ok"] for one in widths.claims("recorded", figures, fp8)] == oks
-    [mixed] = widths.claims("mixed", {"64": rates(ours=60, ours_4=61)})
-    assert (mixed["bound"], mixed["ok"]) == (">= 1.0", False)
-
-
-def looks(*steps: tuple[int, int]) -> list[widths.Look]:
-    """Steps at widths 16 and 4 between each look and the next."""
-    so_far = {"16": 100, "4": 7}
-    taken = [(0.0, dict(so_far))]
-    for sixteen, four in steps:
-        so_far["16"] += sixteen
-        so_far["4"] += four
-        taken.append((0.0, dict(so_far)))
-    return taken
-
-
-def test_a_load_has_settled_where_it_keeps_to_the_width_of_its_second_half():
-    moved = looks((5, 0), (0, 0), (6, 6), (0, 12), (6, 12), (0, 12), (0, 12), (3, 20))
-    assert widths.settling(moved) == {"width": 4, "settled_after": 17, "kept": round(68 / 77, 4), "steps": 94}
-    stayed = looks((20, 0), (9, 1), (20, 0), (20, 0))
-    assert widths.settling(stayed) == {"width": 16, "settled_after": 0, "kept": round(69 / 70, 4), "steps": 70}
-    swings = looks((20, 0), (0, 20), (20, 0), (0, 20), (20, 0))
-    assert widths.settling(swings) == {"width": 16, "settled_after": 100, "kept": 0.0, "steps": 100}
-
-
-def test_a_moving_load_is_of_few_clients_then_of_many_then_of_few(monkeypatch):
-    monkeypatch.setattr(widths, "LOOK_SECONDS", 0.005)
-    server = Moved()
-    phases = widths.moving(server, 1, 5, Load(9, 9, 4, 8), 0.3)
-    widths_of = {phase: figures["width"] for phase, figures in phases.items()}
-    assert widths_of == {"of 1": 16, "to 5": 4, "back to 1": 16}
-    assert all(figures["settled_after"] <= 40 and figures["kept"] > 0.8 for figures in phases.values()), phases
-    assert server.most == 5 and server.aborted == 2
-
-
-class Moved(Stub):
-    """Steps at width 4 while there are several requests, else at 16."""
-
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.now, self.most, self.aborted = 0, 0, 0
-        self.of_width = {"4": 0, "16": 0}
-        self.lock = threading.Lock()
-
-    def get(self, path: str) -> Any:
-        with self.lock:
-            self.of_width["4" if self.now > 1 else "16"] += 4
-            steps = dict(self.of_width)
-        none = dict.fromkeys(steps, 0)
-        return {"internal_states": [{"dflash_width": {"steps": steps, "probes": none}}]}
-
-    def post(self, path: str, **body: Any) -> None:
-        self.aborted += path == "/abort_request"
-
-    def stream(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        with self.lock:
-            self.now += 1
-            self.most = max(self.most, self.now)
-        yield {"meta_info": {"completion_tokens": 1, "finish_reason": None}}
-        aborted, begin = self.aborted, time.perf_counter()
-        while aborted == self.aborted and time.perf_counter() - begin < 5:
-            time.sleep(0.001)
-        with self.lock:
-            self.now -= 1
-        yield {"meta_info": {"completion_tokens": 2, "finish_reason": {}}}
-
-
-def test_the_plot_has_medians_by_concurrency_of_who_was_measured_there():
-    def of(rate: float) -> dict[str, list[float]]:
-        return dict(tokens_per_second=[rate, rate * 3, rate / 9])
-
-    figures = {
-        "8": {"ours": of(900), "ours_4": of(700), "plain": of(300)},
-        "1": {"ours": of(100), "plain": of(50)},
-    }
-    panels = width_plot.panels_of(figures, [4, 8], "title")
-    assert list(panels) == ["title"] and list(panels["title"]) == [
-        "this package",
-        "no speculation",
-        "fixed width 4",
-    ]
-    assert panels["title"]["this package"] == dict(
-        kind="ours",
-        concurrency=[1, 8],
-        tokens_per_second=[100, 900],
-        user_tokens_per_second=[100.0, 112.5],
-    )
-    assert panels["title"]["fixed width 4"]["concurrency"] == [8]
+    [mixed] = widths.claims("recorded_mixed", {"64": rates(ours=60, ours_4=61)})
+    assert (mixed["bound"], mixed["ok"]) == (">= 1.15", False)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.alarm import another_target, changed_copy
 from dflash_sglang.demo.server import Server
 from dflash_sglang.observe.alarm import STAYS, WINDOW
 from dflash_sglang.observe.step_split import EVERY
 from dflash_sglang.pair import held_out_prompts, pair_directories
+from tests.support.another_target import another_target
 from tests.support.engines import accepted_proposals, greedy_params, serve
 
 # Of a server that chooses.
@@ -139,9 +139,7 @@ def test_the_alarm_speaks_once_when_the_target_is_updated_and_the_draft_is_not(s
         decode(server)
     assert "acceptance alarm" not in server.log_text()
     server.post("/flush_cache?timeout=60")
-    server.post(
-        "/update_weights_from_disk", model_path=str(changed_copy(TARGET, tmp_path / "updated", another_target))
-    )
+    server.post("/update_weights_from_disk", model_path=str(another_target(TARGET, tmp_path / "updated")))
     enough = drafted_steps(server) + (STAYS + 1) * WINDOW
     while drafted_steps(server) < enough:
         decode(server)

@@ -2,8 +2,7 @@
 
 pytest -m gpu tests/gpu/test_memory_gpu.py
 
-`bench.device_memory` reads torch's figures in the scheduler, `scheduler_hooks`' "firsts" what buffers this package
-has. `bench.memory` has the figures of large models.
+`device_memory` reads torch's figures in the scheduler, `scheduler_hooks`' "firsts" what buffers this package has.
 """
 
 from __future__ import annotations
@@ -16,22 +15,27 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench import device_memory, memory
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
-from tests.support import scheduler_hooks
+from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from tests.support import device_memory
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from tests.support.scheduler_hooks import hooked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 MANY, NEW_TOKENS, WARM, PASSES = 8, 64, 2, 3
 SEGMENT = 2 << 20  # of torch's; requests meet in other prefills from pass to pass
 SAMPLED = dict(temperature=0.8, top_p=0.95)
-# Of each kind sampling parameters and fields of the request, beside those of `bench.memory`.
+# Of each kind sampling parameters and fields of the request.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{name: (dict(sampling), dict(fields)) for name, (sampling, fields) in memory.KINDS.items()},
+    "greedy": (dict(temperature=0.0), {}),
+    "sampled": (dict(SAMPLED), {}),
+    "filtered": (dict(temperature=0.7, top_k=50, top_p=0.95, min_p=0.05), {}),
+    "penalised": (dict(SAMPLED, frequency_penalty=0.5, presence_penalty=0.2, repetition_penalty=1.1), {}),
+    "biased": (dict(temperature=0.0, logit_bias={"5": 1.0}), {}),
+    "logprobs": (dict(SAMPLED), dict(return_logprob=True, top_logprobs_num=5)),
     "penalised, greedy": (dict(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.2), {}),
     "no end at first": (dict(temperature=0.0, min_new_tokens=30, ignore_eos=False), {}),
     "grammar": (dict(temperature=0.0, regex="[a-z_ ]{40,60}", ignore_eos=False), {}),
@@ -44,26 +48,17 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 class Watched(NamedTuple):
     server: Server
-    figures: Path
     records: Path
 
 
 @pytest.fixture(scope="module", params=["block", {"widths": [1, 4, 16]}], ids=["block", "widths"])
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    figures, hooks, records = (tmp_path_factory.mktemp(name) for name in ("figures", "hooks", "records"))
-    installed = device_memory.installed(figures)
-    environment = {
-        **DEVICE_ENVIRONMENT,
-        **installed,
-        REQUIRE_ENV: "1",
-        CONFIG_ENV: json.dumps({"width": request.param}),
-        "PYTHONPATH": f"{scheduler_hooks.install(hooks)}:{installed['PYTHONPATH']}",
-        scheduler_hooks.HOOKS_ENV: "firsts",
-        scheduler_hooks.RECORDS_ENV: str(records),
-    }
+    records = tmp_path_factory.mktemp("records")
+    own = {CONFIG_ENV: json.dumps({"width": request.param})}
+    environment = {**DEVICE_ENVIRONMENT, **hooked(records, "firsts", "support.device_memory", **own)}
     flags = dict(max_running_requests=MANY, cuda_graph_max_bs_decode=MANY, min_free_slots_delay=1)
     with serve(TARGET, DRAFT, environment=environment, skip_tokenizer_init=None, **flags, **ON_DEVICE) as server:
-        yield Watched(server, figures, records)
+        yield Watched(server, records)
         print(server.log_tail(40))
 
 
@@ -72,13 +67,13 @@ def prompts() -> list[list[int]]:
     return [list(text[300 * i : 300 * i + 40 + 11 * i]) for i in range(MANY)]
 
 
-def soak(server: Server, figures: Path) -> dict[str, list[dict[str, Any]]]:
+def soak(server: Server, records: Path) -> dict[str, list[dict[str, Any]]]:
     """The steps of each kind with a full batch of it."""
     steps = {}
     for name, (sampling, fields) in KINDS.items():
-        seen = len(device_memory.lines(figures))
+        seen = len(device_memory.lines(records))
         ask(server, prompts(), sampling, fields)
-        steps[name] = [line for line in device_memory.lines(figures)[seen:] if line["requests"] == MANY]
+        steps[name] = [line for line in device_memory.lines(records)[seen:] if line["requests"] == MANY]
     return steps
 
 
@@ -95,18 +90,18 @@ def ask(server: Server, ids: list[list[int]], sampling: dict[str, Any], fields: 
 
 
 def test_a_soak_of_all_kinds_of_requests_takes_no_memory_once_each_has_run(watched):
-    server, figures, records = watched
+    server, records = watched
     for _ in range(WARM):
-        soak(server, figures)
+        soak(server, records)
         mix(server)
-    allocated, reserved = [memory.alone(server, figures)], device_memory.lines(figures)[-1]["reserved"]
+    allocated, reserved = [alone(server, records)], device_memory.lines(records)[-1]["reserved"]
     passes = []
     for _ in range(PASSES):
-        passes.append(soak(server, figures))
-        allocated.append(memory.alone(server, figures))
-    grown = device_memory.lines(figures)[-1]["reserved"] - reserved
+        passes.append(soak(server, records))
+        allocated.append(alone(server, records))
+    grown = device_memory.lines(records)[-1]["reserved"] - reserved
     mix(server)
-    allocated.append(memory.alone(server, figures))
+    allocated.append(alone(server, records))
     assert len(set(allocated)) == 1, f"allocated without requests, after each pass: {allocated}"
     assert grown <= 4 * SEGMENT, f"torch has asked for {grown} bytes more of the device"
     made = {where for _, _, buffers in lines(records / "firsts.jsonl") for where in map(tuple, buffers)}
@@ -115,6 +110,14 @@ def test_a_soak_of_all_kinds_of_requests_takes_no_memory_once_each_has_run(watch
     for name in KINDS:
         first, *_, last = (max(line["peak"] for line in steps[name]) for steps in passes)
         assert last <= first + SEGMENT, f"{name}: the peak of its steps went from {first} to {last} bytes"
+
+
+def alone(server: Server, records: Path) -> int:
+    """Bytes that are allocated when the second of two equal requests comes to an empty server."""
+    for _ in range(2):
+        server.post("/flush_cache?timeout=60")
+        server.generate(input_ids=[[7] * 16], sampling_params=dict(temperature=0.0, max_new_tokens=8))
+    return [line["alone"] for line in device_memory.lines(records) if "alone" in line][-1]
 
 
 def spread(steps: list[dict[str, Any]]) -> tuple[int, int]:

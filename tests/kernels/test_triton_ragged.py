@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.verify_attention import dense
 from dflash_sglang.attention.verifying import serve_ragged, verifies_parts
 from dflash_sglang.patches import triton_ragged
 from tests.support import sglang_layers
@@ -22,6 +21,7 @@ from tests.support.attention_target import (
     SCALE,
     TOLERANCE,
     Target,
+    dense,
     verify_batch,
 )
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from tests.support import sglang_layers
@@ -99,3 +100,44 @@ def verify_batch(requests: int, rows: int, **of_spec_info: Any) -> Any:
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
         spec_info=SimpleNamespace(**of_spec_info),
     )
+
+
+def dense(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """The output [rows, heads, dim] in float32.
+
+    queries [rows, heads, dim], keys and values [tokens, kv_heads, dim], visible [rows, tokens].
+    """
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("ihd,jhd->hij", queries.float(), keys) * scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(dim=-1), values)
+
+
+def torch_attention(
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    return_softmax_lse: bool = False,
+    **rest: Any,
+) -> Any:
+    """Stands for FlashAttention on a CPU, where requests have `max_seqlen_q` queries each.
+
+    A row that sees nothing has no numbers in its output, and -inf as its LSE.
+    """
+    del rest
+    bs, (rows, heads, dim), queries = len(cache_seqlens), q.shape, max_seqlen_q
+    pools = (pool[page_table.long()].flatten(1, 2) for pool in (k_cache, v_cache))
+    keys, values = (pool.repeat_interleave(heads // pool.shape[2], dim=2) for pool in pools)
+    scores = torch.einsum("bihd,bjhd->bhij", q.reshape(bs, queries, heads, dim), keys) * softmax_scale
+    lengths, place = cache_seqlens[:, None, None], torch.arange(keys.shape[1])
+    last = lengths - queries + torch.arange(queries)[:, None] if causal else lengths - 1
+    scores = scores.masked_fill((place > last)[:, None], -torch.inf)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(dim=-1), values).reshape(rows, heads, dim)
+    return (out, scores.logsumexp(dim=-1).transpose(0, 1).flatten(1)) if return_softmax_lse else out

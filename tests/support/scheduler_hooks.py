@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from bench import plugin
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests.support import hooks
 
@@ -50,7 +49,13 @@ def install(directory: Path, *modules: str) -> str:
     for name in names:
         if find_spec(f"tests.{name}") is None:
             raise ModuleNotFoundError(f"tests.{name}: expected a module below tests that has `activate`")
-    return plugin.installed(directory, {f"dflash_{one.rpartition('.')[2]}": f"tests.{one}" for one in names})
+    info = directory / "dflash_scheduler_hooks-0.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash_scheduler_hooks\nVersion: 0.0\n")
+    entries = [f"dflash_{one.rpartition('.')[2]} = tests.{one}:activate" for one in names]
+    (info / "entry_points.txt").write_text("\n".join(("[sglang.srt.plugins]", *entries, "")))
+    path = [str(directory), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(filter(None, path))
 
 
 def activate() -> None:

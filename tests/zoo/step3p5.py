@@ -18,11 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bench import step3p5
-from bench.step3p5 import FOR_SGLANG, FULL, MTP_LAYERS, SLIDING
 from tests.support.tiny import write_checkpoint
 from tests.zoo.member import LAYERS, TEXT
 
+MTP_LAYERS = 3
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Not in the hub's file. Without it, SGLang 0.5.23 reads one `num_attention_heads` of the config that transformers
+# makes of this one, and fails: the number varies among layers.
+FOR_SGLANG: Mapping[str, Any] = {"per_layer_config": {}}
 TYPES = [FULL, SLIDING, SLIDING, SLIDING, FULL] + [SLIDING] * MTP_LAYERS
 HEADS = {FULL: 4, SLIDING: 6}
 WINDOW = 24  # sliding_window of config.json
@@ -41,14 +44,39 @@ def hub_config(types: Sequence[str] = TYPES, sizes: Mapping[str, Any] = TEXT) ->
     Routed experts are not clamped: SGLang's torch experts do not clamp.
     """
     text = {key: value for key, value in sizes.items() if key not in GIVEN}
-    return step3p5.hub_config(
-        types,
-        heads=HEADS,
-        sparse=SPARSE,
-        rope_base=500000.0,
-        rope_scaling=dict(factor=8.0, high_freq_factor=4.0, original_max_position_embeddings=64),
-        torch_dtype="float32",
+    return dict(
+        architectures=["Step3p5ForCausalLM"],
+        model_type="step3p5",
+        num_hidden_layers=len(types) - MTP_LAYERS,
+        num_nextn_predict_layers=MTP_LAYERS,
+        num_attention_heads=HEADS[FULL],
         num_attention_groups=sizes["num_key_value_heads"],
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        layer_types=list(types),
+        attention_other_setting=dict(
+            attention_type=SLIDING,
+            num_attention_heads=HEADS[SLIDING],
+            num_attention_groups=sizes["num_key_value_heads"],
+            head_dim=sizes["head_dim"],
+        ),
+        use_head_wise_attn_gate=True,
+        rope_theta=[500000.0 if kind == FULL else 10000.0 for kind in types],
+        partial_rotary_factors=[0.5 if kind == FULL else 1.0 for kind in types],
+        rope_scaling=dict(
+            rope_type="llama3",
+            low_freq_factor=1.0,
+            factor=8.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+        yarn_only_types=[FULL],
+        moe_layers_enum=",".join(map(str, SPARSE)),
+        use_moe_router_bias=True,
+        need_fp32_gate=True,
+        norm_expert_weight=True,
+        swiglu_limits=[0.0] * len(types),
+        torch_dtype="float32",
         sliding_window=WINDOW,
         moe_num_experts=EXPERTS,
         moe_top_k=2,

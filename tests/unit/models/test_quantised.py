@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from bench.eager_exec import eager_exec
 from tests.support import quantised_drafts as drafts
 from tests.support import quantised_twins
 from tests.support import sglang_layers as layers
@@ -67,6 +67,26 @@ def kernels() -> Iterator[None]:
 
             patch.setattr(fp8_utils, "get_exec", eager_exec)
         yield
+
+
+def eager_exec() -> Any:
+    """SGLang's namespace `exec` with an eager prefill, as a server without torch.compile resolves it."""
+    from sglang.srt.runtime_context import get_exec
+
+    prefill = SimpleNamespace(tc_compiler="eager")
+    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill))
+    return SimpleNamespace(graph=graph, kernel=get_exec().kernel)
+
+
+def launches(run: Callable[[], object]) -> list[str]:
+    """Names of what `run` started on the GPU, its third time: a first profile may miss some."""
+    run()
+    for _ in range(2):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+            run()
+            torch.cuda.synchronize()
+    return [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def close(got: Tensor, wanted: Tensor, scheme: str) -> bool:
@@ -253,7 +273,6 @@ def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_update
 @ALL
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_context_kv_takes_at_most_three_launches_per_layer(tmp_path, scheme, bias):
-    from bench.launches import launches
     from dflash_sglang.models.context_kv.projection import ContextKV
 
     if bias and scheme in WITHOUT_BIASES:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.verify_attention import dense, torch_attention
 from dflash_sglang.attention import trees
 from dflash_sglang.attention.torch_cpu import TorchCpuAttention
 from dflash_sglang.attention.trees import serve_trees, why_no_trees
@@ -32,6 +31,8 @@ from tests.support.attention_target import (
     SCALE,
     TOLERANCE,
     Target,
+    dense,
+    torch_attention,
     verify_batch,
 )
 from tests.support.recorded_graphs import Recording
