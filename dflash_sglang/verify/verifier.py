@@ -43,7 +43,6 @@ class Unwritten(NamedTuple):
     features: torch.Tensor  # [rows, n_layers * hidden]
     positions: torch.Tensor  # [rows]
     loc_plan: KVLocPlan
-    starts: torch.Tensor | None  # as of `ContextWriter.write`
 
 
 class Verified(NamedTuple):
@@ -152,8 +151,7 @@ class Verifier:
         if forward.can_run_cuda_graph and self._tail.writes_context:
             return None
         positions = of.rows.positions
-        starts = None if of.ragged is None else of.ragged.starts
-        return Unwritten(features[: len(positions)], positions, of.loc_plan, starts)
+        return Unwritten(features[: len(positions)], positions, of.loc_plan)
 
     def _accept_greedy(self, block: Block, of: VerifyRows, forward: Any) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""

@@ -22,7 +22,7 @@ from dflash_sglang.sglang_names import probe
 from dflash_sglang.startup.facts import StartupError
 from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in
 from tests.support.reference_dspark import dspark_config, dspark_tensors
-from tests.support.start_up import fake_views
+from tests.support.start_up import change, fake_views
 from tests.support.tiny import draft_config, make_pair, write_checkpoint
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -97,14 +97,26 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
 
 
+LILICORR = {"architectures": ["LiLiCorrDraftModel"], "dflash_config": {"lilicorr_num_layers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dflash_config": {"projector_type": "eagle"}}, "dflash_config.projector_type='eagle'"),
+        (LILICORR, "architectures='LiLiCorrDraftModel'"),
+    ],
+    ids=["by a field", "LiLiCorr"],
+)
 def test_a_foreign_draft_gets_the_built_in_worker_and_one_warning(
-    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture, fields: dict, named: str
 ) -> None:
+    draft = change(pair.foreign, fields, {})
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
-        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.foreign)) is BuiltInWorker
+        assert hooks.create_worker(built_in, Algorithm(), arguments(draft)) is BuiltInWorker
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "dflash_config.projector_type='eagle'" in record.message and "DFlashWorkerV2" in record.message
+    assert named in record.message and "DFlashWorkerV2" in record.message
 
 
 @pytest.mark.parametrize(

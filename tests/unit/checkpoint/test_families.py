@@ -51,7 +51,7 @@ MLA = [
     ({"architectures": None}, families.PLAIN),
     ({"projector_type": "domino"}, families.DOMINO),
     ({"projector_type": "domino", "dflash_config": {"projector_type": ""}}, families.PLAIN),
-    ({"projector_type": "domino", "architectures": ["LiLiCorrDraftModel"]}, families.LILICORR),
+    ({"projector_type": "domino", "architectures": ["DFlash2DraftModel"]}, families.DFLASH2),
     ({DECODER: {}, ALGORITHM: "dspark"}, families.DSPARK),
     ({DECODER: {}, ALGORITHM: None, "projector_type": "domino"}, families.PLAIN),
 ], ids=str)  # fmt: skip
@@ -83,7 +83,7 @@ def test_every_family_of_the_table_passes_and_is_a_model_of_sglang() -> None:
     modules = [importlib.import_module(f"sglang.srt.models.{name}") for name in MODULES]
     entries = [module.EntryClass for module in modules]
     models = {model.__name__ for entry in entries for model in (entry if isinstance(entry, list) else [entry])}
-    served = [*FOREIGN_ARCHITECTURES, "DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel"]
+    served = [*FOREIGN_ARCHITECTURES, "DFlashDraftModel", "DFlash2DraftModel"]
     assert set(served) <= models
     for name in served:
         check_family(draft_config(architectures=[name]))
