@@ -85,9 +85,8 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
 
 def _mtp_decisions(draft: LoadedDraft, spec: MtpSpec) -> dict[str, Any]:
     kinds = ", ".join(layer.kind.removesuffix("_attention") for layer in spec.layers)
-    heads = "own heads" if spec.own_heads else "the target's head"
     return {
-        "draft": f"MTP({spec.num_layers} layers: {kinds}; {heads})",
+        "draft": f"MTP({spec.num_layers} layers: {kinds}; own heads)",
         "layers": layers_read(spec),
         "block": f"{draft.block_size} (trained {spec.block_size})",
         "draft_attention": draft.attention_backend,

@@ -16,6 +16,7 @@ from tests.support.tiny import draft_config, make_pair
 from tests.unit.checkpoint.test_dflash2_config import dflash2_config
 
 MODULES = ("dflash", "dspark", "dspark_minimax", "lfm2_dspark", "lilicorr")  # of SGLang, with draft models
+OF_A_TARGET = "its target's multi-token-prediction layers, of another target than Step-3.5"
 UNKNOWN = "of an architecture that is no DFLASH draft of SGLang"
 ROWS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Gemma4Eagle3Model"]}, "draft config architectures=['Gemma4Eagle3Model']: expected"),
@@ -33,6 +34,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": [["DFlashDraftModel"]]}, "draft config architectures=[['DFlashDraftModel']]: expected"),
     ({"architectures": "DFlashDraftModel"}, "draft config architectures='DFlashDraftModel': expected"),
 ]
+MIMO = "MiMoV2FlashForCausalLM"
+REFUSED_MIMO = f"draft config architectures=[{MIMO!r}]: expected a DFLASH draft"
 MLA = [
     ({"dflash_config": {"attention_mode": "mla"}}, "draft config dflash_config.attention_mode='mla': expected "),
     ({"attention_mode": "mla"}, "draft config attention_mode='mla': expected none, or one of mha, gqa, mqa"),
@@ -65,6 +68,7 @@ def test_a_family_is_told_by_architecture_and_projector_or_by_the_algorithm_of_t
     ("fields", "message"),
     [
         *(pytest.param(*row, marks=refused(UNKNOWN, row[1])) for row in ROWS),
+        pytest.param({"architectures": [MIMO]}, REFUSED_MIMO, marks=refused(OF_A_TARGET, REFUSED_MIMO)),
         *(pytest.param(*row, marks=refused("with MLA layers", row[1])) for row in MLA),
     ],
     ids=str,
