@@ -11,7 +11,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from torch import Tensor, nn
 
 from dflash_sglang.models.context_kv.base import Projection
-from dflash_sglang.models.context_kv.quantised_projection import QuantisedKV, not_sliceable
+from dflash_sglang.models.context_kv.fp8_projection import Fp8KV, not_sliceable
 from dflash_sglang.models.context_kv.writers import AllLayerWriter
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.layers import DraftAttention
@@ -33,9 +33,9 @@ class ContextKV:
 
     Three forms of the projection, equal up to the order of a GEMM's sums:
     per_layer  each layer's whole qkv_proj through its quantisation method, Q thrown away; any quantisation.
-    sliced     each layer's K and V rows through that method; quantisations that `quantised_projection` can repack.
+    sliced     each layer's K and V rows through that method; fp8 with an activation scale of each layer.
     stacked    one GEMM over all layers' K and V rows. Unquantised: a batched one, and the layers' weights
-               become slices of its tensor. Quantised: the method's own, over a repacked copy of the rows.
+               become slices of its tensor. fp8: the method's own, over a repacked copy of the rows.
 
     Two ways to the pool: one launch that norms, rotates and writes all layers (`writers.py`: CUDA, bf16 norms,
     bf16 or fp8 pool, whole-head RoPE), or `set_kv_buffer` per layer. ``form`` and ``reason`` say what was
@@ -237,7 +237,7 @@ def _projection(
         return "stacked", normed(_Stack(attentions)), why
     obstacle = "each layer norms its context rows" if norms is not None else not_sliceable(attentions)
     if obstacle is None:
-        quantised = QuantisedKV(attentions)
+        quantised = Fp8KV(attentions)
         obstacle = quantised.obstacle_to_joining
         repacked = f"{quantised.method}, K and V repacked in {quantised.bytes / 2**20:.1f} MiB"
         if obstacle is None:
