@@ -93,8 +93,10 @@ class Verifier:
         will be."""
         load_inputs_once(self._runner.decode_cuda_graph_runner)
         for kind in proposals:
-            for logits in self._logits.examples(kind.tokens.shape[1], kind.tokens.device):
-                self._sampler.warm_up(kind, logits)
+            logits = torch.zeros(
+                (kind.tokens.shape[1], self._runner.model_config.vocab_size), device=kind.tokens.device
+            )
+            self._sampler.warm_up(kind, logits)
 
     def excluded(self, batch: ScheduleBatch) -> Excluded:
         """Forms that a step of this decode batch may not have: logits are adjusted along a chain, custom
@@ -180,9 +182,7 @@ class Verifier:
         """Adjust the logits, choose the target's tokens, accept, and report, as the requests of the batch ask."""
         info, output, tokens = batch.sampling_info, forward.logits_output, proposals.tokens
         adjusts, penalised, target_ids = self._adjusts(batch), None, None
-        # What samples reads logits of any dtype.
-        as_given = not (info.is_all_greedy or adjusts or _is_reported(batch))
-        logits = output.next_token_logits = self._logits.whole(output.next_token_logits, as_given)
+        logits = output.next_token_logits = self._logits.whole(output.next_token_logits)
         if self._sanitizes:
             sanitize_nan_logits(logits, "verify")
         if adjusts:
