@@ -19,7 +19,7 @@ from dflash_sglang.patches.apply import apply, verify
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, check_environment, required
 from dflash_sglang.sglang_names.probe import check_symbols
 from dflash_sglang.startup.launch_checks import unserved_problems
-from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP, unserved_with
+from dflash_sglang.startup.mtp_checks import UNSERVED_WITH_MTP
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +181,9 @@ def _instead_of_eagle(server_args: Any) -> str | None:
     if any(unserved_problems(UNSERVED_WITH_MTP, server_args)):  # before a config.json is fetched
         return None
     config = draft_config(path, server_args.revision)
-    if not holds_mtp(config) or any(unserved_problems(unserved_with(MtpSpec.from_config(config)), server_args)):
+    if not holds_mtp(config):
         return None
+    MtpSpec.from_config(config)  # raises for layers that are not served
     return (
         f"With --speculative-algorithm DFLASH --speculative-draft-model-path {path} dflash_sglang drafts with the "
         "same multi-token-prediction layers."

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 GB = 1 << 30
 _OF_DRAFTING = (
-    "draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino", "lilicorr",
-    "copy",
+    "draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino", "copy",
 )  # fmt: skip
 
 
@@ -62,10 +61,9 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
     decisions["draft_kv"] = _kv_planned(draft.rings)
     no_copies = why_no_copies(config, spec)
     decisions["copy"] = config.copy if no_copies is None else f"off ({no_copies})"
-    if spec.dflash2 is not None or spec.lilicorr is not None:
+    if spec.dflash2 is not None:
         conv = spec.convolution
         decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
-    if spec.dflash2 is not None:
         selector = spec.dflash2
         decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
     if spec.anchor_proposes or spec.dspark is not None or spec.domino is not None:
@@ -75,9 +73,6 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
         decisions["markov_head"] = f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
     if spec.domino is not None:
         decisions["domino"] = f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
-    if spec.lilicorr is not None:
-        head = spec.lilicorr
-        decisions["lilicorr"] = f"{head.num_layers} layers of {head.hidden_size} over {head.candidates} candidates"
     if spec.laguna is not None:
         decisions["attention_gates"] = f"{spec.laguna.gates} per head"
     if draft.model.edges is not None:
@@ -90,9 +85,8 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
 
 def _mtp_decisions(draft: LoadedDraft, spec: MtpSpec) -> dict[str, Any]:
     kinds = ", ".join(layer.kind.removesuffix("_attention") for layer in spec.layers)
-    heads = "own heads" if spec.own_heads else "the target's head"
     return {
-        "draft": f"MTP({spec.num_layers} layers: {kinds}; {heads})",
+        "draft": f"MTP({spec.num_layers} layers: {kinds}; own heads)",
         "layers": layers_read(spec),
         "block": f"{draft.block_size} (trained {spec.block_size})",
         "draft_attention": draft.attention_backend,

@@ -14,7 +14,6 @@ from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.kernels.context.rings import RingShape
-from dflash_sglang.models.context_kv.last_rows import LastRows
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.mtp.recent_rows import RecentRows
 from dflash_sglang.patches import agreement, draft_pool, nixl, replayed_states, retracted_rows, weight_updates
@@ -145,9 +144,6 @@ def load_draft(
         replayed_states.install(target)
     head_form = config.draft_head if drafts else "as_is"
     borrowed = model.bind_target(target.model, layout.attn_tp_size, token_map, head_form, of_target.vocab_size)
-    if drafts and model.spec.lilicorr is not None:
-        size = model.spec.hidden_size
-        model.last_rows = LastRows(most_rows(), block_size, size, runner.dtype, runner.device)
     context_kv = ContextKV(model, config.context_kv, partial(draft_tp_context, layout))
     head_copy = borrowed.head_copy
     weight_updates.install(target, runner, context_kv.refresh, None if head_copy is None else head_copy.refresh)

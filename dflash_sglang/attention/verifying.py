@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dflash_sglang.patches import triton_ragged
-from dflash_sglang.patches.triton_ragged import takes_ragged_rows
 from dflash_sglang.sglang_names.scheduler import ForwardBatch, ForwardMode
 from dflash_sglang.startup.facts import Problem
 
@@ -63,12 +61,4 @@ def verifies_parts(backend: Any) -> bool:
     # TensorRT-LLM's kernels of some GPUs (XQA) do not, whatever their class says. KDA's do, but no test commits
     # recurrent states after such a step.
     other = getattr(backend, "is_xqa_impl", False) or hasattr(backend, "linear_attn_backend")
-    return (backend.supports_ragged_verify_graph or takes_ragged_rows(backend)) and not other
-
-
-def serve_ragged(backend: Any) -> None:
-    """From here on, this backend's verify forwards may be ragged. Call it before its graphs are captured.
-
-    backend: one that `verifies_parts`."""
-    if takes_ragged_rows(verifying(backend)):
-        triton_ragged.serve_ragged(verifying(backend))
+    return backend.supports_ragged_verify_graph and not other

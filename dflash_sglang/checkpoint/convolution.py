@@ -1,4 +1,4 @@
-"""ConvolutionSpec: the convolutions around attention and MLP that DFlash2 has and LiLiCorr may have."""
+"""ConvolutionSpec: the convolutions around attention and MLP of a DFlash2 draft."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2
 from dflash_sglang.checkpoint.domino import DominoSpec, domino
 from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark
-from dflash_sglang.checkpoint.families import DFLASH2, DOMINO, DSPARK, GEMMA4, LAGUNA, LILICORR, family_of
+from dflash_sglang.checkpoint.families import DFLASH2, DOMINO, DSPARK, GEMMA4, LAGUNA, family_of
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
     DraftConfigError,
@@ -26,7 +26,6 @@ from dflash_sglang.checkpoint.gemma4 import gemma4_fields
 from dflash_sglang.checkpoint.laguna import LagunaSpec, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
 from dflash_sglang.checkpoint.left_out import LAYER_INPUTS, NO_FLAGS, VLLM_PLACES, Flags, refuse_left_out
-from dflash_sglang.checkpoint.lilicorr import LiLiCorrSpec, lilicorr
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
 from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
@@ -58,7 +57,7 @@ class DraftSpec:
     ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
     activation differs from SwiGLU, or None.
     ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
-    ``domino``, ``laguna``, ``lilicorr``: what makes it a draft of that family, or None.
+    ``domino``, ``laguna``: what makes it a draft of that family, or None.
     """
 
     architecture: str
@@ -91,7 +90,6 @@ class DraftSpec:
     dspark: DSparkSpec | None
     domino: DominoSpec | None
     laguna: LagunaSpec | None
-    lilicorr: LiLiCorrSpec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], flags: Flags = NO_FLAGS) -> DraftSpec:
@@ -148,12 +146,11 @@ class DraftSpec:
             speculators=speculators,
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
-            convolution=convolution(fields, hidden_size) if family in (DFLASH2, LILICORR) else None,
+            convolution=convolution(fields, hidden_size) if family is DFLASH2 else None,
             dflash2=dflash2(fields, vocab_size) if family is DFLASH2 else None,
             dspark=dspark(fields) if family in (DSPARK, GEMMA4) else None,
             domino=domino(fields, vocab_size) if family is DOMINO else None,
             laguna=laguna(fields, head_dim) if family is LAGUNA else None,
-            lilicorr=lilicorr(fields, hidden_size, vocab_size) if family is LILICORR else None,
         )
 
     @property

@@ -45,8 +45,7 @@ DSPARK = Family(
 )
 GEMMA4 = Family(("Gemma4DSparkModel",), needs=DSPARK.needs)  # DSpark on Gemma 4's layers
 LAGUNA = Family(("DFlashLagunaForCausalLM",))
-LILICORR = Family(("LiLiCorrDraftModel",))
-FAMILIES = (PLAIN, DFLASH2, DSPARK, GEMMA4, LAGUNA, LILICORR)
+FAMILIES = (PLAIN, DFLASH2, DSPARK, GEMMA4, LAGUNA)
 
 BUILT_IN_WORKER = "SGLang's built-in DFlashWorkerV2"
 
@@ -55,6 +54,7 @@ FOREIGN_ARCHITECTURES = {
     "MuseGlimmerAssistantModel": "Muse: tensors of other names, and no vocabulary in the config",
     "DSparkMiniMaxDraftModel": "DSpark on MiniMax layers: Gemma's norms and a Markov head",
     "Lfm2DSparkDraftModel": "DSpark: a Markov head and a confidence head",
+    "LiLiCorrDraftModel": "LiLiCorr: a transformer over the candidates of a whole block",
 }
 # Values of `attention_mode` that some worker has layers for; unset means the same.
 _ATTENTION_MODES = ("mha", "gqa", "mqa")
@@ -93,9 +93,9 @@ _ROWS = (
         "a head that corrects the proposals",
         part_of=(DOMINO,),
     ),
-    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=(DFLASH2, LILICORR)),
+    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=(DFLASH2,)),
     _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=(DFLASH2,)),
-    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer", part_of=(LILICORR,)),
+    _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer"),
     _Row(
         "markov_head_type",
         lambda value: value not in (None, *KINDS),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from dflash_sglang.checkpoint.fields import MOST_LAYERS, DraftConfigError, Fields, as_int, first_architecture
 from dflash_sglang.checkpoint.layers import LayerAttention
 
-_MIMO_V2 = "MiMoV2FlashForCausalLM"
-_TARGETS = ("Step3p5ForCausalLM", _MIMO_V2)
+_TARGET = "Step3p5ForCausalLM"
+_DRAFT = "Step3p5MTPDraftModel"  # by which SGLang finds its class
 _NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
 # Of config.json, a value for each layer: those of the MTP layers follow the target's.
 _PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
@@ -18,7 +18,7 @@ _PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_lim
 
 def holds_mtp(config: Mapping[str, Any]) -> bool:
     """Whether this config.json is of a target whose MTP layers can be its draft."""
-    return first_architecture(config) in _TARGETS
+    return first_architecture(config) == _TARGET
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,6 @@ class MtpSpec:
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
-    architecture: ClassVar[str] = "Step3p5MTPDraftModel"  # of the draft: by which SGLang finds its class
-    chained: ClassVar[bool] = True  # a layer reads the hidden states of the layer before; else the target's
-    own_heads: ClassVar[bool] = True  # each has a head; else the target's proposes
     # As in DraftSpec: weights are in the model's dtype, no row is masked, and the draft has rows of its own.
     quantization: ClassVar[None] = None
     mask_token_id: ClassVar[None] = None
@@ -48,8 +45,6 @@ class MtpSpec:
 
         Raises DraftConfigError for a field that is missing, malformed or not served.
         """
-        if config["architectures"][0] == _MIMO_V2:
-            return MimoV2Spec.from_config(config)
         fields = Fields(config)
         target_layers = as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS)
         count = as_int(fields.shape("num_nextn_predict_layers", 0), 1, MOST_LAYERS)
@@ -90,14 +85,9 @@ class MtpSpec:
             LayerAttention(kind, True, window if kind == "sliding_attention" else None)
             for kind in kinds[target_layers : target_layers + count]
         )
-        return cls._with(fields, tuple(layers))
-
-    @classmethod
-    def _with(cls, fields: Fields, layers: tuple[LayerAttention, ...]) -> Self:
-        """These layers, beside the target's shape."""
         return cls(
-            num_target_layers=as_int(fields.shape("num_hidden_layers"), 1, MOST_LAYERS),
-            layers=layers,
+            num_target_layers=target_layers,
+            layers=tuple(layers),
             hidden_size=as_int(fields.shape("hidden_size"), 1),
             vocab_size=as_int(fields.shape("vocab_size"), 1),
             max_position_embeddings=as_int(fields.shape("max_position_embeddings", 32768), 1),
@@ -144,44 +134,7 @@ class MtpSpec:
             if isinstance(values, list | tuple):
                 setattr(config, name, list(values)[first : first + count])
         config.moe_layers_enum, config.num_nextn_predict_layers = "-1", 0
-        self._describe(config)
-
-    def _describe(self, config: Any) -> None:
-        config.architectures = [self.architecture]
+        config.architectures = [_DRAFT]
         config.num_hidden_layers = self.num_layers
         # SGLang sizes the pool by these layers, and asks the target for layers to capture; see `hidden_states`.
         config.dflash_config = {"target_layer_ids": [0], "block_size": self.block_size}
-
-
-@dataclass(frozen=True)
-class MimoV2Spec(MtpSpec):
-    """MiMo-V2's layers, all sliding and dense. Its config.json does not say how many there are: three."""
-
-    architecture: ClassVar[str] = "MiMoV2MTPDraftModel"
-    chained: ClassVar[bool] = False
-    own_heads: ClassVar[bool] = False
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> MimoV2Spec:
-        """As `MtpSpec.from_config`."""
-        fields = Fields(config)
-        for name, served, why in (
-            ("quantization_config", None, "multi-token-prediction layers are read in the model's dtype"),
-            ("attention_projection_layout", "split", "queries, keys and values are read one by one"),
-        ):
-            if config.get(name) not in (None, served):
-                raise DraftConfigError(name, config[name], f"{served or 'none'}: {why}", _NO_WAY)
-        # SGLang's layers do not count the query's own key.
-        window = as_int(fields.shape("sliding_window_size"), 1) + 1
-        count = as_int(fields.shape("num_nextn_predict_layers", 3), 1, MOST_LAYERS)
-        return cls._with(fields, (LayerAttention("sliding_attention", True, window),) * count)
-
-    def prefix(self, layer: int) -> str:
-        return f"model.mtp.layers.{layer}."
-
-    def make_alone(self, config: Any) -> None:
-        """The heads of the target's sliding layers are the layers' own."""
-        config.layer_types = [layer.kind for layer in self.layers]
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
-            setattr(config, name, getattr(config, f"swa_{name}"))
-        self._describe(config)

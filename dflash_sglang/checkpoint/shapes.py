@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dflash_sglang.checkpoint.draft_spec import DraftSpec
 from dflash_sglang.checkpoint.dspark import GATED, RNN
-from dflash_sglang.checkpoint.lilicorr import FEATURES, LiLiCorrSpec
 
 
 def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
@@ -82,42 +81,4 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
             "embed_proj.0.weight": (rank, hidden + size),
             "embed_proj.2.weight": (spec.vocab_size, rank),
         }
-    if spec.lilicorr is not None:
-        head = _lilicorr_shapes(spec.lilicorr, hidden, spec.block_size)
-        shapes |= {f"lilicorr.{name}": shape for name, shape in head.items()}
-    return shapes
-
-
-def _lilicorr_shapes(spec: LiLiCorrSpec, hidden: int, block_size: int) -> dict[str, tuple[int, ...]]:
-    size, factor = spec.hidden_size, spec.factor_size
-    linear = {
-        **({"token_proj": (size, hidden)} if size != hidden else {}),
-        "pass_hidden_proj": (size, hidden),
-        "context_proj": (size, hidden),
-        "feature_mlp.up_proj": (size, FEATURES),
-        "feature_mlp.down_proj": (size, size),
-        "factor_input_proj": (size, 3 * size),
-        "out_head": (factor, size),
-        "in_head": (factor, size),
-        "anchor_out_head": (factor, size),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "feature_norm.weight": (FEATURES,),
-        "feature_norm.bias": (FEATURES,),
-        "slot_embedding": (1, 1, block_size - 1, 1, size),
-        "rank_embedding": (1, 1, 1, spec.candidates, size),
-        "relative_slot_bias": (spec.num_heads, 2 * block_size - 1),
-        "same_slot_bias": (spec.num_heads,),
-        "output_norm.weight": (size,),
-        "anchor_norm.weight": (size,),
-    }
-    for layer in (f"layers.{i}" for i in range(spec.num_layers)):
-        linear[f"{layer}.attn.out_proj"] = (size, size)
-        linear[f"{layer}.mlp.up_proj"] = (spec.intermediate_size, size)
-        linear[f"{layer}.mlp.down_proj"] = (size, spec.intermediate_size)
-        shapes[f"{layer}.attn.in_proj_weight"] = (3 * size, size)
-        shapes[f"{layer}.attn.in_proj_bias"] = (3 * size,)
-        shapes |= {f"{layer}.{norm}.weight": (size,) for norm in ("attn_norm", "mlp_norm")}
-    for name, shape in linear.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     return shapes

@@ -109,7 +109,7 @@ class Proposer:
                 tokens, padded = self._proposed(ids), graphs.bs
             else:
                 hidden_states = out.logits_output.hidden_states
-                tokens = self._write_proposals(drafted.ids, hidden_states, drafted.requests, drafted.prefix_lens)
+                tokens = self._write_proposals(drafted.ids, hidden_states)
                 padded = bs
             info = batch.sampling_info
             drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
@@ -168,23 +168,15 @@ class Proposer:
         """SGLang's capture hook: the last nodes of the draft graph."""
         del runner
         ids = forward_batch.input_ids[:num_tokens].view(forward_batch.batch_size, -1)
-        firsts = forward_batch.positions[:num_tokens].view(ids.shape)[:, 0]
-        self._write_proposals(ids, out.hidden_states, forward_batch.req_pool_indices, firsts)
+        self._write_proposals(ids, out.hidden_states)
 
-    def _write_proposals(
-        self, ids: torch.Tensor, hidden_states: torch.Tensor, requests: torch.Tensor, prefix_lens: torch.Tensor
-    ) -> torch.Tensor:
-        """ids [bs, rows] of the draft's forward, hidden_states [bs * rows (+ padding), hidden] -> `_proposed`.
-        requests, prefix_lens [bs]: rows of req_to_token, tokens with KV."""
+    def _write_proposals(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """ids [bs, rows] of the draft's forward, hidden_states [bs * rows (+ padding), hidden] -> `_proposed`."""
         (bs, rows), tokens = ids.shape, self._proposed(ids)
         if tokens is not ids:
             tokens[:, 0] = ids[:, 0]
         first, steps = int(not self._model.spec.anchor_proposes), tokens.shape[1] - 1
-        last_rows = self._model.last_rows
-        context = None if last_rows is None else last_rows.at(requests, prefix_lens - 1)
-        self._reader.write(
-            hidden_states[: bs * rows].view(bs, rows, -1)[:, first : first + steps], tokens, context
-        )
+        self._reader.write(hidden_states[: bs * rows].view(bs, rows, -1)[:, first : first + steps], tokens)
         return tokens
 
     def _proposed(self, ids: torch.Tensor) -> torch.Tensor:

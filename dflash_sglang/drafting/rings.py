@@ -180,27 +180,17 @@ class RingContext:
         """context: writes to the slots of the draft's pool."""
         self._context, self._rings = context, rings
 
-    def write(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        requests: Tensor,
-        starts: Tensor | None = None,
-    ) -> None:
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor) -> None:
         """As `ContextWriter.write`, of tokens that were assigned slots in this step."""
-        self._context.write(features, positions, self._rings.named(slots), requests, starts)
+        self._context.write(features, positions, self._rings.named(slots), requests)
 
-    def write_planned(
-        self, features: Tensor, positions: Tensor, plan: KVLocPlan, starts: Tensor | None = None
-    ) -> None:
-        self.write(features, positions, self._context.slots_of(plan), plan.req_pool_indices, starts)
+    def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
+        self.write(features, positions, self._context.slots_of(plan), plan.req_pool_indices)
 
     def write_prefill(
         self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch, last_tokens: Tensor
     ) -> None:
         """The last tokens of each request: what its ring keeps."""
         self._rings.admit(batch)
-        self._context.keep_last(features, positions, batch)
         kept, positions, slots = self._rings.assign_prefill(batch, positions, self._context.slots_of(plan))
         self._context.write(features if kept is None else features[kept], positions, slots)

@@ -9,7 +9,6 @@ from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.drafting.proposals import Proposals, exponential_like
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.kernels.head.selector_walk import Draw, Lattice
-from dflash_sglang.models.context_kv.last_rows import Context
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.target_head import TargetHead
 
@@ -58,11 +57,11 @@ class RowReader:
         return self._edges is not None
 
     @torch.no_grad()
-    def write(self, rows: Tensor, tokens: Tensor, context: Context | None = None) -> None:
+    def write(self, rows: Tensor, tokens: Tensor) -> None:
         """Write the likeliest proposals of rows [bs, steps, hidden] to `tokens[:, 1:]`.
 
-        tokens [bs, steps + 1] int64 begin with the last committed token. context: as `Edges.project` takes it.
-        Capturable in a CUDA graph; collective over the head's group.
+        tokens [bs, steps + 1] int64 begin with the last committed token. Capturable in a CUDA graph;
+        collective over the head's group.
         """
         bs, steps, _ = rows.shape
         rows, candidates = rows.flatten(0, 1), self._written(bs, steps, padded=bs)
@@ -70,7 +69,7 @@ class RowReader:
         if self._edges is None:
             tokens[:, 1:] = candidates.ids[:, 0].view(bs, steps)
             return
-        hidden = self._edges.project(rows, candidates, context)
+        hidden = self._edges.project(rows)
         if self._drawn:
             self._hidden[: bs * steps] = hidden
         lattice = Lattice(*(of.view(bs, steps, -1) for of in (*candidates, hidden)))

@@ -1,4 +1,4 @@
-"""Grouped dynamic convolutions around attention and MLP: of DFlash2 drafts, and of LiLiCorr drafts that have them.
+"""Grouped dynamic convolutions around attention and MLP of DFlash2 drafts.
 
 A layer of a plain draft is x + attention(norm(x)), then x + mlp(norm(x)). Here each of the two sublayers f has a
 convolution of its own on both sides:

@@ -52,7 +52,7 @@ class DominoEdges:
     def projection(self) -> tuple[int, torch.dtype]:
         return self._out.shape[1], self._out.dtype
 
-    def project(self, rows: Tensor, *_: object) -> Tensor:
+    def project(self, rows: Tensor) -> Tensor:
         """rows [N, hidden] -> [N, rank]: their part of `embed_proj[0]`."""
         return functional.linear(rows, self._in[:, : rows.shape[1]])
 

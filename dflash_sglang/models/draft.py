@@ -18,7 +18,6 @@ from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, hea
 from dflash_sglang.checkpoint.shapes import layer_shapes
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
-from dflash_sglang.models.context_kv.last_rows import LastRows
 from dflash_sglang.models.convolution import ConvolvedLayer
 from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
@@ -86,7 +85,6 @@ class DFlashDraftModel(BorrowingDraft):
             self.embed_proj = embed_proj(spec.domino, spec.hidden_size, spec.vocab_size)
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
-        self.last_rows: LastRows | None = None  # of a draft whose edges read them
 
     @staticmethod
     def layer_class(spec: DraftSpec) -> type[DraftLayer]:

@@ -53,7 +53,7 @@ class MarkovHead(nn.Module):
         gate = None if self.gate_proj is None else self.gate_proj.weight[:, -w1.shape[1] :]
         return Codebooks(w1, w2, gate)
 
-    def project(self, rows: Tensor, *_: object) -> Tensor:
+    def project(self, rows: Tensor) -> Tensor:
         """rows [N, hidden] -> [N, rank]: their part of the gate. Ones without: edges are the same at every row."""
         weight = self.markov_w2.weight
         if self.gate_proj is not None:
@@ -88,7 +88,7 @@ class RecurrentMarkovHead(MarkovHead):
     def projection(self) -> tuple[int, torch.dtype]:
         return 3 * self.rank, self.joint_proj.weight.dtype
 
-    def project(self, rows: Tensor, *_: object) -> Tensor:
+    def project(self, rows: Tensor) -> Tensor:
         """rows [N, hidden] -> [N, 3 * rank]: their part of `joint_proj`, with its bias."""
         return functional.linear(rows, self.joint_proj.weight[:, 2 * self.rank :], self.joint_proj.bias)
 

@@ -8,9 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
-from dflash_sglang.models.context_kv.last_rows import Context
 
 CANDIDATES = 16
 """Of each step, where a checkpoint leaves them open: as many as published DFlash2 drafts choose from."""
@@ -28,10 +26,9 @@ class Edges(Protocol):
     def projection(self) -> tuple[int, torch.dtype]:
         """Columns and dtype of what `project` gives."""
 
-    def project(self, rows: Tensor, candidates: Candidates, context: Context | None) -> Tensor:
-        """rows [bs * steps, hidden] and their candidates [bs * steps, K] -> [bs * steps, columns], what the edges
-        to each step are scored with. context: of the bs requests, where the model has `last_rows`. Capturable in a
-        CUDA graph; collective where candidates are embedded."""
+    def project(self, rows: Tensor) -> Tensor:
+        """rows [bs * steps, hidden] -> [bs * steps, columns], what the edges to each step are scored with.
+        Capturable in a CUDA graph."""
 
     def walk(
         self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None

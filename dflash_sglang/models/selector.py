@@ -56,7 +56,7 @@ class CandidateSelector(nn.Module):
         return self.spec.selector_rank, self.successor_codebook.dtype
 
     @torch.no_grad()
-    def project(self, rows: Tensor, *_: object) -> Tensor:
+    def project(self, rows: Tensor) -> Tensor:
         """rows [N, hidden] -> [N, rank]"""
         projected, _ = self.hidden_projection(rows)
         return projected

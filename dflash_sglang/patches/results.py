@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from dflash_sglang import __version__
-from dflash_sglang.requests.errors import shown
-
-_REJECTED = "sglang.srt.managers.scheduler_components.internal_state.UpdateRejected"
 
 
 def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
@@ -52,11 +48,3 @@ def of_an_answer(
         meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / proposed
     else:
         del meta_info["spec_accept_rate"]
-
-
-def validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:
-    """AROUND SchedulerInternalStateController._validate_accept_threshold, of /set_internal_state."""
-    if float(value) != 1.0:
-        rejected = pkgutil.resolve_name(_REJECTED)
-        raise rejected(f"{key}={shown(value)}: expected 1.0 with DFLASH, whose output is exactly the target's.")
-    original(controller, key, value)

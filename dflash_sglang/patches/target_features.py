@@ -71,8 +71,7 @@ def ensure_capture(
 
 
 def deliver_hidden_states(target_model: torch.nn.Module) -> None:
-    """The features are the hidden states that SGLang's target hands out by itself: Step-3.5's before the final
-    norm, MiMo-V2's after it.
+    """The features are the hidden states that Step-3.5 in SGLang hands out by itself: those before the final norm.
 
     As for `ensure_capture`, SGLang asks the target for layers to capture: there is nothing to set.
     """

@@ -4,7 +4,6 @@ One import per source module, sorted; add a name here before using it elsewhere.
 """
 
 from sglang.kernels.ops.activation.minimax_m3_swiglu import swiglu_oai_split
-from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
 from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent, gdn_replayssm_spec_fold
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import track_mamba_states_all_layers

@@ -68,7 +68,7 @@ def obstacle(
         return f"a GPU of compute capability {capability[0]}.{capability[1]} has no fp8 GEMM"
     if spec.quantization is not None:
         return f"the checkpoint is quantised ({spec.quantization})"
-    families = spec.dflash2, spec.dspark, spec.domino, spec.laguna, spec.lilicorr, spec.swiglu_clamp
+    families = spec.dflash2, spec.dspark, spec.domino, spec.laguna, spec.swiglu_clamp
     if spec.gemma_norms or any(family is not None for family in families):
         return "what it costs a draft of this family in accept length has not been measured"
     if dtype in ("float32", "float"):

@@ -32,23 +32,7 @@ UNSERVED_WITH_MTP = (
     Unserved("json_model_override_args", "{}", f"{_WITH} config.json is read as it is"),
 )
 
-_OF_MIMO_V2 = (
-    Unserved("device", "cpu", "MiMo-V2's layers have not run on a GPU", _NO_WAY, instead="'cpu'"),
-    Unserved(
-        "attn_dp_size",
-        1,
-        "ranks with requests of their own may share the target's head, which proposes",
-        "Remove --attn-dp-size (--enable-dp-attention), or serve without speculation.",
-        # Before SGLang resolves its arguments, the older flag says it.
-        read=lambda cfg: cfg.dp_size if cfg.enable_dp_attention else cfg.attn_dp_size,
-    ),
-)
 _ON_GPU = "fa3"
-
-
-def unserved_with(spec: MtpSpec) -> tuple[Unserved, ...]:
-    """The settings of a launch that have to have one value with these layers."""
-    return UNSERVED_WITH_MTP if spec.own_heads else (*UNSERVED_WITH_MTP, *_OF_MIMO_V2)
 
 
 def attention_problems(device: str, backend: str | None) -> Iterator[Problem]:
@@ -71,7 +55,7 @@ def mtp_problems(
     draft: Path,
 ) -> Iterator[Problem]:
     """server: SGLang's arguments. target, draft: directories of their weights."""
-    yield from unserved_problems(unserved_with(spec), server)
+    yield from unserved_problems(UNSERVED_WITH_MTP, server)
     yield from attention_problems(server.device, serving.draft_reader)
     if target.resolve() != draft.resolve():
         yield Problem(

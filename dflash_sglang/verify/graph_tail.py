@@ -56,7 +56,6 @@ class VerifyTail:
                 forward_batch.positions,
                 forward_batch.out_cache_loc[:num_tokens],
                 forward_batch.req_pool_indices,
-                None if layout is None else layout.qo_indptr_device,
             )
         ids, target_ids = forward_batch.input_ids, self._logits.best(out.next_token_logits[:num_tokens])
         ragged = None

@@ -11,7 +11,6 @@ from dflash_sglang.attention.verifying import verify_problems
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import Accepted
-from dflash_sglang.patches.graph_inputs import load_inputs_once
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
@@ -43,7 +42,6 @@ class Unwritten(NamedTuple):
     features: torch.Tensor  # [rows, n_layers * hidden]
     positions: torch.Tensor  # [rows]
     loc_plan: KVLocPlan
-    starts: torch.Tensor | None  # as of `ContextWriter.write`
 
 
 class Verified(NamedTuple):
@@ -92,10 +90,11 @@ class Verifier:
     def after_capture(self, proposals: Sequence[Proposals]) -> None:
         """Once the target's graphs exist, if it has any; proposals: one request's, of each kind and width there
         will be."""
-        load_inputs_once(self._runner.decode_cuda_graph_runner)
         for kind in proposals:
-            for logits in self._logits.examples(kind.tokens.shape[1], kind.tokens.device):
-                self._sampler.warm_up(kind, logits)
+            logits = torch.zeros(
+                (kind.tokens.shape[1], self._runner.model_config.vocab_size), device=kind.tokens.device
+            )
+            self._sampler.warm_up(kind, logits)
 
     def excluded(self, batch: ScheduleBatch) -> Excluded:
         """Forms that a step of this decode batch may not have: logits are adjusted along a chain, custom
@@ -152,8 +151,7 @@ class Verifier:
         if forward.can_run_cuda_graph and self._tail.writes_context:
             return None
         positions = of.rows.positions
-        starts = None if of.ragged is None else of.ragged.starts
-        return Unwritten(features[: len(positions)], positions, of.loc_plan, starts)
+        return Unwritten(features[: len(positions)], positions, of.loc_plan)
 
     def _accept_greedy(self, block: Block, of: VerifyRows, forward: Any) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
@@ -182,9 +180,7 @@ class Verifier:
         """Adjust the logits, choose the target's tokens, accept, and report, as the requests of the batch ask."""
         info, output, tokens = batch.sampling_info, forward.logits_output, proposals.tokens
         adjusts, penalised, target_ids = self._adjusts(batch), None, None
-        # What samples reads logits of any dtype.
-        as_given = not (info.is_all_greedy or adjusts or _is_reported(batch))
-        logits = output.next_token_logits = self._logits.whole(output.next_token_logits, as_given)
+        logits = output.next_token_logits = self._logits.whole(output.next_token_logits)
         if self._sanitizes:
             sanitize_nan_logits(logits, "verify")
         if adjusts:

@@ -188,7 +188,7 @@ def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group, full_b
 def _why_not_ragged(runner: ModelRunner, group: Group) -> str | None:
     if not verifies_parts(runner.attn_backend):
         backend = type(verifying(runner.attn_backend)).__name__
-        return f"{backend} verifies as many rows of each request; fa3 and triton do not have to"
+        return f"{backend} verifies as many rows of each request; fa3 does not have to"
     if runner.server_args.nnodes > 1:
         return "ranks are on several nodes, whose devices may round the draft's probabilities otherwise"
     return _why_rows_of_blocks(runner, group)

@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 PROMPTS = [list(text.encode()) for text in held_out_prompts()[:12]]
 NEW_TOKENS = 64
-SERVED = {"ct-w4a16": "stacked (CompressedTensorsWNA16", "fp8-static": "sliced (Fp8LinearMethod"}
+SERVED = {
+    "ct-w4a16": "per_layer (layers.0.self_attn.qkv_proj is served by CompressedTensorsWNA16",
+    "fp8-static": "sliced (Fp8LinearMethod",
+}
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-ATTENTION = {"fa3": FORMS, "triton": FORMS[:2]}  # and the forms that it serves
+ATTENTION = {"fa3": FORMS, "triton": FORMS[:1]}  # and the forms that it serves
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def plain() -> Iterator[Server]:
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_both_ranks_verify_the_same_rows_and_output_is_plain_decodings(plain, attention, tmp_path):
     trees = "tree" in ATTENTION[attention]
-    hooks, settings = ("widths,shares,trees", SETTINGS) if trees else ("widths,shares", '{"width": {}}')
+    hooks, settings = ("widths,shares,trees", SETTINGS) if trees else ("widths", '{"width": {}}')
     environment = scheduler_hooks.hooked(
         tmp_path, f"{hooks},shapes", **{**DEVICE_ENVIRONMENT, CONFIG_ENV: settings}
     )

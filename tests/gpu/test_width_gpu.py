@@ -40,7 +40,7 @@ FLAGS: dict[str, Any] = dict(max_running_requests=MANY, cuda_graph_max_bs_decode
 WIDTHS: dict[str, tuple[str, str, str]] = {  # settings, hooks, attention
     "chosen": ('{"width": "auto"}', "probes", "fa3"),
     "random": ('{"width": {}}', "widths", "fa3"),
-    "random with triton": ('{"width": {}}', "widths,shares", "triton"),
+    "random with triton": ('{"width": {}}', "widths", "triton"),
     "random with flashinfer": ('{"width": {}}', "widths", "flashinfer"),
     "random shapes": ('{"width": {"trees": [16, 32, 64]}}', "widths,shares,trees", "fa3"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +35,7 @@ def assert_equals_the_reference(
     features = torch.randn(2, 100, columns, generator=generator)  # of the committed text
     lengths, corrected = list(PREFIXES), False
     for request, length in enumerate(lengths):
-        known = features[request, :length], torch.arange(length)
-        context.write(*known, table[request, :length])
-        prefill = SimpleNamespace(extend_lens=[length], req_pool_indices=torch.tensor([request]))
-        context.keep_last(*known, prefill)
+        context.write(features[request, :length], torch.arange(length), table[request, :length])
 
     for accepts in ((1, block), (4, 3), (block, 1)):
         tokens = torch.randint(0, model.spec.vocab_size, (2, block), generator=generator)
@@ -48,9 +44,7 @@ def assert_equals_the_reference(
         attention = layers.PlainAttention(pool, list(zip(table, lengths, strict=True)), rows)
         hidden = layers.run_draft(model, embeds.flatten(0, 1).clone(), torch.cat(places), attention)
         hidden = hidden.view(2, rows, -1)
-        last_rows = model.last_rows
-        last = None if last_rows is None else last_rows.at(torch.arange(2), torch.tensor(lengths) - 1)
-        reader.write(torch.stack([proposing(of) for of in hidden]), tokens, last)
+        reader.write(torch.stack([proposing(of) for of in hidden]), tokens)
         drawn = reader.draw(tokens.clone(), torch.full((2,), TEMPERATURE), torch.tensor([False, False]))
         logprobs, best = reader.read(2, steps, 2)
         assert best is None
@@ -76,6 +70,6 @@ def assert_equals_the_reference(
             written = torch.arange(lengths[request], lengths[request] + block)
             new = features[request, written].clone()
             new[accept:] = 1e3
-            context.write(new, written, table[request, written], torch.tensor([request]))
+            context.write(new, written, table[request, written])
             lengths[request] += accept
     assert corrected, "edges decide, not the logits alone"

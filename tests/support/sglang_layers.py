@@ -58,9 +58,9 @@ def load_draft(
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """The served model of a draft of any architecture, its checkpoint written and its weights loaded."""
-    from dflash_sglang.models import dflash2, draft, dspark, gemma4, laguna, lilicorr
+    from dflash_sglang.models import dflash2, draft, dspark, gemma4, laguna
 
-    entries = [one for module in (draft, dflash2, dspark, gemma4, laguna, lilicorr) for one in module.EntryClass]
+    entries = [one for module in (draft, dflash2, dspark, gemma4, laguna) for one in module.EntryClass]
     (model_class,) = (one for one in entries if one.__name__ == config["architectures"][0])
     write_checkpoint(directory, config, tensors)
     with defaults(dtype):

@@ -16,13 +16,13 @@ import pytest
 
 from dflash_sglang import hooks, plugin
 from dflash_sglang.checkpoint.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
-from dflash_sglang.patches import apply, relay, results
+from dflash_sglang.patches import apply, relay
 from dflash_sglang.patches.table import PATCHES
 from dflash_sglang.sglang_names import probe
 from dflash_sglang.startup.facts import StartupError
 from tests.support.fakes import Algorithm, BuiltInWorker, arguments, built_in
 from tests.support.reference_dspark import dspark_config, dspark_tensors
-from tests.support.start_up import fake_views
+from tests.support.start_up import change, fake_views
 from tests.support.tiny import draft_config, make_pair, write_checkpoint
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -95,14 +95,26 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
 
 
+LILICORR = {"architectures": ["LiLiCorrDraftModel"], "dflash_config": {"lilicorr_num_layers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dflash_config": {"projector_type": "eagle"}}, "dflash_config.projector_type='eagle'"),
+        (LILICORR, "architectures='LiLiCorrDraftModel'"),
+    ],
+    ids=["by a field", "LiLiCorr"],
+)
 def test_a_foreign_draft_gets_the_built_in_worker_and_one_warning(
-    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    pair: SimpleNamespace, caplog: pytest.LogCaptureFixture, fields: dict, named: str
 ) -> None:
+    draft = change(pair.foreign, fields, {})
     with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
-        assert hooks.create_worker(built_in, Algorithm(), arguments(pair.foreign)) is BuiltInWorker
+        assert hooks.create_worker(built_in, Algorithm(), arguments(draft)) is BuiltInWorker
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "dflash_config.projector_type='eagle'" in record.message and "DFlashWorkerV2" in record.message
+    assert named in record.message and "DFlashWorkerV2" in record.message
 
 
 @pytest.mark.parametrize(
@@ -244,18 +256,6 @@ def test_a_target_whose_verify_is_not_its_plain_decoding_is_refused(
     setattr(pair.target, kind, True)
     with pytest.raises(StartupError, match=rf"architectures=\['Qwen3ForCausalLM'\]: {says}"):
         hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
-
-
-def test_a_threshold_that_would_change_the_output_is_rejected_while_serving() -> None:
-    """/set_internal_state, whose answer is that nothing was updated."""
-    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
-
-    seen: list[Any] = []
-    results.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 1.0)
-    assert seen == [("controller", "threshold", 1.0)]
-    with pytest.raises(UpdateRejected, match=r"threshold=0.5: expected 1.0 with DFLASH, whose output is exactly"):
-        results.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 0.5)
-    assert len(seen) == 1
 
 
 def test_a_malformed_nested_config_is_named(pair: SimpleNamespace) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.drafting.block import Block
-    from dflash_sglang.models.mtp.base import MtpDraftModel
+    from dflash_sglang.models.mtp.step3p5 import Step3p5MTPDraftModel
 
 
 class Draws(NamedTuple):
@@ -72,7 +72,7 @@ class MtpSource:
     def __init__(
         self,
         runner: ModelRunner,
-        model: MtpDraftModel,
+        model: Step3p5MTPDraftModel,
         recent: RecentRows,
         parallel_layout: Any,
         drawn: bool,

@@ -21,21 +21,11 @@ class ContextWriter(Protocol):
     positions [T] int64.
     """
 
-    def write(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        requests: Tensor,
-        starts: Tensor | None = None,
-    ) -> None:
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor) -> None:
         """Keep the rows of `slots` [T] int64, as the draft's own pool names them. requests [bs]: rows of
-        req_to_token. starts [bs + 1] int32: first of the T rows of each request, None where all have as many.
-        Capturable in a CUDA graph: the tail of the target's verify graph."""
+        req_to_token. Capturable in a CUDA graph: the tail of the target's verify graph."""
 
-    def write_planned(
-        self, features: Tensor, positions: Tensor, plan: KVLocPlan, starts: Tensor | None = None
-    ) -> None:
+    def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
         """The same for the slots that the plan of a verify without a graph writes."""
 
     def write_prefill(

@@ -11,8 +11,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from torch import Tensor, nn
 
 from dflash_sglang.models.context_kv.base import Projection
-from dflash_sglang.models.context_kv.last_rows import requests_of_rows
-from dflash_sglang.models.context_kv.quantised_projection import QuantisedKV, not_sliceable
+from dflash_sglang.models.context_kv.fp8_projection import Fp8KV, not_sliceable
 from dflash_sglang.models.context_kv.writers import AllLayerWriter
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.layers import DraftAttention
@@ -22,7 +21,6 @@ from dflash_sglang.sglang_names.scheduler import (
     KVWriteLoc,
     ScheduleBatch,
     UnquantizedLinearMethod,
-    async_h2d,
 )
 from dflash_sglang.startup.facts import LoadError
 
@@ -35,9 +33,9 @@ class ContextKV:
 
     Three forms of the projection, equal up to the order of a GEMM's sums:
     per_layer  each layer's whole qkv_proj through its quantisation method, Q thrown away; any quantisation.
-    sliced     each layer's K and V rows through that method; quantisations that `quantised_projection` can repack.
+    sliced     each layer's K and V rows through that method; fp8 with an activation scale of each layer.
     stacked    one GEMM over all layers' K and V rows. Unquantised: a batched one, and the layers' weights
-               become slices of its tensor. Quantised: the method's own, over a repacked copy of the rows.
+               become slices of its tensor. fp8: the method's own, over a repacked copy of the rows.
 
     Two ways to the pool: one launch that norms, rotates and writes all layers (`writers.py`: CUDA, bf16 norms,
     bf16 or fp8 pool, whole-head RoPE), or `set_kv_buffer` per layer. ``form`` and ``reason`` say what was
@@ -113,55 +111,29 @@ class ContextKV:
             k, v = kv[:, layer].chunk(2, dim=-1)
             yield attention.finished_keys(k, positions), attention.scaled_values(v)
 
-    def write_planned(
-        self, features: Tensor, positions: Tensor, plan: KVLocPlan, starts: Tensor | None = None
-    ) -> None:
-        self.write(features, positions, self.slots_of(plan), plan.req_pool_indices, starts)
+    def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
+        self.write(features, positions, self.slots_of(plan))
 
     def write_prefill(
         self, features: Tensor, positions: Tensor, plan: KVLocPlan, batch: ScheduleBatch, last_tokens: Tensor
     ) -> None:
         self.write(features, positions, self.slots_of(plan))
-        self.keep_last(features, positions, batch)
-
-    def keep_last(self, features: Tensor, positions: Tensor, batch: ScheduleBatch) -> None:
-        """Keep the rows of the last tokens that a prefill adds to each request, where the draft reads them.
-        features, positions: of all its tokens."""
-        last_rows = self._model.last_rows
-        if last_rows is None:
-            return
-        ends = async_h2d(batch.extend_lens, dtype=torch.int64, device=positions.device).cumsum(0) - 1
-        with torch.inference_mode(), self._scope():
-            last_rows.write(self.project(features[ends]), positions[ends], batch.req_pool_indices.long())
 
     def slots_of(self, plan: KVLocPlan) -> Tensor:
         """[T] int64: the slots that a plan writes."""
         return plan.write_ids(self._translator)
 
-    def write(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        requests: Tensor | None = None,
-        starts: Tensor | None = None,
-    ) -> None:
-        """As `ContextWriter.write`, into the bound pool. slots: none negative. requests: read for `last_rows`,
-        which keep nothing without them.
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor | None = None) -> None:
+        """As `ContextWriter.write`, into the bound pool. slots: none negative.
 
         Rows that belong to no request go to slot 0, the pool's padding page. If a slot is given twice, either row
         may win.
         """
-        last_rows, of_rows = self._model.last_rows, None
-        if last_rows is not None and requests is not None:
-            of_rows = requests_of_rows(requests, len(features), starts)
+        del requests  # their slots are in the pool
         with torch.inference_mode(), self._scope():
             for start in range(0, features.shape[0], WRITE_ROWS):
                 part = slice(start, start + WRITE_ROWS)
-                rows = self.project(features[part])
-                if last_rows is not None and of_rows is not None:
-                    last_rows.write(rows, positions[part], of_rows[part])
-                self._write(rows, positions[part], slots[part])
+                self._write(self.project(features[part]), positions[part], slots[part])
 
     def _write(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Keys and values of at most WRITE_ROWS context rows."""
@@ -265,7 +237,7 @@ def _projection(
         return "stacked", normed(_Stack(attentions)), why
     obstacle = "each layer norms its context rows" if norms is not None else not_sliceable(attentions)
     if obstacle is None:
-        quantised = QuantisedKV(attentions)
+        quantised = Fp8KV(attentions)
         obstacle = quantised.obstacle_to_joining
         repacked = f"{quantised.method}, K and V repacked in {quantised.bytes / 2**20:.1f} MiB"
         if obstacle is None:

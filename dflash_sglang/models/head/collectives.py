@@ -17,7 +17,6 @@ rank without requests then gets an IDLE batch, and its sizes are those of the ra
                 over all ranks   TP      rows of all ranks (`RowGather`),   the same, on no rows
                                          one gather of packed tokens
               Domino's walk      ATP     embedding, once a proposal         nothing: all of ATP are IDLE
-              LiLiCorr's edges   ATP     embedding of the candidates        nothing: all of ATP are IDLE
               target             TP      its layers, head                   the same, on no tokens
               accepted tokens    ATP     broadcast (tp_sync)                nothing: all of ATP are IDLE
     widths    loads              TP      gather, answered a step later      the same, of no requests

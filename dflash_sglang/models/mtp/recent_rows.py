@@ -86,21 +86,13 @@ class RecentRows:
 
     # ---- ContextWriter -----------------------------------------------------------------------------------
 
-    def write(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        requests: Tensor,
-        starts: Tensor | None = None,
-    ) -> None:
-        del slots, starts  # blocks have one width
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor, requests: Tensor) -> None:
+        """Blocks have one width."""
+        del slots
         of_rows = requests.repeat_interleave(len(positions) // len(requests)) if len(requests) else requests
         self.hidden[of_rows, positions % self.size] = features
 
-    def write_planned(
-        self, features: Tensor, positions: Tensor, plan: KVLocPlan, starts: Tensor | None = None
-    ) -> None:
+    def write_planned(self, features: Tensor, positions: Tensor, plan: KVLocPlan) -> None:
         self.write(features, positions, positions, plan.req_pool_indices)
 
     def write_prefill(

@@ -16,6 +16,7 @@ from tests.support.tiny import draft_config, make_pair
 from tests.unit.checkpoint.test_dflash2_config import dflash2_config
 
 MODULES = ("dflash", "dspark", "dspark_minimax", "lfm2_dspark", "lilicorr")  # of SGLang, with draft models
+OF_A_TARGET = "its target's multi-token-prediction layers, of another target than Step-3.5"
 UNKNOWN = "of an architecture that is no DFLASH draft of SGLang"
 ROWS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Gemma4Eagle3Model"]}, "draft config architectures=['Gemma4Eagle3Model']: expected"),
@@ -33,6 +34,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": [["DFlashDraftModel"]]}, "draft config architectures=[['DFlashDraftModel']]: expected"),
     ({"architectures": "DFlashDraftModel"}, "draft config architectures='DFlashDraftModel': expected"),
 ]
+MIMO = "MiMoV2FlashForCausalLM"
+REFUSED_MIMO = f"draft config architectures=[{MIMO!r}]: expected a DFLASH draft"
 MLA = [
     ({"dflash_config": {"attention_mode": "mla"}}, "draft config dflash_config.attention_mode='mla': expected "),
     ({"attention_mode": "mla"}, "draft config attention_mode='mla': expected none, or one of mha, gqa, mqa"),
@@ -51,7 +54,7 @@ MLA = [
     ({"architectures": None}, families.PLAIN),
     ({"projector_type": "domino"}, families.DOMINO),
     ({"projector_type": "domino", "dflash_config": {"projector_type": ""}}, families.PLAIN),
-    ({"projector_type": "domino", "architectures": ["LiLiCorrDraftModel"]}, families.LILICORR),
+    ({"projector_type": "domino", "architectures": ["DFlash2DraftModel"]}, families.DFLASH2),
     ({DECODER: {}, ALGORITHM: "dspark"}, families.DSPARK),
     ({DECODER: {}, ALGORITHM: None, "projector_type": "domino"}, families.PLAIN),
 ], ids=str)  # fmt: skip
@@ -65,6 +68,7 @@ def test_a_family_is_told_by_architecture_and_projector_or_by_the_algorithm_of_t
     ("fields", "message"),
     [
         *(pytest.param(*row, marks=refused(UNKNOWN, row[1])) for row in ROWS),
+        pytest.param({"architectures": [MIMO]}, REFUSED_MIMO, marks=refused(OF_A_TARGET, REFUSED_MIMO)),
         *(pytest.param(*row, marks=refused("with MLA layers", row[1])) for row in MLA),
     ],
     ids=str,
@@ -83,7 +87,7 @@ def test_every_family_of_the_table_passes_and_is_a_model_of_sglang() -> None:
     modules = [importlib.import_module(f"sglang.srt.models.{name}") for name in MODULES]
     entries = [module.EntryClass for module in modules]
     models = {model.__name__ for entry in entries for model in (entry if isinstance(entry, list) else [entry])}
-    served = [*FOREIGN_ARCHITECTURES, "DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel"]
+    served = [*FOREIGN_ARCHITECTURES, "DFlashDraftModel", "DFlash2DraftModel"]
     assert set(served) <= models
     for name in served:
         check_family(draft_config(architectures=[name]))

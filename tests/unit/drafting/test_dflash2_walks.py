@@ -207,7 +207,7 @@ def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_sa
     spec = SimpleNamespace(
         draft_rows=lambda width: width - fewer, has_row_less=fewer, anchor_proposes=rows != "all but the anchor's"
     )
-    proposer._model = SimpleNamespace(spec=spec, last_rows=None)
+    proposer._model = SimpleNamespace(spec=spec)
     proposer._blocks = torch.empty(ids.numel() if fewer else 0, dtype=torch.long)
     proposer._reader, proposer._drawn, proposer._layout = walker._proposals, drawn, None
     proposer._ones, proposer._width = torch.ones((bs + 3) * (STEPS + 1)), STEPS + 1

@@ -214,12 +214,10 @@ def test_fewer_rings_than_rows_are_an_error():
         Server(1, rings=4)
 
 
-def test_the_context_writer_of_rings_hands_on_whose_rows_a_step_writes_and_all_tokens_of_a_prefill():
-    """A ring may keep no more than some of a prefill's tokens; the last row of each request is found among all."""
+def test_the_context_writer_of_rings_names_a_steps_slots_and_hands_on_what_a_ring_keeps_of_a_prefill():
     calls: list[tuple[str, tuple[Any, ...]]] = []
     context: Any = SimpleNamespace(
         write=lambda *of: calls.append(("write", of)),
-        keep_last=lambda *of: calls.append(("keep_last", of)),
         slots_of=lambda plan: plan.slots,
     )
     kept = torch.tensor([1, 2])
@@ -229,16 +227,15 @@ def test_the_context_writer_of_rings_hands_on_whose_rows_a_step_writes_and_all_t
         assign_prefill=lambda batch, positions, slots: (kept, positions[kept], slots[kept]),
     )
     features, positions, slots = torch.randn(3, 4), torch.arange(3), torch.tensor([7, 8, 9])
-    requests, starts = torch.tensor([2, 5]), torch.tensor([0, 2, 3], dtype=torch.int32)
+    requests = torch.tensor([2, 5])
     plan: Any = SimpleNamespace(slots=slots, req_pool_indices=requests)
     writer = RingContext(context, rings)
-    writer.write_planned(features, positions, plan, starts)
+    writer.write_planned(features, positions, plan)
     ((name, of),) = calls
     assert name == "write" and of[2].tolist() == [107, 108, 109]
-    assert of[3] is requests and of[4] is starts
+    assert of[3] is requests
     calls.clear()
     batch: Any = object()
     writer.write_prefill(features, positions, plan, batch, torch.tensor([1, 2]))
-    assert [name for name, _ in calls] == ["keep_last", "write"]
-    assert calls[0][1] == (features, positions, batch)
-    assert calls[1][1][1].tolist() == [1, 2]
+    ((_, of),) = calls
+    assert (of[1].tolist(), of[2].tolist()) == ([1, 2], [8, 9])

@@ -19,12 +19,11 @@ from training.quantise import SCHEMES
 
 pytestmark = [pytest.mark.gpu] if layers.DEVICE == "cuda" else []
 
-FORMS = {name: "stacked" for name in SCHEMES} | {
+FORMS = {name: "per_layer" for name in SCHEMES} | {
+    "fp8-dynamic": "stacked",
     "fp8-static": "sliced",
+    "ct-w8a8-fp8": "stacked",
     "ct-w8a8-fp8-static": "sliced",
-    "ct-w4a16-actorder": "sliced",
-    "gptq-actorder": "sliced",
-    "nvfp4-a16": "sliced",
 }
 ROUNDS_ACTIVATIONS = {name for name in SCHEMES if "8" in name}
 POSITIONS = torch.tensor([0, 1, 2, 70, 300])
@@ -124,7 +123,7 @@ def test_every_linear_layer_computes_what_an_independent_reader_of_the_checkpoin
 
 @ALL
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_context_kv_takes_k_and_v_alone_and_equals_the_layers_own(tmp_path, scheme, bias):
+def test_context_kv_equals_the_layers_own_and_takes_k_and_v_alone_in_fp8(tmp_path, scheme, bias):
     from dflash_sglang.models.context_kv.projection import ContextKV
 
     if bias and scheme in WITHOUT_BIASES:
@@ -155,27 +154,28 @@ def test_context_kv_takes_k_and_v_alone_and_equals_the_layers_own(tmp_path, sche
 def test_the_operator_can_ask_for_a_form_and_is_told_when_the_weights_do_not_allow_it(tmp_path, form):
     from dflash_sglang.models.context_kv.projection import ContextKV
 
-    model = drafts.build(tmp_path / "a", SCHEMES["ct-w4a16"].config, drafts.checkpoint("ct-w4a16"))
-    assert ContextKV(model, form).form == form
-    ordered = drafts.build(
-        tmp_path / "b", SCHEMES["ct-w4a16-actorder"].config, drafts.checkpoint("ct-w4a16-actorder")
+    dynamic, static, packed = (
+        drafts.build(tmp_path / scheme, SCHEMES[scheme].config, drafts.checkpoint(scheme))
+        for scheme in ("fp8-dynamic", "fp8-static", "ct-w4a16")
     )
-    if form == "stacked":
-        with pytest.raises(ValueError, match=r"context_kv='stacked'.*has weight_g_idx of its own.*'auto'"):
-            ContextKV(ordered, form)
-    else:
-        assert ContextKV(ordered, form).form == form
+    assert ContextKV(dynamic, form).form == form
+    for model, why in ((static, "has input_scale of its own"), (packed, "by CompressedTensorsWNA16")):
+        if form == "stacked":
+            with pytest.raises(ValueError, match=rf"context_kv='stacked'.*{why}.*'auto'"):
+                ContextKV(model, form)
+        else:
+            assert ContextKV(model, form).form == form
 
 
-@layers.cpu_only  # on a GPU Marlin refuses the rows of such heads in o_proj, unless that is dense
+@layers.cpu_only
 def test_rows_that_end_inside_of_a_kernels_tile_go_through_the_whole_layer(tmp_path):
     from dflash_sglang.models.context_kv.projection import ContextKV
 
-    heads = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=32)  # q 96 rows, kv 64: no multiple of 64
-    scheme = "ct-w4a16"
+    heads = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=24)  # q 72 rows: no multiple of 16
+    scheme = "fp8-dynamic"
     model = drafts.build(tmp_path, SCHEMES[scheme].config, drafts.checkpoint(scheme, **heads), **heads)
     assert ContextKV(model).form == "per_layer"
-    assert "whose rows come in 64s: q 96, kv 32" in ContextKV(model).reason
+    assert "whose rows come in 16s: q 72, kv 24" in ContextKV(model).reason
 
 
 class Updater:
@@ -270,13 +270,11 @@ def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_update
 
 
 @pytest.mark.skipif(layers.DEVICE == "cpu", reason="launches are counted on a GPU")
-@ALL
+@pytest.mark.parametrize("scheme", [name for name, form in FORMS.items() if form != "per_layer"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_context_kv_takes_at_most_three_launches_per_layer(tmp_path, scheme, bias):
     from dflash_sglang.models.context_kv.projection import ContextKV
 
-    if bias and scheme in WITHOUT_BIASES:
-        pytest.skip("start-up refuses biases in this scheme")
     tensors = drafts.checkpoint(scheme, attention_bias=bias)
     model = drafts.build(tmp_path, SCHEMES[scheme].config, tensors, attention_bias=bias)
     context = ContextKV(model)

@@ -1,4 +1,4 @@
-"""The target's logits of verified rows: shards stay where they are, and narrow, until something asks for more.
+"""The target's logits of verified rows: shards stay where they are until something asks for more.
 
 SGLang's own logits processor makes them, over a head without its model.
 """
@@ -93,10 +93,6 @@ def make_buffer() -> Tensor:
     return torch.full((CAPTURED + 4, VOCAB), 7.0)[:CAPTURED]
 
 
-def in_memory_of(buffer: Tensor, logits: Tensor) -> bool:
-    return logits.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
 def random_rows(dtype: torch.dtype) -> Tensor:
     return torch.randn(CAPTURED, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
 
@@ -122,7 +118,7 @@ def test_two_ranks_find_the_best_tokens_and_the_whole_logits_in_their_shards():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("live", [CAPTURED, 4])
-def test_shards_of_two_ranks_lie_in_their_buffers_and_are_gathered_as_they_are(live, dtype):
+def test_a_verify_gives_each_rank_its_shard_and_ranks_find_best_tokens_and_whole_rows_in_them(live, dtype):
     from dflash_sglang.verify.target_logits import TargetLogits
 
     hidden, together = random_rows(dtype), Together(2)
@@ -131,158 +127,33 @@ def test_shards_of_two_ranks_lie_in_their_buffers_and_are_gathered_as_they_are(l
     expected = torch.cat([hidden @ weight.T for weight in weights], dim=1)[:live, :VOCAB].float()
     weights[1, VOCAB - ROWS :] = 100 * hidden[0]  # padding that would win
 
-    def of_rank(rank: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    def of_rank(rank: int) -> tuple[list[int], Tensor]:
         runner = sharded(together.of(rank), rank, dtype)
         runner.model.lm_head.weight.copy_(weights[rank])
-        of_target, buffer = TargetLogits(runner), make_buffer()
-        shard = logits_of(runner, hidden, buffer)[:live]
-        assert shard.dtype == dtype and shard.shape == (live, ROWS)
-        return buffer, shard, of_target.best(shard).tolist(), of_target.whole(shard, as_given=True)
+        of_target = TargetLogits(runner)
+        shard = logits_of(runner, hidden, make_buffer())[:live]
+        assert shard.shape == (live, ROWS)
+        return of_target.best(shard).tolist(), of_target.whole(shard)
 
     with ThreadPoolExecutor(2) as pool:
-        for buffer, shard, best, whole in pool.map(of_rank, range(2)):
-            assert in_memory_of(buffer, shard) == (dtype != torch.float32) and not in_memory_of(buffer, whole)
+        for best, whole in pool.map(of_rank, range(2)):
             assert best == expected.argmax(-1).tolist() and best[2] == 0
             assert torch.equal(whole, expected) and whole.dtype == torch.float32
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("rows", [VOCAB, VOCAB + 28])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_graphs_logits_are_narrow_in_the_buffers_memory_and_widened_there(dtype, rows, scale):
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    hidden, head = random_rows(dtype), make_head(rows, dtype)
-    head.weight[VOCAB:] = 100 * hidden[0]  # padding that would win
-    plain = logits_of(target(head, make_processor(logit_scale=scale)), hidden, make_buffer())
-    runner, buffer = target(head, make_processor(logit_scale=scale)), make_buffer()
-    of_target = TargetLogits(runner)
-    logits = logits_of(runner, hidden, buffer)
-    assert logits.dtype == dtype and in_memory_of(buffer, logits)
-    for live in (CAPTURED, 4):
-        again = logits_of(runner, hidden, buffer)[:live]
-        assert of_target.best(again).tolist() == plain[:live].argmax(-1).tolist()
-        given = of_target.whole(again, as_given=True)
-        assert given.dtype == dtype and torch.equal(given.float(), plain[:live])
-        whole = of_target.whole(again)
-        assert torch.equal(whole, plain[:live]) and whole.dtype == torch.float32
-        assert whole.data_ptr() == buffer.data_ptr()
-    assert buffer._base is not None and bool((buffer._base[CAPTURED:] == 7).all())
-
-
-def test_the_logits_of_a_float32_target_are_the_buffer():
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    hidden, buffer = random_rows(torch.float32), make_buffer()
-    runner = target(make_head(VOCAB, torch.float32), make_processor())
-    of_target = TargetLogits(runner)
-    logits = logits_of(runner, hidden, buffer)
-    assert torch.equal(logits, hidden @ runner.model.lm_head.weight.T)
-    assert logits.data_ptr() == buffer.data_ptr()
-    assert of_target.whole(logits) is logits and of_target.whole(logits, as_given=True) is logits
-    [example] = of_target.examples(3, torch.device("cpu"))
-    assert example.shape == (3, VOCAB) and example.dtype == torch.float32
-
-
-@pytest.mark.parametrize("mode,captured", [("TARGET_VERIFY", False), ("EXTEND", True), ("DECODE", True)])
-def test_forwards_out_of_graphs_and_prefill_are_sglangs(mode, captured):
+@pytest.mark.parametrize("mode,captured", [("TARGET_VERIFY", True), ("TARGET_VERIFY", False), ("EXTEND", True)])
+def test_logits_of_a_whole_head_are_sglangs(mode, captured):
     from dflash_sglang.verify.target_logits import TargetLogits
 
     hidden, head = random_rows(torch.bfloat16), make_head(VOCAB + 28, torch.bfloat16)
     runner, buffer = target(head, make_processor()), make_buffer() if captured else None
     of_target = TargetLogits(runner)
-    logits_of(runner, hidden, make_buffer())  # graphs of it have been narrow
     logits = logits_of(runner, hidden, buffer, mode)
     assert logits.dtype == torch.float32 and logits.shape == (CAPTURED, VOCAB)
     assert torch.equal(logits, (hidden @ head.weight.T)[:, :VOCAB].float())
     assert (logits is buffer) == captured
-    assert of_target.whole(logits) is logits and of_target.whole(logits, as_given=True) is logits
-
-
-def test_examples_have_the_dtypes_and_strides_of_a_graphs_logits():
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    runner = target(make_head(VOCAB + 28, torch.bfloat16), make_processor())
-    of_target = TargetLogits(runner)
-    assert [example.dtype for example in of_target.examples(4, torch.device("cpu"))] == [torch.float32]
-    logits = logits_of(runner, random_rows(torch.bfloat16), make_buffer())
-    given = of_target.whole(logits, as_given=True)
-    for example, like in zip(
-        of_target.examples(4, torch.device("cpu")), (given, of_target.whole(logits)), strict=True
-    ):
-        assert (example.dtype, example.stride()) == (like.dtype, like.stride())
-        assert example.shape == (4, VOCAB) and not example.any()
-
-
-def other_product() -> Any:
-    from sglang.srt.layers.logits_processor import LogitsProcessor
-
-    class Other(LogitsProcessor):
-        def _compute_lm_head(self, *args: Any, **kwargs: Any) -> Tensor:
-            return super()._compute_lm_head(*args, **kwargs) + 1
-
-    return make_processor(Other)
-
-
-def quantised_head() -> nn.Module:
-    head = make_head(VOCAB, torch.bfloat16)
-    head.quant_method = SimpleNamespace(apply=lambda layer, hidden, bias: 2 * hidden @ layer.weight.T)
-    return head
-
-
-def adapted_head() -> nn.Module:
-    from sglang.srt.lora.layers import BaseLayerWithLoRA
-
-    wrapper = BaseLayerWithLoRA(make_head(VOCAB, torch.bfloat16), None)
-    wrapper.weight, wrapper.apply_lora = wrapper.base_layer.weight, None
-    wrapper.forward = lambda hidden: 3 * hidden @ wrapper.base_layer.weight.T
-    return wrapper
-
-
-EXCLUDED = {
-    "capped": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(final_logit_softcapping=2.0)),
-    "float32_product": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(use_fp32_lm_head=True)),
-    "float32_output": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(use_fp32_lm_head_output=True)),
-    "on_policy": lambda: (make_head(VOCAB, torch.bfloat16), make_processor(rl_on_policy_target="fsdp")),
-    "other_product": lambda: (make_head(VOCAB, torch.bfloat16), other_product()),
-    "quantised": lambda: (quantised_head(), make_processor()),
-    "adapted": lambda: (adapted_head(), make_processor()),
-    "too_wide": lambda: (make_head(2 * VOCAB + 1, torch.bfloat16), make_processor()),
-    "padded_float32": lambda: (make_head(VOCAB + 28, torch.float32), make_processor()),
-}
-
-
-@pytest.mark.parametrize("name", EXCLUDED)
-def test_a_head_that_is_more_than_a_product_or_has_no_place_leaves_sglang_its_logits(name, monkeypatch):
-    from sglang.srt.layers import logits_processor
-
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    # In place of SGLang's kernel.
-    monkeypatch.setattr(logits_processor, "fused_softcap", lambda logits, cap: logits.div_(cap).tanh_().mul_(cap))
-    lm_head, processor = EXCLUDED[name]()
-    hidden, buffer = random_rows(torch.bfloat16), make_buffer()
-    runner = target(lm_head, processor)
-    expected = logits_of(runner, hidden, make_buffer())
-    of_target = TargetLogits(runner)
-    logits = logits_of(runner, hidden, buffer)
-    assert logits.dtype == torch.float32 and torch.equal(logits, expected)
-    assert of_target.whole(logits, as_given=True) is logits and of_target.whole(logits) is logits
-    assert of_target.best(logits).tolist() == expected.argmax(-1).tolist()
-
-
-def test_a_head_with_a_bias_of_the_call_and_other_rows_than_the_graphs_leave_sglang_its_logits():
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    hidden, runner = random_rows(torch.bfloat16), target(make_head(VOCAB, torch.bfloat16), make_processor())
-    TargetLogits(runner)
-    metadata = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, next_token_logits_buffer=make_buffer())
-    get_logits = runner.model.logits_processor._get_logits
-    assert get_logits(hidden, runner.model.lm_head, metadata, torch.zeros(VOCAB)).dtype == torch.float32
-    assert get_logits(hidden[:3], runner.model.lm_head, metadata).dtype == torch.float32
-    assert get_logits(hidden, runner.model.lm_head, metadata).dtype == torch.bfloat16
+    assert of_target.whole(logits) is logits
+    assert of_target.best(logits).tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_verify_leaves_out_the_gather_that_a_prefill_does_also_after_an_error():
@@ -353,12 +224,15 @@ FIELDS = dict(
 )
 
 
+ADJUSTING = {"acc_additive_penalties", "logit_bias", "has_custom_logit_processor"}
+
+
 @pytest.mark.parametrize(
     "taken,info,batch,sanitizes",
     [
         ("as they are", dict(is_all_greedy=True), {}, False),
-        ("whole as given", {}, {}, False),
-        ("whole as given", dict(sampling_seed=1), {}, False),
+        ("whole", {}, {}, False),
+        ("whole", dict(sampling_seed=1), {}, False),
         ("whole", {}, dict(return_logprob=True), False),
         ("whole", dict(is_all_greedy=True), dict(return_logprob=True), False),
         ("whole", dict(sampling_mask_batch_indices=1), {}, False),
@@ -371,8 +245,8 @@ FIELDS = dict(
         ("whole", dict(is_all_greedy=True), {}, True),
     ],
 )
-def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, sanitizes, monkeypatch):
-    """Whatever is adjusted or reported; what samples reads any dtype, and a greedy graph has accepted before."""
+def test_whole_logits_are_gathered_for_what_needs_them_alone(taken, info, batch, sanitizes, monkeypatch):
+    """Whatever is adjusted, reported or sampled; a greedy graph has accepted before."""
     from dflash_sglang.verify import verifier
 
     sglang = ("GrammarTree", "compute_spec_logprobs", "sanitize_nan_logits")
@@ -382,9 +256,8 @@ def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, san
     for name in ("tail", "acceptor", "adjustments", "target_tokens", "by_kernels"):
         setattr(under_test, f"_{name}", mock.MagicMock())
     under_test._recurrent, under_test._sanitizes = None, sanitizes
-    given, whole, whole_as_given = (mock.MagicMock() for _ in range(3))
-    under_test._logits = mock.MagicMock()
-    under_test._logits.whole.side_effect = lambda _, as_given=False: whole_as_given if as_given else whole
+    given, whole = mock.MagicMock(), mock.MagicMock()
+    under_test._logits = mock.MagicMock(whole=mock.MagicMock(return_value=whole))
     output = SimpleNamespace(next_token_logits=given, hidden_states=mock.MagicMock())
     monkeypatch.setattr(under_test, "_forward", lambda *_: mock.MagicMock(logits_output=output), raising=False)
     asked = mock.MagicMock(
@@ -392,13 +265,14 @@ def test_logits_are_widened_for_what_needs_float32_alone(taken, info, batch, san
         **{**dict(has_grammar=False, return_logprob=False), **batch},
     )
     under_test.verify(asked, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(ragged=None), None)
-    expected = {"as they are": given, "whole as given": whole_as_given, "whole": whole}[taken]
+    expected = {"as they are": given, "whole": whole}[taken]
     assert output.next_token_logits is expected
     assert verifier.sampling_mask_output.called is (taken != "as they are")
     readers = [under_test._adjustments.apply, under_test._target_tokens.choose, verifier.sampling_mask_output]
     assert all(call.args[0] is expected for reader in readers for call in reader.call_args_list)
+    adjusts = sanitizes or bool(info.keys() & ADJUSTING) or "has_grammar" in batch
     reported = batch.get("return_logprob") or "sampling_mask_batch_indices" in info
-    assert under_test._adjustments.apply.called is (taken == "whole" and not reported)
+    assert under_test._adjustments.apply.called is (adjusts and not reported)
     greedy = info.get("is_all_greedy", False)
     assert under_test._target_tokens.choose.called is not (greedy and (taken == "as they are" or bool(reported)))
     if not reported:  # of ragged rows the forward takes the ids in the place of the block's

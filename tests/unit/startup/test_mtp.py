@@ -22,17 +22,12 @@ from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving
 from dflash_sglang.startup.facts import StartupError
 from tests.support.start_up import hook_configs
 from tests.unit.startup.test_validation import launch_arguments
-from tests.zoo import mimo_v2, step3p5
+from tests.zoo import step3p5
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return step3p5.write(tmp_path_factory.mktemp("mtp") / "target")
-
-
-@pytest.fixture(scope="module")
-def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mimo_v2.write(tmp_path_factory.mktemp("mimo") / "target")
 
 
 @pytest.fixture
@@ -141,34 +136,6 @@ def test_fields_that_are_not_served(case: str, checkpoint: Path) -> None:
     assert message in str(caught.value)
 
 
-def test_what_is_read_of_mimo_v2(mimo: Path) -> None:
-    config = read_config(mimo)
-    spec = MtpSpec.from_config(config)
-    assert holds_mtp(config)
-    assert (spec.num_layers, spec.num_target_layers, spec.block_size) == (3, 5, 4)
-    assert [(layer.kind, layer.window) for layer in spec.layers] == [("sliding_attention", 24)] * 3
-    assert (spec.prefix(2), spec.chained, spec.own_heads) == ("model.mtp.layers.2.", False, False)
-
-
-@pytest.mark.parametrize(
-    "fields", [dict(quantization_config=dict(quant_method="fp8")), dict(attention_projection_layout="fused_qkv")]
-)
-def test_fields_that_are_not_served_of_mimo_v2(fields: dict[str, Any], mimo: Path) -> None:
-    with pytest.raises(DraftConfigError, match=next(iter(fields))):
-        MtpSpec.from_config({**read_config(mimo), **fields})
-
-
-def test_a_block_of_mimo_v2_is_a_proposal_of_each_layer(mimo: Path, launcher: None) -> None:
-    served = launch(mimo, mimo)
-    assert not isinstance(served, str), served
-    assert resolving_view(served).speculative_num_draft_tokens == mimo_v2.MTP_LAYERS + 1
-
-
-def test_data_parallel_attention_is_refused_of_mimo_v2(mimo: Path, launcher: None) -> None:
-    said = launch(mimo, mimo, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
-    assert isinstance(said, str) and "--attn-dp-size=2: expected 1 with DFLASH" in said, said
-
-
 LAUNCHES: dict[str, tuple[tuple[str, ...], str]] = {
     "mixed chunks": (("--enable-mixed-chunk",), "--enable-mixed-chunk=True: expected unset"),
     "host cache": (("--enable-hierarchical-cache",), "--enable-hierarchical-cache=True: expected unset"),
@@ -215,14 +182,6 @@ def on_gpu(launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (decisions, fp8_drafts):
         monkeypatch.setattr(module, "resolving_view", lambda server_args: OnGpu(view(server_args)))
-
-
-@pytest.mark.matrix(
-    target="MiMo-V2", draft="its own MTP layers", kv="any, on a GPU", outcome="refused", message="--device='cuda'"
-)
-def test_a_gpu_is_refused_of_mimo_v2(mimo: Path, on_gpu: None) -> None:
-    said = launch(mimo, mimo)
-    assert isinstance(said, str) and "--device='cuda': expected 'cpu' with DFLASH" in said, said
 
 
 @pytest.mark.matrix(
@@ -304,25 +263,20 @@ BUILT_IN: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
     "another algorithm": (("EAGLE3",), {}, False),
     "a draft of its own": (("EAGLE", "--speculative-draft-model-path", "other/draft"), {}, False),
     "a flag that is not served": (("EAGLE", "--enable-streaming-session"), {}, False),
-    "MiMo-V2 on a GPU": (("EAGLE", "--device", "cuda"), {}, False),
     "Step-3.5 on a GPU": (("EAGLE", "--device", "cuda"), {}, True),
     "another target": (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
     "no layers": (("EAGLE",), dict(num_nextn_predict_layers=None), False),
     "layers that are not served": (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),
-    "MiMo-V2": (("EAGLE",), {}, True),
-    "MiMo-V2 with data-parallel attention": (("EAGLE", "--tp-size", "2", "--attn-dp-size", "2"), {}, False),
-    "MiMo-V2 with its old flag": (("EAGLE", *DP_ATTENTION), {}, False),
     "Step-3.5 with data-parallel attention": (("EAGLE", *DP_ATTENTION), {}, True),
 }
 
 
 @pytest.mark.parametrize("case", BUILT_IN)
 def test_a_launch_with_sglangs_algorithm_is_told_of_ours_and_is_left_alone(
-    case: str, checkpoint: Path, mimo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    checkpoint = mimo if case.startswith("MiMo") else checkpoint
     (algorithm, *flags), fields, is_told = BUILT_IN[case]
     target, seen, lines = changed(checkpoint, tmp_path / "target", **fields), list[Any](), list[str]()
     monkeypatch.setattr(hooks.logger, "info", lambda text, *of: lines.append(text % of))

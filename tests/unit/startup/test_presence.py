@@ -15,7 +15,6 @@ from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.reference_domino import domino_config, domino_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.reference_gemma4 import gemma4_config, gemma4_tensors
-from tests.support.reference_lilicorr import CONVOLUTIONS, lilicorr_config, lilicorr_tensors
 from tests.support.tiny import draft_config, draft_tensors
 
 
@@ -33,12 +32,6 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
     "DSpark, rnn": (dspark_config(markov_head_type="rnn"), dspark_tensors),
     "DSpark of Gemma 4's layers": (gemma4_config(), gemma4_layers),
     "Domino": (domino_config(), domino_tensors),
-    "LiLiCorr": (lilicorr_config(), lilicorr_tensors),
-    "LiLiCorr, with convolutions": (lilicorr_config(dflash_config=CONVOLUTIONS), lilicorr_tensors),
-    "LiLiCorr, as wide as the draft": (
-        lilicorr_config(dflash_config=dict(lilicorr_hidden_size=0)),
-        lilicorr_tensors,
-    ),
 }
 
 

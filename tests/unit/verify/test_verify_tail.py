@@ -211,45 +211,6 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
     assert len(seen) == BLOCK * (BLOCK + 1) / 2, "every length, with every number of its rows committed"
 
 
-@pytest.mark.parametrize("in_parts", [False, True], ids=["whole blocks", "blocks in part"])
-def test_a_captured_tail_keeps_the_context_rows_of_each_request_by_position(tmp_path, in_parts):
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.models.context_kv.last_rows import LastRows
-    from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.graph_tail import VerifyTail
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    model = layers.make_draft(tmp_path, DTYPE)
-    model.last_rows = LastRows(REQUESTS, BLOCK, 64, DTYPE, layers.DEVICE)
-    context = ContextKV(model)
-    context.bind(layers.make_pool(model, SLOTS, DTYPE))
-    target = Runner()
-    acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
-    VerifyTail(target, Runner(), TargetLogits(target), acceptor, context)
-    size = CAPTURED[-1]
-    graph = Graph(target.capture_tail_hooks[0], size, in_parts)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        live = int(torch.randint(1, size, (), generator=generator))
-        graph.load(live, generator)
-        lens = torch.full((live,), BLOCK)
-        if in_parts:
-            layout = graph.batch.spec_info.ragged_verify_layout
-            lens = torch.randint(1, BLOCK + 1, (live,), generator=generator)
-            layout.verify_lens.zero_()
-            layout.verify_lens[:live] = lens
-            layout.qo_indptr_device[1:] = layout.verify_lens.cumsum(0)
-        firsts = torch.randint(0, 200, (live,), generator=generator).tolist()
-        rows = [(i, first + n) for i, first in enumerate(firsts) for n in range(int(lens[i]))]
-        requests, positions = torch.tensor(rows, device=layers.DEVICE).T
-        graph.batch.positions[: len(rows)] = positions
-        graph.replay()
-        kept = model.last_rows.at(graph.batch.req_pool_indices[requests], positions)
-        assert kept.known.all()
-        torch.testing.assert_close(kept.rows, context.project(graph.out.hidden_states[: len(rows)]))
-
-
 def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch):
     """Its graph accepts padding, while overlap scheduling copies those outcomes to the host."""
     from dflash_sglang.drafting.step_slots import StepSlots
