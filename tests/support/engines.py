@@ -6,6 +6,7 @@ instead, for a test about the launch itself.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -103,6 +104,43 @@ def serve(
     with _started(target, draft, environment, command, fresh, arguments) as server:
         server.wait_ready(READY_TIMEOUT)
         yield server
+
+
+_kept: dict[str, tuple[Server, ExitStack]] = {}  # the last one used last
+_in_use: Counter[str] = Counter()
+MOST_KEPT = 2  # servers of a test run's process that nobody uses
+
+
+@contextmanager
+def kept(
+    target: Path, draft: Path | None = None, *, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> Iterator[Server]:
+    """The server of `serve`, with an empty prefix cache, which stays up for whoever asks for the same one next.
+
+    For tests that leave no other trace on a server than its prefix cache and its log.
+    """
+    asked = engine_arguments(target, draft, **arguments)
+    key = repr((sorted(asked.items()), sorted((environment or {}).items())))
+    server, started = _kept.pop(key, (None, ExitStack()))
+    if server is None or server.process.poll() is not None:
+        server = started.enter_context(serve(target, draft, environment=environment, **arguments))
+    else:
+        server.post("/flush_cache?timeout=60")
+    _kept[key] = server, started
+    _in_use[key] += 1
+    try:
+        yield server
+    finally:
+        _in_use[key] -= 1
+        end_kept(MOST_KEPT)
+
+
+@atexit.register
+def end_kept(most: int = 0) -> None:
+    """Ends kept servers that nobody uses but for so many, the one used longest ago first."""
+    unused = [key for key in _kept if not _in_use[key]]
+    for key in unused[: max(len(unused) - most, 0)]:
+        _kept.pop(key)[1].close()
 
 
 @contextmanager
