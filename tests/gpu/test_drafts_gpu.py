@@ -14,14 +14,12 @@ import pytest
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
-from tests.engine.test_dflash2_serving import BLOCK
-from tests.engine.test_domino_serving import domino_draft
 from tests.engine.test_draft_rings import FIRST, FURTHER
-from tests.engine.test_dspark_serving import ROWS, dspark_draft
 from tests.engine.test_width_serving import DRAFT, MANY, TARGET, ask, prompts, request
 from tests.gpu.test_width_gpu import FLAGS, NEW_TOKENS, assert_plain_decodings
 from tests.support import scheduler_hooks
 from tests.support.engines import serve
+from tests.support.family_drafts import BLOCK, ROWS, domino_draft, dspark_draft
 from tests.support.kits import DEVICE_ENVIRONMENT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
