@@ -1,5 +1,5 @@
-"""Targets with gated delta nets or Mamba2: output through our worker equals plain decoding's, float32 on the CPU,
-while every step has another width.
+"""Targets with gated delta nets, Mamba2 or short convolutions: output through our worker equals plain decoding's,
+float32 on the CPU, while every step has another width.
 
 The target's states remember hundreds of tokens (`tests.zoo.recurrent`): a state of a rejected row, or one that the
 prefix cache keeps at the wrong place, shows in what follows. The reference keeps no prefixes at all.
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_sampled_serving import assert_sampled_from, distribution
 from tests.support import scheduler_hooks
 from tests.support.engines import RETRACTING, accepted_proposals, ask_at_once, serve
-from tests.support.rows import in_full_but
 from tests.zoo import ZOO, recurrent
 from tests.zoo.member import BLOCK, pair
 
@@ -33,27 +33,18 @@ LENGTHS = (1, 7, 64, 65, 130, 300)
 NEW_TOKENS = 100
 KEPT: dict[str, Any] = dict(linear_attn_verify_backend="flashinfer")  # on a CPU: SGLang's verify without replay
 SAMPLED_PROMPT = [40, 41, 42, 43]
+# By kind, schedule, pages, chunks, retraction, and where states are kept: pairs of them, not every one with each.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
-    "qwen3_next": dict(target="Qwen3-Next"),
-    "whole_blocks": dict(width="block"),
-    "kept_states": KEPT,
+    "kept_states_lazy_pages_of_16_chunked": dict(
+        **KEPT, page_size=16, chunked_prefill_size=128, mamba_radix_cache_strategy="extra_buffer_lazy"
+    ),
     # Three requests fit: what a next turn goes on from is on the host.
     "hierarchical_cache": dict(enable_hierarchical_cache=True, max_total_tokens=1024, hicache_ratio=4),
-    "synchronous_without_buffers": dict(disable_overlap_schedule=True, chunked_prefill_size=128),
-    "pages_of_16_chunked_lazy": dict(
-        page_size=16, chunked_prefill_size=128, mamba_radix_cache_strategy="extra_buffer_lazy"
-    ),
-    "nemotron_h_chunked_retracting": dict(
-        target="Nemotron-H",
-        chunked_prefill_size=128,
-        env=RETRACTING,
-    ),
-    "synchronous_pages_of_64_retracting": dict(
-        disable_overlap_schedule=True,
-        page_size=64,
-        env=RETRACTING,
-    ),
+    "synchronous_pages_of_64_retracting": dict(disable_overlap_schedule=True, page_size=64, env=RETRACTING),
+    "nemotron_h_chunked_retracting": dict(target="Nemotron-H", chunked_prefill_size=128, env=RETRACTING),
+    # Without buffers, as SGLang serves short convolutions, the prefix cache keeps a state wherever a prefix ends.
+    "lfm2_chunked_retracting": dict(target="LFM2", chunked_prefill_size=128, env=RETRACTING),
 }
 
 Answered = tuple[dict[str, Any], list[int]]
@@ -118,28 +109,50 @@ class Ours(NamedTuple):
     plain: list[Answered]
 
 
-RELEASE = ("synchronous_without_buffers", "pages_of_16_chunked_lazy", "whole_blocks", "qwen3_next")
+def target_of(name: str) -> str:
+    return CONFIGURATIONS[name].get("target", TARGET)
 
 
-@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap", release=RELEASE))
+def rows(*names: str) -> list[ParameterSet]:
+    """Servers of these configurations, marked as rows of the support matrix; the first one is of `make test`."""
+    return [
+        pytest.param(
+            name,
+            id=name,
+            marks=[
+                *([pytest.mark.full] if name != "overlap" else []),
+                pytest.mark.matrix(
+                    target=CONFIGURATIONS[name].get("target", TARGET),
+                    draft="z-lab",
+                    kv="model dtype",
+                    outcome="works",
+                ),
+            ],
+        )
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="module", params=rows(*CONFIGURATIONS))
 def ours(request, tmp_path_factory) -> Iterator[Ours]:
     """Our server of one configuration, with an oracle that accepts anything from none to the whole block."""
     arguments = dict(CONFIGURATIONS[request.param])
-    target, width = arguments.pop("target", TARGET), arguments.pop("width", {"widths": WIDTHS})
+    target = arguments.pop("target", TARGET)
     plain = plain_answers(target)
     records = recorded(tmp_path_factory.mktemp("records"), plain)
-    config = {CONFIG_ENV: json.dumps({"width": width})}
+    config = {CONFIG_ENV: json.dumps({"width": {"widths": WIDTHS}})}
     environment = scheduler_hooks.hooked(records, "oracle,widths,states", **config, **arguments.pop("env", {}))
-    with serve(*pair(target), environment=environment, mamba_track_interval=GRID, **arguments) as server:
+    arguments = {"mamba_track_interval": GRID, **ZOO[target].arguments, **arguments}
+    with serve(*pair(target), environment=environment, **arguments) as server:
         yield Ours(server, records, plain)
         print(server.log_tail(40))  # shown with a failure
         if request.param.endswith("retracting"):
             assert "Testing retraction" in server.log_text()
-        replays = "linear_attn_verify_backend" not in arguments and target != "Nemotron-H"
+        replays = "linear_attn_verify_backend" not in arguments and target == TARGET
         assert ("accepted rows are replayed" in server.log_text()) is replays
         (state,) = server.get("/server_info")["internal_states"]
         steps = {int(width): count for width, count in state["dflash_width"]["steps"].items()}
-        assert set(steps) == ({BLOCK} if width == "block" else set(WIDTHS)) and all(steps.values()), steps
+        assert set(steps) == set(WIDTHS) and all(steps.values()), steps
 
 
 def ask_turns(server: Server, plain: list[Answered], at_once: int = len(LENGTHS)) -> list[dict[str, Any]]:
@@ -162,9 +175,6 @@ def assert_every_number_was_accepted(answers: list[dict[str, Any]]) -> None:
     assert set(accepted := accepted_proposals(answers)) >= set(range(BLOCK)), accepted
 
 
-@pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="model dtype", outcome="works")
-@pytest.mark.matrix(target="Qwen3-Next", draft="z-lab", kv="model dtype", outcome="works")
-@pytest.mark.matrix(target="Nemotron-H", draft="z-lab", kv="model dtype", outcome="works")
 def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_verify_wrote(ours, request):
     server, _, plain = ours
     server.post("/flush_cache?timeout=60")
@@ -173,18 +183,19 @@ def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_ve
     assert_equal(answers, plain)
     assert all(len(output) < NEW_TOKENS for _, output in plain[: len(LENGTHS)])
     assert_every_number_was_accepted(answers)
-    # The next turn goes on from a state that a verify wrote, unless the live state was past the last whole token.
-    if "without_buffers" not in request.node.name:
-        for length, answer in zip(LENGTHS, answers[2 * len(LENGTHS) :: 2], strict=True):
-            cached = answer["meta_info"]["cached_tokens"]
-            assert cached >= (length + NEW_TOKENS - 1) // GRID * GRID
-            if "hierarchical" in request.node.name:
-                assert answer["meta_info"]["cached_tokens_details"]["host"] == cached
+    # The next turn goes on from a state that a verify wrote.
+    name = request.node.callspec.id
+    grid = ZOO[target_of(name)].prefix_grid
+    for length, answer in zip(LENGTHS, answers[2 * len(LENGTHS) :: 2], strict=True):
+        cached = answer["meta_info"]["cached_tokens"]
+        assert cached >= (length + NEW_TOKENS - 1) // grid * grid
+        if "hierarchical" in name:
+            assert answer["meta_info"]["cached_tokens_details"]["host"] == cached
 
 
-@pytest.mark.matrix(target="Qwen3.5", draft="z-lab", kv="model dtype", outcome="works")
-@pytest.mark.matrix(target="Qwen3-Next", draft="z-lab", kv="model dtype", outcome="works")
-@pytest.mark.matrix(target="Nemotron-H", draft="z-lab", kv="model dtype", outcome="works")
+@pytest.mark.parametrize(
+    "ours", rows("overlap", "nemotron_h_chunked_retracting", "lfm2_chunked_retracting"), indirect=True
+)
 def test_outputs_equal_plain_decoding_in_a_batch_with_sampled_and_aborted_neighbours(ours):
     """A sampled neighbour sends the whole batch through rejection sampling."""
     server, _, plain = ours
@@ -208,6 +219,7 @@ def abort_when_it_runs(server: Server) -> str:
     return event["meta_info"]["finish_reason"]["type"]
 
 
+@pytest.mark.parametrize("ours", rows("overlap", "kept_states_lazy_pages_of_16_chunked"), indirect=True)
 def test_committed_states_equal_those_of_plain_decoding(ours):
     """A prefill on a CPU moves states on token by token, as plain decoding does; its states are those of the same
     tokens."""
@@ -231,7 +243,7 @@ def test_committed_states_equal_those_of_plain_decoding(ours):
         assert far > 1e-2, "one state is like another"
 
 
-@pytest.mark.parametrize("ours", ["overlap"], indirect=True)
+@pytest.mark.parametrize("ours", rows("overlap"), indirect=True)
 def test_sampled_tokens_follow_the_targets_distribution(ours):
     """Of four tokens the first follows a prefill, the fourth a state that a step of one row commits or of more.
     The distribution is that of prefills, which do not speculate."""
@@ -241,7 +253,7 @@ def test_sampled_tokens_follow_the_targets_distribution(ours):
     assert_sampled_from(server, SAMPLED_PROMPT, expected)
 
 
-@pytest.mark.parametrize("ours", ["overlap"], indirect=True)
+@pytest.mark.parametrize("ours", rows("overlap"), indirect=True)
 def test_turns_of_sessions_equal_plain_decoding_also_where_a_turn_goes_back(ours):
     """Three turns each: the second goes on after the first's output, the third after a part of it."""
     server, _, plain = ours

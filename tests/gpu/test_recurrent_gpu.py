@@ -1,6 +1,6 @@
 """Recurrent targets on a GPU: graphs, SGLang's own kernels, bfloat16, another width in every step.
 
-The CPU part is `test_recurrent_serving` and `test_recurrent_kinds`; KDA runs here alone.
+The CPU part is `test_recurrent_serving`; KDA runs here alone.
 
 pytest -m gpu tests/gpu/test_recurrent_gpu.py
 
