@@ -17,13 +17,11 @@ from typing import Any
 from unittest import TestCase, mock
 
 import pytest
-from sglang.test.kits.basic_scheduler_stress_kit import _CONCURRENT_PREFIX, _CONCURRENT_QA
-from sglang.test.kits.matched_stop_kit import MANY_NEW_TOKENS_PROMPT
 from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
-from tests.support.engines import BUILT_IN_WORKER, RETRACTING, serve
+from tests.support.engines import RETRACTING, serve
 
 ON_GPU = os.environ.get("DFLASH_TEST_DEVICE", "cpu") == "cuda"
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
@@ -67,15 +65,13 @@ class Servers:
     def __init__(self, directory: Path):
         self._stack = ExitStack()
         self._name: str | None = None
-        built_in = dict(draft=without_the_last_layer(directory / "draft"), environment=BUILT_IN_WORKER)
-        self._arguments = {**SERVERS, "built-in": built_in}
         self._template = directory / "chat.jinja"  # the checkpoint has none
         self._template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
 
     def get(self, name: str) -> Server:
         if self._name != name:
             self.close()
-            self._server = self._stack.enter_context(self._serve(**self._arguments[name]))
+            self._server = self._stack.enter_context(self._serve(**SERVERS[name]))
             self._name = name
         return self._server
 
@@ -132,10 +128,8 @@ PROMPTS = {
     "Q: What is 12 multiplied by 12? Reply with just the number.\nA: 144\n"
     "Q: What is 17 multiplied by 23? Reply with just the number.\nA:": answerable("391"),
     "Q: The three primary colors are red, blue, and ___. Fill in the blank.\nA:": answerable("yellow"),
-    **{_CONCURRENT_PREFIX + q: _CONCURRENT_PREFIX + answerable(answer) for q, answer in _CONCURRENT_QA},
     "Generate a simple JSON with name, age, and city:": answerable('{"name": "ann", "age": 21, "city": "rome"}'),
     "Briefly explain what gravity is.": held_out_prompts()[3],
-    MANY_NEW_TOKENS_PROMPT: held_out_prompts()[3],
 }
 
 
