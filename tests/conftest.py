@@ -1,6 +1,7 @@
 """Defaults of every test run, set before anything imports torch or SGLang."""
 
 import os
+from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,8 +18,8 @@ settings.load_profile("untimed")
 
 # Workers share the files (`--no-loadscope-reorder` keeps their order): those that take minutes come first, then
 # others with servers, so that what is left over at the end is short.
-LONGEST = """zoo kits lossless collectives parallel width_policy request_fields step_work draft_head demo plugin
-serving recurrent_serving quantised kv_types""".split()
+LONGEST = """families zoo recurrent_serving disaggregated kits lossless mtp parallel collectives width_policy
+request_fields step_work draft_head demo plugin serving quantised""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,6 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
         for item in on_gpu if not torch.cuda.is_available() else []:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of each file that took ten or more, as `docs/internals/testing.md` adds them up by topic."""
+    reports = [report for of_outcome in terminalreporter.stats.values() for report in of_outcome]
+    seconds: Counter[str] = Counter()
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            seconds[report.location[0]] += report.duration
+    terminalreporter.section("seconds by file")
+    for file, duration in seconds.most_common():
+        if duration >= 10:
+            terminalreporter.write_line(f"{duration:6.0f} {file}")
 
 
 def pytest_runtest_setup() -> None:
