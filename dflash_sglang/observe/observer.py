@@ -55,7 +55,8 @@ class Observer:
         steps = now.since(self._told)
         if not steps.requests:
             return
-        new = {shape: count - self._told_shapes.get(shape, 0) for shape, count in shapes.items()}
+        told = self._told_shapes
+        new = {shape: more for shape, count in shapes.items() if (more := count - told.get(shape, 0))}
         raised = self._alarm.observe(steps, self.counts.chosen_plain(new), time.monotonic())
         if reporter.is_stats_logging_rank:
             logger.info("%s", decode_line(steps, new))

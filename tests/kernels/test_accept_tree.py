@@ -85,7 +85,7 @@ def deepest(parents):
 def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_the_front(twin, device, data):
     bs, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 17))
     tokens, target, parents = data.draw(trees(bs, block))
-    nodes, most = len(parents[0]), data.draw(st.integers(1, block))
+    nodes, most = len(parents[0]), data.draw(st.lists(st.integers(1, block), min_size=bs, max_size=bs))
     paths = paths_of(device, parents, block)
     requests = data.draw(st.permutations(range(ROWS)))[:bs]
     prefix, step = list(range(10, 10 + bs)), (3, data.draw(st.integers(0, ONE - 1)))
@@ -105,10 +105,10 @@ def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_th
     for b in range(bs):
         verified = [values[: lens[b]] for values in (tokens[b], target[b], parents[b])]
         if forced is None:
-            path = walked(*verified)[:most]
+            path = walked(*verified)[: most[b]]
             committed = [target[b][node] for node in path]
         else:
-            path = deepest(verified[2])[: min(most, 1 + sum(step[1] < chance for chance in survival))]
+            path = deepest(verified[2])[: min(most[b], 1 + sum(step[1] < chance for chance in survival))]
             committed = [*(tokens[b][node] for node in path[1:]), target[b][path[-1]]]
         assert out.committed[b] == committed and out.bonus_tokens[b] == committed[-1]
         assert out.new_seq_lens[b] == prefix[b] + len(path)

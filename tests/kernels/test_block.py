@@ -86,7 +86,10 @@ PLACES, ROWS = 5, 9
 
 
 class Accepts:
-    """One launch of `accept` into buffers full of sentinels."""
+    """One launch of `accept` into buffers full of sentinels.
+
+    most: tokens that every request may commit, or [bs] of each; rows of req_to_token that are nobody's have 1.
+    """
 
     def __init__(
         self, twin, device, tokens, target_ids, prefix_lens, requests, step=(3, 0), forced=None, most=None,
@@ -106,7 +109,8 @@ class Accepts:
             buffer(PLACES, ROWS),
         )
         self.relay = accept_kernels.Relay(buffer(ROWS), buffer(ROWS))
-        most = [most or self.block] * ROWS
+        each = most if isinstance(most, list) else [most or self.block] * self.bs
+        most = [dict(zip(requests, each, strict=True)).get(row, 1) for row in range(ROWS)]
         blocks = accept_kernels.Verification(
             *on(device, tokens, target_ids, prefix_lens, requests, step, most), ragged
         )
@@ -143,6 +147,12 @@ def test_no_more_is_committed_than_a_request_allows_and_the_run_goes_on_from_the
     out = Accepts(twin, device, [[5, 6, 7, 8]], [[6, 7, 8, 9]], [100], [1], most=most)
     assert out.committed == [[6, 7, 8, 9][:most]]
     assert out.bonus_tokens == [5 + most] and out.new_seq_lens == [100 + most]
+
+
+def test_the_limit_of_a_request_is_its_own_wherever_it_stands_in_the_batch(twin, device):
+    tokens, target, limits = [[5, 6, 7, 8]] * 3, [[6, 7, 8, 9]] * 3, [3, 1, 4]
+    out = Accepts(twin, device, tokens, target, [10, 20, 30], [2, 6, 0], most=limits)
+    assert out.commit_lens == limits and out.new_seq_lens == [13, 21, 34]
 
 
 def test_an_outcome_is_written_at_its_place_and_into_the_relay_rows_of_its_requests_alone(twin, device):
@@ -223,13 +233,14 @@ def test_the_accept_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, 
     target = torch.randint(0, 3, (bs, block), generator=generator)
     prefix = torch.randint(0, 1000, (bs,), generator=generator)
     requests = torch.randperm(ROWS, generator=generator)[:bs]
+    most = torch.randint(1, block + 1, (bs,), generator=generator).tolist()
     coins = torch.randint(0, 2**31, (1 + seed % 3, block), generator=generator)
     survival = coins[:, 1:].sort(dim=1, descending=True).values
     force = accept_kernels.Forced(survival.to(device), alike=bool(seed % 2), token_id=None)
     of_torch, of_triton = (
         Accepts(
             name, device, tokens.tolist(), target.tolist(), prefix.tolist(), requests.tolist(),
-            (seed % PLACES, int(coins[0, 0])), force if forced else None, most=1 + seed % block,
+            (seed % PLACES, int(coins[0, 0])), force if forced else None, most,
         )
         for name in ("torch", "triton")
     )  # fmt: skip
@@ -256,7 +267,7 @@ def test_a_block_that_is_verified_in_part_commits_what_a_limit_of_as_many_tokens
     tokens, target = ([data.draw(of_block) for _ in range(bs)] for _ in range(2))
     lens = data.draw(st.lists(st.integers(1, block), min_size=bs, max_size=bs))
     prefix, requests = list(range(10, 10 + bs)), data.draw(st.permutations(range(ROWS)))[:bs]
-    most = data.draw(st.integers(1, block))
+    most = data.draw(st.lists(st.integers(1, block), min_size=bs, max_size=bs))
     padding = data.draw(st.integers(0, 9))
     starts, widths = torch.tensor(starts_of(lens), dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
     ragged = accept_kernels.Ragged(starts.to(device), widths.to(device), block)
@@ -270,7 +281,7 @@ def test_a_block_that_is_verified_in_part_commits_what_a_limit_of_as_many_tokens
     for request in range(bs):
         # Forced lengths are drawn by the request's place in its batch: the uniform twin has all of them.
         of_torch = Accepts(
-            "torch", device, tokens, target, prefix, requests, step, force, min(most, lens[request])
+            "torch", device, tokens, target, prefix, requests, step, force, min(most[request], lens[request])
         )
         assert out.committed[request] == of_torch.committed[request]
         assert out.bonus_tokens[request] == of_torch.bonus_tokens[request]

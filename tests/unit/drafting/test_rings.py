@@ -31,6 +31,7 @@ class Request:
     def __init__(self, row: int, tokens: list[int], slots: list[int]) -> None:
         """tokens: of the text, with numbers of their own; slots: of the prefix that is cached."""
         self.row, self.tokens, self.slots, self.known = row, tokens, slots, len(slots)
+        self.hit = len(slots)
 
 
 class Server:
@@ -98,6 +99,7 @@ class Server:
             length = int(seen.prefix_lens[i])
             read = self.pool.rows[self.own[request.row, :length].long()].tolist()
             assert read == request.tokens[request.known - length : request.known]
+            assert length >= min(request.known - request.hit, WINDOW), "its own tokens are in its ring"
             assert self.own[request.row, length : length + BLOCK].tolist() == drafted[i].tolist()
         self.pool.rows[drafted] = GARBAGE
         assert torch.equal(self.rings.named(slots), drafted) and self.rings.named(torch.tensor(0)) == 0

@@ -110,6 +110,49 @@ def test_a_server_has_series_only_of_rates_that_it_estimates_and_of_copies_that_
     assert chances == ({} if estimates is None else {key: of for key, of in expected.items() if key[0] != "from"})
 
 
+def test_two_reports_tell_of_the_steps_between_them_and_of_none_where_there_were_none(caplog):
+    """A rank without requests reports, too."""
+    caplog.set_level("INFO")
+    registry = CollectorRegistry()
+    collector = SimpleNamespace(
+        labels={"model_name": "M"},
+        _counter_cls=partial(Counter, registry=registry),
+        _gauge_cls=partial(Gauge, registry=registry),
+        spec_accept_rate=Gauge("sglang_rate", "SGLang's.", ["model_name"], registry=registry),
+    )
+    reporter = SimpleNamespace(
+        is_stats_logging_rank=True, current_scheduler_metrics_enabled=True, metrics_collector=collector,
+        stats=SimpleNamespace(),
+    )  # fmt: skip
+    causes: Any = SimpleNamespace(context_tokens=0)
+    counts = Counts(BLOCK, ragged=False, chooses=False)
+    observer = Observer(counts, Alarm(BLOCK), causes, None, StepSplit(Clock()))
+
+    def told(*widths: int) -> list[str]:
+        """The lines of a report after steps of one request of these widths, one proposal of each accepted."""
+        for width in widths:
+            observer.verified(DoneStep(width, np.ones(1, np.int64), np.full(1, width)), 100)
+        caplog.clear()
+        observer.report(reporter)
+        return [record.message for record in caplog.records]
+
+    def counted() -> dict[str, float]:
+        samples = [sample for metric in registry.collect() for sample in metric.samples]
+        return {one.name: sum(other.value for other in samples if other.name == one.name) for one in samples}
+
+    assert told() == [] and counted() == {}
+    (first,) = told(BLOCK, BLOCK)
+    before = counted()
+    assert f"#steps: 2, accept len: 2.00, accept rate: {2 / (2 * BLOCK - 2):.2f}" in first
+    assert first.endswith(f"rows per token: {BLOCK / 2:.2f}, width: {BLOCK}x2")
+    assert told() == [] and counted() == before
+    (second,) = told(4)
+    assert "#steps: 1, accept len: 2.00, accept rate: 0.33" in second
+    assert second.endswith("rows per token: 2.00, width: 4x1")
+    assert counted()["dflash_steps_total"] == before["dflash_steps_total"] + 1 == 3
+    assert counted()["dflash_verified_rows_total"] == before["dflash_verified_rows_total"] + 4 == 2 * BLOCK + 4
+
+
 def test_a_pause_between_two_steps_is_no_part_of_a_step():
     clock, rests = Clock(), (0.25, 2 * LONGEST_REST, 0.5)
     split = StepSplit(clock)

@@ -97,6 +97,17 @@ def test_a_row_names_the_function_of_ours_that_acts(patch: Patch) -> None:
         )
 
 
+def test_a_row_is_for_the_process_that_runs_what_it_changes() -> None:
+    """Arguments, HTTP and the tokenizer are the launcher's; requests, memory and models are the schedulers'."""
+    of_launcher = ("arg_groups.", "entrypoints.", "managers.tokenizer_manager.")
+    expected = {
+        patch.name: "launcher" if patch.source.removeprefix("sglang.srt.").startswith(of_launcher) else "scheduler"
+        for patch in PATCHES
+        if patch.process != "every"
+    }
+    assert {patch.name: patch.process for patch in PATCHES if patch.process != "every"} == expected
+
+
 def test_no_other_module_changes_sglang() -> None:
     """Hooks are registered and attributes replaced by `patches.apply`, and by the CPU platform."""
     package = Path(hooks.__file__).parent

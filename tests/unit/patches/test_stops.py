@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +58,36 @@ def run(req: Any, sizes: list[int]) -> Any:
     return req
 
 
+class Grammar:
+    """Has taken all tokens that were committed; its text is TOKENS[:4]."""
+
+    def __init__(self, req: Any) -> None:
+        self._req, req.grammar = req, self
+
+    def is_terminated(self) -> bool:
+        return self.taken >= 4
+
+    def run(self, sizes: list[int]) -> Any:
+        for size in sizes:
+            self._req.output_ids.extend(TOKENS[len(self._req.output_ids) :][:size])
+            self.taken = len(self._req.output_ids)
+            self._req.update_finish_state(size)
+            if self._req.finished():
+                break
+        return self._req
+
+
+@pytest.mark.parametrize("stop", ["zz", "ge", "eg", "ej"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("sizes", [[1, 3], [2, 2], [4]], ids=str)
+def test_a_run_ends_where_its_grammar_does_or_with_the_first_stop_before(stop, ignore_eos, sizes):
+    """Where EOS is ignored nothing but the grammar tells the end of a text without the stop string."""
+    got, expected = (
+        outcome(Grammar(request(stop=[stop], ignore_eos=ignore_eos)).run(of)) for of in (sizes, [1] * 4)
+    )
+    assert got == expected and got[0] == TOKENS[: 3 if stop == "ge" else 4]
+
+
 def outcome(req: Any) -> tuple[Any, ...]:
     return list(req.output_ids_through_stop), req.finished_reason.to_json(), req.reasoning_tokens
 
@@ -78,28 +107,3 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 def test_what_is_reported_ends_with_the_first_stop(sampling: dict[str, Any], sizes: list[int]) -> None:
     """Tokens that were thought, too: SGLang counts them with the whole run."""
     assert outcome(run(request(**sampling), sizes)) == outcome(run(request(**sampling), [1] * len(TOKENS)))
-
-
-@pytest.mark.parametrize("sizes", [[1] * 8, [1, 7], [2, 6], [8]], ids=str)
-@pytest.mark.parametrize("drops", [False, True])
-def test_the_next_turn_of_a_session_goes_on_from_the_stop(sizes: list[int], drops: bool) -> None:
-    from sglang.srt.session.session_controller import Session
-
-    from dflash_sglang.patches.sessions import concat_token_arrays
-
-    params = SimpleNamespace(drop_previous_output=drops, offset=None)
-    turn = SimpleNamespace(input_ids=array("q", [11, 12]))
-    ids, unpadded = concat_token_arrays(Session._concat_token_arrays, run(request(), sizes), turn, params)
-    answer = [] if drops else [5, 6, 4, END]
-    assert list(ids) == list(unpadded) == [*PROMPT, *answer, 11, 12]
-
-
-def test_the_session_hook_is_on_a_function_of_sglang_that_has_these_arguments() -> None:
-    import inspect
-
-    from sglang.srt.session.session_controller import Session
-
-    assert list(inspect.signature(Session._concat_token_arrays).parameters) == [
-        "last_req", "req", "session_params",
-    ]  # fmt: skip
-    assert isinstance(vars(Session)["_concat_token_arrays"], staticmethod), "SGLang's registry hooks it as one"

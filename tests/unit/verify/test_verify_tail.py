@@ -211,7 +211,8 @@ def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows
     assert len(seen) == BLOCK * (BLOCK + 1) / 2, "every length, with every number of its rows committed"
 
 
-def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch):
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch, steps):
     """Its graph accepts padding, while overlap scheduling copies those outcomes to the host."""
     from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify import verifier
@@ -220,9 +221,10 @@ def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch):
     acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
     blocks = [torch.full((1, BLOCK), 1, device=layers.DEVICE) for _ in range(2)]
     lengths, requests = (torch.full((1,), n, device=layers.DEVICE) for n in (10, 3))
-    acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
-    acceptor.accept(*blocks, lengths, requests)
-    outcome = acceptor.slots.outcome(1, BLOCK)
+    for _ in range(steps):
+        acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
+        acceptor.accept(*blocks, lengths, requests)
+        outcome = acceptor.slots.outcome(1, BLOCK)
     kept = [tensor.clone() for tensor in outcome]
 
     forwards: list[Any] = []
@@ -275,6 +277,51 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
     memory = copy.untyped_storage().data_ptr()
     assert {part.untyped_storage().data_ptr() for part in (result.accept_lens, result.next_token_ids)} == {memory}
     assert result.copy_done.record.call_count == 1
+
+
+def test_a_result_that_is_read_two_steps_late_is_the_one_of_its_step():
+    """Steps write where the ones before them wrote."""
+    from dflash_sglang.drafting.proposals import Proposals
+    from dflash_sglang.drafting.step_slots import StepSlots
+    from dflash_sglang.kernels.block.accept import Ragged
+    from dflash_sglang.verify.acceptance import Acceptor
+    from dflash_sglang.verify.step_result import StepResult
+
+    acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
+    requests, rows = torch.arange(1, 3, device=layers.DEVICE), torch.arange(2 * BLOCK, device=layers.DEVICE)
+    logprobs, mass = (torch.zeros((2, n), device=layers.DEVICE) for n in (BLOCK - 1, 6))
+    promised, lens = torch.zeros(2, device=layers.DEVICE), torch.zeros(2, dtype=torch.int32, device=layers.DEVICE)
+    buffers = dict(logprobs=logprobs, mass=mass, promised=promised, verified_lens=lens)
+
+    def step(number: int) -> Any:
+        tokens = (rows.view(2, BLOCK) + number).contiguous()
+        target_ids = tokens + 1
+        target_ids[:, number] = 99
+        for buffer in buffers.values():
+            buffer.fill_(number + 1)
+        acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
+        acceptor.accept(tokens, target_ids, 10 * requests, requests)
+        forward = SimpleNamespace(
+            logits_output=None, can_run_cuda_graph=True, routed_experts_output=None, indexer_topk_output=None
+        )
+        verified = SimpleNamespace(accepted=acceptor.slots.outcome(2, BLOCK), forward=forward)
+        candidates = tokens[:, 1:, None]
+        proposals = Proposals(tokens, candidates, candidates, logprobs, promised=promised)
+        of: Any = SimpleNamespace(
+            ragged=Ragged(lens, lens, BLOCK), paths=SimpleNamespace(tree=SimpleNamespace(mass=mass))
+        )
+        return StepResult.from_verified(verified, proposals, of, mock.Mock(), chances=True)
+
+    results = [step(number) for number in range(BLOCK)]
+    for number, result in enumerate(results):
+        result.copy_done = mock.Mock()
+        result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
+        assert result.accept_lens.tolist() == [number + 1] * 2
+        accepted = result.next_token_ids.view(2, BLOCK)[:, : number + 1].tolist()
+        assert accepted == [[*range(first + 1, first + number + 1), 99] for first in (number, number + BLOCK)]
+        assert result.new_seq_lens.tolist() == [10 + number + 1, 20 + number + 1]
+        for name, buffer in buffers.items():
+            assert torch.equal(getattr(result, name), torch.full_like(buffer, number + 1)), name
 
 
 def test_slots_that_a_pool_renames_are_left_to_the_eager_write():

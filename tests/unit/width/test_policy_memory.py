@@ -1,0 +1,129 @@
+"""WidthPolicy alone: what it keeps from step to step, and from one request of a slot to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_sglang.settings.width import WidthConfig
+from dflash_sglang.width.policy import Step, WidthPolicy
+from dflash_sglang.width.step_times import Sample
+
+BLOCK, LONG = 16, 64
+SURE, POOR = 0.99, 0.3  # chances that the draft gives each proposal
+
+
+def policy(**more: Any) -> WidthPolicy:
+    """Of steps that take 10 ms and 1 ms more for every row."""
+    settings: dict[str, Any] = dict(trees={16: 4}, chains={32: 4, LONG: 2}, budgets=[4, 8, 16, 32, 64])
+    out = WidthPolicy(WidthConfig(), BLOCK, [1, 2, 4], 9, **(settings | more))
+    assert out.decider is not None
+    out.decider.fit(
+        [Sample(bs, kind, 100 * bs, 0.01 + 0.001 * bs * (kind.nodes or kind.width))
+         for kind in out.kinds for bs in (1, 2, 4)]
+    )  # fmt: skip
+    return out
+
+
+def come_back(chosen: WidthPolicy, step: Step, share: float, right: float, seconds: float | None = 0.02) -> None:
+    """Result of a step of which every request accepts this share. right: chance that a copied token is."""
+    n, shape = len(step.slots), step.decision.shape
+    logprobs = np.full((n, shape.width - 1), np.log(SURE if share > 0.5 else POOR), np.float32)
+    lens = mass = None
+    if shape.budget is not None:
+        lens = np.full(n, shape.budget // n)
+    if shape.nodes is not None:
+        mass = np.tile(-np.arange(shape.nodes, dtype=np.float32), (n, 1))
+    accepted = int(share * ((shape.chain or shape.width) - 1))
+    accepted = accepted if lens is None else min(accepted, int(lens[0]) - 1)
+    chosen.verified(step, [accepted] * n, seconds, logprobs, lens, mass, np.full(n, right, np.float32))
+
+
+def serve(
+    chosen: WidthPolicy, slots: list[int], steps: int, share: float, right: float = 0.0, longest: int = LONG
+) -> list[Any]:
+    """The decisions of so many steps."""
+    decisions = []
+    for _ in range(steps):
+        step = chosen.choose(np.array(slots), 100 * len(slots), longest=longest)
+        come_back(chosen, step, share, right)
+        decisions.append(step.decision)
+    return decisions
+
+
+@pytest.mark.parametrize(("share", "right", "then"), [(1.0, SURE, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)])
+def test_a_slot_that_was_used_decides_as_a_fresh_one(share, right, then):
+    used, fresh = policy(), policy()
+    for chosen in (used, fresh):
+        chosen.admit(np.array([1, 3]))
+        serve(chosen, [1], 40, share, right)
+        serve(chosen, [3], 20, 0.5)
+    used.admit(np.array([1]))
+    fresh.admit(np.array([2]))
+    assert serve(used, [1], 20, then) == serve(fresh, [2], 20, then)
+
+
+def test_a_result_that_comes_after_its_slot_was_given_away_is_not_the_next_requests():
+    told, untold = policy(), policy()
+    for chosen in (told, untold):
+        chosen.admit(np.array([1]))
+        serve(chosen, [1], 20, 1.0)
+        late = [chosen.choose(np.array([1]), 100) for _ in range(2)]
+        chosen.admit(np.array([1]))
+        for step in late if chosen is told else ():
+            come_back(chosen, step, 0.0, 0.0, seconds=None)
+    assert serve(told, [1], 20, 0.5) == serve(untold, [1], 20, 0.5)
+
+
+def test_the_time_of_steps_of_copies_is_not_that_of_blocks():
+    quick, slow = policy(), policy()
+    for chosen, seconds in ((quick, 0.02), (slow, 0.06)):
+        chosen.admit(np.array([1]))
+        serve(chosen, [1], 20, 1.0, SURE)
+        for _ in range(20):
+            step = chosen.choose(np.array([1]), 100, longest=LONG)
+            assert step.decision.chain == LONG
+            come_back(chosen, step, 1.0, SURE, seconds)
+    assert serve(quick, [1], 20, 0.3, longest=0) == serve(slow, [1], 20, 0.3, longest=0)
+
+
+def test_blocks_go_on_after_steps_of_copies_as_if_there_had_been_none():
+    copied, not_copied = policy(), policy()
+    for chosen in (copied, not_copied):
+        chosen.admit(np.array([1, 2]))
+        serve(chosen, [1], 20, 1.0, SURE, longest=0)  # copies of one of them would come true
+        serve(chosen, [2], 20, 0.0, longest=0)
+        serve(chosen, [1, 2], 1, 0.3, SURE, longest=0)
+        for _ in range(3):  # the results of these and of the next steps never come
+            chosen.choose(np.array([1, 2]), 200)
+        for _ in range(3):
+            step = chosen.choose(np.array([1, 2]), 200, longest=LONG if chosen is copied else 0)
+            assert (step.decision.chain is not None) == (chosen is copied)
+    assert serve(copied, [1, 2], 20, 0.3, longest=0) == serve(not_copied, [1, 2], 20, 0.3, longest=0)
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "nodes"),
+    [([16, 16], [1, 1], 16), ([5, 16], [1, 1], 16), ([5, 8], [1, 1], None), ([16, 16], [1, 4], None)],
+)
+def test_where_the_width_is_fixed_requests_that_ask_for_a_width_get_no_trees(most, least, nodes):
+    fixed = WidthPolicy(WidthConfig(fixed="tree 16"), BLOCK, [1, 2, 4], 9, trees={16: 2})
+    slots = np.array([1, 2])
+    fixed.admit(slots, most, least)
+    assert fixed.choose(slots, 200).decision.tree_nodes == nodes
+    fixed.admit(slots)
+    assert fixed.choose(slots, 200).decision.tree_nodes == 16
+    assert fixed.choose(slots, 200, trees=False).decision.tree_nodes is None
+
+
+def test_a_batch_with_the_least_floor_has_whole_blocks_from_it_on():
+    floored = policy()
+    for floor in (1, 2):
+        floored.admit(np.array([1, 2]), None, [1, floor])
+        decisions = [serve(floored, [1, 2], 30, share, longest=0) for share in (0.0, 0.3, 1.0)]
+        shapes = {decision.shape for of_share in decisions for decision in of_share}
+        in_part = {shape for shape in shapes if shape.budget is not None or shape.nodes is not None}
+        assert bool(in_part) == (floor == 1), shapes
+        assert min(shape.width for shape in shapes) == floor
