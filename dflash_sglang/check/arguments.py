@@ -13,6 +13,7 @@ from typing import Any
 from dflash_sglang.bench import checkpoints
 from dflash_sglang.bench.arguments import check_config, sets_context
 from dflash_sglang.bench.checkpoints import Pair
+from dflash_sglang.bench.plot import can_draw
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import prompts
 from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
@@ -43,7 +44,7 @@ class Settings:
     flags: tuple[str, ...]  # of both servers
     draft_flags: tuple[str, ...]  # of the server with DFLASH only
     baseline: Baseline | None
-    html: Path
+    png: Path | None
     decode: Callable[[Sequence[int]], str]  # the text of token ids
 
 
@@ -69,7 +70,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--concurrency", type=int, default=8, help="prompts at a time (default 8)")
     parser.add_argument("--baseline", type=Path, help="what --json printed for an earlier run, to compare with")
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
-    parser.add_argument("--html", type=Path, default=Path("dflash-check.html"), help="default dflash-check.html")
+    parser.add_argument("--png", type=Path, help="draw acceptance by position, which needs matplotlib")
 
 
 def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) -> Settings:
@@ -79,7 +80,8 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
             raise BadSetting(f"--{name.replace('_', '-')} {value}: expected at least {least}")
     if options.url is not None and not options.url.startswith(("http://", "https://")):
         raise BadSetting(f"--url {options.url}: expected the address of a server, such as http://127.0.0.1:30000")
-    _check_writable(options.html)
+    if options.png is not None:
+        _check_writable(options.png)
     shared, draft_flags = divided(flags)
     if options.url is not None and draft_flags:
         raise BadSetting(f"{draft_flags[0]}: is for a server that is launched; leave it or --url out")
@@ -112,7 +114,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         flags=shared,
         draft_flags=draft_flags,
         baseline=baseline,
-        html=options.html,
+        png=options.png,
         decode=tokenizer.decode,
     )
 
@@ -162,7 +164,9 @@ def divided(flags: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _check_writable(path: Path) -> None:
     directory = path.absolute().parent
     if path.is_dir() or not directory.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
-        raise BadSetting(f"--html {path}: expected a file that can be written")
+        raise BadSetting(f"--png {path}: expected a file that can be written")
+    if not can_draw():
+        raise BadSetting(f"--png {path}: matplotlib is not installed (pip install 'dflash_sglang[bench]')")
 
 
 def _tokenizer(target: str, trusted: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a check found, as one object: for the JSON output, the table and the HTML page."""
+"""What a check found, as one object: for the JSON output, the table and the picture."""
 
 from __future__ import annotations
 

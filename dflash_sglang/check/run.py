@@ -19,8 +19,8 @@ from dflash_sglang.check.acceptance import acceptance
 from dflash_sglang.check.arguments import Settings, settings_of
 from dflash_sglang.check.ask import Answer
 from dflash_sglang.check.findings import findings
-from dflash_sglang.check.page import page
 from dflash_sglang.check.parting import Parting, first_difference, is_near_tie, margin
+from dflash_sglang.check.plot import draw
 from dflash_sglang.check.servers import dflash_server, facts_of, plain_server, steps_of
 from dflash_sglang.check.table import table
 from dflash_sglang.check.verdict import GOOD, Judged
@@ -39,8 +39,9 @@ def check(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
     settings = settings_of(options, flags, torch.cuda.is_available())
     found = measure(settings, Progress(sys.stderr if options.json else sys.stdout))
-    _write(settings.html, page(found))
-    print(json.dumps(found, indent=1) if options.json else f"\n{table(found)}\nwritten: {settings.html}")
+    print(json.dumps(found, indent=1) if options.json else f"\n{table(found)}", flush=True)
+    if settings.png is not None:
+        draw(found, settings.png)
     return 0 if found["verdict"] in GOOD else 1
 
 
@@ -111,10 +112,3 @@ def _parting(
     (one, other), likeliest = ask.likelihoods(plain_server, settings.prompts[prompt] + plain[:at], tokens)
     distance = margin([one, other], likeliest)
     return Parting(prompt, at, *tokens, one.rank, other.rank, distance, is_near_tie(distance, dtype))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadSetting(f"--html {path}: expected a file that can be written ({error})") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SHOWN = 5  # first differences that are printed; the page has more
+SHOWN = 5  # first differences that are printed; the JSON output has all, with their text
 
 
 def table(found: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ import re
 import shutil
 import threading
 from argparse import Namespace
-from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_sglang.bench.settings import BadSetting
-from dflash_sglang.check import ask, prompts
+from dflash_sglang.check import arguments, ask, prompts
 from dflash_sglang.check.acceptance import Acceptance, acceptance
 from dflash_sglang.check.arguments import _pair, divided, settings_of
 from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
-from dflash_sglang.check.page import page
 from dflash_sglang.check.parting import Likelihood, Parting, first_difference, is_near_tie, margin
+from dflash_sglang.check.plot import draw
 from dflash_sglang.check.run import bar
 from dflash_sglang.check.servers import steps_of
 from dflash_sglang.check.table import table
@@ -212,43 +211,29 @@ def shown(**changes: Any) -> dict[str, Any]:
     return {**vars(parting()), **texts, **changes}
 
 
-class Tags(HTMLParser):
-    """What a browser would make of a page: its tags with their attributes, and its text."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: Any) -> None:
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_no_text_of_a_model_or_a_path_becomes_a_tag():
-    bad = "<script>alert(1)</script><img src=x>&amp;"
-    text = page(found(
-        verdict=bad, reasons=[bad], likely_causes=[bad], target=bad, command=[bad],
-        partings=[shown(text_before=bad, plain_text=bad, dflash_text=bad)],
-        baseline={"source": bad, "accept_length": 2.0, "positions": [0.5]},
-    ))  # fmt: skip
-    parsed = Tags(text)
-    assert not {"script", "img"} & {tag for tag, _ in parsed.tags}
-    assert parsed.text.count("<script>alert(1)</script>") == 9
-    assert "&amp;" in parsed.text  # as the model wrote it
+def test_the_picture_has_the_curve_with_its_band_and_the_baseline(tmp_path, monkeypatch):
+    figure_of = pytest.importorskip("matplotlib.figure")
+    kept: list[Any] = []
+    monkeypatch.setattr(figure_of.Figure, "savefig", lambda figure, *_, **__: kept.append(figure))
+    draw(found(baseline={"source": "B", "accept_length": 2.0, "positions": [0.75, 0.5, 0.25]}), tmp_path / "x")
+    monkeypatch.undo()
+    (axis,) = kept[0].axes
+    assert [line.get_xydata().tolist() for line in axis.get_lines()] == [
+        [[1, 0.5], [2, 0.25]], [[1, 0.75], [2, 0.5]],
+    ]  # fmt: skip
+    (band,) = axis.collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices.round(2).tolist()} == {
+        (1, 0.4), (1, 0.6), (2, 0.15), (2, 0.35),
+    }  # fmt: skip
+    assert axis.get_ylim() == (0, 1)
+    draw(found(), tmp_path / "check")
+    assert (tmp_path / "check").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_page_loads_nothing_and_has_the_curve_with_its_band_and_the_baseline():
-    text = page(found(baseline={"source": "B", "accept_length": 2.0, "positions": [0.75, 0.5, 0.25]}))
-    tags = Tags(text).tags
-    assert not any({"src", "href", "xlink:href"} & set(attributes) for _, attributes in tags)
-    lines = [attributes["points"] for tag, attributes in tags if tag == "polyline"]
-    assert lines == ["50.0,137.5 700.0,198.8", "50.0,76.2 700.0,137.5"]  # half, a quarter; the baseline's two
-    (band,) = [attributes["points"] for tag, attributes in tags if tag == "polygon"]
-    assert band.split() == ["50.0,113.0", "700.0,174.2", "700.0,223.2", "50.0,162.0"]
+def test_a_picture_without_matplotlib_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(arguments, "can_draw", lambda: False)
+    assert main(["check", "--png", str(tmp_path / "x.png")]) == 2
+    assert "matplotlib is not installed (pip install 'dflash_sglang[bench]')" in capsys.readouterr().err
 
 
 def test_the_table_shows_where_outputs_part_and_what_that_is():
@@ -359,7 +344,7 @@ def test_flags_of_speculation_are_for_the_server_with_dflash_only():
     (["--target", "T", "--draft", "D"], "--prompts: expected a file"),
     (["--draft", "D"], "--draft D: a target and its draft belong together"),
     (["--baseline", "nothing"], "--baseline nothing: expected what check --json printed"),
-    (["--html", "no/file"], "--html no/file: expected a file that can be written"),
+    (["--png", "no/file"], "--png no/file: expected a file that can be written"),
     (["--prompts", "p.json"], "--prompts p.json: 4000 tokens and 128 new ones: expected at most 4096 together"),
 ])  # fmt: skip
 def test_options_that_cannot_be_checked_end_with_2_and_one_line(tmp_path, monkeypatch, capsys, options, said):
