@@ -26,7 +26,7 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_parallel
 from tests.support import family_drafts as drafts
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import accepted_proposals, ask_at_once, greedy_params, serve
+from tests.support.engines import accepted_proposals, ask_at_once, greedy, greedy_params, serve
 from tests.support.family_drafts import REDUCED, place, spread
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.support.reference_dflash2 import ReferenceDFlash2
@@ -34,7 +34,6 @@ from tests.support.reference_gemma4 import gemma4_config, gemma4_tensors
 from tests.support.tiny import write_checkpoint
 from tests.unit.verify.test_sampling import chi_square_bound
 from tests.zoo import pair
-from tests.zoo import reference as zoo_reference
 from training.reference import generate, plain_generate
 
 pytestmark = pytest.mark.slow
@@ -221,7 +220,7 @@ def test_sampled_tokens_follow_the_targets_distribution_beside_greedy_requests_a
 ):
     server = served.server
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(test_parallel.ask, server, [request(prompt) for prompt in prompts()], together=False)
+        beside = pool.submit(ask_at_once, server, [request(prompt) for prompt in prompts()], at_once=1)
         sampled = draws(server)
         assert [answer["output_ids"] for answer in beside.result()] == expected
     assert_distributed(server, sampled, distribution, served.family.often)
@@ -329,12 +328,13 @@ def test_a_draft_of_gemma_4s_layers_is_lossless_beside_gemma_4_at_every_width_an
     draft = write_checkpoint(tmp_path / "draft", config, gemma4_tensors(config))
     ids = torch.Generator().manual_seed(7)
     asked = [torch.randint(4, 250, (n,), generator=ids).tolist() for n in (5, 33, 100, 200)]
-    plain = plain_decodings(zoo_reference("Gemma 4"), asked)
+    flags: dict[str, Any] = dict(chunked_prefill_size=64, max_total_tokens=4096)
+    with serve(pair("Gemma 4")[0], **flags) as server:
+        plain = greedy(server, asked, NEW_TOKENS)
     (tmp_path / "records").mkdir()
     environment = scheduler_hooks.hooked(tmp_path / "records", "", **ANY_WIDTH)
     for prompt, output in zip(asked, plain, strict=True):
         scheduler_hooks.record(tmp_path / "records", prompt, output)
-    flags: dict[str, Any] = dict(chunked_prefill_size=64, max_total_tokens=4096)
     with serve(pair("Gemma 4")[0], draft, environment=environment, **flags) as server:
         answers = [server.generate(**request(prompt)) for prompt in asked * 2]
     assert [answer["output_ids"] for answer in answers] == plain * 2

@@ -59,10 +59,10 @@ def spread(checkpoint: Path, directory: Path) -> Path:
     reduced = "d2t" in tensors
     for name, tensor in tensors.items():
         of_token = any(part in name for part in _PER_TOKEN)
-        if of_token and len(tensor) == VOCABULARY:
+        if of_token and tensor.ndim and len(tensor) == VOCABULARY:
             tensors[name] = tensor[bytes_of]
         else:
-            assert not of_token or reduced, f"{name}: {tuple(tensor.shape)}"
+            assert not of_token or not tensor.ndim or reduced, f"{name}: {tuple(tensor.shape)}"
     if reduced:
         kept = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
         tensors |= vocabulary_tensors([place(token) for token in kept], VOCABULARY)
@@ -195,7 +195,7 @@ def gemma_norms_and_swigluoai(directory: Path) -> Path:
     (up + 1), where silu(gate) * up is what it was trained with: with gates a part of alpha as large and `up` four
     times, it is silu(gate) * (up + 1 / 4)."""
     config, tensors = trained()
-    tensors = {name: tensor.float() - is_norm(name) for name, tensor in tensors.items()}
+    tensors = {name: tensor.float() - float(is_norm(name)) for name, tensor in tensors.items()}
     alpha, times = SWIGLU["swiglu_alpha"], 4
     scales = {"gate_proj": 1 / alpha, "up_proj": times, "down_proj": alpha / times}
     tensors = {name: tensor * scales.get(name.split(".")[-2], 1) for name, tensor in tensors.items()}
