@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     seconds: Counter[str] = Counter()
     for report in reports:
         if isinstance(report, pytest.TestReport):
-            seconds[report.location[0]] += report.duration
+            seconds[report.nodeid.partition("::")[0]] += report.duration
     terminalreporter.section("seconds by file")
     for file, duration in seconds.most_common():
         if duration >= 10:

@@ -6,7 +6,6 @@ out rows that are gone. A limit is raised, and a row added, by hand, in a commit
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import tomllib
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from dflash_sglang.bench.script import script_parser
 from dflash_sglang.observe import series
 from dflash_sglang.patches.table import PATCHES
 from dflash_sglang.settings.plugin_config import PluginConfig
@@ -114,7 +114,7 @@ def text(limits: Weights) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--lower", action="store_true")
     found, limits = weights(), read()
     if parser.parse_args().lower:

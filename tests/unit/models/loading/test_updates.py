@@ -354,10 +354,10 @@ def test_an_update_after_a_release_of_the_weights_makes_the_draft_what_it_was(tm
     directory, taken = FORMATS[name](tmp_path), []
     bind = DFlashDraftModel.bind_target
 
-    def bound(self: Any, *args: Any) -> Any:
+    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
         taken.extend((*self.parameters(), *self.buffers()))
         taken[:] = [tensor.detach() for tensor in taken]
-        return bind(self, *args)
+        return bind(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DFlashDraftModel, "bind_target", bound)
