@@ -198,7 +198,7 @@ def _count_proposals(reqs: Sequence[Req], proposals: Sequence[int]) -> None:
     """Adds verified proposals [n] to what requests are told of, see `patches.results.of_an_answer`. SGLang counts
     no step of a request that has ended or was retracted."""
     for req, verified in zip(reqs, proposals, strict=False):
-        if not (req.is_retracted or req.finished()):
+        if req.finished_reason is None and not req.is_retracted:
             req.spec_num_cap_tokens += verified
 
 
