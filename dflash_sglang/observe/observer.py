@@ -34,7 +34,7 @@ class Observer:
         """estimates: the width policy's of tokens per second, see `WidthMetrics.estimates`;
         calibration: of the draft's probabilities (`Confidence.snapshot`). None where the width is fixed.
         copies: what came of them (`Copies.snapshot`), None where nothing is copied."""
-        self.split, self.counts = split, counts
+        self.split, self.counts, self.block = split, counts, alarm.block
         self._alarm, self._causes, self._estimates, self._calibration = alarm, causes, estimates, calibration
         self._copies = copies
         self._series: Series | None = None

@@ -48,15 +48,15 @@ def of_an_answer(
 ) -> None:
     """AROUND TokenizerManager._calculate_spec_decoding_metrics, of `meta_info`.
 
-    SGLang counts the proposals of a whole block in every step. The scheduler's worker counts those that were
-    verified, in a field of SGLang's that DFLASH leaves alone (`width.controller`).
+    SGLang counts the proposals of a whole block in every step. The scheduler's worker counts how many more were
+    verified, or fewer, in a field of SGLang's that DFLASH leaves alone (`width.controller`).
     """
     original(manager, meta_info, answers, i)
     if "spec_num_proposed_drafts" not in meta_info:
         return
     meta_info.pop("spec_cap_length", None)  # what SGLang makes of the field
-    meta_info["spec_num_proposed_drafts"] = proposed = answers.spec_num_cap_tokens[i]
-    if proposed:
+    meta_info["spec_num_proposed_drafts"] += answers.spec_num_cap_tokens[i]
+    if proposed := meta_info["spec_num_proposed_drafts"]:
         meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / proposed
     else:
-        del meta_info["spec_accept_rate"]
+        meta_info.pop("spec_accept_rate", None)

@@ -161,8 +161,9 @@ class WidthController:
             copied = None if promised is None else promised > 0
             step = DoneStep(width, accepted, done.most, lens, done.whole, nodes, chain, copied)
             self._observer.verified(step, done.context_tokens)
-            if width > PLAIN:
-                _count_proposals(done.reqs, step.proposals.tolist())
+            more = step.proposals - (self._observer.block - 1)
+            if more.any():
+                _count_proposals(done.reqs, more.tolist())
 
     def _log_change(self, kind: Kind, requests: int) -> None:
         """One line if the shape has changed, not more often than every `LOG_SECONDS`."""
@@ -194,12 +195,12 @@ class WidthController:
         }
 
 
-def _count_proposals(reqs: Sequence[Req], proposals: Sequence[int]) -> None:
-    """Adds verified proposals [n] to what requests are told of, see `patches.results.of_an_answer`. SGLang counts
-    no step of a request that has ended or was retracted."""
-    for req, verified in zip(reqs, proposals, strict=False):
+def _count_proposals(reqs: Sequence[Req], more: Sequence[int]) -> None:
+    """Adds how many proposals [n] a step verified beyond a whole block's, or below them, to what requests are told
+    of (`patches.results.of_an_answer`). SGLang counts no step of a request that has ended or was retracted."""
+    for req, of_step in zip(reqs, more, strict=False):
         if req.finished_reason is None and not req.is_retracted:
-            req.spec_num_cap_tokens += verified
+            req.spec_num_cap_tokens += of_step
 
 
 def new_requests(batch: ScheduleBatch, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ def test_an_answer_counts_the_proposals_that_were_verified(
 ) -> None:
     monkeypatch.setattr(tokenizer_manager, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=16))
     answers = SimpleNamespace(
-        spec_verify_ct=[0, 3], spec_num_correct_drafts=[0, accepted], spec_num_cap_tokens=[0, verified],
+        spec_verify_ct=[0, 3], spec_num_correct_drafts=[0, accepted], spec_num_cap_tokens=[0, verified - 3 * 15],
         completion_tokens=[1, accepted + 4], spec_correct_drafts_histogram=[[], [3]],
     )  # fmt: skip
     original = TokenizerManager._calculate_spec_decoding_metrics

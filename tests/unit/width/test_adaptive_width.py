@@ -113,10 +113,8 @@ class Req:
     """What SGLang's has of proposals, and of a request that it counts no step of."""
 
     def __init__(self, retracted: bool = False, ended: bool = False) -> None:
-        self.spec_num_cap_tokens, self.is_retracted, self.ended = 0, retracted, ended
-
-    def finished(self) -> bool:
-        return self.ended
+        self.spec_num_cap_tokens, self.is_retracted = 0, retracted
+        self.finished_reason = "length" if ended else None
 
 
 def decoding(*slots: int, context: int = 0) -> Any:
@@ -200,7 +198,7 @@ def test_requests_are_told_of_the_proposals_that_were_verified() -> None:
         batch.reqs = [*reqs]  # SGLang makes new lists, too
         come_back(widths, result, [0] * 4)
         told.append([req.spec_num_cap_tokens for req in reqs])
-    assert told == [[0] * 4, [7, 0, 0, 2], [11, 0, 0, 4], [26, 0, 0, 6]]
+    assert told == [[-15, 0, 0, -15], [-23, 0, 0, -28], [-34, 0, 0, -41], [-34, 0, 0, -54]]
 
 
 def test_requests_that_another_server_has_prefilled_are_no_interruption() -> None:
