@@ -55,19 +55,24 @@ def positions(registry: CollectorRegistry) -> list[int]:
     return [int(one.labels["position"]) for name in names for one in samples if one.name == name]
 
 
-@pytest.mark.parametrize("estimates", [None, (1.5, 2.0)])
-def test_a_server_has_series_only_of_rates_that_it_estimates_and_of_copies_that_it_proposes(estimates):
-    registry = CollectorRegistry()
+def reporter_of(registry: CollectorRegistry, speaks: bool) -> Any:
+    """SGLang's reporter of a rank whose series are in this registry, and that logs if it speaks."""
     collector = SimpleNamespace(
         labels={"model_name": "M"},
         _counter_cls=partial(Counter, registry=registry),
         _gauge_cls=partial(Gauge, registry=registry),
         spec_accept_rate=Gauge("sglang_rate", "SGLang's.", ["model_name"], registry=registry),
     )
-    reporter = SimpleNamespace(
-        is_stats_logging_rank=False, current_scheduler_metrics_enabled=True, metrics_collector=collector,
+    return SimpleNamespace(
+        is_stats_logging_rank=speaks, current_scheduler_metrics_enabled=True, metrics_collector=collector,
         stats=SimpleNamespace(),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("estimates", [None, (1.5, 2.0)])
+def test_a_server_has_series_only_of_rates_that_it_estimates_and_of_copies_that_it_proposes(estimates):
+    registry = CollectorRegistry()
+    reporter = reporter_of(registry, speaks=False)
     causes: Any = SimpleNamespace(context_tokens=0)
     counts = Counts(4 * BLOCK, ragged=False, chooses=estimates is not None)
     bins = {"from": [0.9, 0.0], "verified": [5.0, 3.0], "expected": [4.8, 0.5], "accepted": [4.0, 1.0]}
@@ -114,16 +119,7 @@ def test_two_reports_tell_of_the_steps_between_them_and_of_none_where_there_were
     """A rank without requests reports, too."""
     caplog.set_level("INFO")
     registry = CollectorRegistry()
-    collector = SimpleNamespace(
-        labels={"model_name": "M"},
-        _counter_cls=partial(Counter, registry=registry),
-        _gauge_cls=partial(Gauge, registry=registry),
-        spec_accept_rate=Gauge("sglang_rate", "SGLang's.", ["model_name"], registry=registry),
-    )
-    reporter = SimpleNamespace(
-        is_stats_logging_rank=True, current_scheduler_metrics_enabled=True, metrics_collector=collector,
-        stats=SimpleNamespace(),
-    )  # fmt: skip
+    reporter = reporter_of(registry, speaks=True)
     causes: Any = SimpleNamespace(context_tokens=0)
     counts = Counts(BLOCK, ragged=False, chooses=False)
     observer = Observer(counts, Alarm(BLOCK), causes, None, StepSplit(Clock()))
