@@ -38,7 +38,7 @@ def test_a_draft_that_does_not_fit_ends_the_launch_with_the_list() -> None:
     log = log_of(TARGET, {})
     *_, headline, problem = log.splitlines()
     assert headline == "DFLASH cannot start:"
-    assert problem.startswith("  - draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
+    assert problem.startswith(f"  - --model-path='{TARGET}': expected another checkpoint than the draft")
     assert "Traceback" not in log
 
 

@@ -38,7 +38,7 @@ def test_sglang_reads_a_speculators_config_as_that_of_its_decoder(tmp_path: Path
 
 def test_sglang_reads_every_other_config_by_itself(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
-    foreign_draft = change(speculators(tmp_path / "s", ()), {"sample_from_anchor": True}, {})
+    foreign_draft = change(speculators(tmp_path / "s", ()), {"speculators_model_type": "eagle3"}, {})
     assert [parsed(path) for path in (target, draft, foreign_draft)] == ["SGLang's"] * 3
 
 

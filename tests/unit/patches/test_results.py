@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ def test_an_answer_counts_the_proposals_that_were_verified(
         spec_verify_ct=[0, 3], spec_num_correct_drafts=[0, accepted], spec_num_cap_tokens=[0, verified - 3 * 15],
         completion_tokens=[1, accepted + 4], spec_correct_drafts_histogram=[[], [3]],
     )  # fmt: skip
-    original = TokenizerManager._calculate_spec_decoding_metrics
+    original = inspect.unwrap(TokenizerManager._calculate_spec_decoding_metrics)  # other tests apply the patches
     infos: list[dict[str, Any]] = [{}, {}]
     for i, info in enumerate(infos):
         of_an_answer(original, None, info, answers, i)

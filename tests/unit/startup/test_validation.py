@@ -460,14 +460,13 @@ def test_a_weights_file_that_is_not_whole_is_named(tmp_path: Path, kept: int) ->
 LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
     "no draft": (None, [], ["--speculative-draft-model-path=None"]),
     "several at once": (
-        {"block_size": 1, "num_target_layers": 6, "dflash_config": {"mask_token_id": None}},
+        {"block_size": 1, "num_target_layers": 6, "dflash_config": {"mask_token_id": 320}},
         ["--pp-size", "2"],
         [
             "--pp-size=2",
             "block_size=1",
             "num_target_layers=6",
-            "mask_token_id=None",
-            "Add dflash_config.mask_token_id",
+            "mask_token_id=320",
         ],
     ),
     "prefill and decode apart": (
@@ -505,7 +504,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
     "a block of none": (
         {},
         ["--speculative-dflash-block-size", "0"],
-        ["--speculative-dflash-block-size=0", "between 2 and 8"],
+        ["--speculative-dflash-block-size=0", "to 2 or more"],
     ),
     "the target's quantisation": (
         {},
@@ -558,7 +557,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any] | None, list[str], list[str]]] = {
         ["--load-format", "gguf"],
         ["--speculative-draft-load-format=None: expected the draft's own format", "load-format auto"],
     ),
-    "window": ({"sliding_window": None}, [], ["sliding_window=None", "Add sliding_window"]),
+    "window": ({"sliding_window": None}, [], ["sliding_window=None", "add sliding_window"]),
     "number of layer types": ({"num_hidden_layers": 3}, [], ["layer_types=", "3 layer types"]),
     "layer type": (
         {"layer_types": ["full_attention", "linear"]},
