@@ -208,7 +208,7 @@ def _patches(options: argparse.Namespace) -> int:
     else:
         for patch in PATCHES:
             print(f"{patch.name:22}{found[patch.name]:16}{patch.kind:20}{patch.target}")
-            print(f"{'':22}{patch.why} Gain: {patch.gain}. In {patch.by}.")
+            print(f"{'':22}{patch.why} {patch.worth} In {patch.by}.")
     differing = [name for name, state in found.items() if state != MATCHES]
     if not options.json:
         print(f"{len(found)} patches, {len(found) - len(differing)} of them fit")

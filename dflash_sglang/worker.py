@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches import arrivals
-from dflash_sglang.patches.graph_captures import heap_left_alone
 from dflash_sglang.prefill_worker import PrefillWorker
 from dflash_sglang.sglang_names.scheduler import (
     GenerationBatchResult,
@@ -56,7 +54,6 @@ class DFlashWorker(PrefillWorker):
         self._slots = StepSlots(self._adjustments.max_requests, self.block_size, self.device, chains)
         self._tables = Tables.taken(self._slots, self._adjustments, self._config.simulated_acceptance)
         self._split = StepSplit(StepClock(self.device))
-        self._captures = ExitStack()
         self._learns = False  # from the results of steps
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
@@ -79,26 +76,24 @@ class DFlashWorker(PrefillWorker):
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), self._draft.rows():
             self._draft_worker.init_attention_backends()
         steps.check_attention(self._draft, self.target_worker.model_runner, self._verifier)
-        self._captures.enter_context(heap_left_alone())  # the target's come next
 
     def init_cuda_graphs(self) -> None:
         """Of the draft, then of the other widths; and what is measured at each of them."""
         draft, target = self._draft, self.target_worker.model_runner
-        with self._captures:
-            with draft.scope():
-                self._draft_worker.init_cuda_graphs()
-            served = steps.add_widths(draft, target, self._parts, self._tables, self._config)
-            self._states, self._ragged, self._trees = served.states, served.ragged, served.trees
-            self._rehearsal = Rehearsal(target, self._reservation, self._rehearsed_prefill, self._rehearsed_step)
-            self._widths: WidthController = steps.build_controller(
-                draft,
-                target,
-                served,
-                self._rehearsal,
-                self._tables.acceptor.set_max_commit,
-                self._split,
-                self._copies,
-            )
+        with draft.scope():
+            self._draft_worker.init_cuda_graphs()
+        served = steps.add_widths(draft, target, self._parts, self._tables, self._config)
+        self._states, self._ragged, self._trees = served.states, served.ragged, served.trees
+        self._rehearsal = Rehearsal(target, self._reservation, self._rehearsed_prefill, self._rehearsed_step)
+        self._widths: WidthController = steps.build_controller(
+            draft,
+            target,
+            served,
+            self._rehearsal,
+            self._tables.acceptor.set_max_commit,
+            self._split,
+            self._copies,
+        )
         self.width, self._learns = self._widths.choices[-1], self._widths.learns
         if get_disagg().disaggregation_mode == "decode":
             arrivals.hand_to(self._arrive)

@@ -16,7 +16,7 @@ from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.kernels.context.rings import RingShape
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.mtp.recent_rows import RecentRows
-from dflash_sglang.patches import agreement, draft_pool, nixl, replayed_states, retracted_rows, weight_updates
+from dflash_sglang.patches import agreement, draft_pool, replayed_states, retracted_rows, weight_updates
 from dflash_sglang.patches.target_features import deliver_hidden_states, ensure_capture
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.sglang_names.scheduler import (
@@ -239,11 +239,10 @@ def agree(draft: LoadedDraft, target: ModelRunner, config: PluginConfig) -> None
     if role == "prefill":
         agreement.register_with(line)
         backend = get_disagg().disaggregation_transfer_backend
-        if backend == "mooncake":
-            agreement.refuse_peers_without_draft()
-        elif backend == "nixl":
-            nixl.refuse_peers_without_draft()
-            nixl.send_what_is_written()
+        agreement.refuse_peers_without_draft(backend)
+        if backend == "nixl" and not get_schedule().disable_overlap_schedule:
+            # Nixl does not wait for the forward that may still write a cached prefix: it is sent with the rest.
+            envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
     else:
         of_target = target.model_config
         layers = TargetFacts.from_config(of_target.hf_text_config).num_layers

@@ -1,14 +1,15 @@
-"""A prefill and a decode server have the same draft, or the decode server refuses every request of the two.
+"""A prefill and a decode server have the same draft, or each refuses the other's requests by name.
 
 The prefill server registers with a line on its draft (`draft_line`), in the field in which SGLang has the layout
 of KV. SGLang ends a decode server whose own layout differs, so a decode server has none there. It compares the
 lines before it asks for a request's KV, and stays up for requests of other prefill servers. It tells the prefill
 server to end its part of a refused request.
+
+A decode server without a draft knows of no line: the prefill server refuses its requests.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pkgutil
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ from typing import Any
 
 from dflash_sglang.patches.apply import replace
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PrefillServers
-from dflash_sglang.sglang_names.scheduler import CommonKVReceiver, KVPoll, disaggregation_prefill
+from dflash_sglang.sglang_names.scheduler import CommonKVManager, CommonKVReceiver, CommonKVSender, KVPoll
 from dflash_sglang.startup.facts import Problem, StartupError
 
-_MANAGERS = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
+_NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"  # imports the package nixl
 FORM = "dflash/1"  # of the line
 
 
@@ -36,40 +37,52 @@ def draft_line(layers: int, heads: int, head_dim: int, dtype: str, features: Seq
 def register_with(line: str) -> None:
     """A prefill server tells decode servers this line.
 
-    Its start-up ends with a StartupError for a target whose KV has a layout of its own. So SGLang's checksums of
-    KV have the same signature on both servers: without the line.
+    Its start-up ends with a StartupError for a target whose KV has a layout of its own. The line is no part of
+    what SGLang's checksums of KV are signed with, so that both servers sign alike.
     """
-    layout_of, signature_of = disaggregation_prefill.get_pd_kv_layout, disaggregation_prefill.kv_layout_signature
+    register = CommonKVManager.register_to_bootstrap
 
-    def get_pd_kv_layout(pool: Any) -> str:
-        layout = layout_of(pool)
-        if layout is not None:
+    def register_to_bootstrap(manager: Any) -> None:
+        if manager.kv_layout not in (None, line):
             fix = "Serve prefill and decode by one server, or without speculation."
-            raise StartupError([Problem("target's KV layout", layout, "none, as others are not tested", fix)])
-        return line
+            expected = "none, as others are not tested"
+            raise StartupError([Problem("target's KV layout", manager.kv_layout, expected, fix)])
+        manager.kv_layout = line
+        register(manager)
 
-    def kv_layout_signature(kv_args: Any) -> int:
-        of_pool = copy.copy(kv_args)
-        of_pool.kv_layout = None
-        return signature_of(of_pool)
-
-    replace("draft-line", disaggregation_prefill, get_pd_kv_layout)
-    replace("checksum-signature", disaggregation_prefill, kv_layout_signature)
+    replace("draft-line", CommonKVManager, register_to_bootstrap)
 
 
-def refuse_peers_without_draft() -> None:
-    """A prefill server whose transfers mooncake makes refuses requests of decode servers without a draft."""
-    managers = pkgutil.resolve_name(_MANAGERS)
-    validate = managers._validate_peer_state_layout
+def refuse_peers_without_draft(backend: str) -> None:
+    """A prefill server fails requests of decode servers without a draft, each with a message.
 
-    def _validate_peer_state_layout(manager: Any, peer: Any) -> tuple[bool, str | None]:
-        reason = other_buffers(manager, peer)
-        return validate(manager, peer) if reason is None else (False, reason)
+    backend: as of --disaggregation-transfer-backend.
+    """
+    send = CommonKVSender.send
 
-    replace("draft-peers", managers, _validate_peer_state_layout)
+    def send_to_peers_with_draft(sender: Any, *chunk: Any, **more: Any) -> None:
+        manager, room = sender.kv_mgr, sender.bootstrap_room
+        peers = map(manager.decode_kv_args_table.get, manager.transfer_infos.get(room, ()))
+        reason = next(filter(None, (_other_buffers(manager, peer) for peer in peers if peer is not None)), None)
+        if reason is None:
+            send(sender, *chunk, **more)
+        else:
+            manager.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    replace("draft-peers", CommonKVSender, send_to_peers_with_draft)
+    if backend != "nixl":
+        return
+    managers = pkgutil.resolve_name(_NIXL)
+    prepare = managers._prepare_payload_xfer
+
+    def _prepare_payload_xfer(manager: Any, peer: Any) -> None:
+        if _other_buffers(manager, peer) is None:
+            prepare(manager, peer)
+
+    replace("nixl-peers", managers, _prepare_payload_xfer)
 
 
-def other_buffers(manager: Any, peer: Any) -> str | None:
+def _other_buffers(manager: Any, peer: Any) -> str | None:
     """Why a prefill server refuses a decode server, None if it does not: the numbers of their KV buffers differ.
 
     manager: the prefill server's; peer: what the decode server registers."""

@@ -167,7 +167,7 @@ def read_by_strides(backend: Any) -> None:
             q = q.as_subclass(StridedQueries)
         return forward(q, k, v, layer, forward_batch, *args, **kwargs)
 
-    replace("flash3-queries", backend, forward_extend)
+    replace("flash3-forward", backend, forward_extend)
 
 
 def serve_trees(backend: Any, tree: Tree) -> None:
@@ -195,4 +195,4 @@ def serve_trees(backend: Any, tree: Tree) -> None:
 
     replace("flash3-prefixes", backend, fill_prefixes)
     replace("flash3-eager-prefixes", backend, prepare_prefixes)
-    replace("flash3-trees", backend, forward_extend)
+    replace("flash3-forward", backend, forward_extend)

@@ -47,12 +47,3 @@ def _unless_in_place(slot: Any, forward_batch: Any, context: Any) -> torch.Tenso
     del context
     source = getattr(forward_batch, slot.name)
     return None if source.data_ptr() == slot.buffer.data_ptr() else source
-
-
-def load_inputs_once(graphs: Any) -> None:
-    """Verify loads ids and positions before it replays (`prepare_for_verify`): SGLang need not load them again.
-
-    graphs: what runs the target's decode steps, graphs or not.
-    """
-    if isinstance(graphs, DecodeCudaGraphRunner):
-        replace("graph-inputs-once", graphs, True)

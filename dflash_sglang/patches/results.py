@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from dflash_sglang import __version__
-from dflash_sglang.requests.errors import shown
-
-_REJECTED = "sglang.srt.managers.scheduler_components.internal_state.UpdateRejected"
 
 
 def get_internal_state(original: Callable[..., Any], controller: Any, request: Any) -> Any:
@@ -33,14 +29,6 @@ def report_decode_stats(original: Callable[..., None], reporter: Any, *args: Any
         report = getattr(reporter.scheduler.draft_worker, "report_decode", None)  # of this package's worker only
         if report is not None:
             report(reporter)
-
-
-def validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:
-    """AROUND SchedulerInternalStateController._validate_accept_threshold, of /set_internal_state."""
-    if float(value) != 1.0:
-        rejected = pkgutil.resolve_name(_REJECTED)
-        raise rejected(f"{key}={shown(value)}: expected 1.0 with DFLASH, whose output is exactly the target's.")
-    original(controller, key, value)
 
 
 def of_an_answer(

@@ -11,9 +11,8 @@ from sglang.kernels.ops.speculative.dspark.fused_kv_write import fused_kv_norm_r
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.disaggregation import prefill as disaggregation_prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.environ import envs
@@ -61,7 +60,6 @@ from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import (
     get_disagg,
     get_exec,
-    get_flags,
     get_memory,
     get_model,
     get_observability,

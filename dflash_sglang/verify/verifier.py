@@ -11,7 +11,6 @@ from dflash_sglang.attention.verifying import verify_problems
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import Accepted
-from dflash_sglang.patches.graph_inputs import load_inputs_once
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
@@ -91,7 +90,6 @@ class Verifier:
     def after_capture(self, proposals: Sequence[Proposals]) -> None:
         """Once the target's graphs exist, if it has any; proposals: one request's, of each kind and width there
         will be."""
-        load_inputs_once(self._runner.decode_cuda_graph_runner)
         for kind in proposals:
             logits = torch.zeros(
                 (kind.tokens.shape[1], self._runner.model_config.vocab_size), device=kind.tokens.device

@@ -18,7 +18,7 @@ from dflash_sglang.patches.attention_room import room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.patches.graph_captures import by_tokens, captured_at, shared_evenly
-from dflash_sglang.patches.graph_inputs import leave_in_place, load_inputs_once
+from dflash_sglang.patches.graph_inputs import leave_in_place
 from dflash_sglang.patches.replayed_states import move_states_in_forward
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner, get_spec
@@ -109,20 +109,17 @@ class RuntimeStates:
     def add(self, width: int, sizes: Sequence[int] | None = None) -> None:
         """Build the states of a width, captured at `sizes`, by default at those of the widest blocks.
 
-        Width 1 has no draft forward, and chains beyond blocks begin with the widest ones. Python's garbage is
-        collected, because garbage that holds tensors would keep device memory from the next width."""
+        Width 1 has no draft forward, and chains beyond blocks begin with the widest ones."""
         if width in self._states:
             return
         sizes = self._fitting(captured_sizes(self._target), width) if sizes is None else sizes
         target, draft = RuntimeState.build(self._target, width, sizes), self._states[self._widest][1]
-        load_inputs_once(target.graphs)
         if PLAIN < width < self._widest:
             self._model.serve_blocks_of(width)
             with self._draft_scope():
                 draft = RuntimeState.build(self._draft, self._model.spec.draft_rows(width), sizes)
             self._model.serve_blocks_of(self._used.width)
         self._states[width] = target, draft
-        gc.collect()
 
     def recurrent(self, width: int) -> Any:
         """The target's recurrent states in steps of this width (`states_of_width`)."""
@@ -176,7 +173,6 @@ class RuntimeStates:
         """Build the target's state of ragged steps."""
         sizes = sparse(captured_sizes(self._target))
         self._ragged = RuntimeState.build(self._target, self._widest, sizes, ragged=True)
-        load_inputs_once(self._ragged.graphs)
 
     @property
     def trees(self) -> dict[int, int]:
@@ -198,7 +194,6 @@ class RuntimeStates:
         """Build the target's state of these trees. captured: the tail of the graphs accepts trees meanwhile."""
         with captured:
             state = RuntimeState.build(self._target, trees.nodes, sizes, trees=trees)
-        load_inputs_once(state.graphs)
         self._trees[trees.nodes] = state, trees.requests
 
     def add_chain(self, rows: int, requests: int) -> None:

@@ -185,9 +185,11 @@ def _install() -> None:
         def _record_in_graph_metadata_prep_done(self) -> None:
             """Records a CUDA event."""
 
-    # What is set while a runner is made: this package captures widths and trees at sizes of their own.
-    decode = get_exec().graph.cuda_graph_config.decode
-    decode.bs = list(SIZES)
+    get_exec().graph.cuda_graph_config.decode.bs = list(SIZES)
+
+    def sizes(runner: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
+        """As set while a runner is made: this package captures widths and trees at sizes of their own."""
+        return list(get_exec().graph.cuda_graph_config.decode.bs), []
 
     @contextlib.contextmanager
     def no_stream(stream: Any) -> Iterator[SimpleNamespace]:
@@ -203,7 +205,7 @@ def _install() -> None:
         get_or_create_global_graph_capture_stream=lambda: None,
         resolve_decode_backend=Backend,
         maybe_flashinfer_autotune_speculative_draft=lambda *args, **kwargs: None,
-        get_batch_sizes_to_capture=lambda runner, *args, **kwargs: (list(decode.bs), []),
+        get_batch_sizes_to_capture=sizes,
     )
     for name, value in replaced.items():
         assert hasattr(module, name), name

@@ -16,7 +16,7 @@ import pytest
 
 from dflash_sglang import hooks, plugin
 from dflash_sglang.checkpoint.families import _ROWS, FOREIGN_ARCHITECTURES, Foreign, foreign
-from dflash_sglang.patches import apply, relay, results
+from dflash_sglang.patches import apply, relay
 from dflash_sglang.patches.table import PATCHES
 from dflash_sglang.sglang_names import probe
 from dflash_sglang.startup.facts import StartupError
@@ -256,18 +256,6 @@ def test_a_target_whose_verify_is_not_its_plain_decoding_is_refused(
     setattr(pair.target, kind, True)
     with pytest.raises(StartupError, match=rf"architectures=\['Qwen3ForCausalLM'\]: {says}"):
         hooks.handle_speculative_decoding(lambda args: None, arguments(pair.plain))
-
-
-def test_a_threshold_that_would_change_the_output_is_rejected_while_serving() -> None:
-    """/set_internal_state, whose answer is that nothing was updated."""
-    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
-
-    seen: list[Any] = []
-    results.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 1.0)
-    assert seen == [("controller", "threshold", 1.0)]
-    with pytest.raises(UpdateRejected, match=r"threshold=0.5: expected 1.0 with DFLASH, whose output is exactly"):
-        results.validate_accept_threshold(lambda *args: seen.append(args), "controller", "threshold", 0.5)
-    assert len(seen) == 1
 
 
 def test_a_malformed_nested_config_is_named(pair: SimpleNamespace) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.prefill_worker import PrefillWorker
-from dflash_sglang.sglang_names.scheduler import disaggregation_prefill, get_parallel
+from dflash_sglang.sglang_names.scheduler import get_parallel
 from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.worker import DFlashWorker
 from tests.support.hooks.pools import kv_buffers, kv_pools, table_of
@@ -96,8 +96,9 @@ def digests() -> None:
     A token may have two: where requests that begin alike are prefilled at once, one takes over the other's rows.
     What arrives of a PLANTED request's last token is hashed with another bit.
     """
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as schedulers
+
     extend, arrive, arrived = PrefillWorker._extend, DFlashWorker._arrive, set[str]()
-    schedulers = disaggregation_prefill.SchedulerDisaggregationPrefillMixin
     send, workers = schedulers._send_kv_chunk, list[Any]()
 
     def digests_of(worker: Any, row: int, length: int, planted: bool) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tests.support.tiny import make_pair
 
 FILES, OTHERS = "0123456789ab", "ba9876543210"
 LINE = dict(layers=5, heads=8, head_dim=128, dtype="bfloat16", features=[1, 9], files=FILES)
+BESIDE = " on the prefill server, "
 
 
 def line(**changes: Any) -> str:
@@ -22,47 +23,32 @@ def line(**changes: Any) -> str:
     return draft_line(**{**LINE, **changes})
 
 
-@pytest.mark.parametrize(
-    ("theirs", "says"),
-    [
-        (line(), None),
-        (
-            line(layers=6),
-            "layers=6 on the prefill server, 5 on the decode server: expected the same draft on",
-        ),
-        (line(heads=4), "kv=4x128 on the prefill server, 8x128 on the decode server: "),
-        (
-            line(dtype="float8_e4m3fn", files=OTHERS),
-            f"dtype=float8_e4m3fn on the prefill server, bfloat16 on the decode server; files={OTHERS} on the "
-            f"prefill server, {FILES} on the decode server: ",
-        ),
-        (line(features=[1, 8]), "target_layers=1,8 on the prefill server, 1,9 on the decode server: "),
-        (line().replace("dflash/1", "dflash/2"), "form=dflash/2 on the prefill server, dflash/1 on the decode"),
-        ("nhd", "form=nhd on the prefill server, dflash/1 on the decode server; layers=None on the prefill"),
-        (None, "a prefill server without dflash_sglang: expected one that sends context KV"),
-    ],
-)
-def test_two_servers_with_different_drafts_disagree_by_the_fields_that_differ(
-    theirs: str | None, says: str | None
-) -> None:
+def test_two_servers_with_different_drafts_disagree_by_the_fields_that_differ() -> None:
     from dflash_sglang.patches.agreement import disagreement
 
-    found = disagreement(line(), theirs, "same")
-    assert found is None if says is None else (found or "").startswith(says)
-    any_server = disagreement(line(), theirs, "any")
-    assert any_server is None if theirs is None else any_server == found
+    # fmt: off
+    for theirs, says in (
+        (line(), None),
+        (line(layers=6), f"layers=6{BESIDE}5 on the decode server: expected the same draft on"),
+        (line(heads=4), f"kv=4x128{BESIDE}8x128 on the decode server: "),
+        (line(dtype="float8_e4m3fn", files=OTHERS),
+         f"dtype=float8_e4m3fn{BESIDE}bfloat16 on the decode server; files={OTHERS}{BESIDE}{FILES} on the decode"),
+        (line(features=[1, 8]), f"target_layers=1,8{BESIDE}1,9 on the decode server: "),
+        (line().replace("dflash/1", "dflash/2"), f"form=dflash/2{BESIDE}dflash/1 on the decode"),
+        ("nhd", f"form=nhd{BESIDE}dflash/1 on the decode server; layers=None on the prefill"),
+        (None, "a prefill server without dflash_sglang: expected one that sends context KV"),
+    ):
+        # fmt: on
+        found, any_server = (disagreement(line(), theirs, servers) for servers in ("same", "any"))
+        assert found is None if says is None else (found or "").startswith(says), theirs
+        assert any_server is None if theirs is None else any_server == found
 
 
 @pytest.mark.parametrize(
     ("ranks", "alike", "item_lens", "mla", "served"),
-    [
-        (1, False, [8, 4], True, True),
-        (2, True, [8, 8], False, True),
-        (2, False, [8, 8], False, False),
-        (2, True, [8, 4], False, False),
-        (2, True, [8, 8], True, False),
-    ],
-)
+    [(1, False, [8, 4], True, True), (2, True, [8, 8], False, True), (2, False, [8, 8], False, False),
+     (2, True, [8, 4], False, False), (2, True, [8, 8], True, False)],
+)  # fmt: skip
 def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_alike(
     monkeypatch: pytest.MonkeyPatch, ranks: int, alike: bool, item_lens: list[int], mla: bool, served: bool
 ) -> None:
@@ -79,16 +65,11 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
     agreement.compare_with(line(), "same", alike)
     receiver: Any = receiver_class()
     receiver.bootstrap_addr, receiver.bootstrap_room, receiver.conclude_state = "host:1", 7, None
+    info = SimpleNamespace(
+        kv_layout=line(), attn_tp_size=ranks, target_cp_ranks=[0], target_tp_ranks=[0, 1], target_pp_ranks=[0]
+    )
     receiver.kv_mgr = SimpleNamespace(
-        prefill_info_table={
-            "host:1": SimpleNamespace(
-                kv_layout=line(),
-                attn_tp_size=ranks,
-                target_cp_ranks=[0],
-                target_tp_ranks=[0, 1],
-                target_pp_ranks=[0],
-            )
-        },
+        prefill_info_table={"host:1": info},
         attn_tp_size=1,
         is_mla_backend=mla,
         is_hybrid_mla_backend=False,
@@ -105,112 +86,63 @@ def test_another_number_of_ranks_is_served_where_sglang_slices_target_and_draft_
         assert failures[7].startswith("DFLASH: host:1: attention TP size 2 on the prefill server, 1 on the decode")
 
 
-@pytest.fixture
-def registering(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What a prefill server with a line has of SGLang's module, for pools "plain" and "packed"."""
-    from sglang.srt.disaggregation.utils import kv_layout_signature
+def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its checksums are signed without the line: SGLang compares none of two signatures."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    from dflash_sglang.patches import agreement
+    from dflash_sglang.startup.facts import StartupError
+
+    told: list[str] = []
+    monkeypatch.setattr(CommonKVManager, "register_to_bootstrap", lambda manager: told.append(manager.kv_layout))
+    agreement.register_with(line())
+    manager: Any = object.__new__(type("Manager", (CommonKVManager,), {"__abstractmethods__": frozenset()}))
+    manager.kv_args = SimpleNamespace(kv_layout=None)
+    manager.register_to_bootstrap()
+    manager.register_to_bootstrap()
+    assert told == [line()] * 2 and manager.kv_args.kv_layout is None
+    manager.kv_layout = "packed-v1"
+    with pytest.raises(StartupError, match="target's KV layout='packed-v1': expected none"):
+        manager.register_to_bootstrap()
+
+
+def test_requests_of_a_decode_server_with_other_buffers_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And over nixl it registers: what SGLang raises would end the thread that all decode servers ask."""
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
     from dflash_sglang.patches import agreement
 
-    layouts = {"plain": None, "packed": "packed-v1"}
-    module = SimpleNamespace(
-        get_pd_kv_layout=layouts.__getitem__, kv_layout_signature=kv_layout_signature, __name__="prefill"
-    )
-    monkeypatch.setattr(agreement, "disaggregation_prefill", module)
-    agreement.register_with(line())
-    return module
-
-
-def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_its_own(
-    registering: SimpleNamespace,
-) -> None:
-    from dflash_sglang.startup.facts import StartupError
-
-    assert registering.get_pd_kv_layout("plain") == line()
-    with pytest.raises(StartupError, match="target's KV layout='packed-v1': expected none"):
-        registering.get_pd_kv_layout("packed")
-
-
-def test_checksums_of_both_servers_have_one_signature(registering: SimpleNamespace) -> None:
-    """SGLang compares only checksums of one signature, and the decode server has no line."""
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.utils import kv_layout_signature
-
-    def registered(kv_layout: str | None, page: int = 64) -> KVArgs:
-        args = KVArgs()
-        args.page_size, args.kv_cache_dtype_str, args.kv_layout = page, "auto", kv_layout
-        args.swa_kv_cache_layout, args.state_types, args.kv_item_lens, args.state_item_lens = None, [], [128], []
-        return args
-
-    prefill = registered(registering.get_pd_kv_layout("plain"))
-    assert registering.kv_layout_signature(prefill) == kv_layout_signature(registered(None))
-    assert prefill.kv_layout == line()
-    assert registering.kv_layout_signature(prefill) != kv_layout_signature(registered(None, page=16))
-
-
-def test_over_nixl_a_decode_server_with_other_buffers_registers_and_its_requests_fail_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
-
-    from dflash_sglang.patches import nixl
-
-    prepared, added, failures = list[Any](), list[Any](), dict[int, str]()
+    prepared, sent, failures = list[Any](), list[Any](), dict[int, str]()
     monkeypatch.setattr(NixlKVManager, "_prepare_payload_xfer", lambda manager, peer: prepared.append(peer))
     monkeypatch.setattr(
-        NixlKVManager,
-        "add_transfer_request",
-        lambda manager, room, *chunk, **more: added.append((room, chunk, more)),
+        CommonKVSender, "send", lambda sender, *c, **more: sent.append((sender.bootstrap_room, c, more))
     )
-    nixl.refuse_peers_without_draft()
+    agreement.refuse_peers_without_draft("mooncake")
     manager = NixlKVManager.__new__(NixlKVManager)
     manager.kv_args = SimpleNamespace(kv_data_ptrs=[1, 2, 3, 4])
     alike, bare = SimpleNamespace(dst_kv_ptrs=[5, 6, 7, 8]), SimpleNamespace(dst_kv_ptrs=[5, 6])
+    manager._prepare_payload_xfer(bare)
+    agreement.refuse_peers_without_draft("nixl")
+    for peer in (alike, bare):
+        manager._prepare_payload_xfer(peer)
+    assert prepared == [bare, alike]
     manager.decode_kv_args_table = {"alike": alike, "bare": bare}
-    manager.transfer_infos = {1: {"alike": None}, 2: {"alike": None, "bare": None}}
+    manager.transfer_infos = {1: {"alike": None, "dummy": None}, 2: {"alike": None, "bare": None}}
     manager.conclude_failure = lambda bootstrap_room, failure_reason: failures.update(
         {bootstrap_room: failure_reason}
     )
-    for peer in (alike, bare):
-        manager._prepare_payload_xfer(peer)
     for room in (1, 2, 3):  # nobody waits for the third any more
-        manager.add_transfer_request(room, "pages", aux_index=0)
-    assert prepared == [alike]
-    assert added == [(room, ("pages",), dict(aux_index=0)) for room in (1, 3)]
+        sender = CommonKVSender.__new__(CommonKVSender)
+        sender.kv_mgr, sender.bootstrap_room = manager, room
+        sender.send("pages", state_indices=None)
+    assert sent == [(room, ("pages",), dict(state_indices=None)) for room in (1, 3)]
     assert failures == {
         2: "DFLASH: 2 KV buffers on the decode server, 4 on the prefill server: expected as many. "
         "Serve decode with the same draft."
     }
-
-
-@pytest.mark.parametrize(
-    ("overlap", "idle", "allowed", "sent"),
-    [
-        (True, True, True, True),
-        (True, False, True, False),
-        (True, True, False, False),
-        (False, False, True, True),
-    ],
-)
-def test_over_nixl_a_cached_prefix_goes_early_unless_a_forward_may_still_write_it(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool, idle: bool, allowed: bool, sent: bool
-) -> None:
-    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-
-    from dflash_sglang.patches import nixl
-
-    early = list[Any]()
-    monkeypatch.setenv("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "1")
-    monkeypatch.setattr(
-        SchedulerDisaggregationPrefillMixin,
-        "maybe_send_cached_prefix_chunk",
-        lambda scheduler, req, allow_send: early.append((req, allow_send)),
-    )
-    nixl.send_what_is_written()
-    scheduler: Any = type("Scheduler", (SchedulerDisaggregationPrefillMixin,), {})()
-    scheduler.enable_overlap, scheduler.forward_stream = overlap, SimpleNamespace(query=lambda: idle)
-    scheduler.maybe_send_cached_prefix_chunk("request", allow_send=allowed)
-    assert early == [("request", sent)]
 
 
 def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(tmp_path: Any) -> None:
@@ -220,6 +152,19 @@ def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(t
     config = (one / "config.json").read_text()
     (one / "config.json").write_text(config.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
     assert fingerprint(one) != fingerprint(again)
+
+
+class Rows:
+    """A pool of five rows, and its allocator."""
+
+    def __init__(self, first: int) -> None:
+        self.rows = torch.arange(first, first + 5)
+
+    def get_cpu_copy(self, slots: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.rows[slots]
+
+    def load_cpu_copy(self, copies: torch.Tensor, slots: torch.Tensor, **_: Any) -> None:
+        self.rows[slots] = copies
 
 
 def test_rows_of_both_pools_are_kept_of_a_retracted_request() -> None:
@@ -233,6 +178,21 @@ def test_rows_of_both_pools_are_kept_of_a_retracted_request() -> None:
     allocator.load_cpu_copy(copies, torch.tensor([2, 3]), mamba_indices=None)
     for pool, rows in zip((target, draft), before, strict=True):
         assert pool.rows.tolist() == [0, 0, rows[4], rows[1], 0]
+
+
+class RunningBatch:
+    """Requests of which `left` go on after the step that runs."""
+
+    def __init__(self, left: list[str], done: list[Any]) -> None:
+        self.reqs, self._left, self._done = ["a", "b", "c"], left, done
+
+    def filter_batch(self) -> None:
+        self.reqs = self._left
+        self._done.append("filter")
+
+    def retract_decode(self) -> str:
+        self._done.append("retract")
+        return "retracted"
 
 
 @pytest.mark.parametrize("role", ["DECODE", "NULL"])
@@ -260,33 +220,3 @@ def test_a_decode_server_takes_the_result_of_the_running_step_before_it_retracts
         assert answer == (([], 0.5, []) if not left else "retracted")
     done.clear()
     assert batch.retract_decode() == "retracted" and done == ["retract"]  # elsewhere as SGLang does
-    retracted_rows.update_running_batch(lambda _, batch: done.append("step"), scheduler, batch)
-    assert done == ["retract", "step"]
-
-
-class RunningBatch:
-    """Requests of which `left` go on after the step that runs."""
-
-    def __init__(self, left: list[str], done: list[Any]) -> None:
-        self.reqs, self._left, self._done = ["a", "b", "c"], left, done
-
-    def filter_batch(self) -> None:
-        self.reqs = self._left
-        self._done.append("filter")
-
-    def retract_decode(self) -> str:
-        self._done.append("retract")
-        return "retracted"
-
-
-class Rows:
-    """A pool of five rows, and its allocator."""
-
-    def __init__(self, first: int) -> None:
-        self.rows = torch.arange(first, first + 5)
-
-    def get_cpu_copy(self, slots: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.rows[slots]
-
-    def load_cpu_copy(self, copies: torch.Tensor, slots: torch.Tensor, **_: Any) -> None:
-        self.rows[slots] = copies

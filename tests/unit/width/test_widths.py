@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,44 +17,6 @@ def without_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_sglang.width import runtime_states
 
     monkeypatch.setattr(runtime_states, "states_of_width", lambda runner, width: None)
-
-
-class Garbage:
-    """Holds itself."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_but_their_own(monkeypatch):
-    from dflash_sglang.patches import graph_captures
-    from dflash_sglang.width import runtime_states
-
-    graph = Settings(enable_cudagraph_gc=False)
-    seen: list[tuple[int, bool, bool, bool]] = []
-    left: list[weakref.ref[Garbage]] = []
-    kept = [[] for _ in range(1000)]
-
-    def built(runner: Any, width: int, sizes: list[int]) -> runtime_states.RuntimeState:
-        left.append(weakref.ref(Garbage()))
-        seen.append((width, gc.get_freeze_count() > len(kept), gc.isenabled(), graph.enable_cudagraph_gc))
-        return runtime_states.RuntimeState(None, None)
-
-    monkeypatch.setattr(runtime_states.RuntimeState, "build", built)
-    monkeypatch.setattr(graph_captures, "get_exec", lambda: SimpleNamespace(graph=graph))
-    runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
-    model = SimpleNamespace(
-        serve_blocks_of=lambda width: None, spec=SimpleNamespace(draft_rows=lambda width: width)
-    )
-    served = runtime_states.RuntimeStates(runner, runner, model, 8, nullcontext)
-    gc.unfreeze()
-    with graph_captures.heap_left_alone():
-        served.add(1, [1, 2])
-        served.add(4, [1, 2])
-        assert [reference() for reference in left] == [None] * 3
-    assert seen == [(width, True, False, True) for width in (1, 4, 4)]
-    assert sorted(served._states) == [1, 4, 8]
-    assert gc.get_freeze_count() == 0 and gc.isenabled() and not graph.enable_cudagraph_gc
 
 
 def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:
@@ -125,10 +85,10 @@ class Graphs:
     """SGLang's graphs."""
 
     capture_bs = [1, 2, 7, 8]
-    settings: SimpleNamespace  # of decode graphs
+    settings: Settings  # of graphs
 
     def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
-        self.made = (list(self.settings.bs), attn_backend, speculative_num_draft_tokens)
+        self.made = (self.settings.cuda_graph_config.decode.bs, attn_backend, speculative_num_draft_tokens)
 
 
 class Spec:
@@ -145,12 +105,14 @@ class Spec:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
     from dflash_sglang.patches import attention_room, graph_captures
     from dflash_sglang.width import runtime_states
 
-    Graphs.settings = SimpleNamespace(bs=Graphs.capture_bs)
-    graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=Graphs.settings)))
+    graph = SimpleNamespace(graph=Settings(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 7, 8]))))
     spec = Spec()
+    Graphs.settings = graph.graph
     monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
     monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
     for module in (runtime_states, attention_room):
@@ -173,7 +135,7 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
     )
     assert state.attention == "of 103 tokens" and state.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
     assert planned == ["of 103 tokens"]
-    assert Graphs.settings.bs is Graphs.capture_bs
+    assert Graphs.settings.cuda_graph_config.decode.bs == [1, 2, 7, 8]
 
 
 def test_attention_backends_have_room_for_a_block_beyond_the_context(runner: Any) -> None:
