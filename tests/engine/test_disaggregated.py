@@ -6,9 +6,8 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +65,8 @@ def one(environment: dict[str, str]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def apart(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with serve_apart(TARGET, DRAFT, tmp_path_factory.mktemp("apart"), environment=environment, **TEXT) as both:
+def apart(environment: dict[str, str], records: Path) -> Iterator[Apart]:
+    with serve_apart(TARGET, DRAFT, records, environment=environment, **TEXT) as both:
         yield both
 
 
@@ -115,11 +114,14 @@ FIELDS = (  # those that keep most between steps
     "sampling_seed and penalties",
     "logprobs and penalties",
 )
+REFUSED: tuple[tuple[str, Any], ...] = (
+    ("n", 2), ("bootstrap_room", -1), ("bootstrap_room", 0), ("bootstrap_room", [5]), ("bootstrap_host", []),
+)  # fmt: skip
 
 
-def test_fields_of_requests_act_as_on_one_server(one, apart):
-    """And logprobs are those of one server, where SGLang has them on a decode server: it has none of the prompt,
-    and none of the first token for tokens that a client names."""
+def test_fields_of_requests_act_as_on_one_server_and_both_refuse_what_would_end_one(one, apart):
+    """Logprobs are compared where SGLang has them on a decode server: it has none of the prompt, and none of the
+    first token for tokens that a client names."""
 
     def of_outputs(answer: dict[str, Any]) -> list[float]:
         reported = ("output_token_logprobs", "output_top_logprobs")
@@ -131,108 +133,75 @@ def test_fields_of_requests_act_as_on_one_server(one, apart):
         assert not fields.differences({name: alone}, {name: answers})
         for got, wanted in zip(answers, alone, strict=True):
             assert of_outputs(got) == pytest.approx(of_outputs(wanted), abs=1e-3)
-    for request in asked(custom_params={"dflash": {"max_width": 3}})[:3]:
-        answer = apart.ask(**request)
-        assert output_and_steps(answer) == output_and_steps(one.generate(**request))
-        assert len(answer["meta_info"]["spec_correct_drafts_histogram"]) <= 3
-
-
-REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("n", 2, "n=2: expected 1 with prefill and decode on different servers"),
-    ("bootstrap_room", -1, "bootstrap_room=-1: expected "),
-    ("bootstrap_room", 0, "bootstrap_room=0: expected "),
-    ("bootstrap_room", [5], "bootstrap_room=[5]: expected "),
-    ("bootstrap_host", [], "bootstrap_host=[]: expected "),
-)
-
-
-def test_what_would_end_a_server_or_an_answer_is_refused_by_both(apart):
-    for name, value, message in REFUSED:
+    narrow = asked(custom_params={"dflash": {"max_width": 3}})[0]
+    answer = apart.ask(**narrow)
+    assert output_and_steps(answer) == output_and_steps(one.generate(**narrow))
+    assert len(answer["meta_info"]["spec_correct_drafts_histogram"]) <= 3
+    for name, value in REFUSED:
         sent = {**asked()[0], **apart.room()}
-        if name == "n":
-            sent["sampling_params"] = {**sent["sampling_params"], name: value}
-        else:
-            sent[name] = value
+        (sent["sampling_params"] if name == "n" else sent)[name] = value
         for server in (apart.prefill, apart.decode):
             refused = answer_of(server, **sent)
-            assert isinstance(refused, Refused) and refused.status == 400, name
-            assert message in str(refused)
+            assert isinstance(refused, Refused) and refused.status == 400
+            assert f"{name}={value}: expected " in str(refused)
 
 
-# A prefill server that differs, what requests are answered that it shares with the decode server.
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "no speculation": (
-        dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"}),
-        "a prefill server without dflash_sglang: expected one that sends context KV of this server's draft. ",
-    ),
-    "a draft with other weights": (
-        dict(draft="other"),
-        " on the decode server: expected the same draft on both. ",
-    ),
-}
+BARE: dict[str, Any] = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"})
+ALIEN = "a prefill server without dflash_sglang: expected one that sends context KV of this server's draft. "
+OTHER = " on the decode server: expected the same draft on both. "
 
 
-@pytest.mark.parametrize(
-    "other", ["no speculation", pytest.param("a draft with other weights", marks=pytest.mark.full)]
-)
-def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(expected, apart, tmp_path, environment, other):
-    arguments, message = OTHERS[other]
-    if arguments["draft"] == "other":
+@pytest.mark.parametrize("message", [ALIEN, pytest.param(OTHER, marks=pytest.mark.full)], ids=["none", "weights"])
+def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(
+    expected, apart, tmp_path, environment, message
+):
+    of_prefill = {**BARE, "environment": {**environment, **BARE["environment"]}}
+    if message == OTHER:
         weights = load_file(DRAFT / "model.safetensors")
         weights["fc.weight"][0, 0] += 1.0
         save_file(weights, shutil.copytree(DRAFT, tmp_path / "draft") / "model.safetensors")
-        arguments = dict(draft=tmp_path / "draft")
-    prefill = {**TEXT, **arguments, "environment": {**environment, **arguments.get("environment", {})}}
-    with prefill_beside(apart, TARGET, prefill.pop("draft"), **prefill) as mismatched:
-        for request in asked()[:2]:
-            sent = {**request, **mismatched.room()}
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(answer_of, mismatched.prefill, **sent)
-                time.sleep(2)  # until the prefill server has it
-                refused = answer_of(mismatched.decode, **sent)
-                assert isinstance(refused, Refused) and refused.status == 500 and message in str(refused)
-                ended = waiting.result(60)  # SGLang's time-out is 300 s
-            assert isinstance(ended, Refused) and ended.status == 500
+        of_prefill = dict(draft=tmp_path / "draft", environment=environment)
+    with prefill_beside(apart, TARGET, **of_prefill) as mismatched:
+        sent = {**asked()[0], **mismatched.room()}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(answer_of, mismatched.prefill, **sent)
+            time.sleep(2)  # until the prefill server has it
+            refused = answer_of(mismatched.decode, **sent)
+            ended = waiting.result(60)  # SGLang's time-out is 300 s
+        assert isinstance(refused, Refused) and refused.status == 500 and message in str(refused)
+        assert isinstance(ended, Refused) and ended.status == 500
         mismatched.assert_idle()
     assert output_and_steps(apart.ask(**asked()[0])) == expected[0]
 
 
 @pytest.mark.full
-def test_a_decode_server_without_speculation_is_refused_by_a_prefill_server_with_it_and_served_by_another(
-    expected, tmp_path
-):
-    without: dict[str, Any] = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"})
-    with serve_apart(TARGET, DRAFT, tmp_path, decode=without) as apart:
-        for request in asked()[:2]:
-            refused, of_decode = apart.ask_both(**request)
-            assert isinstance(refused, Refused) and refused.status == of_decode.status == 500
-            assert "DFLASH: 10 KV buffers on the decode server, 16 on the prefill server" in str(refused)
-        with prefill_beside(apart, TARGET, **without) as plain:
+def test_a_prefill_server_refuses_a_decode_server_without_speculation_which_another_serves(expected, tmp_path):
+    with serve_apart(TARGET, DRAFT, tmp_path, decode=BARE) as apart:
+        refused, of_decode = apart.ask_both(**asked()[0])
+        assert isinstance(refused, Refused) and refused.status == of_decode.status == 500
+        assert "DFLASH: 10 KV buffers on the decode server, 16 on the prefill server" in str(refused)
+        with prefill_beside(apart, TARGET, **BARE) as plain:
             assert [answer["output_ids"] for answer in plain.ask_all(asked())] == [ids for ids, _ in expected]
             assert not plain.wrote_elsewhere()
 
 
 @pytest.mark.full
-def test_a_decode_server_that_takes_any_prefill_server_is_right_in_more_steps(expected, tmp_path, environment):
-    variables = {**environment, scheduler_hooks.HOOKS_ENV: ""}
-    settings = {CONFIG_ENV: '{"prefill": "any"}'}
-    prefill, decode = dict(draft=None, environment={"DFLASH_SGLANG_REQUIRE": "0"}), dict(environment=settings)
-    with serve_apart(TARGET, DRAFT, tmp_path, environment=variables, prefill=prefill, decode=decode) as apart:
-        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
-    assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
-    assert sum(steps for _, steps in answers) > 1.1 * sum(steps for _, steps in expected)
-
-
-@pytest.mark.full
-def test_a_decode_server_that_takes_any_prefill_server_decodes_with_context_of_the_built_in_worker(tmp_path):
+@pytest.mark.parametrize("prefill", [BARE, dict(environment=BUILT_IN_WORKER)], ids=["no draft", "built-in worker"])
+def test_a_decode_server_that_takes_any_prefill_server_is_right_and_in_more_steps_without_context(
+    tmp_path, prefill
+):
     draft = without_the_last_layer(tmp_path / "draft")
-    settings = {CONFIG_ENV: '{"prefill": "any"}', "DFLASH_SGLANG_REQUIRE": "1"}
-    servers = dict(prefill=dict(environment=BUILT_IN_WORKER), decode=dict(environment=settings))
-    with serve_apart(TARGET, draft, tmp_path, **servers) as apart:
+    decode = dict(environment={CONFIG_ENV: '{"prefill": "any"}', "DFLASH_SGLANG_REQUIRE": "1"})
+    with serve_apart(TARGET, draft, tmp_path, prefill=prefill, decode=decode) as apart:
         answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
         assert not apart.wrote_elsewhere()
-    with serve(TARGET, draft, environment=settings) as one:
-        assert answers == [output_and_steps(one.generate(**request)) for request in asked()]
+    with serve(TARGET, draft, **decode) as one:
+        alone = [output_and_steps(one.generate(**request)) for request in asked()]
+    if prefill is BARE:
+        assert [ids for ids, _ in answers] == [ids for ids, _ in alone]
+        assert sum(steps for _, steps in answers) > 1.1 * sum(steps for _, steps in alone)
+    else:
+        assert answers == alone
 
 
 @pytest.mark.full
@@ -255,38 +224,29 @@ def test_retracted_requests_and_their_adapters_act_as_on_one_server(expected, tm
         assert not apart.wrote_elsewhere()
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Checkpoints and flags of both servers, and of one of them."""
-
-    checkpoints: Callable[[Path], tuple[Path, Path]]
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    prefill: Mapping[str, Any] = field(default_factory=dict)
-    decode: Mapping[str, Any] = field(default_factory=dict)
-
-
-KINDS: dict[str, Kind] = {
+# Targets and drafts, and flags of both servers, of the prefill and of the decode server.
+Pairs = Callable[[Path], tuple[Path, Path]]
+KINDS: dict[str, tuple[Pairs, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # The pool begins as NaN.
-    "gated delta nets, retracted": Kind(
-        lambda _: pair("Qwen3.5"), dict(max_mamba_cache_size=64), decode=dict(environment=RETRACTING)
+    "gated delta nets, retracted": (
+        lambda _: pair("Qwen3.5"), dict(max_mamba_cache_size=64), {}, dict(environment=RETRACTING)
     ),
-    "two KV pools": Kind(
-        lambda _: pair("gpt-oss"), dict(ZOO["gpt-oss"].arguments, page_size=16, swa_full_tokens_ratio=0.4)
+    "two KV pools": (
+        lambda _: pair("gpt-oss"), dict(ZOO["gpt-oss"].arguments, page_size=16, swa_full_tokens_ratio=0.4), {}, {}
     ),
-    "DFlash2, hierarchical cache": Kind(
+    "DFlash2, hierarchical cache": (
         lambda directory: (TARGET, dflash2_draft(directory / "draft")),
-        dict(page_size=16),
-        prefill=dict(enable_hierarchical_cache=True, hicache_ratio=4),
+        dict(page_size=16), dict(enable_hierarchical_cache=True, hicache_ratio=4), {},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_path, kind):
     """A random draft has nothing accepted, so its proposals are compared, token by token."""
-    of = KINDS[kind]
-    target, draft = of.checkpoints(tmp_path)
+    checkpoints, flags, prefill, decode = KINDS[kind]
+    target, draft = checkpoints(tmp_path)
     text = list("\n".join(held_out_prompts()).encode())
     requests = []
     for length in (3, 100, 300):
@@ -298,10 +258,10 @@ def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_
         variables[who] = scheduler_hooks.hooked(tmp_path / who, "proposals,context")
     # As the two servers: a prefix hit finds less in rings.
     variables["one"][CONFIG_ENV] = json.dumps({"draft_kv": "whole"})
-    with serve(target, draft, environment=variables["one"], **of.flags) as one:
+    with serve(target, draft, environment=variables["one"], **flags) as one:
         outputs = [output_and_steps(answer) for answer in ask_at_once(one, requests)]
-    flags: dict[str, Any] = dict(prefill=of.prefill, decode=of.decode, **of.flags)
-    with serve_apart(target, draft, tmp_path, environment=variables["apart"], **flags) as apart:
+    roles: dict[str, Any] = dict(prefill=prefill, decode=decode)
+    with serve_apart(target, draft, tmp_path, environment=variables["apart"], **roles, **flags) as apart:
         for _ in ("cold", "from the prefix cache"):
             assert [output_and_steps(answer) for answer in apart.ask_all(requests)] == outputs
         assert not apart.wrote_elsewhere()
@@ -314,25 +274,15 @@ def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_
     assert len(proposed) > 20 and proposed_apart == proposed
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "ranks of the prefill server alone": dict(prefill=dict(tp_size=2)),
-    "data-parallel attention, chosen widths": dict(
-        tp_size=2, dp_size=2, enable_dp_attention=True, decode=dict(environment={CONFIG_ENV: '{"width": {}}'})
-    ),
-}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_both_servers_answer_as_one_server(expected, tmp_path, layout):
-    flags = {**RANKS, "decode_log_interval": 1, **LAYOUTS[layout]}
-    with serve_apart(TARGET, DRAFT, tmp_path, environment={"DFLASH_SGLANG_REQUIRE": "1"}, **flags) as apart:
-        answers = [output_and_steps(answer) for answer in apart.ask_all(asked())]
+def test_data_parallel_ranks_of_both_servers_output_what_one_server_does(expected, tmp_path):
+    decode = dict(environment={CONFIG_ENV: '{"width": {}}'})
+    flags = {**RANKS, "decode_log_interval": 1, **dict(tp_size=2, dp_size=2, enable_dp_attention=True)}
+    environment = {"DFLASH_SGLANG_REQUIRE": "1"}
+    with serve_apart(TARGET, DRAFT, tmp_path, environment=environment, decode=decode, **flags) as apart:
+        answers = apart.ask_all(asked())
         apart.assert_idle()
         assert not apart.wrote_elsewhere()
         log = apart.decode.log_text()
-    assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
-    if "dp_size" in flags:
-        assert {rank for rank in ("DP0", "DP1") if re.search(rf"{rank} .*Decode batch", log)} == {"DP0", "DP1"}
-    else:
-        assert answers == expected
+    assert [answer["output_ids"] for answer in answers] == [ids for ids, _ in expected]
+    assert {rank for rank in ("DP0", "DP1") if re.search(rf"{rank} .*Decode batch", log)} == {"DP0", "DP1"}

@@ -56,26 +56,14 @@ def configurator(**changes: Any) -> Any:
     config = SimpleNamespace(
         hf_config=None, head_dim=256, v_head_dim=256, get_num_kv_heads=lambda *_: 4, context_len=262144
     )
+    algorithm = dict(is_dflash_family=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False)
     fields = dict(
-        model_config=config,
-        mambaish_config=object(),
-        kv_cache_dtype=torch.bfloat16,
-        kv_cache_dtype_str="auto",
-        layer_info=SimpleNamespace(start_layer=0, end_layer=64),
-        pp_size=1,
-        attn_dp_size=1,
-        page_size=1,
-        use_mla_backend=False,
-        is_hybrid_swa=False,
-        is_draft_worker=False,
-        post_capture_kv_active=False,
-        server_args=SimpleNamespace(enable_hisparse=False),
-        spec_algorithm=SimpleNamespace(
-            is_dflash_family=lambda: True, is_eagle=lambda: False, is_standalone=lambda: False
-        ),
-        spec_aux_config=SimpleNamespace(dflash_draft_num_layers=5),
-        dflash_draft_cell_size_per_token=OF_DRAFT,
-    )
+        model_config=config, mambaish_config=object(), kv_cache_dtype=torch.bfloat16, kv_cache_dtype_str="auto",
+        layer_info=SimpleNamespace(start_layer=0, end_layer=64), pp_size=1, attn_dp_size=1, page_size=1,
+        use_mla_backend=False, is_hybrid_swa=False, is_draft_worker=False, post_capture_kv_active=False,
+        server_args=SimpleNamespace(enable_hisparse=False), spec_algorithm=SimpleNamespace(**algorithm),
+        spec_aux_config=SimpleNamespace(dflash_draft_num_layers=5), dflash_draft_cell_size_per_token=OF_DRAFT,
+    )  # fmt: skip
     for name, value in (fields | changes).items():
         setattr(made, name, value)
     return made
@@ -101,13 +89,13 @@ def test_a_27b_with_48_requests_keeps_a_fifth_more_tokens(schedule):
     assert draft_pool.with_fields is not None and config.max_total_num_tokens == bounded
 
 
-@pytest.mark.parametrize("requests, slots, rings", [(16, 80, 32), (48, 240, 64), (120, 600, 150), (48, 50, 26)])
-def test_there_is_a_ring_for_each_request_that_can_run_and_for_tails(schedule, requests, slots, rings):
+def test_there_is_a_ring_for_each_request_that_can_run_and_for_tails(schedule):
     """slots: of recurrent states, five for a running request."""
-    schedule.max_running_requests, schedule.max_mamba_cache_size = requests, slots
     pool = draft_pool.install(SHAPE)
-    tokens(36.1)
-    assert pool.rings == rings
+    for requests, slots, rings in ((16, 80, 32), (48, 240, 64), (120, 600, 150), (48, 50, 26)):
+        schedule.max_running_requests, schedule.max_mamba_cache_size = requests, slots
+        tokens(36.1)
+        assert pool.rings == rings
 
 
 @pytest.mark.parametrize(
@@ -133,12 +121,7 @@ FULL, SLIDING = 12, 33  # layers of Step-3.5-Flash
 
 @pytest.mark.parametrize(
     "full, sliding, ratio, fixed, gain",
-    [
-        (0, 3, 0.8, None, 1.0147),
-        (0, 3, 0.1, None, 1.173),
-        (1, 2, 0.1, None, 1.109),
-        (0, 3, 0.8, 5000, 1.2463),
-    ],
+    [(0, 3, 0.8, None, 1.0147), (0, 3, 0.1, None, 1.173), (1, 2, 0.1, None, 1.109), (0, 3, 0.8, 5000, 1.2463)],
 )
 def test_layers_at_sliding_slots_cost_these_and_the_budget_holds(
     schedule, monkeypatch, full, sliding, ratio, fixed, gain

@@ -9,7 +9,7 @@ import pkgutil
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +20,26 @@ import pytest
 from dflash_sglang import cli, hooks
 from dflash_sglang.patches import apply, contract, source, table
 from dflash_sglang.patches.table import PATCHES, Patch
-from dflash_sglang.settings.plugin_config import PluginConfigError
+from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
 from dflash_sglang.sglang_names import probe
 from dflash_sglang.sglang_names.probe import SGLangMismatchError
 
-OF_0_5_22 = Path(__file__).parents[2] / "support" / "sglang_0.5.22.json"
+TESTS = Path(__file__).parents[2]
+OF_0_5_22 = TESTS / "support" / "sglang_0.5.22.json"
 HOOKS = [patch for patch in PATCHES if patch.kind == "hook around"]
 REPLACED = [patch for patch in PATCHES if patch.kind == "replaced attribute"]
 
 
-def name_of(patch: Patch) -> str:
-    return patch.name
+def ask_each(patches: Iterable[Patch], ask: Callable[[Patch, pytest.MonkeyPatch], None]) -> None:
+    """Fails with the names of all rows of which it does not hold."""
+    wrong = {}
+    for patch in patches:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            try:
+                ask(patch, monkeypatch)
+            except (AssertionError, pytest.fail.Exception) as error:
+                wrong[patch.name] = str(error)
+    assert not wrong
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +70,9 @@ def node_of(path: Path, names: Sequence[str]) -> Any:
     return scope
 
 
-def read_from(folder: Path, patch: Patch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The contract reads this row's source from a folder; the names of all rows that rely on the same source."""
-    monkeypatch.setattr(
-        contract,
-        "fingerprint",
-        lambda dotted, root: source.fingerprint(dotted, folder if dotted == patch.source else root),
-    )
-    return [other.name for other in PATCHES if other.source == patch.source]
-
-
 def refused() -> dict[str, str]:
     """What is said of each row that ends start-up."""
+    contract.check.cache_clear()
     with pytest.raises(SGLangMismatchError) as error:
         contract.check()
     return dict(re.findall(r"^  ([a-z0-9-]+): sglang\.\S+: (.*)$", str(error.value), re.MULTILINE))
@@ -87,14 +87,19 @@ def test_every_row_has_a_name_of_its_own_and_fits_the_installed_sglang() -> None
     assert list(contract.check()) == []
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
-def test_a_row_names_the_function_of_ours_that_acts(patch: Patch) -> None:
-    assert callable(pkgutil.resolve_name(patch.by))
-    if patch.kind == "replaced attribute":
-        module = Path(pkgutil.resolve_name(patch.by.rpartition(".")[0]).__file__).read_text()
-        assert re.search(rf'replaced?\("{patch.name}", ', module), (
-            "apply.replace must be called with the row's name"
-        )
+def test_a_row_names_the_function_of_ours_that_acts_and_what_it_is_kept_for() -> None:
+    """A gain, or the test of a fault."""
+
+    def names(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert callable(pkgutil.resolve_name(patch.by))
+        assert bool(patch.gain) != bool(patch.test) and (TESTS / patch.test).exists()
+        if patch.kind == "replaced attribute":
+            module = Path(pkgutil.resolve_name(patch.by.rpartition(".")[0]).__file__).read_text()
+            assert re.search(rf'replaced?\("{patch.name}", ', module), (
+                "apply.replace is called with the row's name"
+            )
+
+    ask_each(PATCHES, names)
 
 
 def test_a_row_is_for_the_process_that_runs_what_it_changes() -> None:
@@ -122,101 +127,95 @@ def test_no_other_module_changes_sglang() -> None:
 # ---- Breakages ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
-def test_a_function_that_was_renamed_ends_start_up_by_the_rows_name(
-    patch: Patch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, names = copied(patch, tmp_path)
+def renamed(path: Path, names: list[str]) -> None:
     path.write_text(re.sub(rf"\b(def|class) {names[-1]}\b", r"\1 another_name", path.read_text()))
-    assert refused_of(patch, tmp_path, monkeypatch) == "gone"
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
-def test_a_function_whose_code_changed_ends_start_up_by_the_rows_name(
-    patch: Patch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, names = copied(patch, tmp_path)
+def with_another_line(path: Path, names: list[str]) -> None:
     last = node_of(path, names).body[-1]
     lines = path.read_text().splitlines(keepends=True)
-    lines.insert(
-        last.lineno - 1 - len(getattr(last, "decorator_list", ())), " " * last.col_offset + "changed = 1\n"
-    )
+    at = last.lineno - 1 - len(getattr(last, "decorator_list", ()))
+    lines.insert(at, " " * last.col_offset + "changed = 1\n")
     path.write_text("".join(lines))
-    assert refused_of(patch, tmp_path, monkeypatch) == "source differs"
 
 
-def refused_of(patch: Patch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    names = read_from(folder, patch, monkeypatch)
-    said = refused()
-    assert list(said) == names, "and no other row"
-    return said[patch.name]
+@pytest.mark.parametrize(("change", "says"), [(renamed, "gone"), (with_another_line, "source differs")])
+def test_a_changed_function_ends_start_up_by_the_names_of_its_rows(
+    change: Callable[[Path, list[str]], None], says: str, tmp_path: Path
+) -> None:
+    def ends(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / patch.name
+        change(*copied(patch, folder))
+
+        def read(dotted: str, root: Path | None) -> str | None:
+            return source.fingerprint(dotted, folder if dotted == patch.source else root)
+
+        monkeypatch.setattr(contract, "fingerprint", read)
+        assert refused() == {other.name: says for other in PATCHES if other.source == patch.source}
+
+    ask_each(PATCHES, ends)
 
 
 def pass_on(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-@pytest.mark.parametrize("patch", HOOKS, ids=name_of)
-def test_a_hook_that_sglang_did_not_apply_ends_start_up_by_the_rows_name(
-    patch: Patch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def alone(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's registry, which knows no hook, of a process that will ask for this row's alone."""
     from sglang.srt.plugins.hook_registry import HookRegistry
-
-    def fail(target: str, hooks: Any) -> None:
-        raise TypeError("no hook on this")
 
     pkgutil.resolve_name(patch.target)  # an import may register hooks of the CPU platform
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(HookRegistry, "_apply_target", fail)
-    another = replace(patch, by=f"{__name__}.pass_on")  # the row's own may act already, from another test
-    monkeypatch.setattr(apply, "PATCHES", (another,))
-    monkeypatch.setattr(apply, "_wanted", [])
-    with pytest.raises(SGLangMismatchError, match=rf"\n  {patch.name}: {re.escape(patch.target)}: .*not apply"):
-        apply.apply(patch.process)
-    assert "Failed to apply hooks" in caplog.text  # all that SGLang does
-
-
-@pytest.mark.parametrize("patch", HOOKS, ids=name_of)
-def test_a_hook_without_a_target_ends_start_up_by_the_rows_name(
-    patch: Patch, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(apply, "PATCHES", (patch,))
     monkeypatch.setattr(apply, "_wanted", [])
-    monkeypatch.setattr(apply, "_resolved", lambda dotted: None)
-    for start in (lambda: apply.register(patch.process), apply.verify):
-        with pytest.raises(SGLangMismatchError, match=rf"\n  {patch.name}: "):
-            start()
+    return HookRegistry
 
 
-@pytest.mark.parametrize("patch", REPLACED, ids=name_of)
-def test_an_attribute_that_is_gone_or_keeps_its_value_ends_start_up_by_the_rows_name(patch: Patch) -> None:
-    gone = rf"\n  {patch.name}: {re.escape(patch.target)}: SimpleNamespace has no attribute {patch.attribute}"
-    with pytest.raises(SGLangMismatchError, match=gone):
-        apply.replace(patch.name, SimpleNamespace(), object())
-    with pytest.raises(SGLangMismatchError, match=gone), apply.replaced(patch.name, SimpleNamespace(), object()):
-        pass
-    discards = type("Discards", (), {patch.attribute: property(lambda self: None, lambda self, value: None)})
-    with pytest.raises(SGLangMismatchError, match=rf"\n  {patch.name}: .*Discards does not take another"):
-        apply.replace(patch.name, discards(), object())
+def test_a_hook_without_a_target_or_that_sglang_did_not_apply_ends_start_up_by_the_rows_name() -> None:
+    def fail(target: str, hooks: Any) -> None:
+        raise TypeError("no hook on this")  # which SGLang logs, and no more
+
+    def ends(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+        row = rf"\n  {patch.name}: {re.escape(patch.target)}: "
+        another = replace(patch, by=f"{__name__}.pass_on")  # the row's own may act already, from another test
+        monkeypatch.setattr(alone(another, monkeypatch), "_apply_target", fail)
+        with pytest.raises(SGLangMismatchError, match=f"{row}.*not apply"):
+            apply.apply(patch.process)
+        monkeypatch.setattr(apply, "_resolved", lambda dotted: None)
+        for start in (lambda: apply.register(patch.process), apply.verify):
+            with pytest.raises(SGLangMismatchError, match=row):
+                start()
+
+    ask_each(HOOKS, ends)
+
+
+def test_an_attribute_that_is_gone_or_keeps_its_value_ends_start_up_by_the_rows_name() -> None:
+    def ends(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+        gone = rf"\n  {patch.name}: {re.escape(patch.target)}: SimpleNamespace has no attribute {patch.attribute}"
+        with pytest.raises(SGLangMismatchError, match=gone):
+            apply.replace(patch.name, SimpleNamespace(), object())
+        discards = type("Discards", (), {patch.attribute: property(lambda self: None, lambda self, value: None)})
+        with pytest.raises(SGLangMismatchError, match=rf"\n  {patch.name}: .*Discards does not take another"):
+            apply.replace(patch.name, discards(), object())
+
+    ask_each(REPLACED, ends)
 
 
 def test_a_hook_that_acts_is_seen_behind_hooks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.managers.overlap_utils import FutureMap
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
-    (patch,) = (patch for patch in PATCHES if patch.name == "relay-lengths")
     monkeypatch.setattr(FutureMap, "resolve_seq_lens_cpu", FutureMap.resolve_seq_lens_cpu)  # undone afterwards
-    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
-    monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(apply, "PATCHES", (patch,))
-    monkeypatch.setattr(apply, "_wanted", [])
-    HookRegistry.register(patch.target, lambda result, *args, **kwargs: None, HookType.AFTER)
+    patch = table.BY_NAME["relay-lengths"]
+    alone(patch, monkeypatch).register(patch.target, lambda result, *args, **kwargs: None, HookType.AFTER)
     apply.apply("scheduler")
     apply.verify()
 
 
 def test_a_replaced_attribute_is_given_back() -> None:
+    with pytest.raises(SGLangMismatchError), apply.replaced("attention-context", SimpleNamespace(), 12):
+        pass
     config = SimpleNamespace(context_len=8)
     with pytest.raises(KeyError), apply.replaced("attention-context", config, 12):
         assert config.context_len == 12
@@ -280,17 +279,19 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("change", [*SAME, *OTHER])
-def test_only_code_changes_a_hash(change: str, tmp_path: Path) -> None:
-    hashes = []
-    for number, (old, new) in enumerate([("", ""), {**SAME, **OTHER}[change]]):
-        root = tmp_path / str(number)
-        root.mkdir()
+def test_only_code_changes_a_hash(tmp_path: Path) -> None:
+    def hashed(name: str, text: str) -> str | None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "m.py").write_text(text)
+        return source.fingerprint("sglang.m.C.f", tmp_path / name)
+
+    before = hashed("before", BEFORE)
+    changed = {}
+    for name, (old, new) in {**SAME, **OTHER}.items():
         assert old in BEFORE
-        (root / "m.py").write_text(BEFORE.replace(old, new, 1) if old else BEFORE)
-        hashes.append(source.fingerprint("sglang.m.C.f", root))
-    assert None not in hashes
-    assert (hashes[0] == hashes[1]) == (change in SAME)
+        changed[name] = hashed(name, BEFORE.replace(old, new, 1))
+    assert None not in (before, *changed.values())
+    assert [name for name, found in changed.items() if found == before] == list(SAME)
 
 
 def test_a_hash_is_that_of_the_definition_alone_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -300,24 +301,6 @@ def test_a_hash_is_that_of_the_definition_alone_in_a_file_of_its_own(tmp_path: P
         path.write_text(node)
         dotted = ".".join(("sglang", *path.relative_to(tmp_path / str(number)).with_suffix("").parts, names[-1]))
         assert source.fingerprint(dotted, tmp_path / str(number)) == patch.fingerprint, patch.name
-
-
-def test_a_definition_is_cut_out_of_its_file_as_the_whole_file_has_it() -> None:
-    """Of every function, class and method in the files of the table, although only the cut is parsed."""
-    cuts = 0
-    for file in {source._file_of(patch.source, source.installed())[0] for patch in PATCHES}:
-        text = file.read_text(encoding="utf-8")
-        found: dict[tuple[str, ...], list[ast.AST]] = {}
-        for outer in [node for node in ast.parse(text).body if hasattr(node, "name")]:
-            found.setdefault((outer.name,), []).append(outer)
-            for node in outer.body if isinstance(outer, ast.ClassDef) else ():
-                if hasattr(node, "name"):
-                    found.setdefault((outer.name, node.name), []).append(node)
-        for names, nodes in found.items():
-            cut = source._named(source._cut(text, list(names)), list(names))
-            assert list(map(source._shown, cut)) == list(map(source._shown, nodes)), (file, names)
-        cuts += len(found)
-    assert cuts > 1000
 
 
 # ---- Other versions of SGLang ------------------------------------------------------------------------------
@@ -372,20 +355,15 @@ def test_named_rows_are_taken_on_trust_each_with_a_warning(monkeypatch: pytest.M
     assert re.findall(r"^  ([a-z0-9-]+): ", str(error.value), re.MULTILINE) == [differing[0]]
 
 
-def test_a_row_that_is_gone_is_not_taken_on_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_gone_or_do_not_exist_are_not_taken_on_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "fingerprint", lambda dotted, root: None)
     with pytest.raises(SGLangMismatchError, match="\n  worker: .*: gone"):
         contract.check(tuple(table.BY_NAME))
-
-
-def test_an_accepted_row_that_does_not_exist_is_refused_by_name() -> None:
     with pytest.raises(PluginConfigError, match="accept_patches: unknown patch 'wroker'. Known patches: worker, "):
         contract.check(("worker", "wroker"))
 
 
-def test_the_setting_is_a_list_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_sglang.settings.plugin_config import PluginConfig
-
+def test_the_setting_is_a_list_of_names() -> None:
     assert PluginConfig.from_mapping({"accept_patches": ["worker"]}).accept_patches == ("worker",)
     for value in ("worker", [1], None, {"worker": True}):
         with pytest.raises(PluginConfigError, match="accept_patches=.*: expected a list of names"):
@@ -399,10 +377,8 @@ def test_the_launcher_logs_every_remark_once(
     monkeypatch.setattr(hooks, "apply", lambda process: None)
     with caplog.at_level(logging.INFO, logger="dflash_sglang"):
         hooks._patch_launcher.__wrapped__()
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "one"),
-        ("INFO", "two"),
-    ]
+    told = [(record.levelname, record.message) for record in caplog.records]
+    assert told == [("WARNING", "one"), ("INFO", "two")]
 
 
 # ---- The command -------------------------------------------------------------------------------------------
@@ -414,7 +390,7 @@ def test_the_command_prints_every_row_and_whether_it_fits(
     assert cli.main(["patches"]) == 0
     printed = capsys.readouterr().out
     assert all(re.search(rf"^{patch.name} +matches .*{patch.target}$", printed, re.MULTILINE) for patch in PATCHES)
-    assert all(patch.why in printed and patch.gain in printed and patch.by in printed for patch in PATCHES)
+    assert all(patch.why in printed and patch.worth in printed and patch.by in printed for patch in PATCHES)
     assert printed.splitlines()[-1] == f"{len(PATCHES)} patches, {len(PATCHES)} of them fit"
     assert cli.main(["patches", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {patch.name: patch.fingerprint for patch in PATCHES}

@@ -20,14 +20,9 @@ def params(layers: int = LAYERS, v_heads: int = HEADS, heads: int = KEY_HEADS, d
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 
     shape = Mamba2StateShape.create(
-        tp_world_size=1,
-        intermediate_size=v_heads * dim,
-        n_groups=heads,
-        num_heads=v_heads,
-        head_dim=dim,
-        state_size=dim,
-        conv_kernel=4,
-    )
+        tp_world_size=1, intermediate_size=v_heads * dim, n_groups=heads, num_heads=v_heads, head_dim=dim,
+        state_size=dim, conv_kernel=4,
+    )  # fmt: skip
     dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     return Mamba2CacheParams(shape=shape, layers=list(range(layers)), dtype=dtype)
 
@@ -38,21 +33,15 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     from sglang.srt.mem_cache import kv_cache_configurator
 
     mamba = Settings(
-        enable_linear_replayssm_spec=False,
-        linear_replayssm_cache_len=16,
-        enable_mamba_extra_buffer=True,
-        enable_mamba_extra_buffer_lazy=False,
-        linear_attn_backend="triton",
-        linear_attn_decode_backend=None,
+        enable_linear_replayssm_spec=False, linear_replayssm_cache_len=16, enable_mamba_extra_buffer=True,
+        enable_mamba_extra_buffer_lazy=False, linear_attn_backend="triton", linear_attn_decode_backend=None,
         linear_attn_verify_backend=None,
-    )
+    )  # fmt: skip
     memory = Settings(disable_radix_cache=False, enable_unified_memory=False, enable_page_major_kv_layout=False)
     schedule = Settings(
-        max_mamba_cache_size=None,
-        max_running_requests=48,
-        mamba_full_memory_ratio=0.9,
+        max_mamba_cache_size=None, max_running_requests=48, mamba_full_memory_ratio=0.9,
         disable_overlap_schedule=False,
-    )
+    )  # fmt: skip
     found = dict(
         get_exec=lambda: SimpleNamespace(mamba=mamba),
         get_memory=lambda: memory,
@@ -89,14 +78,10 @@ def sized(settings: Any, gigabytes: float) -> tuple[int, int, float]:
 
     configurator: Any = object.__new__(Configurator)
     fields = dict(
-        mambaish_config=SimpleNamespace(mamba2_cache_params=params()),
-        hybrid_gdn_config=object(),
-        hybrid_kda_config=None,
-        pp_size=1,
-        attn_dp_size=1,
+        mambaish_config=SimpleNamespace(mamba2_cache_params=params()), hybrid_gdn_config=object(),
+        hybrid_kda_config=None, pp_size=1, attn_dp_size=1, extra_mamba_cache_bytes_per_req=0,
         spec_algorithm=SimpleNamespace(is_none=lambda: False),
-        extra_mamba_cache_bytes_per_req=0,
-    )
+    )  # fmt: skip
     for name, value in fields.items():
         setattr(configurator, name, value)
     settings.schedule.max_mamba_cache_size = None
@@ -107,18 +92,16 @@ def sized(settings: Any, gigabytes: float) -> tuple[int, int, float]:
     return slots, min(48, slots // configurator._calculate_mamba_ratio()), left
 
 
-@pytest.mark.parametrize(
-    "hopper, requests, is_kda, tile",
-    [(True, 64, False, 4), (True, 65, False, 32), (True, 1, True, 32), (False, 1, False, 32)],
-)
-def test_a_verify_that_keeps_rows_has_the_launch_of_one_that_keeps_states(
-    settings, sglang, monkeypatch, hopper, requests, is_kda, tile
-):
+def test_a_verify_that_keeps_rows_has_the_launch_of_one_that_keeps_states(settings, sglang, monkeypatch):
     kernel = replayed_states.fused_sigmoid_gating_recurrent
-    monkeypatch.setattr(kernel, "_is_sm90", hopper)
     assert replayed_states.install(SimpleNamespace(model_config=None))
-    shape = requests, 16, 32, 128, 128, is_kda
-    assert kernel._select_recurrent_launch_config(*shape, target_verify=False, cache_steps=None) == (tile, 1)
+    launches = ((True, 64, False, 4), (True, 65, False, 32), (True, 1, True, 32), (False, 1, False, 32))
+    for hopper, requests, kda, tile in launches:
+        monkeypatch.setattr(kernel, "_is_sm90", hopper)
+        launch = kernel._select_recurrent_launch_config(
+            requests, 16, 32, 128, 128, kda, target_verify=False, cache_steps=None
+        )
+        assert launch == (tile, 1), (hopper, requests, kda)
 
 
 def test_a_27b_on_one_h200_runs_four_times_the_requests(settings, sglang):
@@ -160,30 +143,29 @@ def test_the_pool_keeps_rows_by_slot_and_no_states_of_rows(settings):
     assert pool.replayssm_spec_fold and pool.replayssm_cache_base is None
 
 
-@pytest.mark.parametrize(
-    "group, field, value",
-    [
+def test_states_of_rows_are_kept_where_something_else_verifies_or_has_states_and_where_pools_lie_otherwise(
+    settings, sglang, monkeypatch
+):
+    def replays() -> bool:
+        return replayed_states.install(SimpleNamespace(model_config=None))
+
+    for group, field, value in (
         ("mamba", "linear_attn_verify_backend", "flashinfer"),
         ("mamba", "linear_attn_decode_backend", "flashinfer"),
         ("mamba", "linear_attn_backend", "flashinfer"),
         ("memory", "enable_unified_memory", True),
         ("memory", "enable_page_major_kv_layout", True),
-    ],
-)
-def test_states_of_rows_are_kept_where_another_kernel_verifies_or_pools_lie_otherwise(
-    settings, sglang, group, field, value
-):
-    setattr(getattr(settings, group), field, value)
-    assert not replayed_states.install(SimpleNamespace(model_config=None))
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(getattr(settings, group), field, value)
+            assert not replays(), field
+    # Layers beside the recurrent ones, whose states SGLang rolls on where it commits kept ones; other kinds.
+    for config in (SimpleNamespace(ple_layer_ids=[1, 2]), None):
+        with monkeypatch.context() as changed:
+            changed.setattr(replayed_states, "hybrid_gdn_config", lambda _, config=config: config)
+            assert not replays(), config
     assert replayed_states.HybridReqToTokenPool.mamba_pool_cls is not replayed_states.ReplayPool
-
-
-def test_states_of_rows_are_kept_where_layers_beside_the_recurrent_ones_have_states_too(
-    settings, sglang, monkeypatch
-):
-    """SGLang rolls those on where it commits kept states, and nowhere else (Qwen4-Exp)."""
-    monkeypatch.setattr(replayed_states, "hybrid_gdn_config", lambda config: SimpleNamespace(ple_layer_ids=[1, 2]))
-    assert not replayed_states.install(SimpleNamespace(model_config=None))
+    assert replays()
 
 
 def test_a_step_of_one_row_runs_the_decode_of_the_kernel_that_verifies(monkeypatch):
@@ -202,8 +184,3 @@ def test_a_step_of_one_row_runs_the_decode_of_the_kernel_that_verifies(monkeypat
     out = backend._replayssm_fold_target_verify(layer=layer, query=1, key=2, value=3, a=4, b=5, **of_batch)
     expected = dict(A_log="A", dt_bias="dt", ssm_states="s", cache_indices="i", query_start_loc="l")
     assert out == "out" and calls == [((1, 2, 3, 4, 5), expected)]
-
-
-def test_other_kinds_keep_states_of_rows(settings, sglang, monkeypatch):
-    monkeypatch.setattr(replayed_states, "hybrid_gdn_config", lambda config: None)
-    assert not replayed_states.install(SimpleNamespace(model_config=None))

@@ -97,25 +97,6 @@ def random_rows(dtype: torch.dtype) -> Tensor:
     return torch.randn(CAPTURED, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def test_two_ranks_find_the_best_tokens_and_the_whole_logits_in_their_shards():
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    logits[0, [3, 99]] = 7.0  # a tie: the lower id
-    padded = nn.functional.pad(logits, (0, 2 * ROWS - VOCAB), value=99.0)  # padding that would win
-    together = Together(2)
-
-    def of_rank(rank: int) -> tuple[list[int], Tensor]:
-        of_target = TargetLogits(sharded(together.of(rank), rank))
-        shard = padded[:, rank * ROWS :][:, :ROWS].contiguous()
-        return of_target.best(shard).tolist(), of_target.whole(shard)
-
-    with ThreadPoolExecutor(2) as pool:
-        for best, whole in pool.map(of_rank, range(2)):
-            assert best == logits.argmax(-1).tolist()
-            assert torch.equal(whole, logits) and whole.dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("live", [CAPTURED, 4])
 def test_a_verify_gives_each_rank_its_shard_and_ranks_find_best_tokens_and_whole_rows_in_them(live, dtype):
@@ -156,7 +137,7 @@ def test_logits_of_a_whole_head_are_sglangs(mode, captured):
     assert of_target.best(logits).tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_verify_leaves_out_the_gather_that_a_prefill_does_also_after_an_error():
+def test_a_verify_alone_leaves_out_the_gather():
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -170,17 +151,9 @@ def test_a_verify_leaves_out_the_gather_that_a_prefill_does_also_after_an_error(
     processor = runner.model.logits_processor
     processor.__class__ = Recorded
     TargetLogits(runner)
-    verify = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, next_token_logits_buffer=None)
-    for mode, gathers in (
-        (ForwardMode.TARGET_VERIFY, False),
-        (ForwardMode.EXTEND, True),
-        (ForwardMode.IDLE, True),
-    ):
-        metadata = SimpleNamespace(forward_mode=mode, next_token_logits_buffer=None)
+    for mode, gathers in (("TARGET_VERIFY", False), ("EXTEND", True), ("IDLE", True)):
+        metadata = SimpleNamespace(forward_mode=ForwardMode[mode], next_token_logits_buffer=None)
         assert processor._get_logits(None, None, metadata) is gathers
-    with pytest.raises(TypeError):
-        processor._get_logits(None, None, verify, "unknown")
-    assert processor.do_tensor_parallel_all_gather is True
 
 
 @pytest.mark.parametrize("setting", ["do_tensor_parallel_all_gather_dp_attn", "use_tp_lm_head_all_to_all"])
@@ -214,73 +187,59 @@ def test_logits_that_are_wider_than_the_model_are_gathered_in_full_precision(set
             assert torch.equal(whole, logits) and whole.is_contiguous()
 
 
-FIELDS = dict(
-    is_all_greedy=False,
-    acc_additive_penalties=None,
-    sampling_mask_batch_indices=None,
-    sampling_seed=None,
-    logit_bias=None,
-    has_custom_logit_processor=False,
-)
+UNASKED = dict(
+    is_all_greedy=False, acc_additive_penalties=None, sampling_mask_batch_indices=None, sampling_seed=None,
+    logit_bias=None, has_custom_logit_processor=False,
+)  # fmt: skip
+GREEDY: dict[str, Any] = dict(is_all_greedy=True)
+# What requests ask of a step: sampling info, the batch. Of the last ones logits are adjusted.
+AS_THEY_ARE: dict[str, Any] = dict(GREEDY)
+REPORTED: tuple[dict[str, Any], ...] = (
+    dict(), dict(sampling_seed=1), dict(return_logprob=True), dict(GREEDY, return_logprob=True),
+    dict(sampling_mask_batch_indices=1), dict(GREEDY, sampling_mask_batch_indices=1),
+)  # fmt: skip
+ADJUSTED: tuple[dict[str, Any], ...] = (
+    dict(has_grammar=True), dict(GREEDY, has_grammar=True), dict(acc_additive_penalties=1),
+    dict(GREEDY, logit_bias=1), dict(has_custom_logit_processor=True), dict(GREEDY, sanitizes=True),
+)  # fmt: skip
 
 
-ADJUSTING = {"acc_additive_penalties", "logit_bias", "has_custom_logit_processor"}
-
-
-@pytest.mark.parametrize(
-    "taken,info,batch,sanitizes",
-    [
-        ("as they are", dict(is_all_greedy=True), {}, False),
-        ("whole", {}, {}, False),
-        ("whole", dict(sampling_seed=1), {}, False),
-        ("whole", {}, dict(return_logprob=True), False),
-        ("whole", dict(is_all_greedy=True), dict(return_logprob=True), False),
-        ("whole", dict(sampling_mask_batch_indices=1), {}, False),
-        ("whole", dict(is_all_greedy=True, sampling_mask_batch_indices=1), {}, False),
-        ("whole", {}, dict(has_grammar=True), False),
-        ("whole", dict(is_all_greedy=True), dict(has_grammar=True), False),
-        ("whole", dict(acc_additive_penalties=1), {}, False),
-        ("whole", dict(is_all_greedy=True, logit_bias=1), {}, False),
-        ("whole", dict(has_custom_logit_processor=True), {}, False),
-        ("whole", dict(is_all_greedy=True), {}, True),
-    ],
-)
-def test_whole_logits_are_gathered_for_what_needs_them_alone(taken, info, batch, sanitizes, monkeypatch):
-    """Whatever is adjusted, reported or sampled; a greedy graph has accepted before."""
+def verifying(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """A verifier over parts that note their calls, a batch, what the target's forward gives, and whole logits."""
     from dflash_sglang.verify import verifier
 
-    sglang = ("GrammarTree", "compute_spec_logprobs", "sanitize_nan_logits")
-    for name in (*sglang, "sampling_mask_output"):
+    for name in ("GrammarTree", "compute_spec_logprobs", "sanitize_nan_logits", "sampling_mask_output"):
         monkeypatch.setattr(verifier, name, mock.MagicMock())
     under_test = object.__new__(verifier.Verifier)
     for name in ("tail", "acceptor", "adjustments", "target_tokens", "by_kernels"):
         setattr(under_test, f"_{name}", mock.MagicMock())
-    under_test._recurrent, under_test._sanitizes = None, sanitizes
-    given, whole = mock.MagicMock(), mock.MagicMock()
+    under_test._recurrent, under_test._sanitizes = None, asked.get("sanitizes", False)
+    whole = mock.MagicMock()
     under_test._logits = mock.MagicMock(whole=mock.MagicMock(return_value=whole))
-    output = SimpleNamespace(next_token_logits=given, hidden_states=mock.MagicMock())
+    output = SimpleNamespace(next_token_logits=mock.MagicMock(), hidden_states=mock.MagicMock())
     monkeypatch.setattr(under_test, "_forward", lambda *_: mock.MagicMock(logits_output=output), raising=False)
-    asked = mock.MagicMock(
-        sampling_info=SimpleNamespace(**{**FIELDS, **info}),
-        **{**dict(has_grammar=False, return_logprob=False), **batch},
-    )
-    under_test.verify(asked, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(ragged=None), None)
-    expected = {"as they are": given, "whole": whole}[taken]
-    assert output.next_token_logits is expected
-    assert verifier.sampling_mask_output.called is (taken != "as they are")
-    readers = [under_test._adjustments.apply, under_test._target_tokens.choose, verifier.sampling_mask_output]
-    assert all(call.args[0] is expected for reader in readers for call in reader.call_args_list)
-    adjusts = sanitizes or bool(info.keys() & ADJUSTING) or "has_grammar" in batch
-    reported = batch.get("return_logprob") or "sampling_mask_batch_indices" in info
-    assert under_test._adjustments.apply.called is (adjusts and not reported)
-    greedy = info.get("is_all_greedy", False)
-    assert under_test._target_tokens.choose.called is not (greedy and (taken == "as they are" or bool(reported)))
-    if not reported:  # of ragged rows the forward takes the ids in the place of the block's
+    info = SimpleNamespace(**{name: asked.get(name, default) for name, default in UNASKED.items()})
+    of_batch = {name: asked.get(name, False) for name in ("has_grammar", "return_logprob")}
+    return under_test, mock.MagicMock(sampling_info=info, **of_batch), output, whole
+
+
+def test_whole_logits_are_gathered_for_what_needs_them_alone(monkeypatch):
+    """Whatever is adjusted, reported or sampled; a greedy graph has accepted before. Of ragged rows the forward
+    takes the ids in the place of the block's, and what reads proposals has copies."""
+    for asked in (AS_THEY_ARE, *REPORTED, *ADJUSTED):
+        under_test, batch, output, whole = verifying(monkeypatch, asked)
+        expected = output.next_token_logits if asked is AS_THEY_ARE else whole
         proposals = mock.MagicMock()
-        under_test.verify(asked, mock.MagicMock(), proposals, mock.MagicMock(ragged=mock.MagicMock()), None)
-        read = {id(call.args[2]) for call in under_test._adjustments.apply.call_args_list[1:]}
-        assert read <= {id(proposals.copied.return_value.tokens)}
-        assert proposals.copied.called is (taken != "as they are")
+        under_test.verify(batch, mock.MagicMock(), proposals, mock.MagicMock(ragged=None), None)
+        assert output.next_token_logits is expected, asked
+        adjust, choose = under_test._adjustments.apply, under_test._target_tokens.choose
+        assert adjust.called == (asked in ADJUSTED), asked
+        assert choose.called == (asked in ADJUSTED or not asked.get("is_all_greedy")), asked
+        assert all(call.args[0] is whole for reader in (adjust, choose) for call in reader.call_args_list), asked
+        assert not proposals.copied.called
+        under_test.verify(batch, mock.MagicMock(), proposals, mock.MagicMock(ragged=mock.MagicMock()), None)
+        assert proposals.copied.called == (asked is not AS_THEY_ARE), asked
+        assert {id(call.args[2]) for call in adjust.call_args_list[1:]} <= {id(proposals.copied().tokens)}, asked
 
 
 def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(monkeypatch):
@@ -289,19 +248,13 @@ def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(m
 
     from dflash_sglang.verify import verifier
 
-    under_test = object.__new__(verifier.Verifier)
-    for name in ("acceptor", "adjustments", "target_tokens", "by_kernels"):
-        setattr(under_test, f"_{name}", mock.MagicMock())
-    under_test._sanitizes = True
-    monkeypatch.setattr(verifier, "sampling_mask_output", mock.MagicMock())
-    bias = torch.tensor([[0.0, 0.0, 5.0]])
-    under_test._adjustments.apply = lambda logits, *_: logits.add_(bias)
-    info = SimpleNamespace(**{**FIELDS, "is_all_greedy": True})
-    batch = SimpleNamespace(sampling_info=info, has_grammar=False, return_logprob=False)
+    sanitize = verifier.sanitize_nan_logits
+    under_test, batch, _, _ = verifying(monkeypatch, dict(GREEDY, sanitizes=True))
+    monkeypatch.setattr(verifier, "sanitize_nan_logits", sanitize)
+    under_test._adjustments.apply = lambda logits, *_: logits.add_(torch.tensor([[0.0, 0.0, 5.0]]))
     logits = torch.tensor([[float("nan"), 1.0, -3.0]])
-    under_test._logits = mock.MagicMock(whole=mock.MagicMock(return_value=logits))
+    under_test._logits.whole.return_value = logits
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
-        block, proposals, forward = (mock.MagicMock() for _ in range(3))
-        under_test._accept_as_asked(batch, block, proposals, mock.MagicMock(), forward, None, None)
+        under_test.verify(batch, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(ragged=None), None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
     assert under_test.excluded(batch) == (None, "adjusted", "adjusted")

@@ -1,4 +1,4 @@
-"""FlashInfer's plans of a block: each row of a sliding layer sees the keys of its own window."""
+"""Attention backends of blocks: room beyond the context, and a window for each row in plans of FlashInfer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_sglang.patches import attention_room
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 
 
@@ -51,3 +52,11 @@ def test_flashinfer_masks_each_row_of_a_draft_by_its_own_window(context, block, 
 def test_backends_without_sliding_layers_keep_their_plans():
     assert not plan_windows(SimpleNamespace())
     assert not plan_windows(SimpleNamespace(dispatch_reason=None))
+
+
+def test_backends_of_both_models_have_room_for_a_block_that_ends_beyond_the_context(monkeypatch):
+    monkeypatch.setattr(attention_room, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=8))
+    runner: Any = SimpleNamespace(model_config=SimpleNamespace(context_len=100))
+    room: list[int] = []
+    attention_room.init_attention_backends(lambda runner: room.append(runner.model_config.context_len), runner)
+    assert room == [107] and runner.model_config.context_len == 100
