@@ -248,7 +248,8 @@ PATCHES: tuple[Patch, ...] = (
     # ---- The scheduler: attention ----------------------------------------------------------------------------
     _hook("attention-room", "scheduler", "patches.attention_room.init_attention_backends", "461c0b4e6129",
           f"{_RUNNER}.init_attention_backends",
-          why="Page tables need room for a block that ends beyond the context.", test="unit/patches/test_attention.py"),
+          why="Page tables need room for a block that ends beyond the context.",
+          test="unit/patches/test_attention.py"),
     _replaced("attention-context", "scheduler", "patches.attention_room.room_for_blocks", "5815447c38b9",
           f"{_SRT}.configs.model_config.ModelConfig.context_len",
           reader=f"{_SRT}.configs.model_config.ModelConfig._derive_context_length",
