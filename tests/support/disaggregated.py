@@ -35,28 +35,37 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """SGLang's backend, and the file of the stand-in's faults, which another backend has none of."""
+class Launch:
+    """How the servers are started: SGLang's transfer backend, the file of the stand-in's faults, flags of both."""
 
     backend: str
     fault: Path
+    shared: Mapping[str, Any]
 
-    def environment(self, python_path: str) -> dict[str, str]:
-        if self.backend != STAND_IN:
-            return {"PYTHONPATH": python_path}
-        path = os.pathsep.join(filter(None, [str(TRANSFER), python_path]))
-        return {"PYTHONPATH": path, FAULT_ENV: str(self.fault)}
+    def server(
+        self, role: str, target: Path, draft: Path | None, bootstrap_port: int, arguments: Mapping[str, Any]
+    ) -> AbstractContextManager[Server]:
+        """arguments: more flags, and `environment`; `draft` overrides the other one."""
+        flags = {"draft": draft, "environment": {}, "fresh": False, **self.shared, **arguments}
+        draft, variables, fresh = flags.pop("draft"), flags.pop("environment"), flags.pop("fresh")
+        path, environment = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), {}
+        if self.backend == STAND_IN:
+            path = os.pathsep.join(filter(None, [str(TRANSFER), path]))
+            environment = {FAULT_ENV: str(self.fault)}
+        environment = {**variables, **environment, "PYTHONPATH": path, "SGLANG_HOST_IP": "127.0.0.1"}
+        flags |= dict(
+            disaggregation_mode=role,
+            disaggregation_transfer_backend=self.backend,
+            disaggregation_bootstrap_port=bootstrap_port,
+        )
+        return _started(target, draft, environment, LAUNCH, fresh, flags)
 
 
 class Apart:
     """A prefill server, a decode server, and what clients and a router send to both."""
 
-    def __init__(
-        self, prefill: Server, decode: Server, bootstrap_port: int, transfer: Transfer, shared: Mapping[str, Any]
-    ) -> None:
-        """shared: flags of both servers."""
-        self.prefill, self.decode, self.transfer, self.shared = prefill, decode, transfer, shared
-        self.bootstrap_port = bootstrap_port
+    def __init__(self, prefill: Server, decode: Server, bootstrap_port: int, launch: Launch) -> None:
+        self.prefill, self.decode, self.bootstrap_port, self.launch = prefill, decode, bootstrap_port, launch
 
     def ask(self, *, of: str = "decode", **request: Any) -> dict[str, Any]:
         """The answer of one server, `of` prefill or decode. Raises Refused where it has another status."""
@@ -95,11 +104,11 @@ class Apart:
     @contextmanager
     def fault(self, kind: str) -> Iterator[None]:
         """In which transfers have a fault of the stand-in's."""
-        self.transfer.fault.write_text(kind)
+        self.launch.fault.write_text(kind)
         try:
             yield
         finally:
-            self.transfer.fault.write_text("")
+            self.launch.fault.write_text("")
 
     def assert_idle(self) -> None:
         """Both servers end what they do, and find every slot free."""
@@ -107,15 +116,9 @@ class Apart:
             server.post("/flush_cache?timeout=60")
             assert "leak" not in server.log_text()
 
-    def logs(self) -> str:
-        return self.prefill.log_text() + self.decode.log_text()
-
-    def tails(self) -> str:
-        return "\n".join(server.log_tail(60) for server in (self.prefill, self.decode))
-
     def wrote_elsewhere(self) -> bool:
         """Whether a transfer had an address outside of registered memory."""
-        return UNREGISTERED in self.logs()
+        return any(UNREGISTERED in server.log_text() for server in (self.prefill, self.decode))
 
 
 def answer_of(server: Server, **request: Any) -> Any:
@@ -128,27 +131,6 @@ def answer_of(server: Server, **request: Any) -> Any:
         return Refused(0, str(error))
 
 
-def _role(
-    role: str,
-    target: Path,
-    draft: Path | None,
-    bootstrap_port: int,
-    transfer: Transfer,
-    arguments: Mapping[str, Any],
-) -> AbstractContextManager[Server]:
-    """arguments: of the server, and `environment`; `draft` overrides the other one."""
-    flags = {"draft": draft, "environment": {}, "fresh": False, **arguments}
-    draft, variables, fresh = flags.pop("draft"), flags.pop("environment"), flags.pop("fresh")
-    python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    environment = {**variables, **transfer.environment(python_path), "SGLANG_HOST_IP": "127.0.0.1"}
-    flags |= dict(
-        disaggregation_mode=role,
-        disaggregation_transfer_backend=transfer.backend,
-        disaggregation_bootstrap_port=bootstrap_port,
-    )
-    return _started(target, draft, environment, LAUNCH, fresh, flags)
-
-
 @contextmanager
 def prefill_beside(
     apart: Apart, target: Path, draft: Path | None, bootstrap_port: int | None = None, **arguments: Any
@@ -156,19 +138,18 @@ def prefill_beside(
     """One more prefill server for the decode server of `apart`, ready. bootstrap_port: by default a free one.
 
     arguments: beside those that the servers of `apart` share."""
-    bootstrap_port, arguments = bootstrap_port or free_port(), {**apart.shared, **arguments}
-    with _role("prefill", target, draft, bootstrap_port, apart.transfer, arguments) as server:
+    port = bootstrap_port or free_port()
+    with apart.launch.server("prefill", target, draft, port, arguments) as server:
         server.wait_ready(READY_TIMEOUT)
-        yield Apart(server, apart.decode, bootstrap_port, apart.transfer, apart.shared)
+        yield Apart(server, apart.decode, port, apart.launch)
 
 
 @contextmanager
 def decode_beside(apart: Apart, target: Path, draft: Path | None, **arguments: Any) -> Iterator[Apart]:
     """One more decode server for the prefill server of `apart`, ready. arguments: see `prefill_beside`."""
-    arguments = {**apart.shared, **arguments}
-    with _role("decode", target, draft, apart.bootstrap_port, apart.transfer, arguments) as server:
+    with apart.launch.server("decode", target, draft, apart.bootstrap_port, arguments) as server:
         server.wait_ready(READY_TIMEOUT)
-        yield Apart(apart.prefill, server, apart.bootstrap_port, apart.transfer, apart.shared)
+        yield Apart(apart.prefill, server, apart.bootstrap_port, apart.launch)
 
 
 @contextmanager
@@ -181,22 +162,20 @@ def serve_apart(
     environment: Mapping[str, str] | None = None,
     prefill: Mapping[str, Any] | None = None,
     decode: Mapping[str, Any] | None = None,
-    **arguments: Any,
+    **shared: Any,
 ) -> Iterator[Apart]:
     """Both servers, ready. prefill, decode: arguments of one of them; `draft` and `environment` may be there.
 
     backend: as of --disaggregation-transfer-backend."""
-    bootstrap_port, transfer = free_port(), Transfer(backend, directory / "fault")
+    launch, port = Launch(backend, directory / "fault", shared), free_port()
     with ExitStack() as stack:
         servers = []
-        for role, own in (("prefill", prefill), ("decode", decode)):
-            asked = {**arguments, **(own or {})}
-            asked["environment"] = {**(environment or {}), **asked.get("environment", {})}
-            servers.append(stack.enter_context(_role(role, target, draft, bootstrap_port, transfer, asked)))
+        for role, own in (("prefill", prefill or {}), ("decode", decode or {})):
+            asked = {**own, "environment": {**(environment or {}), **own.get("environment", {})}}
+            servers.append(stack.enter_context(launch.server(role, target, draft, port, asked)))
         for server in servers:
             server.wait_ready(READY_TIMEOUT)
-        apart = Apart(*servers, bootstrap_port, transfer, arguments)
         try:
-            yield apart
+            yield Apart(servers[0], servers[1], port, launch)
         finally:
-            print(apart.tails())  # shown with a failure
+            print(*(server.log_tail(60) for server in servers), sep="\n")  # shown with a failure

@@ -5,7 +5,6 @@ that it has registered: nothing of the call is written, and its log has a line w
 
 The file that `FAULT_ENV` names holds the fault of the calls to come, empty without one:
 
-fail        a call writes nothing and fails
 break       a call writes half of its bytes and fails
 slow N      a call begins N seconds later
 """
@@ -69,8 +68,6 @@ class TransferEngine:
     ) -> int:
         """Writes to `peer`, "host:port"; returns once the bytes are in its memory."""
         kind, _, seconds = _fault().partition(" ")
-        if kind == "fail":
-            return -1
         if kind == "slow":
             time.sleep(float(seconds))
         header = json.dumps([list(map(int, destinations)), list(map(int, lengths))]).encode()
