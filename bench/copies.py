@@ -5,7 +5,7 @@ python -m bench.copies --target DIR --draft DIR --out FILE [--concurrency 1 8 32
                        [--copy block | 64]
 
 Two servers of random weights, with copies and without, have every load in turn. The target is said to write texts
-(`dflash_sglang.verify.simulated_texts`): copies are found in them for real, and the draft proposes what the
+(`dflash_sglang.bench.forced`): copies are found in them for real, and the draft proposes what the
 trained pair's draft had accepted elsewhere (`bench.record`). `--inside better`: where the last 8 tokens stood
 before in the text, it has the acceptance of the pair's easiest texts, since a draft copies, too. How well it does
 so is assumed.
@@ -43,12 +43,12 @@ from bench.load import Load, OfTexts, Outcome
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import SPREAD, take_turns, watch
 from bench.widths import BLOCK, PAIR_RECORD, since, told
+from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
-from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from dflash_sglang.verify.record import AcceptanceRecord
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, FORCED_ENV
 
 MODULES = (
     "argparse ast bdb calendar configparser contextlib csv dataclasses difflib dis doctest enum fractions ftplib "
@@ -165,7 +165,7 @@ class Texts:
                 self.tokens.append(before + after)
 
     def write(self, path: Path, inside: str) -> dict[str, Any]:
-        """The file of `simulated_acceptance`; inside: as the option. Returns what is in it, by kind."""
+        """The file of `texts` in DFLASH_SGLANG_FORCED; inside: as the option. Returns what is in it, by kind."""
         record = AcceptanceRecord.load(PAIR_RECORD)
         of_text = [record.accepted[record.prompts == text].mean() for text in range(record.prompts.max() + 1)]
         hard = np.arange(len(record.prompts))
@@ -257,10 +257,13 @@ def main() -> int:
     with signals_as_exit(), tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "texts.npz"
         shares = texts.write(path, arguments.inside)
-        settings = {"simulated_acceptance": {"texts": str(path)}, "width": arguments.width or {}}
+        settings, forced = {"width": arguments.width or {}}, {FORCED_ENV: json.dumps({"texts": str(path)})}
         candidates = [
             Candidate(
-                name, OURS, environment={CONFIG_ENV: json.dumps({**settings, "copy": copy})}, accept_length=0
+                name,
+                OURS,
+                environment={CONFIG_ENV: json.dumps({**settings, "copy": copy}), **forced},
+                accept_length=0,
             )
             for name, copy in ((WITH, arguments.copy), (WITHOUT, "off"))
         ]

@@ -38,7 +38,7 @@ from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, Profile
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, FORCED_ENV
 
 DRAFT = "--speculative-draft-model-quantization"
 FORMATS: Mapping[str, Sequence[str]] = {"dense": (DRAFT, "unquant"), "fp8": (DRAFT, "fp8")}
@@ -62,17 +62,17 @@ GROUPS: Mapping[str, Group] = {
 }
 
 
-def candidate(name: str, target: Sequence[str], profile: Profile) -> Candidate:
+def candidate(name: str, target: Sequence[str], profile: Sequence[float]) -> Candidate:
     """One server of a group. A format in our name also keeps our head as it is."""
     kind = next(kind for kind in (PLAIN, BUILT_IN, OURS) if name.startswith(kind))
     form = name.removeprefix(kind).removeprefix("_")
     flags = (*target, *FORMATS.get(form, ()))
     if kind == BUILT_IN:
         return with_coins(name, flags, profile)
-    settings: dict[str, Any] = {"simulated_acceptance": [profile], "width": {"highest_min_width": BLOCK}}
+    settings: dict[str, Any] = {"copy": "off", "width": {"highest_min_width": BLOCK}}
     if form:
         settings["draft_head"] = "as_is"
-    environment = {CONFIG_ENV: json.dumps(settings)} if kind == OURS else {}
+    environment = {FORCED_ENV: json.dumps(profile), CONFIG_ENV: json.dumps(settings)} if kind == OURS else {}
     return Candidate(name, kind, flags, environment, accept_length=0)
 
 
@@ -86,7 +86,12 @@ def names_of(servers: Sequence[str], whole: bool) -> dict[str, str]:
 
 
 def measure(
-    servers: Mapping[str, Server], load: Load, rounds: int, seconds: float, profile: Profile, whole: bool = True
+    servers: Mapping[str, Server],
+    load: Load,
+    rounds: int,
+    seconds: float,
+    profile: Sequence[float],
+    whole: bool = True,
 ) -> dict[str, dict[str, list[Any]]]:
     """{name: {figure: [one value per round]}} of one concurrency."""
     [(_, of_block)] = forced([BLOCK]).items()
@@ -113,7 +118,7 @@ def measure(
     return figures
 
 
-def expected_length(name: str, figures: Mapping[str, Sequence[Any]], turn: int, profile: Profile) -> float:
+def expected_length(name: str, figures: Mapping[str, Sequence[Any]], turn: int, profile: Sequence[float]) -> float:
     """Accept length that the coins have in the long run, by the widths of a round's steps."""
     if name == PLAIN:
         return 1.0

@@ -44,7 +44,7 @@ from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
-from dflash_sglang.settings.plugin_config import CONFIG_ENV
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, FORCED_ENV
 
 BEFORE, AFTER, NO_TREES = "before", "after", "no_trees"
 ROOT = Path(__file__).parents[1]
@@ -60,14 +60,16 @@ def candidates(
     PYTHONSAFEPATH: else `python -m` puts the working directory, which has a package too, before PYTHONPATH.
     """
     settings: dict[str, Any] = {"width": {} if width is None else width}
+    acceptance = {FORCED_ENV: json.dumps(ACCEPTANCE["good"])} if forced else {}
     if forced:
-        settings["simulated_acceptance"] = ACCEPTANCE["good"]
+        settings["copy"] = "off"
     servers = [(BEFORE, before.resolve(), settings), (AFTER, ROOT, settings)]
     if no_trees:
         servers.append((NO_TREES, ROOT, {**settings, "width": {"trees": []}}))
 
     def environment(root: Path, own: Mapping[str, Any]) -> dict[str, str]:
-        return {CONFIG_ENV: json.dumps(own), "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{root}:{python_path}"}
+        paths = {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{root}:{python_path}"}
+        return {CONFIG_ENV: json.dumps(own), **acceptance, **paths}
 
     return [
         Candidate(name, OURS, environment=environment(root, own), accept_length=0) for name, root, own in servers

@@ -4,8 +4,8 @@ python -m bench.record [--out bench/records/pair.npz] [--prompts 40] [--new-toke
 
 The target continues held-out prompts greedily, in float32. After each of its tokens the draft proposes a block,
 with context of the target's own text, as in serving. Recorded are the draft's likeliest tokens at every place of
-the block, and which of them the text goes on with (`dflash_sglang.verify.record`). `simulated_acceptance` of this
-package and `bench.coins` read it. A JSON file of the same name has:
+the block, and which of them the text goes on with (`dflash_sglang.bench.forced.record`). Servers of this package
+and of `bench.coins` read it. A JSON file of the same name has:
 
 by_prompt        accept length where every prompt is decoded alone, from its first token to its last: mean of all
                  steps, and the standard deviation of the prompts' means
@@ -30,10 +30,10 @@ import transformers
 from torch import Tensor
 
 from bench.widths import PAIR_RECORD
+from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.pair import held_out_prompts
-from dflash_sglang.verify.record import AcceptanceRecord
 from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
 from training.reference import ReferenceDraft

@@ -50,12 +50,12 @@ from bench import report
 from bench.load import Load, Outcome
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import take_turns, watch
+from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
-from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from dflash_sglang.verify.record import AcceptanceRecord
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, FORCED_ENV
 
 BLOCK = 16
 # P(proposal 1, 2, ... is accepted once those before it are), of requests of each kind in turn.
@@ -102,7 +102,7 @@ def candidates_of(arguments: argparse.Namespace, record: Path | None = None) -> 
     acceptance: Any = ACCEPTANCE[arguments.acceptance] if record is None else {"record": str(record)}
 
     def ours(name: str, flags: tuple[str, ...] = (), **settings: Any) -> Candidate:
-        environment = {CONFIG_ENV: json.dumps({"simulated_acceptance": acceptance, **settings})}
+        environment = {FORCED_ENV: json.dumps(acceptance), CONFIG_ENV: json.dumps({"copy": "off", **settings})}
         return Candidate(name, OURS, flags, environment, accept_length=0)
 
     asked_for: dict[str, Any] = {"highest_min_width": BLOCK}  # by the requests of `forced`
@@ -124,9 +124,9 @@ def candidates_of(arguments: argparse.Namespace, record: Path | None = None) -> 
 
 
 def with_coins(name: str, flags: tuple[str, ...], acceptance: Any) -> Candidate:
-    """The built-in worker with acceptance that `bench.coins` forces, as `simulated_acceptance` has it."""
-    coins = {"COINS": json.dumps(acceptance)}
-    return Candidate(name, BUILT_IN, flags, coins, accept_length=0, program=("-m", "bench.coins"))
+    """The built-in worker with acceptance that `bench.coins` forces, as in ours."""
+    forced = {FORCED_ENV: json.dumps(acceptance)}
+    return Candidate(name, BUILT_IN, flags, forced, accept_length=0, program=("-m", "bench.coins"))
 
 
 def forced(widths: Sequence[int]) -> dict[str, dict[str, Any]]:

@@ -52,7 +52,7 @@ class DFlashWorker(PrefillWorker):
         self.width = self.block_size  # of the latest decode step's blocks
         chains = chains_of(self._config, self._draft.model.spec, self.block_size)
         self._slots = StepSlots(self._adjustments.max_requests, self.block_size, self.device, chains)
-        self._tables = Tables.taken(self._slots, self._adjustments, self._config.simulated_acceptance)
+        self._tables = Tables.taken(self._slots, self._adjustments, steps.forced_answers(self._slots))
         self._split = StepSplit(StepClock(self.device))
         self._learns = False  # from the results of steps
 
@@ -117,7 +117,7 @@ class DFlashWorker(PrefillWorker):
             self._parts.rings.rehearse()
         self._states.use_widest()
         self.width = self._widths.choices[-1]
-        self._slots.forget_steps()
+        self._slots.pass_over()
         self._tables.sampler.forget_steps()
         if self._copies is not None:
             self._copies.forget_steps()
@@ -158,7 +158,7 @@ class DFlashWorker(PrefillWorker):
         self.width = shape.width
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
-        proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests, block.prefix_lens)
+        proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests)
         self._split.drafted()
         rows = self._rows(batch, block, proposals, shape)
         verified = self._verifier.verify(batch, block, proposals, rows, grammar_barrier)
@@ -193,7 +193,7 @@ class DFlashWorker(PrefillWorker):
         return super()._extend(batch, on_publish)
 
     def _start(self, requests: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        self._tables.acceptor.start(requests, last_tokens, seq_lens)
+        self._slots.start(requests, last_tokens, seq_lens)
 
     def _arrive(self, batch: ScheduleBatch, last_tokens: torch.Tensor) -> DFlashDraftInput:
         """Requests whose KV, context KV and first tokens [bs] come from a prefill server."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.mtp.source import MtpSource
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 from dflash_sglang.drafting.rings import DraftRings, RingContext
+from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.base import ContextWriter
 from dflash_sglang.models.context_kv.projection import ContextKV
@@ -28,9 +30,9 @@ from dflash_sglang.observe.observer import Observer
 from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
-from dflash_sglang.settings.plugin_config import PluginConfig
+from dflash_sglang.settings.plugin_config import FORCED_ENV, PluginConfig
 from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.sglang_names.scheduler import ModelRunner, TpModelWorker, get_parallel
+from dflash_sglang.sglang_names.scheduler import SIMULATE_ACC_LEN, ModelRunner, TpModelWorker, get_parallel
 from dflash_sglang.startup.copying import (
     RENAMED,
     chains_of,
@@ -40,6 +42,7 @@ from dflash_sglang.startup.copying import (
 )
 from dflash_sglang.startup.facts import StartupError, TargetFacts
 from dflash_sglang.startup.mtp_checks import attention_problems
+from dflash_sglang.verify.acceptance import Answers
 from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.ragged import RaggedVerify
 from dflash_sglang.verify.step_clock import StepClock
@@ -70,6 +73,15 @@ class StepParts(NamedTuple):
     copies: Copies | None
 
 
+def forced_answers(slots: StepSlots) -> Answers | None:
+    """What answers in the target's place, in a measurement that the environment asks for; None: the target."""
+    if FORCED_ENV not in os.environ and SIMULATE_ACC_LEN <= 0:
+        return None
+    from dflash_sglang.bench.forced import answers
+
+    return answers.from_environment(slots.block_size, slots.max_requests, slots.device)
+
+
 def build_step(
     draft: LoadedDraft,
     target_worker: TpModelWorker,
@@ -92,8 +104,8 @@ def build_step(
     mask = draft.model.spec.mask_token_id  # None: of a source that reads no row of the block
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
-    if tables.acceptor.texts is not None:
-        source = Changed(source, tables.acceptor.texts.foretell)
+    if tables.acceptor.answers is not None:
+        source = Changed(source, tables.acceptor.answers.foretell)
     copies = _copies(draft, target, slots.longest, config)
     if copies is not None:
         source = Changed(source, copies.propose)
@@ -208,7 +220,8 @@ def add_widths(
     history = None if parts.copies is None else parts.copies.history
     trees = TreeVerify(target, draft.runner, block_size, parts.rings, history)
     reason = full_blocks or why_no_candidates(draft.model)
-    if not tables.acceptor.knows_trees:
+    answers = tables.acceptor.answers
+    if answers is not None and not answers.trees:
         reason = "acceptance is forced by a profile, which says nothing of a tree's branches"
     if startup.can_verify_trees(asked, target, draft.runner, group, reason):
         startup.add_trees(asked, states, trees, parts.tail, free)

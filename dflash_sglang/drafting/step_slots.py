@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from dflash_sglang.kernels.block.accept import COIN_BITS, Outcomes, Relay
-from dflash_sglang.kernels.block.prepare_block import StepSlot
+from dflash_sglang.kernels.block.accept import Outcomes, Relay
 from dflash_sglang.sglang_names.scheduler import FutureRelayBuffers, offer_future_relay_buffers
 
 # Overlap scheduling copies an outcome to the host while the next step runs, and waits before the one after.
 _PLACES = 4
 _NOBODYS = _PLACES  # where a rank without requests writes
-_COIN_SEED = 0  # the same on all ranks
 
 
 class Accepted(NamedTuple):
@@ -31,8 +28,8 @@ class Accepted(NamedTuple):
 class StepSlots:
     """The state that steps hand on, in buffers that keep their place, so that captured graphs find it.
 
-    Drafting takes the next slot and writes it to `current`. The accept reads `current`, and writes the outcome to
-    the slot's place and to the relay. The next step starts from the relay. Under overlap scheduling it is SGLang's
+    Drafting takes the next place and writes it to `current`. The accept reads `current`, and writes the outcome to
+    this place and to the relay. The next step starts from the relay. Under overlap scheduling it is SGLang's
     relay: lengths and tokens are there when SGLang publishes and stashes them.
     """
 
@@ -56,9 +53,8 @@ class StepSlots:
             buffer(max_requests),
             buffer(max_requests),
         )
-        self.current = torch.tensor([_NOBODYS, 0], device=device)  # place and coin of the step that runs
-        self._slot = StepSlot(0, 0)
-        self._coins = random.Random(_COIN_SEED)
+        self.current = torch.tensor([_NOBODYS], device=device)  # place of the step that runs
+        self._place = 0
         self._future_relay = FutureRelayBuffers(req_pool_size=max_requests, device=device)
         self.fit(max_requests)
 
@@ -77,10 +73,10 @@ class StepSlots:
         self.relay = Relay(relay.new_seq_lens, relay.output_tokens)
         offer_future_relay_buffers(relay)
 
-    def next(self) -> StepSlot:
-        """Take the slot of a step with requests; `current` needs it before anything is accepted."""
-        self._slot = StepSlot((self._slot.place + 1) % _PLACES, self._coins.getrandbits(COIN_BITS))
-        return self._slot
+    def next(self) -> int:
+        """Take the place of a step with requests; `current` needs it before anything is accepted."""
+        self._place = (self._place + 1) % _PLACES
+        return self._place
 
     def pass_over(self) -> None:
         """A step without requests: its graph accepts padding, and the outcomes of others stay."""
@@ -94,7 +90,7 @@ class StepSlots:
 
     def outcome(self, bs: int, width: int) -> Accepted:
         """What this step's accept commits of bs blocks of this width; valid for three steps more."""
-        place, n = self._slot.place, bs * width
+        place, n = self._place, bs * width
         ids, *of_requests = (buffer[place] for buffer in self.outcomes)
         commit_lens, bonus_tokens, new_seq_lens = (buffer[:bs] for buffer in of_requests)
         self._note_relayed(bonus_tokens, new_seq_lens)
@@ -106,8 +102,3 @@ class StepSlots:
         if self._future_relay.adopted:
             self._future_relay.published_seq_lens = seq_lens
             self._future_relay.published_bonus = last_tokens
-
-    def forget_steps(self) -> None:
-        """Draw coins from the first on, as if there had been no step."""
-        self._coins.seed(_COIN_SEED)
-        self.pass_over()

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from dflash_sglang.settings.schema import CONFIG_ENV, PluginConfigError, known_settings
 from dflash_sglang.settings.width import AUTO, WidthConfig
 
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
+FORCED_ENV = "DFLASH_SGLANG_FORCED"  # read by `bench.forced` alone
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
 DraftKV = Literal["auto", "whole"]
 DraftHeadForm = Literal["auto", "as_is", "fp8"]
-Profile = Sequence[float]
-
-
-class Texts(NamedTuple):
-    """A file of texts that the target is said to write, see `verify.simulated_texts`."""
-
-    path: Path
-
-
-SimulatedAcceptance = Sequence[Profile] | Path | Texts
 ProposalKind = Literal["auto", "argmax", "drawn"]
 PrefillServers = Literal["same", "any"]
 Copy = Literal["auto", "off", "block", 64]
@@ -40,9 +31,6 @@ class PluginConfig:
     draft_kv: DraftKV = "auto"  # rows that the draft's KV pool keeps
     draft_head: DraftHeadForm = "auto"  # weights of the head that proposes
     proposals: ProposalKind = "auto"  # to sampled requests; auto: drawn from a draft with a joint distribution
-    # Measurements without a trained draft: the chance of proposal 1, 2, ... once those before it are accepted, of
-    # requests by their rows modulo the number of lists; or a file of `verify.record` or `verify.simulated_texts`.
-    simulated_acceptance: SimulatedAcceptance | None = None
     width: WidthConfig = WidthConfig()
     copy: Copy = "auto"  # proposals from the text of a request; auto: as 64 as far as the launch serves it
     prefill: PrefillServers = "same"  # from which a decode server takes requests
@@ -66,7 +54,7 @@ class PluginConfig:
 
 def check_environment(environ: Mapping[str, str]) -> None:
     """Raise PluginConfigError for a DFLASH_SGLANG_* variable, or a value of one, that does not exist."""
-    known = (CONFIG_ENV, REQUIRE_ENV)
+    known = (CONFIG_ENV, REQUIRE_ENV, FORCED_ENV)
     for name, value in environ.items():
         if name.startswith("DFLASH_SGLANG_") and name not in known:
             raise PluginConfigError(
@@ -97,8 +85,6 @@ def required() -> bool:
 def _checked(key: str, value: Any) -> Any:
     if key == "accept_patches":
         return _names(value)
-    if key == "simulated_acceptance":
-        return _simulated(value)
     if key == "width":
         return _width(value)
     choices = get_args(get_type_hints(PluginConfig)[key])
@@ -117,32 +103,6 @@ def _names(value: Any) -> tuple[str, ...]:
             "`dflash-sglang patches` prints them."
         )
     return tuple(value)
-
-
-def _simulated(value: Any) -> SimulatedAcceptance:
-    """A record or texts; or one list of probabilities, one for each proposal of a block, or several."""
-    if isinstance(value, dict):
-        kind, path = next(iter(value.items()), ("", None))
-        if (
-            len(value) > 1
-            or kind not in ("record", "texts")
-            or not isinstance(path, str)
-            or not Path(path).is_file()
-        ):
-            raise PluginConfigError(
-                f'{CONFIG_ENV}: simulated_acceptance={value!r}: expected {{"record": PATH}} or {{"texts": PATH}}, '
-                "the path of a file; `python -m bench.record` and `python -m bench.copies` write one."
-            )
-        return Path(path) if kind == "record" else Texts(Path(path))
-    lists = value if isinstance(value, list) and value and all(isinstance(one, list) for one in value) else [value]
-    for one in lists:
-        numbers = one if isinstance(one, list) else []
-        if not numbers or not all(type(p) in (int, float) and 0 <= p <= 1 for p in numbers):
-            raise PluginConfigError(
-                f"{CONFIG_ENV}: simulated_acceptance={value!r}: expected a list of probabilities, 0 to 1, "
-                'one for each proposal of a block, a list of such lists, {"record": PATH} or {"texts": PATH}.'
-            )
-    return tuple(tuple(map(float, one)) for one in lists)
 
 
 def _width(value: Any) -> WidthConfig:

@@ -86,7 +86,6 @@ from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_TOKEN_MODE,
     GrammarTree,
     build_grammar_vocab_mask,
-    check_simulate_acc_token_mode,
     commit_mamba_states_after_verify,
     draft_pp_context,
     draft_tp_context,

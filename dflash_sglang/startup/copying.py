@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.mtp import MtpSpec
-from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, Texts
-from dflash_sglang.sglang_names.scheduler import get_disagg, get_memory
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
+from dflash_sglang.sglang_names.scheduler import SIMULATE_ACC_LEN, get_disagg, get_memory
 from dflash_sglang.startup.facts import Problem
 
 RENAMED = "with KV pools that rename slots"
@@ -18,7 +18,7 @@ def why_no_copies(config: PluginConfig, spec: DraftSpec | MtpSpec) -> str | None
         return 'copy is "off"'
     if isinstance(spec, MtpSpec):
         return "no test copies with multi-token-prediction layers"
-    if not isinstance(config.simulated_acceptance, Texts | None):
+    if SIMULATE_ACC_LEN > 0:
         return "acceptance is forced, whatever is proposed"
     if get_disagg().disaggregation_mode == "prefill":
         return "another server decodes"

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 
 from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.settings.plugin_config import SimulatedAcceptance
 from dflash_sglang.sglang_names.scheduler import get_disagg, get_parallel, get_schedule
-from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.verify.acceptance import Acceptor, Answers
 from dflash_sglang.verify.adjustments import Adjustments
 from dflash_sglang.verify.rejection import RejectionSampler
 
@@ -26,16 +25,11 @@ class Tables(NamedTuple):
     sampler: RejectionSampler
 
     @classmethod
-    def taken(
-        cls,
-        slots: StepSlots,
-        adjustments: Adjustments,
-        simulated_acceptance: SimulatedAcceptance | None = None,
-    ) -> Tables:
+    def taken(cls, slots: StepSlots, adjustments: Adjustments, answers: Answers | None = None) -> Tables:
         """For as many requests, and blocks as wide, as the slots are for; the adjustments are for the same."""
         rows, block_size, device = slots.max_requests, slots.block_size, slots.device
         return cls(
-            Acceptor(slots, simulated_acceptance),
+            Acceptor(slots, answers),
             adjustments,
             RejectionSampler(rows, block_size, adjustments.vocab_size, device),
         )

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from bench import copies
-from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.settings.plugin_config import Texts
-from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.bench.forced.record import AcceptanceRecord, tokens_of_texts
 
 PROMPT, ANSWER = 300, 90
 
@@ -60,12 +58,11 @@ def test_the_draft_is_better_where_a_text_repeats_itself_and_servers_read_the_fi
     for inside in ("better", "alike"):
         shares = texts.write(tmp_path / "texts.npz", inside)
         assert shares["rewrite"] > 0.7 and shares["edits"] > 0.4 and max(shares["code"], shares["prose"]) < 0.2
-        acceptor = Acceptor(StepSlots(3, 16, "cpu"), Texts(tmp_path / "texts.npz"))
-        assert acceptor.texts is not None
+        record = AcceptanceRecord.load(tmp_path / "texts.npz", 16)
         again = np.concatenate([copies.repeats(text) for text in texts.tokens])
-        accepted = acceptor.texts._accepted.numpy()
-        lengths[inside] = [float(accepted[again].mean()), float(accepted[~again].mean())]
-        assert acceptor.texts._tokens.tolist() == [token for text in texts.tokens for token in text]
+        lengths[inside] = [float(record.accepted[again].mean()), float(record.accepted[~again].mean())]
+        tokens = tokens_of_texts(tmp_path / "texts.npz", record)
+        assert tokens.tolist() == [token for text in texts.tokens for token in text]
     assert lengths["better"][0] > 1.3 * lengths["better"][1]
     assert lengths["alike"][0] == pytest.approx(lengths["alike"][1], rel=0.1)
     for number, prompt in enumerate(prompt for prompts in texts.prompts.values() for prompt in prompts):

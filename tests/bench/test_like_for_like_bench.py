@@ -28,9 +28,7 @@ def test_both_sides_have_one_format_and_one_acceptance():
     assert ours.flags == built_in.flags == ("--speculative-draft-model-quantization", "unquant")
     settings = PluginConfig.from_mapping(json.loads(ours.environment[CONFIG_ENV]))
     assert settings.draft_head == "as_is" and settings.width.highest_min_width == 16
-    assert [list(profile) for profile in settings.simulated_acceptance] == [
-        json.loads(built_in.environment["COINS"])
-    ]
+    assert ours.environment["DFLASH_SGLANG_FORCED"] == built_in.environment["DFLASH_SGLANG_FORCED"]
     assert built_in.program == ("-m", "bench.coins")
     assert "draft_head" not in json.loads(candidate("ours", (), GOOD).environment[CONFIG_ENV])
 

@@ -36,7 +36,7 @@ def test_only_where_acceptance_is_forced_do_servers_simulate_it() -> None:
     for forced in (True, False):
         for one in paired.candidates(ROOT, "", width=8, forced=forced):
             settings = json.loads(one.environment[CONFIG_ENV])
-            assert settings["width"] == 8 and ("simulated_acceptance" in settings) == forced
+            assert settings["width"] == 8 and ("DFLASH_SGLANG_FORCED" in one.environment) == forced
 
 
 def test_a_server_without_trees_is_one_more_of_this_checkout() -> None:

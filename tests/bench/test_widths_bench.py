@@ -15,9 +15,9 @@ import pytest
 
 from bench import steady, widths
 from bench.load import Load, Outcome
+from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import ServerFailed
-from dflash_sglang.verify.record import AcceptanceRecord
 
 
 def asked(**more: Any) -> Namespace:
@@ -38,8 +38,9 @@ def test_fixed_widths_are_loads_of_the_server_that_chooses():
     ours, plain, built_in = found = widths.candidates_of(asked(kinds=[OURS, PLAIN, BUILT_IN], gpus="0,1"))
     assert [(one.name, one.gpus) for one in found] == [("ours", "0,1"), ("plain", "0,1"), ("built_in", "0,1")]
     profile = [[0.866] * 7 + [0.819] * 8]
-    settings = {"simulated_acceptance": profile, "width": {"highest_min_width": 16}}
+    settings = {"copy": "off", "width": {"highest_min_width": 16}}
     assert json.loads(ours.environment["DFLASH_SGLANG_CONFIG"]) == settings
+    assert json.loads(ours.environment["DFLASH_SGLANG_FORCED"]) == profile
     assert [one.accept_length for one in (ours, built_in)] == [0, pytest.approx(6.4, abs=0.03)]
     assert not plain.environment and not built_in.environment
     forced = widths.forced([16, 4])
@@ -52,11 +53,8 @@ def test_fixed_widths_are_loads_of_the_server_that_chooses():
 def test_a_record_forces_both_workers():
     record = widths.record_of("recorded", Path())
     ours, built_in = widths.candidates_of(asked(kinds=[OURS, BUILT_IN]), record)
-    settings, coins = (
-        json.loads(ours.environment["DFLASH_SGLANG_CONFIG"]),
-        json.loads(built_in.environment["COINS"]),
-    )
-    assert settings["simulated_acceptance"] == coins == {"record": str(widths.PAIR_RECORD)}
+    forced = [json.loads(one.environment["DFLASH_SGLANG_FORCED"]) for one in (ours, built_in)]
+    assert forced == [{"record": str(widths.PAIR_RECORD)}] * 2
     assert AcceptanceRecord.load(widths.PAIR_RECORD).accepted.max() == 15
     assert built_in.program == ("-m", "bench.coins") and ours.accept_length == built_in.accept_length == 0
 

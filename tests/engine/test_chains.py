@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -129,9 +130,10 @@ def test_what_is_copied_beyond_blocks_is_counted_and_comes_true_in_the_texts_of_
     """The gate is the server's own."""
     texts = Texts(("rewrite",), 300, NEW_TOKENS + 80, range(40, 250))
     texts.write(tmp_path / "texts.npz", "alike")
-    settings = {"copy": 64, "simulated_acceptance": {"texts": str(tmp_path / "texts.npz")}, "width": {}}
+    settings = {"copy": 64, "width": {}}
+    forced = {"DFLASH_SGLANG_FORCED": json.dumps({"texts": str(tmp_path / "texts.npz")})}
     reported = dict(enable_metrics=True, decode_log_interval=1)
-    with copying(tmp_path, graphs=True, settings=settings, **reported) as server:
+    with copying(tmp_path, graphs=True, settings=settings, environment=forced, **reported) as server:
         prompts = texts.prompts["rewrite"][:12]
         for prompt in prompts:
             sampling = dict(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)

@@ -132,9 +132,10 @@ def test_steps_of_every_shape_commit_the_texts_that_the_target_is_said_to_write(
     """With those of `bench.copies`, and both series of copies."""
     texts = Texts(("rewrite",), 300, NEW_TOKENS + 20, range(40, 250))
     texts.write(tmp_path / "texts.npz", "alike")
-    settings = {"simulated_acceptance": {"texts": str(tmp_path / "texts.npz")}, "width": {}}
+    forced = {"DFLASH_SGLANG_FORCED": json.dumps({"texts": str(tmp_path / "texts.npz")})}
     reported = dict(enable_metrics=True, decode_log_interval=1)
-    with copying(tmp_path, hooks="widths,shares,copies", graphs=True, settings=settings, **reported) as server:
+    more = dict(settings={"width": {}}, environment=forced, **reported)
+    with copying(tmp_path, hooks="widths,shares,copies", graphs=True, **more) as server:
         prompts = texts.prompts["rewrite"][:12]
         asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
         for prompt, answer in zip(prompts, ask_at_once(server, asked), strict=True):

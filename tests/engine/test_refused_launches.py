@@ -50,8 +50,8 @@ def test_a_required_worker_that_would_not_run_ends_the_launch_with_the_reason(tm
 
 
 def test_a_refusal_of_a_scheduler_has_no_traceback_either() -> None:
-    log = log_of(DRAFT, {CONFIG: json.dumps({"simulated_acceptance": [0.5]})})
-    assert "Scheduler hit an exception: simulated_acceptance=[0.5]: expected at least 15 probabilities" in log
+    log = log_of(DRAFT, {"DFLASH_SGLANG_FORCED": "[0.5]"})
+    assert "Scheduler hit an exception: DFLASH_SGLANG_FORCED=[0.5]: expected at least 15 probabilities" in log
     assert "Traceback" not in log
 
 

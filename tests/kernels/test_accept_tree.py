@@ -10,9 +10,6 @@ from dflash_sglang.kernels.block import accept as kernels
 from dflash_sglang.kernels.block.grow_tree import Tree
 from tests.kernels.test_block import ROWS, Accepts, ragged_rows, starts_of
 
-ONE = 1 << kernels.COIN_BITS
-each_twin = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
 
 def paths_of(device, parents, block):
     """parents [bs][N], -1 of the root and of padding -> Paths full of sentinels; slot = 1000 * request + node."""
@@ -72,15 +69,7 @@ def walked(tokens, target, parents):
         path += children
 
 
-def deepest(parents):
-    """The nodes from the root to the first of the deepest nodes."""
-    ways = [[0]]
-    for node in range(1, len(parents)):
-        ways.append([*ways[parents[node]], node] if parents[node] >= 0 else [])
-    return max(ways, key=len)
-
-
-@each_twin
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_the_front(twin, device, data):
     bs, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 17))
@@ -88,28 +77,20 @@ def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_th
     nodes, most = len(parents[0]), data.draw(st.lists(st.integers(1, block), min_size=bs, max_size=bs))
     paths = paths_of(device, parents, block)
     requests = data.draw(st.permutations(range(ROWS)))[:bs]
-    prefix, step = list(range(10, 10 + bs)), (3, data.draw(st.integers(0, ONE - 1)))
+    prefix = list(range(10, 10 + bs))
     lens, ragged, rows = [nodes] * bs, None, (tokens, target)
     if data.draw(st.booleans()):
         lens = data.draw(st.lists(st.integers(1, nodes), min_size=bs, max_size=bs))
         starts, widths = torch.tensor(starts_of(lens)).int(), torch.tensor(lens).int()
         ragged = kernels.Ragged(starts.to(device), widths.to(device), nodes)
         rows = tuple(ragged_rows(lens, values, padding=3) for values in rows)
-    forced = None
-    if data.draw(st.booleans()):
-        survival = sorted(data.draw(st.lists(st.integers(0, ONE), min_size=block - 1, max_size=block - 1)))
-        forced = kernels.Forced(torch.tensor([survival[::-1]], device=device), alike=True, token_id=None)
-    out = Accepts(twin, device, *rows, prefix, requests, step, forced, most, ragged, paths)
+    out = Accepts(twin, device, *rows, prefix, requests, most, ragged, paths)
     moved = torch.arange(4000).view(4, 1000)
     moved.view(-1)[paths.targets.cpu()] = paths.sources.cpu()
     for b in range(bs):
         verified = [values[: lens[b]] for values in (tokens[b], target[b], parents[b])]
-        if forced is None:
-            path = walked(*verified)[: most[b]]
-            committed = [target[b][node] for node in path]
-        else:
-            path = deepest(verified[2])[: min(most[b], 1 + sum(step[1] < chance for chance in survival))]
-            committed = [*(tokens[b][node] for node in path[1:]), target[b][path[-1]]]
+        path = walked(*verified)[: most[b]]
+        committed = [target[b][node] for node in path]
         assert out.committed[b] == committed and out.bonus_tokens[b] == committed[-1]
         assert out.new_seq_lens[b] == prefix[b] + len(path)
         assert out.relay.bonus_tokens[requests[b]] == committed[-1]
@@ -121,25 +102,3 @@ def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_th
         # No row is copied onto itself while another is copied there.
         pairs = list(zip(*(of.view(bs, block)[b].tolist() for of in (paths.sources, paths.targets)), strict=True))
         assert len({target for _, target in pairs}) == len(set(pairs))
-
-
-@each_twin
-@given(data=st.data())
-def test_the_tree_of_a_chain_commits_what_the_chain_does(twin, device, data):
-    bs, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 17))
-    of_block = st.lists(st.integers(0, 1), min_size=block, max_size=block)
-    tokens, target = ([data.draw(of_block) for _ in range(bs)] for _ in range(2))
-    forced = None
-    if data.draw(st.booleans()):
-        survival = sorted(data.draw(st.lists(st.integers(0, ONE), min_size=block - 1, max_size=block - 1)))
-        token_id = data.draw(st.sampled_from([None, 100]))
-        forced = kernels.Forced(torch.tensor([survival[::-1]], device=device), alike=False, token_id=token_id)
-    step, most = (3, data.draw(st.integers(0, ONE - 1))), data.draw(st.integers(1, block))
-    arguments = (twin, device, tokens, target, list(range(bs)), list(range(bs)), step, forced, most)
-    paths = paths_of(device, [list(range(-1, block - 1))] * bs, block)
-    chain, tree = Accepts(*arguments), Accepts(*arguments, paths=paths)
-    assert tree.committed == chain.committed and tree.bonus_tokens == chain.bonus_tokens
-    assert tree.new_seq_lens == chain.new_seq_lens
-    for row, other in zip(tree.relay, chain.relay, strict=True):
-        assert torch.equal(row, other)
-    assert torch.equal(paths.sources, paths.targets)

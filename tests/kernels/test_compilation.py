@@ -114,9 +114,9 @@ def halves(*shape: int) -> Tensor:
 
 
 def blocks() -> None:
-    out = prepare_block.BlockTensors(*(ids(BS, BLOCK) for _ in range(3)), ids(BS), ids(BS), ids(2))
+    out = prepare_block.BlockTensors(*(ids(BS, BLOCK) for _ in range(3)), ids(BS), ids(BS), ids(1))
     sources = prepare_block.BlockSources(ids(ROWS), ids(ROWS), ids(BS), counts(ROWS, 4096))
-    prepare_block.prepare_block_triton(sources, 7, 4096, prepare_block.StepSlot(1, 5), out)
+    prepare_block.prepare_block_triton(sources, 7, 4096, 1, out)
     packed = pack_rows.Rows(*(ids(BS * BLOCK) for _ in range(3)))
     pack_rows.pack_rows_triton(pack_rows.Rows(*out[:3]), counts(BS + 1), counts(BS), packed)
     for slots in (BS, 512):
@@ -130,12 +130,8 @@ def accepts() -> None:
     relay = accept.Relay(ids(ROWS), ids(ROWS))
     ragged = accept.Ragged(counts(BS + 1), counts(BS), BLOCK)
     for part, rows in ((None, ids(BS, BLOCK)), (ragged, ids(BS * BLOCK))):
-        verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(2), counts(ROWS), part)
-        profile = accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)
-        none = torch.zeros(99, BLOCK - 1)
-        record = accept.Recorded(ids(99), ids(ROWS), None, none[..., None], none.long())
-        for forced in (None, profile, record):
-            accept.accept_triton(verified, outcomes, relay, forced)
+        verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(1), counts(ROWS), part)
+        accept.accept_triton(verified, outcomes, relay)
 
 
 def trees() -> None:
@@ -150,9 +146,8 @@ def trees() -> None:
         paths = accept.Paths(tree, ids(BS, nodes), ids(BS, BLOCK), ids(BS * BLOCK), ids(BS * BLOCK))
         ragged = accept.Ragged(counts(BS + 1), counts(BS), nodes)
         for part, rows in ((None, ids(BS, nodes)), (ragged, ids(BS * nodes))):
-            verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(2), counts(ROWS), part)
-            for forced in (None, accept.Forced(ids(1, BLOCK - 1), alike=False, token_id=None)):
-                accept.accept_triton(verified, outcomes, relay, forced, paths)
+            verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(1), counts(ROWS), part)
+            accept.accept_triton(verified, outcomes, relay, paths)
 
 
 def copies() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.copies import KINDS, Texts
+from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.kernels.block import find_copy as kernels
 from dflash_sglang.startup.copying import CHAINS
-from dflash_sglang.verify.record import OF_TEXTS, AcceptanceRecord
 from dflash_sglang.verify.rows import Shape
 from dflash_sglang.width.chains import Chains
 
@@ -105,7 +105,7 @@ def gains(each: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "texts.npz"
         texts.write(path, "better")
-        record = AcceptanceRecord.load(path, OF_TEXTS)
+        record = AcceptanceRecord.load(path)
     logprobs = record.logprobs[:, : BLOCK - 1, 0].astype(np.float64)
     draft = record.accepted, 1 + np.exp(logprobs.cumsum(axis=1)).sum(axis=1)
     without = rates("off", texts, draft, each)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree_torch
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.verify.record import AcceptanceRecord
 from dflash_sglang.width.group import Group
 from dflash_sglang.width.kinds import Kind
 from dflash_sglang.width.policy import WidthPolicy

@@ -1,5 +1,5 @@
 """Block input in one launch: ids, positions, KV slots, prefix length and row of every request's block, and the
-slot of the step."""
+place of the step's outcome."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ class BlockTensors(NamedTuple):
     slots: Tensor  # [bs, block]
     prefix_lens: Tensor  # [bs]
     requests: Tensor  # [bs] rows of req_to_token
-    step: Tensor  # [2] the step's StepSlot, for kernels of a captured graph
-
-
-class StepSlot(NamedTuple):
-    """What tells a step from the ones before and after it, see `accept`."""
-
-    place: int  # among the outcomes
-    coin: int
+    step: Tensor  # [1] the step's place among the outcomes, for kernels of a captured graph
 
 
 class BlockSources(NamedTuple):
@@ -38,9 +31,7 @@ class BlockSources(NamedTuple):
     req_to_token: Tensor  # [rows, row_width] int32 slots
 
 
-def prepare_block(
-    sources: BlockSources, mask_token_id: int, longest: int, slot: StepSlot, out: BlockTensors
-) -> None:
+def prepare_block(sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors) -> None:
     """Fill the block of every request: last token + masks, at the positions after its prefix.
 
     longest: committed tokens of a request that needs another step, at most. One that has more (it has already
@@ -48,11 +39,11 @@ def prepare_block(
     nothing commits.
     """
     launch = prepare_block_triton if sources.req_pool_indices.is_cuda else prepare_block_torch
-    launch(sources, mask_token_id, longest, slot, out)
+    launch(sources, mask_token_id, longest, place, out)
 
 
 def prepare_block_torch(
-    sources: BlockSources, mask_token_id: int, longest: int, slot: StepSlot, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors
 ) -> None:
     """The definition of `prepare_block` in torch operations."""
     block, rows = out.ids.shape[1], sources.req_pool_indices.long()
@@ -62,26 +53,26 @@ def prepare_block_torch(
     torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
     out.slots.copy_(sources.req_to_token[rows[:, None], out.positions])
     out.requests.copy_(rows)
-    out.step.copy_(torch.tensor(slot))
+    out.step.fill_(place)
 
 
 def prepare_block_triton(
-    sources: BlockSources, mask_token_id: int, longest: int, slot: StepSlot, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors
 ) -> None:
     """`prepare_block` as one Triton launch, one program per request."""
     bs, block = out.ids.shape
     _prepare_block_kernel[(bs,)](
-        *sources, *out, sources.req_to_token.stride(0), mask_token_id, longest, *slot,
+        *sources, *out, sources.req_to_token.stride(0), mask_token_id, longest, place,
         BLOCK=block, LANES=triton.next_power_of_2(block),
     )  # fmt: skip
 
 
 # Specialised values would compile the kernel anew in the middle of serving.
-@triton.jit(do_not_specialize=["place", "coin"])
+@triton.jit(do_not_specialize=["place"])
 def _prepare_block_kernel(
     seq_lens_ptr, bonus_ptr, req_ptr, req_to_token_ptr,
     ids_ptr, positions_ptr, slots_ptr, prefix_ptr, requests_ptr, step_ptr,
-    row_stride, mask_token_id, longest, place, coin,
+    row_stride, mask_token_id, longest, place,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -100,4 +91,3 @@ def _prepare_block_kernel(
     tl.store(requests_ptr + request, row)
     if request == 0:
         tl.store(step_ptr, place.to(tl.int64))
-        tl.store(step_ptr + 1, coin.to(tl.int64))

@@ -446,10 +446,6 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
     assert PluginConfig.from_env({}) == PluginConfig(context_kv="auto")
     assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": ' {"context_kv": "stacked"} '}).context_kv == "stacked"
     assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": str(path)}).context_kv == "per_layer"
-    profile = PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": '{"simulated_acceptance": [1, 0.5]}'})
-    assert profile.simulated_acceptance == ((1.0, 0.5),)
-    profiles = PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": '{"simulated_acceptance": [[1], [0.5]]}'})
-    assert profiles.simulated_acceptance == ((1.0,), (0.5,))
     widths = [PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": f'{{"width": {value}}}'}).width for value in WIDTHS]
     assert widths == [
         WidthConfig(fixed=4),
@@ -470,23 +466,6 @@ def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None
         ('{"draft_head": "int8"}', "draft_head='int8'.*expected one of auto, as_is, fp8"),
         ('{"context_kv": 1}', r"context_kv=1 \(int\)"),
         ('{"context_kv": ["auto"]}', r"context_kv=\['auto'\] \(list\)"),
-        ('{"simulated_acceptance": []}', r"simulated_acceptance=\[\]: expected a list of probabilities"),
-        ('{"simulated_acceptance": [0.5, 1.5]}', r"simulated_acceptance=\[0.5, 1.5\]: expected"),
-        ('{"simulated_acceptance": [[0.5], 1]}', r"simulated_acceptance=\[\[0.5\], 1\]: expected"),
-        ('{"simulated_acceptance": [true]}', r"simulated_acceptance=\[True\]: expected"),
-        (
-            '{"simulated_acceptance": {"record": "/nowhere.npz"}}',
-            r"simulated_acceptance=.*nowhere.npz.*the path of",
-        ),
-        (
-            '{"simulated_acceptance": {"texts": "pyproject.toml", "record": "pyproject.toml"}}',
-            r"simulated_acceptance=.*: expected \{\"record\": PATH\} or \{\"texts\": PATH\}, the path of",
-        ),
-        (
-            '{"simulated_acceptance": {"record": 1}}',
-            r"simulated_acceptance=\{'record': 1\}: expected .*the path of",
-        ),
-        ('{"simulated_acceptance": {"path": "pyproject.toml"}}', r"simulated_acceptance=\{'path': .*: expected"),
         ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
         ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*'block' for that, or 'tree N'"),
         ('{"width": {"ragged": true}}', "width: unknown key 'ragged'. Known keys: widths, fixed"),

@@ -168,21 +168,25 @@ def test_a_draft_without_candidates_is_not_asked_for_them(model: Any, reason: st
     assert why_no_candidates(drafts()) is None
 
 
-def test_forced_acceptance_is_what_proposals_are_worth_and_nothing_beyond_a_requests_limit() -> None:
+def test_proposals_are_worth_nothing_beyond_a_requests_limit() -> None:
     from dflash_sglang.drafting.proposals import Proposals
     from dflash_sglang.drafting.step_slots import StepSlots
+    from dflash_sglang.kernels.head.pack_shard import Candidates
     from dflash_sglang.verify.acceptance import Acceptor
 
-    profiles = [[0.9, 0.8, 0.5], [0.25, 0.25, 0.25]]
-    acceptor = Acceptor(StepSlots(6, 4, "cpu"), profiles)
+    acceptor, beyond = Acceptor(StepSlots(6, 4, "cpu")), float("-inf")
     said = Proposals.certain(torch.zeros((3, 3)), logprobs=torch.full((3, 2), -7.0))
-    requests, lens = torch.tensor([2, 3, 4]), torch.tensor([7, 8, 9])
-    chances = acceptor.clip_to_limits(said, requests, lens).logprobs.exp()
-    torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.25, 0.25], [0.9, 0.8]]), atol=1e-4, rtol=0)
-    acceptor.set_max_commit(np.array([4, 3]), np.array([2, 1]))
-    chances = acceptor.clip_to_limits(said, requests, lens).logprobs.exp()
-    torch.testing.assert_close(chances, torch.tensor([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]]), atol=1e-4, rtol=0)
-    assert Acceptor(StepSlots(6, 4, "cpu")).clip_to_limits(said, requests, lens).logprobs is said.logprobs
+    said = said._replace(best=Candidates(torch.zeros(3, 2, 2), torch.full((3, 2, 2), -7.0)))
+    requests = torch.tensor([2, 3, 4])
+    assert acceptor.clip_to_limits(said, requests) is said
+    for limits, expected in (
+        ([2, 1], [[-7.0, -7.0], [beyond, beyond], [-7.0, beyond]]),
+        ([3, 3], [[-7.0, -7.0]] * 3),
+    ):
+        acceptor.set_max_commit(np.array([4, 3]), np.array(limits))
+        clipped = acceptor.clip_to_limits(said, requests)
+        assert clipped.logprobs.tolist() == expected
+        assert clipped.best.logprobs.tolist() == [[[one] * 2 for one in row] for row in expected]
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -209,6 +213,6 @@ def test_a_graph_that_is_padded_beyond_the_rows_of_requests_accepts_those_that_h
             parts, ids = None, [one[live] for one in (blocks, target_ids)]
         acceptor.accept(*ids, prefix_lens[live], requests[live], parts)
         told.append(acceptor.slots.outcome(5, block))
-        assert not acceptor.slots._packed[acceptor.slots._slot.place + 1 :].any(), "the places of other steps"
+        assert not acceptor.slots._packed[acceptor.slots._place + 1 :].any(), "the places of other steps"
     for name in set(told[0]._fields) - {"packed"}:
         assert torch.equal(getattr(told[0], name), getattr(told[1], name)), name

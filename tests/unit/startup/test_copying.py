@@ -13,13 +13,14 @@ from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
 from dflash_sglang.startup import copying
 
 PLAIN, MTP = object.__new__(DraftSpec), object.__new__(MtpSpec)
-WITH_TOKENS: dict[str, Any] = dict(hierarchical_cache=False, mode="null")
+WITH_TOKENS: dict[str, Any] = dict(hierarchical_cache=False, mode="null", length=-1.0)
 
 
 def config_of(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], **launch: Any) -> PluginConfig:
     of = WITH_TOKENS | launch
     memory = SimpleNamespace(enable_hierarchical_cache=of["hierarchical_cache"])
     monkeypatch.setattr(copying, "get_memory", lambda: memory)
+    monkeypatch.setattr(copying, "SIMULATE_ACC_LEN", of["length"])
     monkeypatch.setattr(copying, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=of["mode"]))
     return PluginConfig.from_mapping(settings)
 
@@ -32,12 +33,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], **launc
         ({"copy": "block"}, {}, None),
         ({"copy": 64}, {}, None),
         ({}, {"hierarchical_cache": True}, "--enable-hierarchical-cache brings KV without its tokens"),
-        (
-            {"copy": "block", "simulated_acceptance": [0.5]},
-            {},
-            "acceptance is forced, whatever is proposed",
-        ),
-        ({"copy": "block", "simulated_acceptance": {"texts": __file__}}, {}, None),
+        ({"copy": "block"}, {"length": 6.4}, "acceptance is forced, whatever is proposed"),
         ({}, {"mode": "decode"}, None),
         ({"copy": "block"}, {"mode": "prefill"}, "another server decodes"),
     ],

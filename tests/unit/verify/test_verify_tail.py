@@ -13,6 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
+from dflash_sglang.drafting.step_slots import StepSlots
+from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.verify.graph_tail import VerifyTail
+from dflash_sglang.verify.target_logits import TargetLogits
 from tests.support import sglang_layers as layers
 from tests.support.recorded_graphs import Recording
 
@@ -104,12 +108,10 @@ class Graph:
         self.out.hidden_states.copy_(features)
 
 
-def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tmp_path):
-    from dflash_sglang.drafting.step_slots import StepSlots
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tmp_path, in_parts):
+    """And, in parts, of varying rows of each request."""
     from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.graph_tail import VerifyTail
-    from dflash_sglang.verify.target_logits import TargetLogits
 
     model = layers.make_draft(tmp_path, DTYPE)
     context, eager_context = (ContextKV(model) for _ in range(2))
@@ -117,112 +119,66 @@ def test_a_captured_tail_equals_the_eager_one_over_steps_of_varying_live_rows(tm
     context.bind(captured_pool)
     eager_context.bind(eager_pool)
     target, draft = Runner(), Runner()
-    acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
+    acceptor, eager = (Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE)) for _ in range(2))
     tail = VerifyTail(target, draft, TargetLogits(target), acceptor, context)
     assert tail.writes_context and len(target.capture_tail_hooks) == 1 and not draft.capture_tail_hooks
-    graphs = [Graph(target.capture_tail_hooks[0], size) for size in CAPTURED]
-    eager = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
+    graphs = [Graph(target.capture_tail_hooks[0], size, in_parts) for size in CAPTURED]
     for tensors in (acceptor.slots.relay, eager.slots.relay, acceptor.slots.outcomes, eager.slots.outcomes):
         for tensor in tensors:
             tensor.fill_(-7)
-    before = None
+    before, seen = None, set()
     generator = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         live = int(torch.randint(1, CAPTURED[-1] + 1, (), generator=generator))
         graph = next(graph for graph in graphs if graph.batch.batch_size >= live)
         graph.load(live, generator)
+        batch, lens = graph.batch, [BLOCK] * live
+        if in_parts:
+            lens = torch.randint(1, BLOCK + 1, (live,), generator=generator).tolist()
+            layout = batch.spec_info.ragged_verify_layout
+            layout.verify_lens.zero_()
+            layout.verify_lens[:live] = torch.tensor(lens)
+            layout.qo_indptr_device[1:] = layout.verify_lens.cumsum(0)
         for one in (acceptor, eager):
-            one.slots.current.copy_(torch.tensor(one.slots.next()))
+            one.slots.current.fill_(one.slots.next())
         graph.replay()
         got = acceptor.slots.outcome(live, BLOCK)
-
-        batch, rows = graph.batch, live * BLOCK
-        target_ids = graph.out.next_token_logits[:rows].argmax(-1).view(live, BLOCK)
-        eager.accept(
-            batch.input_ids[:rows].view(live, BLOCK),
-            target_ids,
-            batch.seq_lens[:live],
-            batch.req_pool_indices[:live],
-        )
-        expected = eager.slots.outcome(live, BLOCK)
-        for name in set(got._fields) - {"packed"}:  # which has lengths of padding rows between
-            assert torch.equal(getattr(got, name), getattr(expected, name)), f"{name} of step {step}"
-        if before is not None:
-            assert all(map(torch.equal, *before)), f"step {step} changed the outcome of the step before"
-        before = got, [tensor.clone() for tensor in got]
-        for ours, twin in zip(acceptor.slots.relay, eager.slots.relay, strict=True):
-            assert torch.equal(ours[1:], twin[1:]), "rows of requests, of this step's and of others"
-
-        eager_context.write(graph.out.hidden_states[:rows], batch.positions[:rows], batch.out_cache_loc[:rows])
-        for layer in range(len(model.layers)):
-            for ours, twin in zip(
-                captured_pool.get_kv_buffer(layer), eager_pool.get_kv_buffer(layer), strict=True
-            ):
-                torch.testing.assert_close(ours[1:], twin[1:], rtol=2**-7, atol=2**-7)
-    lens = acceptor.slots.outcomes.commit_lens
-    assert {int(n) for n in lens.unique()} >= {1, 2}, "some proposals agreed"
-
-
-def test_a_captured_tail_of_blocks_in_part_commits_of_each_request_what_its_rows_say(tmp_path):
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.graph_tail import VerifyTail
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    model = layers.make_draft(tmp_path, DTYPE)
-    context = ContextKV(model)
-    context.bind(layers.make_pool(model, SLOTS, DTYPE))
-    target = Runner()
-    acceptor, eager = (Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE)) for _ in range(2))
-    VerifyTail(target, Runner(), TargetLogits(target), acceptor, context)
-    graph = Graph(target.capture_tail_hooks[0], CAPTURED[-1], in_parts=True)
-    layout, generator = graph.batch.spec_info.ragged_verify_layout, torch.Generator().manual_seed(0)
-    seen = set()
-    for _ in range(STEPS):
-        live = int(torch.randint(1, CAPTURED[-1] + 1, (), generator=generator))
-        graph.load(live, generator)
-        lens = torch.randint(1, BLOCK + 1, (live,), generator=generator)
-        layout.verify_lens.zero_()
-        layout.verify_lens[:live] = lens
-        layout.qo_indptr_device[1:] = layout.verify_lens.cumsum(0)
-        for one in (acceptor, eager):
-            one.slots.current.copy_(torch.tensor(one.slots.next()))
-        graph.replay()
-        got = acceptor.slots.outcome(live, BLOCK)
-        target_ids = graph.out.next_token_logits.argmax(-1)
-        for request, (start, rows) in enumerate(
-            zip(layout.qo_indptr_device.tolist(), lens.tolist(), strict=False)
-        ):
-            own = slice(start, start + rows)
-            place = slice(request, request + 1)
-            eager.accept(
-                graph.batch.input_ids[None, own],
-                target_ids[None, own],
-                graph.batch.seq_lens[place],
-                graph.batch.req_pool_indices[place],
-            )
+        target_ids, start = graph.out.next_token_logits.argmax(-1), 0
+        for request, rows in enumerate(lens):
+            own, place = slice(start, start := start + rows), slice(request, request + 1)
+            of_request = batch.seq_lens[place], batch.req_pool_indices[place]
+            eager.accept(batch.input_ids[None, own], target_ids[None, own], *of_request)
             alone = eager.slots.outcome(1, rows)
             committed = int(alone.commit_lens[0])
             assert int(got.commit_lens[request]) == committed <= rows
             assert got.target_ids[request, :committed].tolist() == alone.target_ids[0, :committed].tolist()
             assert got.new_seq_lens[request] == alone.new_seq_lens[0]
+            assert got.bonus_tokens[request] == alone.bonus_tokens[0]
             seen.add((rows, committed))
-    assert len(seen) == BLOCK * (BLOCK + 1) / 2, "every length, with every number of its rows committed"
+        if before is not None:
+            assert all(map(torch.equal, *before)), f"step {step} changed the outcome of the step before"
+        before = got, [tensor.clone() for tensor in got]
+        for ours, twin in zip(acceptor.slots.relay, eager.slots.relay, strict=True):
+            assert torch.equal(ours[1:], twin[1:]), "rows of requests, of this step's and of others"
+        eager_context.write(graph.out.hidden_states[:start], batch.positions[:start], batch.out_cache_loc[:start])
+        for layer in range(len(model.layers)):
+            kept = zip(captured_pool.get_kv_buffer(layer), eager_pool.get_kv_buffer(layer), strict=True)
+            for ours, twin in kept if not in_parts else ():  # padding rows of parts have slots of their own
+                torch.testing.assert_close(ours[1:], twin[1:], rtol=2**-7, atol=2**-7)
+    lengths = range(1, BLOCK + 1)
+    assert seen >= ({(rows, n) for rows in lengths for n in range(1, rows + 1)} if in_parts else {(BLOCK, 2)})
 
 
 @pytest.mark.parametrize("steps", range(1, 6))
 def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch, steps):
     """Its graph accepts padding, while overlap scheduling copies those outcomes to the host."""
-    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify import verifier
-    from dflash_sglang.verify.acceptance import Acceptor
 
     acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
     blocks = [torch.full((1, BLOCK), 1, device=layers.DEVICE) for _ in range(2)]
     lengths, requests = (torch.full((1,), n, device=layers.DEVICE) for n in (10, 3))
     for _ in range(steps):
-        acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
+        acceptor.slots.current.fill_(acceptor.slots.next())
         acceptor.accept(*blocks, lengths, requests)
         outcome = acceptor.slots.outcome(1, BLOCK)
     kept = [tensor.clone() for tensor in outcome]
@@ -245,9 +201,7 @@ def test_an_idle_verify_leaves_the_outcomes_of_the_step_before(monkeypatch, step
 
 @pytest.mark.parametrize("requests", [12, 13])
 def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, requests):
-    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.verify import step_result
-    from dflash_sglang.verify.acceptance import Acceptor
 
     copies: list[torch.Tensor] = []
 
@@ -261,7 +215,7 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
     target_ids = tokens + 1
     target_ids[range(3), range(3)] = 99
     rows = torch.arange(1, 6, device=layers.DEVICE)
-    acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
+    acceptor.slots.current.fill_(acceptor.slots.next())
     acceptor.accept(tokens, target_ids, rows, rows)
     accepted = acceptor.slots.outcome(3, BLOCK)  # the other two are padding
     result = step_result.StepResult(
@@ -282,9 +236,7 @@ def test_tokens_and_accept_lengths_reach_the_host_in_one_copy(monkeypatch, reque
 def test_a_result_that_is_read_two_steps_late_is_the_one_of_its_step():
     """Steps write where the ones before them wrote."""
     from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.kernels.block.accept import Ragged
-    from dflash_sglang.verify.acceptance import Acceptor
     from dflash_sglang.verify.step_result import StepResult
 
     acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE))
@@ -299,7 +251,7 @@ def test_a_result_that_is_read_two_steps_late_is_the_one_of_its_step():
         target_ids[:, number] = 99
         for buffer in buffers.values():
             buffer.fill_(number + 1)
-        acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
+        acceptor.slots.current.fill_(acceptor.slots.next())
         acceptor.accept(tokens, target_ids, 10 * requests, requests)
         forward = SimpleNamespace(
             logits_output=None, can_run_cuda_graph=True, routed_experts_output=None, indexer_topk_output=None
@@ -325,10 +277,6 @@ def test_a_result_that_is_read_two_steps_late_is_the_one_of_its_step():
 
 
 def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.verify.acceptance import Acceptor
-    from dflash_sglang.verify.graph_tail import VerifyTail
-    from dflash_sglang.verify.target_logits import TargetLogits
 
     target, draft = Runner(translates=True), Runner()
 
@@ -344,26 +292,3 @@ def test_slots_that_a_pool_renames_are_left_to_the_eager_write():
     )
     assert not tail.writes_context
     Graph(target.capture_tail_hooks[0], 2).replay()
-
-
-@pytest.mark.parametrize("profile", [[0.9, 0.5], [0.9, 0.5, 0.2, 0.1]])
-def test_a_profile_gives_the_mean_length_of_its_products_and_needs_a_probability_for_each_proposal(profile):
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.verify.acceptance import Acceptor
-
-    if len(profile) < BLOCK - 1:
-        with pytest.raises(ValueError, match="expected at least 3 probabilities"):
-            Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE), [profile])
-        return
-    acceptor = Acceptor(StepSlots(REQUESTS, BLOCK, layers.DEVICE), [profile])
-    blocks = [torch.zeros((8, BLOCK), dtype=torch.int64, device=layers.DEVICE) for _ in range(2)]
-    lengths, requests = (
-        torch.zeros(8, dtype=torch.int64, device=layers.DEVICE),
-        torch.arange(8, device=layers.DEVICE),
-    )
-    total = 0
-    for _ in range(200):
-        acceptor.slots.current.copy_(torch.tensor(acceptor.slots.next()))
-        acceptor.accept(*blocks, lengths, requests)
-        total += int(acceptor.slots.outcome(8, BLOCK).commit_lens.sum())
-    assert total / 1600 == pytest.approx(1 + 0.9 + 0.45 + 0.09, abs=0.06)
