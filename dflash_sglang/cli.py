@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from dflash_sglang import __version__
 from dflash_sglang.bench import arguments
@@ -29,10 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 when a server failed, float32 outputs differ, a check finds a pair not fine, a
     text has too few tokens, a patch does not fit or a launch would be refused, 2 for an option that cannot be
     measured, read or written, 130 after Ctrl-C."""
-    parser = _parser()
-    options, launch_flags = parser.parse_known_args(argv)
+    options, launch_flags = _parser().parse_known_args(argv)
     if launch_flags and options.command not in _TAKE_LAUNCH_FLAGS:
-        parser.error(f"unrecognized arguments: {' '.join(launch_flags)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(launch_flags)}")
     if options.command == "doctor":
         from dflash_sglang.doctor.run import doctor
 
@@ -71,25 +71,11 @@ def _with_servers(command: str, run: Callable[[], int]) -> int:
         return 130
 
 
-class _Command(argparse.ArgumentParser):
-    """The parser of a subcommand, whose usage is shown with an option that it does not know."""
-
-    takes_launch_flags = False
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, allow_abbrev=False)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown and not self.takes_launch_flags:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dflash-sglang {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
+    of_command = functools.partial(argparse.ArgumentParser, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=of_command)
     commands.add_parser("pair", help="print the directories of the packaged target and draft as JSON")
     demo = commands.add_parser("demo", help="serve the packaged pair with and without DFLASH and compare")
     available = len(held_out_prompts())
@@ -110,8 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_parser(commands)
     check_arguments.add_parser(commands)
-    for name in _TAKE_LAUNCH_FLAGS:
-        commands.choices[name].takes_launch_flags = True
     hot = commands.add_parser(
         "hot-vocab", help="write the most frequent tokens of a text as a file for --speculative-token-map"
     )
@@ -126,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     patches.add_argument(
         "--json", action="store_true", help="print each patch's hash in that SGLang, null where gone"
     )
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # whose usage is shown with an option that it does not know
     return parser
 
 
