@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ class DoneStep(NamedTuple):
     @property
     def rows(self) -> np.ndarray:
         """[n] verified rows of each request, one of each position of a tree."""
-        return np.full(len(self.most), (self.chain or self.width) if self.lens is None else self.lens)
+        return np.full(len(self.most), self.chain or self.width) if self.lens is None else self.lens
 
     @property
     def proposals(self) -> np.ndarray:
@@ -120,18 +121,22 @@ class Counts:
         steps, self._pending = self._pending, []
         if not steps:
             return
+        rows = [step.rows for step in steps]
         self._steps += len(steps)
-        for step in steps:
+        for step, of_requests in zip(steps, rows, strict=True):
             requests = len(step.most)
             self._requests += requests
             self._drafted += requests * (step.width - 1)
-            self._rows += requests * step.nodes if step.nodes else int(step.rows.sum())
+            self._rows += requests * step.nodes if step.nodes else int(of_requests.sum())
             self._shapes[self._shape(step)] += 1
-        accepted = np.concatenate([step.accepted for step in steps])
-        verified = np.concatenate([step.proposals for step in steps])
-        copied = np.concatenate([np.zeros(len(of.most), bool) if of.copied is None else of.copied for of in steps])
-        np.add.at(self._verified, (copied.astype(int), verified), 1)
-        np.add.at(self._accepted, (copied.astype(int), accepted), 1)
+        verified = np.minimum(np.concatenate(rows), np.concatenate([step.most for step in steps])) - 1
+        accepted = np.fromiter(chain.from_iterable(step.accepted for step in steps), np.int64, len(verified))
+        copied = np.zeros(len(verified), np.int64)
+        if any(step.copied is not None for step in steps):
+            of_each = ([False] * len(of.most) if of.copied is None else of.copied for of in steps)
+            copied[:] = np.concatenate([*of_each])
+        np.add.at(self._verified, (copied, verified), 1)
+        np.add.at(self._accepted, (copied, accepted), 1)
 
     def _shape(self, step: DoneStep) -> Shape:
         if step.width == PLAIN:
