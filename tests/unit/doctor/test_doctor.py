@@ -237,48 +237,40 @@ def test_a_form_of_the_head_that_cannot_be_is_refused(examined: Any, monkeypatch
 
 
 def test_break_even_is_what_a_step_reads_over_what_a_plain_one_reads() -> None:
-    target = {
-        "model.embed_tokens.weight": TensorFacts("BF16", (1000, 10)),  # looked up, not read
-        "model.layers.0.mlp.up_proj.weight": TensorFacts("BF16", (400, 10)),
-        "lm_head.weight": TensorFacts("BF16", (100, 10)),
-    }
-    found = sizes.break_even(target, None, draft=1000, head=2000, block=16)
-    assert found is not None and found.plain_bytes == 10_000 and found.accept_length == pytest.approx(1.3)
-    tied = {name: facts for name, facts in target.items() if "lm_head" not in name}
-    found = sizes.break_even(tied, None, draft=0, head=20_000, block=16)
-    assert found is not None and found.plain_bytes == 28_000
+    """An embedding that is looked up is not read; of a mixture the experts of all tokens are."""
+
+    def target(**rows: int) -> dict[str, TensorFacts]:
+        names = {
+            "table": "model.embed_tokens.",
+            "up": "layers.0.mlp.up_proj.",
+            "expert": "layers.0.mlp.experts.0.up.",
+        }
+        return {names.get(name, "lm_head.") + "weight": TensorFacts("BF16", (of, 10)) for name, of in rows.items()}
+
+    experts = sizes.Experts(2, 8)
+    for rows, of, draft, head, block, plain, verify in (
+        (dict(table=1000, up=400, head=100), None, 1000, 2000, 16, 10_000, 10_000),
+        (dict(table=1000, up=400), None, 0, 20_000, 16, 28_000, 28_000),
+        (dict(expert=800, head=50), experts, 0, 0, 4, 1000 + 4000, 1000 + int(16_000 * (1 - 0.75**4))),
+    ):
+        even = sizes.break_even(target(**rows), of, draft=draft, head=head, block=block)
+        assert even is not None and (even.plain_bytes, even.verify_bytes) == (plain, verify)
+        assert even.accept_length == pytest.approx((verify + draft + head) / plain)
+    for unknown in ({}, target(expert=800, head=50)):
+        assert sizes.break_even(unknown, None, draft=0, head=0, block=4) is None
 
 
-def test_a_verify_of_a_mixture_reads_the_experts_of_the_whole_block() -> None:
-    target = {
-        "model.layers.0.mlp.experts.0.up_proj.weight": TensorFacts("BF16", (800, 10)),
-        "lm_head.weight": TensorFacts("BF16", (50, 10)),
-    }
-    found = sizes.break_even(target, sizes.Experts(2, 8), draft=0, head=0, block=4)
-    assert found is not None and found.plain_bytes == 1000 + 4000
-    assert found.verify_bytes == 1000 + int(16_000 * (1 - 0.75**4))
-    assert sizes.break_even(target, None, draft=0, head=0, block=4) is None
-
-
-@pytest.mark.parametrize(("ranks", "keys"), [(1, 640), (2, 320), (4, 320)])
-def test_a_rank_has_its_share_of_the_layers_and_at_least_one_head_of_keys(ranks: int, keys: int) -> None:
+def test_a_rank_has_its_share_of_the_layers_and_a_table_in_nvfp4_counts_as_the_dense_one() -> None:
     spec = DraftSpec.from_config(draft_config())
     held = {
         "layers.0.self_attn.k_proj.weight": TensorFacts("F32", (32, 10)),  # 2 heads
-        "fc.weight": TensorFacts("F32", (8, 10)),
-        "d2t": TensorFacts("I64", (320,)),
-    }
-    assert sizes.draft_weights(spec, held, ranks, served=2, in_fp8=False) == keys + 160
-    assert sizes.kv_bytes_per_token(spec, ranks, element=2) == 2 * 2 * max(1, 2 // ranks) * 16 * 2
-
-
-def test_a_table_in_nvfp4_counts_as_the_dense_one_that_it_becomes() -> None:
-    spec = DraftSpec.from_config(draft_config())
-    packed = {
-        "markov_head.markov_w2.weight": TensorFacts("U8", (320, 16)),
-        "markov_head.markov_w2.weight_scale": TensorFacts("F8_E4M3", (320, 2)),
-        "markov_head.markov_w2.weight_scale_2": TensorFacts("F32", ()),
-    }
+        "fc.weight": TensorFacts("F32", (8, 10)), "d2t": TensorFacts("I64", (320,)),
+    }  # fmt: skip
+    for ranks, keys in ((1, 640), (2, 320), (4, 320)):
+        assert sizes.draft_weights(spec, held, ranks, served=2, in_fp8=False) == keys + 160
+        assert sizes.kv_bytes_per_token(spec, ranks, element=2) == 2 * 2 * max(1, 2 // ranks) * 16 * 2
+    parts = {"": ("U8", (320, 16)), "_scale": ("F8_E4M3", (320, 2)), "_scale_2": ("F32", ())}
+    packed = {f"markov_head.markov_w2.weight{part}": TensorFacts(*facts) for part, facts in parts.items()}
     assert sizes.draft_weights(spec, packed, 1, served=2, in_fp8=False) == 320 * 32 * 2
 
 
