@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from dflash_sglang import __version__
 from dflash_sglang.bench import arguments
@@ -71,11 +70,17 @@ def _with_servers(command: str, run: Callable[[], int]) -> int:
         return 130
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a subcommand."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dflash-sglang {__version__}")
-    of_command = functools.partial(argparse.ArgumentParser, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=of_command)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
     commands.add_parser("pair", help="print the directories of the packaged target and draft as JSON")
     demo = commands.add_parser("demo", help="serve the packaged pair with and without DFLASH and compare")
     available = len(held_out_prompts())
