@@ -240,11 +240,7 @@ def test_break_even_is_what_a_step_reads_over_what_a_plain_one_reads() -> None:
     """An embedding that is looked up is not read; of a mixture the experts of all tokens are."""
 
     def target(**rows: int) -> dict[str, TensorFacts]:
-        names = {
-            "table": "model.embed_tokens.",
-            "up": "layers.0.mlp.up_proj.",
-            "expert": "layers.0.mlp.experts.0.up.",
-        }
+        names = {"table": "model.embed_tokens.", "up": "layers.0.up_proj.", "expert": "layers.0.experts.0."}
         return {names.get(name, "lm_head.") + "weight": TensorFacts("BF16", (of, 10)) for name, of in rows.items()}
 
     experts = sizes.Experts(2, 8)
@@ -255,7 +251,7 @@ def test_break_even_is_what_a_step_reads_over_what_a_plain_one_reads() -> None:
     ):
         even = sizes.break_even(target(**rows), of, draft=draft, head=head, block=block)
         assert even is not None and (even.plain_bytes, even.verify_bytes) == (plain, verify)
-        assert even.accept_length == pytest.approx((verify + draft + head) / plain)
+        assert even.accept_length == pytest.approx((verify + draft + head) / plain, abs=1e-3)
     for unknown in ({}, target(expert=800, head=50)):
         assert sizes.break_even(unknown, None, draft=0, head=0, block=4) is None
 
