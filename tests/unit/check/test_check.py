@@ -188,6 +188,8 @@ def test_findings_and_their_table_show_where_outputs_part_and_what_that_is(tmp_p
     )
     assert lines[at + 2].startswith("  2. target_layer_ids=[0, 2, 4] of 5: ") and "  9." not in lines[-1]
     assert "contexts of 130 tokens at most" in lines[-3] and lines[-1].startswith("  8. the text: ")
+    defect = found(tmp_path, partings=tuple(partings[1:2]))
+    assert (defect["verdict"], defect["likely_causes"]) == ("defect", [])  # acceptance is as it should be
     one = found(tmp_path)
     assert (one["verdict"], one["reasons"], one["likely_causes"], one["equal_outputs"]) == ("fine", [], [], 1)
     texts = [one["partings"][0][name] for name in ("text_before", "plain_text", "dflash_text")]
