@@ -29,10 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 when a server failed, float32 outputs differ, a check finds a pair not fine, a
     text has too few tokens, a patch does not fit or a launch would be refused, 2 for an option that cannot be
     measured, read or written, 130 after Ctrl-C."""
-    parser = _parser()
-    options, launch_flags = parser.parse_known_args(argv)
+    options, launch_flags = _parser().parse_known_args(argv)
     if launch_flags and options.command not in _TAKE_LAUNCH_FLAGS:
-        parser.error(f"unrecognized arguments: {' '.join(launch_flags)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(launch_flags)}")
     if options.command == "doctor":
         from dflash_sglang.doctor.run import doctor
 
@@ -72,18 +71,10 @@ def _with_servers(command: str, run: Callable[[], int]) -> int:
 
 
 class _Command(argparse.ArgumentParser):
-    """The parser of a subcommand, whose usage is shown with an option that it does not know."""
-
-    takes_launch_flags = False
+    """The parser of a subcommand."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown and not self.takes_launch_flags:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,8 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_parser(commands)
     check_arguments.add_parser(commands)
-    for name in _TAKE_LAUNCH_FLAGS:
-        commands.choices[name].takes_launch_flags = True
     hot = commands.add_parser(
         "hot-vocab", help="write the most frequent tokens of a text as a file for --speculative-token-map"
     )
@@ -126,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     patches.add_argument(
         "--json", action="store_true", help="print each patch's hash in that SGLang, null where gone"
     )
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # whose usage is shown with an option that it does not know
     return parser
 
 

@@ -14,7 +14,6 @@ from dflash_sglang.drafting.block import Block, BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches import arrivals
 from dflash_sglang.prefill_worker import PrefillWorker
 from dflash_sglang.sglang_names.scheduler import (
@@ -29,7 +28,6 @@ from dflash_sglang.sglang_names.scheduler import (
 )
 from dflash_sglang.startup.copying import chains_of
 from dflash_sglang.verify.rows import Shape, VerifyRows
-from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.verify.step_result import StepResult
 from dflash_sglang.verify.tables import Tables
 from dflash_sglang.verify.verifier import Verifier
@@ -53,7 +51,6 @@ class DFlashWorker(PrefillWorker):
         chains = chains_of(self._config, self._draft.model.spec, self.block_size)
         self._slots = StepSlots(self._adjustments.max_requests, self.block_size, self.device, chains)
         self._tables = Tables.taken(self._slots, self._adjustments, steps.forced_answers(self._slots))
-        self._split = StepSplit(StepClock(self.device))
         self._learns = False  # from the results of steps
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
@@ -86,13 +83,7 @@ class DFlashWorker(PrefillWorker):
         self._states, self._ragged, self._trees = served.states, served.ragged, served.trees
         self._rehearsal = Rehearsal(target, self._reservation, self._rehearsed_prefill, self._rehearsed_step)
         self._widths: WidthController = steps.build_controller(
-            draft,
-            target,
-            served,
-            self._rehearsal,
-            self._tables.acceptor.set_max_commit,
-            self._split,
-            self._copies,
+            draft, target, served, self._rehearsal, self._tables.acceptor.set_max_commit, self._copies
         )
         self.width, self._learns = self._widths.choices[-1], self._widths.learns
         if get_disagg().disaggregation_mode == "decode":
@@ -159,7 +150,6 @@ class DFlashWorker(PrefillWorker):
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
         proposals = self._tables.acceptor.clip_to_limits(proposals, block.requests)
-        self._split.drafted()
         rows = self._rows(batch, block, proposals, shape)
         verified = self._verifier.verify(batch, block, proposals, rows, grammar_barrier)
         accepted = verified.accepted

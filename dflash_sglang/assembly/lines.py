@@ -12,17 +12,20 @@ from dflash_sglang.sglang_names.scheduler import get_disagg, get_spec
 from dflash_sglang.startup.copying import why_no_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
     from dflash_sglang.assembly.loading import LoadedDraft
+    from dflash_sglang.checkpoint import DraftSpec
     from dflash_sglang.drafting.copies import Copies
     from dflash_sglang.patches.draft_pool import RingPool
     from dflash_sglang.settings.plugin_config import PluginConfig
     from dflash_sglang.verify.tables import Tables
 
 GB = 1 << 30
+# Of a server that drafts: lines that one that only prefills does not have.
 _OF_DRAFTING = (
-    "draft_attention", "head", "selector", "proposals", "proposals_from", "markov_head", "domino", "copy",
+    "draft_attention", "head", "draft_window", "selector", "proposals", "proposals_from", "markov_head", "domino",
+    "copy",
 )  # fmt: skip
 
 
@@ -31,11 +34,20 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
 
     context_len: the target's.
     """
-    if isinstance(draft.model.spec, MtpSpec):
-        return _lines(_mtp_decisions(draft, draft.model.spec))
     spec = draft.model.spec
-    role = get_disagg().disaggregation_mode
-    decisions = {
+    facts = _of_mtp(draft, spec) if isinstance(spec, MtpSpec) else _of_draft(draft, spec, context_len, config)
+    left_out = () if draft.drafts or isinstance(spec, MtpSpec) else _OF_DRAFTING
+    told = [f"\n  {key}: {of}" for key, of in facts.items() if of is not None and key not in left_out]
+    return f"dflash_sglang {__version__} worker active:{''.join(told)}"
+
+
+def _of_draft(draft: LoadedDraft, spec: DraftSpec, context_len: int, config: PluginConfig) -> dict[str, Any]:
+    """The lines in their order; None: there is no such thing."""
+    served, role = get_spec(), get_disagg().disaggregation_mode
+    tokens, window = draft.proposed_tokens, served.speculative_draft_window_size
+    kept = "" if tokens is None else f"{tokens} tokens ({served.speculative_token_map}), "
+    longest, no_copies = spec.max_position_embeddings, why_no_copies(config, spec)
+    return {
         "draft": f"{spec.architecture} ({spec.num_layers} layers)",
         "layers": layers_read(spec),
         "rope": rope_read(spec),
@@ -46,44 +58,35 @@ def worker_line(draft: LoadedDraft, context_len: int, config: PluginConfig) -> s
         "draft_attention": draft.attention_backend,
         "draft_quantization": draft.quantization,
         "context_kv": draft.context_kv.reason,
-        "head": draft.borrowed.head_form,
+        "head": f"{kept}{draft.borrowed.head_form}",
+        "role": None if role == "null" else role,
+        "positions": f"{context_len} (max_position_embeddings {longest})" if context_len > longest else None,
+        "draft_window": window and f"{window} (sinks {served.speculative_draft_sink_size or 0})",
+        "draft_kv": _kv_planned(draft.rings),
+        "copy": config.copy if no_copies is None else f"off ({no_copies})",
+        **dict(_of_family(spec)),
+        "proposals": None if draft.model.edges is None else _proposals(draft),
     }
-    if role != "null":
-        decisions["role"] = role
-    if draft.proposed_tokens is not None:
-        tokens = f"{draft.proposed_tokens} tokens ({get_spec().speculative_token_map})"
-        decisions["head"] = f"{tokens}, {draft.borrowed.head_form}"
-    if context_len > spec.max_position_embeddings:
-        decisions["positions"] = f"{context_len} (max_position_embeddings {spec.max_position_embeddings})"
-    if get_spec().speculative_draft_window_size is not None and draft.drafts:
-        sinks = get_spec().speculative_draft_sink_size or 0
-        decisions["draft_window"] = f"{get_spec().speculative_draft_window_size} (sinks {sinks})"
-    decisions["draft_kv"] = _kv_planned(draft.rings)
-    no_copies = why_no_copies(config, spec)
-    decisions["copy"] = config.copy if no_copies is None else f"off ({no_copies})"
+
+
+def _of_family(spec: DraftSpec) -> Iterator[tuple[str, str]]:
+    """The lines of the parts that only some families have."""
     if spec.dflash2 is not None:
-        conv = spec.convolution
-        decisions["convolution"] = f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
-        selector = spec.dflash2
-        decisions["selector"] = f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
+        conv, selector = spec.convolution, spec.dflash2
+        yield "convolution", f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"
+        yield "selector", f"rank {selector.selector_rank} over {selector.selector_top_k} candidates"
     if spec.anchor_proposes or spec.dspark is not None or spec.domino is not None:
-        decisions["proposals_from"] = f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"
+        yield "proposals_from", f"the {'anchor' if spec.anchor_proposes else 'first mask'}'s row"
     if spec.dspark is not None:
         rank, kind = spec.dspark.rank, spec.dspark.kind
-        decisions["markov_head"] = f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
+        yield "markov_head", f"{f'{kind}, ' * (kind != VANILLA)}rank {rank}" if rank else "none"
     if spec.domino is not None:
-        decisions["domino"] = f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
+        yield "domino", f"GRU of {spec.domino.state_size}, rank {spec.domino.rank}"
     if spec.laguna is not None:
-        decisions["attention_gates"] = f"{spec.laguna.gates} per head"
-    if draft.model.edges is not None:
-        decisions["proposals"] = "drawn" if draft.draws_proposals else "argmax"
-    if not draft.drafts:
-        for of_drafting in _OF_DRAFTING:
-            decisions.pop(of_drafting, None)
-    return _lines(decisions)
+        yield "attention_gates", f"{spec.laguna.gates} per head"
 
 
-def _mtp_decisions(draft: LoadedDraft, spec: MtpSpec) -> dict[str, Any]:
+def _of_mtp(draft: LoadedDraft, spec: MtpSpec) -> dict[str, Any]:
     kinds = ", ".join(layer.kind.removesuffix("_attention") for layer in spec.layers)
     return {
         "draft": f"MTP({spec.num_layers} layers: {kinds}; own heads)",
@@ -93,13 +96,12 @@ def _mtp_decisions(draft: LoadedDraft, spec: MtpSpec) -> dict[str, Any]:
         "features": draft.context_kv.reason,
         "head": draft.borrowed.head_form,
         "draft_kv": _kv_planned(draft.rings),
-        "proposals": "drawn" if draft.draws_proposals else "argmax",
+        "proposals": _proposals(draft),
     }
 
 
-def _lines(decisions: Mapping[str, Any]) -> str:
-    lines = (f"\n  {key}: {value}" for key, value in decisions.items())
-    return f"dflash_sglang {__version__} worker active:{''.join(lines)}"
+def _proposals(draft: LoadedDraft) -> str:
+    return "drawn" if draft.draws_proposals else "argmax"
 
 
 def _kv_planned(rings: RingPool | str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_sglang.assembly.loading import LoadedDraft
 from dflash_sglang.attention.visibility import check_visibility
+from dflash_sglang.checkpoint.causes import PairFacts
 from dflash_sglang.drafting.base import Changed, ProposalSource
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.copies import Copies
@@ -27,7 +28,6 @@ from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.causes import Causes
 from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
-from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches.flash3 import spare_launches
 from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import FORCED_ENV, PluginConfig
@@ -254,7 +254,6 @@ def build_controller(
     widths: ServedWidths,
     rehearsal: Rehearsal,
     set_max_commit: Callable[..., None],
-    split: StepSplit,
     copies: Copies | None,
 ) -> WidthController:
     """Build what chooses each step's width, with step times as they are measured now, and what counts steps."""
@@ -265,21 +264,12 @@ def build_controller(
     if chooses:
         startup.measure(policy, target, rehearsal, widths.group)
     speaks = get_parallel().tp_rank == 0
+    facts = TargetFacts.from_config(target.model_config.hf_text_config)
     observer = Observer(
         Counts(policy.chains.longest, ragged=policy.budgets is not None, chooses=chooses),
         Alarm(block),
-        causes(draft, target),
-        policy.metrics.estimates if chooses else None,
-        split,
-        policy.confidence.snapshot if chooses else None,
+        Causes(PairFacts(draft.model.spec, facts.num_layers, facts.vocab_size, draft.quantization)),
+        (lambda: policy.metrics.over_width_1) if chooses else None,
         None if copies is None else copies.snapshot,
     )
     return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
-
-
-def causes(draft: LoadedDraft, target: ModelRunner) -> Causes:
-    """What the acceptance alarm asks operators to check of this pair."""
-    facts = TargetFacts.from_config(target.model_config.hf_text_config)
-    return Causes(
-        draft.model.spec, draft.feature_layer_ids, facts.num_layers, facts.vocab_size, draft.quantization
-    )

@@ -23,6 +23,9 @@ class Estimate:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
 
 @dataclass(frozen=True)
 class Acceptance:

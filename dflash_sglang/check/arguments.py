@@ -16,7 +16,7 @@ from dflash_sglang.bench.checkpoints import Pair
 from dflash_sglang.bench.plot import can_draw
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.check import prompts
-from dflash_sglang.check.baseline import Baseline, packaged_baseline, read_baseline
+from dflash_sglang.check.verdict import Baseline, packaged_baseline, read_baseline
 from dflash_sglang.checkpoint.left_out import NO_FLAGS, Flags
 from dflash_sglang.demo.server import Client
 from dflash_sglang.pair import held_out_prompts
@@ -37,7 +37,7 @@ class Settings:
     pair: Pair
     url: str | None  # a running server with DFLASH, or None to launch one
     gpu: bool
-    prompts: tuple[list[int], ...] = field(repr=False)  # token ids of each
+    prompts: Sequence[list[int]] = field(repr=False)  # token ids of each
     chat: bool  # the texts have got the target's chat template
     max_new_tokens: int
     concurrency: int
@@ -107,7 +107,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         pair=pair,
         url=options.url,
         gpu=gpu,
-        prompts=tuple(ids),
+        prompts=ids,
         chat=options.chat,
         max_new_tokens=options.max_new_tokens,
         concurrency=options.concurrency,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -89,10 +89,14 @@ class DoneStep(NamedTuple):
     copied: np.ndarray | None = None  # [n] bool: a copy replaced the draft's proposals; None: of no request
 
     @property
+    def rows(self) -> np.ndarray:
+        """[n] verified rows of each request, one of each position of a tree."""
+        return np.full(len(self.most), self.chain or self.width) if self.lens is None else self.lens
+
+    @property
     def proposals(self) -> np.ndarray:
         """[n] verified proposals of each request, one of each position of a tree."""
-        rows = self.chain or self.width if self.lens is None else self.lens
-        return np.minimum(rows, self.most) - 1
+        return np.minimum(self.rows, self.most) - 1
 
 
 class Counts:
@@ -117,31 +121,22 @@ class Counts:
         steps, self._pending = self._pending, []
         if not steps:
             return
-        requests = [len(step.accepted) for step in steps]
-        widths = np.repeat([step.width for step in steps], requests)
-        rows = np.repeat([step.chain or step.width for step in steps], requests)
-        if any(step.lens is not None for step in steps):
-            rows = np.concatenate(
-                [
-                    np.full(n, of.chain or of.width) if of.lens is None else of.lens
-                    for of, n in zip(steps, requests, strict=True)
-                ]
-            )
-        accepted = np.fromiter(chain.from_iterable(step.accepted for step in steps), np.int64, len(widths))
-        committable = np.minimum(rows, np.concatenate([step.most for step in steps]))
-        if any(step.nodes for step in steps):
-            rows = np.where(nodes := np.repeat([step.nodes or 0 for step in steps], requests), nodes, rows)
+        rows = [step.rows for step in steps]
         self._steps += len(steps)
-        self._requests += len(widths)
-        self._drafted += int(widths.sum()) - len(widths)
-        self._rows += int(rows.sum())
-        copied = np.concatenate(
-            [np.zeros(n) if of.copied is None else of.copied for of, n in zip(steps, requests, strict=True)]
-        ).astype(np.int64)
-        np.add.at(self._verified, (copied, committable - 1), 1)
-        np.add.at(self._accepted, (copied, accepted), 1)
-        for step in steps:
+        for step, of_requests in zip(steps, rows, strict=True):
+            requests = len(step.most)
+            self._requests += requests
+            self._drafted += requests * (step.width - 1)
+            self._rows += requests * step.nodes if step.nodes else int(of_requests.sum())
             self._shapes[self._shape(step)] += 1
+        verified = np.minimum(np.concatenate(rows), np.concatenate([step.most for step in steps])) - 1
+        accepted = np.fromiter(chain.from_iterable(step.accepted for step in steps), np.int64, len(verified))
+        copied = np.zeros(len(verified), np.int64)
+        if any(step.copied is not None for step in steps):
+            of_each = ([False] * len(of.most) if of.copied is None else of.copied for of in steps)
+            copied[:] = np.concatenate([*of_each])
+        np.add.at(self._verified, (copied, verified), 1)
+        np.add.at(self._accepted, (copied, accepted), 1)
 
     def _shape(self, step: DoneStep) -> Shape:
         if step.width == PLAIN:
@@ -160,11 +155,6 @@ class Counts:
         """Steps of each shape since start-up."""
         self._add_up()
         return dict(self._shapes)
-
-    @staticmethod
-    def chosen_plain(shapes: Mapping[Shape, int]) -> int:
-        """How many of these steps drafted nothing because width 1 was estimated to be faster."""
-        return sum(steps for shape, steps in shapes.items() if shape[1:] == (PLAIN_STEP, CHOSEN))
 
     def totals(self) -> Totals:
         """Since start-up."""

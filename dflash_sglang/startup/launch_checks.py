@@ -47,7 +47,7 @@ def _coordinates(cfg: Any) -> bool:
 
 _WHOLE_ROWS = "the target's features and the slots of all tokens are on every rank"
 _REPLAYED = "this package commits recurrent states by itself"
-METRIC_LABELS = frozenset({"at_least", "form", "part", "position", "reason", "state", "width"})
+METRIC_LABELS = frozenset({"form", "position", "reason", "state", "width"})
 _EXACT = "its output is exactly the target's"
 _ONE_ROW = "context KV is written into pools with one row per slot and layer"
 _TARGETS_KV = "it restores the target's keys and values, and none of the draft's"

@@ -74,7 +74,6 @@ class WidthController:
         self._launched: deque[_Launched] = deque()
         self._last_end: Any = None  # of the latest step, unless a step of other ranks came after it
         self._new: set[int] = set()  # slots of requests that were admitted since
-        self._prefilled = False
         self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
 
     @property
@@ -89,7 +88,6 @@ class WidthController:
 
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
-        self._prefilled = True
         self._policy.prefill(sum(batch.extend_lens or ()))
         self._states.use_widest()
         self.admit(batch)
@@ -125,9 +123,6 @@ class WidthController:
         self._states.use(decision.shape)
         if self._speaks and not decision.probe:
             self._log_change(decision.kind, requests)
-        if requests:
-            self._observer.split.begin(None if self._prefilled else self._last_end)
-        self._prefilled = False
         self._new.clear()
         return decision
 
@@ -140,7 +135,6 @@ class WidthController:
         end, step = self._clock.mark(), self._chosen
         most = self._policy.requests.most(step.slots)
         self._launched.append(_Launched(step, most, *self._of_chosen, result, self._last_end, end))
-        self._observer.split.end(end)
         self._last_end = end
 
     def verified(self, accepted: list[int]) -> None:

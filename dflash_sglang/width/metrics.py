@@ -39,11 +39,6 @@ class WidthMetrics:
         """The result of a step is there; `seconds`: of the step, if they were measured."""
         self.seconds[self._kinds.index(decision.kind)] += decision.seconds if seconds is None else seconds
 
-    def estimates(self) -> tuple[float, float]:
-        """Tokens per second of the last choice over those of width 1 and of whole blocks, by the table of step
-        times. Width 1 is a step of this server. What a server without speculation takes is not known here."""
-        return self.over_width_1, self.over_block
-
     def snapshot(self) -> dict[str, Any]:
         """For logs and gauges: sums by the width that was drafted, and steps by kind."""
         counts: dict[str, Sequence[float]] = {

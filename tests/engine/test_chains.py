@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,8 +146,6 @@ def test_what_is_copied_beyond_blocks_is_counted_and_comes_true_in_the_texts_of_
         assert acceptance["accepted"][31] > 3, acceptance["accepted"]
         assert found["dflash_width"]["shapes"]["copy 64"] >= acceptance["shapes"]["copy"]["chosen"]
         metrics = server.text("/metrics")
-        beyond = re.search(r"dflash_copied_beyond_blocks_total{[^}]*} (\S+)", metrics)
-        assert beyond and copies["beyond_block"] >= float(beyond[1]) > 0.9 * copies["beyond_block"]
         assert 'form="copy"' in metrics and 'position="63"' in metrics
         assert "copy: 64" in server.log_text()
         assert "copies beyond blocks: 64 rows up to 2 requests, 32 rows up to 4 requests" in server.log_text()

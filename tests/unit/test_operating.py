@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from dflash_sglang.observe import series
@@ -52,7 +51,9 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("query", QUERIES)
-def test_every_series_of_a_query_is_one_that_a_server_has(query: str) -> None:
+def test_every_series_of_a_query_is_one_that_a_server_has_and_the_docs_table_has_all() -> None:
     served = {f"dflash_{name}_total" for name in series.COUNTERS} | {f"dflash_{name}" for name in series.GAUGES}
-    assert {name for name in re.findall(r"dflash_\w+", query)} <= served
+    asked = {query: set(re.findall(r"dflash_\w+", query)) - served for query in QUERIES}
+    assert QUERIES and not {query: unknown for query, unknown in asked.items() if unknown}
+    metrics = (DOCS / "reference" / "metrics.md").read_text()
+    assert set(re.findall(r"^\| `(dflash_\w+)` \| (?:`|\|)", metrics, re.MULTILINE)) == served

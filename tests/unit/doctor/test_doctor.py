@@ -84,12 +84,11 @@ def test_every_problem_is_listed_at_once_and_the_exit_code_is_1(examined: Any) -
     code, said = examined("--tp=3", "--speculative-dflash-block-size=17", "--enable-mis")
     assert code == 1 and said["worker"] is None and said["model"]["block"] == 16
     assert [refusal["field"] for refusal in said["refused"]] == [
-        "--enable-mis",
-        "--speculative-dflash-block-size",
-        "draft config num_attention_heads",
-        "draft config intermediate_size",
-        "draft config num_key_value_heads",
-    ]
+        "--enable-mis", "--speculative-dflash-block-size", "draft config num_attention_heads",
+        "draft config intermediate_size", "draft config num_key_value_heads",
+    ]  # fmt: skip
+    documented = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/reference/doctor.md").read_text(), re.MULTILINE))
+    assert documented >= said.keys()
 
 
 def unfit() -> None:
@@ -135,78 +134,69 @@ def test_a_draft_in_rings_takes_what_its_requests_need_whatever_the_target_has(
     assert examined(window, "--enable-hierarchical-cache")[1]["memory_per_rank"]["rings"] is None
 
 
-@pytest.mark.parametrize("flag", ["--tp-size", "--max-total-tokens"])
-def test_a_number_below_one_is_refused(flag: str, examined: Any) -> None:
-    code, said = examined(flag, "0")
-    assert code == 1 and said["refused"] == [
-        {"field": flag, "text": f"{flag}=0: expected an integer >= 1. Correct it."}
-    ]
+SWAPPED = "expected a target, and it is a DFLASH draft. Target and draft are swapped"
+BOTH = "expected another checkpoint than the draft, and both are the same."
+NOT_THERE = "expected a directory, or a downloaded "
+NO_DOWNLOAD = "doctor downloads nothing: give a directory, or download it first."
+UNREADABLE: list[tuple[list[str], dict[str, str], str]] = [  # flags, changed roles, what is said
+    (["--context-length", "99999"], {}, "--context-length 99999: expected at most the context of "),
+    (["--no-such-flag", "3"], {}, "unrecognized arguments: --no-such-flag 3$"),
+    (["--speculative-algorithm=EAGLE"], {}, "--speculative-algorithm EAGLE: expected DFLASH"),
+    ([], {"draft": PAIR["target"], "target": PAIR["draft"]}, f"--target {PAIR['draft']}: {SWAPPED}"),
+    ([], {"draft": PAIR["target"]}, f"--target {PAIR['target']}: {BOTH}"),
+    ([], {"target": PAIR["draft"]}, f"--target {PAIR['draft']}: {BOTH}"),
+    ([], {"target": "/no/such"}, rf"--target /no/such: {NOT_THERE}.*\(OSError: no such directory\). Correct it.$"),
+    ([], {"draft": "/no/such"}, rf"--draft /no/such: {NOT_THERE}.*\(OSError: no such directory\). Correct it.$"),
+    ([], {"draft": "nobody/such"}, f"--draft nobody/such: {NOT_THERE}.*{NO_DOWNLOAD}$"),
+]
 
 
-def test_a_context_beyond_the_targets_names_its_flag(examined: Any) -> None:
-    code, said = examined("--context-length", "99999")
-    assert code == 2 and said["unreadable"].startswith("--context-length 99999: expected at most the context of ")
+def test_what_cannot_be_read_is_named_and_the_exit_code_is_2(examined: Any) -> None:
+    for flags, roles, expected in UNREADABLE:
+        code, said = examined(*flags, **roles)
+        assert code == 2 and re.match(expected, said["unreadable"]), (flags, roles, said)
+    for old, now, value in (  # flags of model cards that SGLang has renamed
+        ("--mamba-scheduler-strategy", "--mamba-radix-cache-strategy", "extra_buffer"),
+        ("--speculative-dflash-draft-window-size", "--speculative-draft-window-size", "1024"),
+    ):
+        code, said = examined(f"{old}={value}")
+        assert code == 2 and said["unreadable"].endswith(f"{value}. {old} is now {now}")
+        assert examined(now, value)[0] == 0
 
 
-@pytest.mark.parametrize(("roles", "said"), [
-    (("draft", "target"), "expected a target, and it is a DFLASH draft. Target and draft are swapped"),
-    (("target", "target"), "expected another checkpoint than the draft, and both are the same."),
-    (("draft", "draft"), "expected another checkpoint than the draft, and both are the same."),
-])  # fmt: skip
-def test_a_pair_that_is_mixed_up_is_named_first(roles: Any, said: str, examined: Any) -> None:
-    target, draft = (PAIR[role] for role in roles)
-    code, found = examined(target=target, draft=draft)
-    assert code == 2 and found["unreadable"].startswith(f"--target {target}: {said}")
+def test_a_launch_that_decodes_nothing_or_without_a_draft_and_numbers_below_one_are_refused(examined: Any) -> None:
+    for flag in (
+        "--is-embedding", "--encoder-only", "--dllm-algorithm=LowConfidence", "--weight-cache-mode=client",
+        "--prefill-only-disable-kv-cache", "--debug-tensor-dump-input-file=ids.npy",
+        "--enable-return-aux-hidden-states", "--tp-size=0", "--max-total-tokens=0",
+    ):  # fmt: skip
+        code, said = examined(flag)
+        assert code == 1 and [refusal["field"] for refusal in said["refused"]] == [flag.partition("=")[0]], flag
+    assert said["refused"][0]["text"] == "--max-total-tokens=0: expected an integer >= 1. Correct it."
 
 
-@pytest.mark.parametrize(
-    "words", [["sglang", "serve"], ["sglang.launch_server"], ["/usr/bin/python3", "-m", "sglang.launch_server"]]
-)
-def test_a_pasted_command_line_is_read(words: list[str], examined: Any) -> None:
-    assert examined(*words)[0] == 0
-
-
-def test_the_model_flag_of_sglang_names_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pasted_command_line_is_read(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ["/usr/bin/python3", "-m", "sglang.launch_server"]
+    for words in (["sglang", "serve"], module[2:], module):
+        assert examined(*words)[0] == 0, words
     asked: list[Any] = []
     monkeypatch.setattr(run, "doctor", lambda options, flags: asked.append((options.target, flags)) or 0)
-    assert main(["doctor", "python", "-m", "sglang.launch_server", "--model", "T", "--draft", "D"]) == 0
-    assert asked == [("T", ["python", "-m", "sglang.launch_server"])]
+    assert main(["doctor", *module, "--model", "T", "--draft", "D"]) == 0
+    assert asked == [("T", module)]
 
 
-def test_a_flag_that_sglang_does_not_have_is_named_and_the_exit_code_is_2(examined: Any) -> None:
-    code, said = examined("--no-such-flag", "3")
-    assert code == 2 and said["unreadable"] == "unrecognized arguments: --no-such-flag 3"
-
-
-@pytest.mark.parametrize(("flags", "now"), [
-    (["--mamba-scheduler-strategy", "extra_buffer"], "--mamba-radix-cache-strategy"),
-    (["--speculative-dflash-draft-window-size=1024"], "--speculative-draft-window-size"),
-])  # fmt: skip
-def test_a_flag_of_a_model_card_that_sglang_has_renamed_is_named_by_both_names(
-    flags: list[str], now: str, examined: Any
+def test_a_draft_of_another_worker_is_fine_and_says_why_unless_this_one_is_required(
+    examined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, said = examined(*flags)
-    old, _, value = " ".join(flags).replace("=", " ").partition(" ")
-    assert code == 2 and said["unreadable"].endswith(f"{value}. {old} is now {now}")
-    assert examined(now, value)[0] == 0
-
-
-@pytest.mark.parametrize("flag", [
-    "--is-embedding", "--encoder-only", "--dllm-algorithm=LowConfidence", "--weight-cache-mode=client",
-    "--prefill-only-disable-kv-cache", "--debug-tensor-dump-input-file=ids.npy",
-    "--enable-return-aux-hidden-states",
-])  # fmt: skip
-def test_a_launch_that_decodes_nothing_or_without_a_draft_is_refused(flag: str, examined: Any) -> None:
-    code, said = examined(flag)
-    assert code == 1 and [refusal["field"] for refusal in said["refused"]] == [flag.partition("=")[0]]
-
-
-def test_a_draft_of_another_worker_is_fine_and_says_why(examined: Any, tmp_path: Path) -> None:
     config = json.loads(Path(PAIR["draft"], "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "eagle"}))
     code, said = examined(draft=str(tmp_path))
     assert (code, said["worker"], said["model"]) == (0, "built-in", None)
     assert said["why_built_in"].startswith("draft config projector_type='eagle': ")
+    monkeypatch.setenv("DFLASH_SGLANG_REQUIRE", "1")
+    code, said = examined(draft=str(tmp_path))
+    [refusal] = said["refused"]
+    assert code == 1 and refusal["text"].startswith("DFLASH_SGLANG_REQUIRE=1: draft config projector_type")
 
 
 def test_what_makes_drafts_accept_little_is_suspicious(examined: Any, tmp_path: Path) -> None:
@@ -236,17 +226,6 @@ def test_a_launch_that_loads_no_plugin_is_refused() -> None:
     assert done.returncode == 1 and refusal["text"].startswith("SGLANG_PLUGINS='none': expected dflash_sglang ")
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_directory_that_is_not_there_is_named(role: str, examined: Any) -> None:
-    code, said = examined(**{role: "/no/such"})
-    assert code == 2 and said["unreadable"].startswith(
-        f"--{role} /no/such: expected a directory, or a downloaded "
-    )
-    assert said["unreadable"].endswith("(OSError: no such directory). Correct it.")
-    code, said = examined(**{role: "nobody/such"})
-    assert said["unreadable"].endswith("doctor downloads nothing: give a directory, or download it first.")
-
-
 def test_a_form_of_the_head_that_cannot_be_is_refused(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_SGLANG_CONFIG", '{"draft_head": "fp8"}')
     code, said = examined("--dtype=float32")
@@ -254,70 +233,40 @@ def test_a_form_of_the_head_that_cannot_be_is_refused(examined: Any, monkeypatch
     assert examined("--dtype=bfloat16")[0] == 0
 
 
-def test_a_worker_that_is_required_and_does_not_serve_is_refused(
-    examined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DFLASH_SGLANG_REQUIRE", "1")
-    config = json.loads(Path(PAIR["draft"], "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "projector_type": "eagle"}))
-    code, said = examined(draft=str(tmp_path))
-    assert code == 1 and said["refused"][0]["text"].startswith(
-        "DFLASH_SGLANG_REQUIRE=1: draft config projector_type"
-    )
-
-
-def test_every_key_of_the_json_is_in_the_reference(examined: Any) -> None:
-    page = (ROOT / "docs" / "reference" / "doctor.md").read_text()
-    documented = set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
-    assert documented >= examined()[1].keys()
-
-
 # ---- Sizes -------------------------------------------------------------------------------------------------
 
 
 def test_break_even_is_what_a_step_reads_over_what_a_plain_one_reads() -> None:
-    target = {
-        "model.embed_tokens.weight": TensorFacts("BF16", (1000, 10)),  # looked up, not read
-        "model.layers.0.mlp.up_proj.weight": TensorFacts("BF16", (400, 10)),
-        "lm_head.weight": TensorFacts("BF16", (100, 10)),
-    }
-    found = sizes.break_even(target, None, draft=1000, head=2000, block=16)
-    assert found is not None and found.plain_bytes == 10_000 and found.accept_length == pytest.approx(1.3)
-    tied = {name: facts for name, facts in target.items() if "lm_head" not in name}
-    found = sizes.break_even(tied, None, draft=0, head=20_000, block=16)
-    assert found is not None and found.plain_bytes == 28_000
+    """An embedding that is looked up is not read; of a mixture the experts of all tokens are."""
+
+    def target(**rows: int) -> dict[str, TensorFacts]:
+        names = {"table": "model.embed_tokens.", "up": "layers.0.up_proj.", "expert": "layers.0.experts.0."}
+        return {names.get(name, "lm_head.") + "weight": TensorFacts("BF16", (of, 10)) for name, of in rows.items()}
+
+    experts = sizes.Experts(2, 8)
+    for rows, of, draft, head, block, plain, verify in (
+        (dict(table=1000, up=400, head=100), None, 1000, 2000, 16, 10_000, 10_000),
+        (dict(table=1000, up=400), None, 0, 20_000, 16, 28_000, 28_000),
+        (dict(expert=800, head=50), experts, 0, 0, 4, 1000 + 4000, 1000 + int(16_000 * (1 - 0.75**4))),
+    ):
+        even = sizes.break_even(target(**rows), of, draft=draft, head=head, block=block)
+        assert even is not None and (even.plain_bytes, even.verify_bytes) == (plain, verify)
+        assert even.accept_length == pytest.approx((verify + draft + head) / plain, abs=1e-3)
+    for unknown in ({}, target(expert=800, head=50)):
+        assert sizes.break_even(unknown, None, draft=0, head=0, block=4) is None
 
 
-def test_a_verify_of_a_mixture_reads_the_experts_of_the_whole_block() -> None:
-    target = {
-        "model.layers.0.mlp.experts.0.up_proj.weight": TensorFacts("BF16", (800, 10)),
-        "lm_head.weight": TensorFacts("BF16", (50, 10)),
-    }
-    found = sizes.break_even(target, sizes.Experts(2, 8), draft=0, head=0, block=4)
-    assert found is not None and found.plain_bytes == 1000 + 4000
-    assert found.verify_bytes == 1000 + int(16_000 * (1 - 0.75**4))
-    assert sizes.break_even(target, None, draft=0, head=0, block=4) is None
-
-
-@pytest.mark.parametrize(("ranks", "keys"), [(1, 640), (2, 320), (4, 320)])
-def test_a_rank_has_its_share_of_the_layers_and_at_least_one_head_of_keys(ranks: int, keys: int) -> None:
+def test_a_rank_has_its_share_of_the_layers_and_a_table_in_nvfp4_counts_as_the_dense_one() -> None:
     spec = DraftSpec.from_config(draft_config())
     held = {
         "layers.0.self_attn.k_proj.weight": TensorFacts("F32", (32, 10)),  # 2 heads
-        "fc.weight": TensorFacts("F32", (8, 10)),
-        "d2t": TensorFacts("I64", (320,)),
-    }
-    assert sizes.draft_weights(spec, held, ranks, served=2, in_fp8=False) == keys + 160
-    assert sizes.kv_bytes_per_token(spec, ranks, element=2) == 2 * 2 * max(1, 2 // ranks) * 16 * 2
-
-
-def test_a_table_in_nvfp4_counts_as_the_dense_one_that_it_becomes() -> None:
-    spec = DraftSpec.from_config(draft_config())
-    packed = {
-        "markov_head.markov_w2.weight": TensorFacts("U8", (320, 16)),
-        "markov_head.markov_w2.weight_scale": TensorFacts("F8_E4M3", (320, 2)),
-        "markov_head.markov_w2.weight_scale_2": TensorFacts("F32", ()),
-    }
+        "fc.weight": TensorFacts("F32", (8, 10)), "d2t": TensorFacts("I64", (320,)),
+    }  # fmt: skip
+    for ranks, keys in ((1, 640), (2, 320), (4, 320)):
+        assert sizes.draft_weights(spec, held, ranks, served=2, in_fp8=False) == keys + 160
+        assert sizes.kv_bytes_per_token(spec, ranks, element=2) == 2 * 2 * max(1, 2 // ranks) * 16 * 2
+    parts = {"": ("U8", (320, 16)), "_scale": ("F8_E4M3", (320, 2)), "_scale_2": ("F32", ())}
+    packed = {f"markov_head.markov_w2.weight{part}": TensorFacts(*facts) for part, facts in parts.items()}
     assert sizes.draft_weights(spec, packed, 1, served=2, in_fp8=False) == 320 * 32 * 2
 
 
@@ -341,11 +290,11 @@ def test_tokens_that_differ_are_counted_and_shown(tmp_path: Path) -> None:
     assert tokens.compare(target, target, 1) == tokens.Vocabularies(0, None, (), "b", True)
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"model": {"vocab": 5}}', '{"model": {"vocab": {"a": "b"}}}'])
-def test_a_tokenizer_that_cannot_be_read_is_not_compared(text: str | None, tmp_path: Path) -> None:
-    target = tokenizer(tmp_path / "target", {"a": 0}, {})
-    (tmp_path / "draft").mkdir()
-    if text is not None:
-        (tmp_path / "draft" / "tokenizer.json").write_text(text)
-    found = tokens.compare(target, tmp_path / "draft", 0)
-    assert found.differing is None and found.why_not is not None and found.mask_token == "a"
+def test_a_tokenizer_that_cannot_be_read_is_not_compared(tmp_path: Path) -> None:
+    target, draft = tokenizer(tmp_path / "target", {"a": 0}, {}), tmp_path / "draft"
+    draft.mkdir()
+    for text in (None, "", "[]", '{"model": {"vocab": 5}}', '{"model": {"vocab": {"a": "b"}}}'):
+        if text is not None:
+            (draft / "tokenizer.json").write_text(text)
+        found = tokens.compare(target, draft, 0)
+        assert found.differing is None and found.why_not is not None and found.mask_token == "a", text

@@ -15,7 +15,6 @@ import torch
 from dflash_sglang.observe.alarm import Alarm
 from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
-from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.patches.request_checks import validate_dflash_request
 from dflash_sglang.requests.checks import request_error
 from dflash_sglang.requests.errors import LONGEST, RequestError, shown
@@ -103,7 +102,7 @@ def adaptive(widths: list[Any], limits: list[Any] | None = None) -> tuple[Any, P
         limits.append((slots.tolist(), most.tolist()))
 
     counts, causes = Counts(BLOCK, ragged=True, chooses=True), SimpleNamespace(context_tokens=0)
-    observer: Any = Observer(counts, Alarm(BLOCK), causes, lambda: (1.5, 2.0), StepSplit(clock))
+    observer: Any = Observer(counts, Alarm(BLOCK), causes, lambda: 1.5)
     made = WidthController(policy, used, limit, clock, observer)
     made.used, made.observer = used, observer
     return made, policy, clock
