@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dflash_sglang import __version__
-from dflash_sglang.checkpoint.dspark import VANILLA
+from dflash_sglang.checkpoint.family_specs import VANILLA
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.sglang_names.scheduler import get_disagg, get_spec

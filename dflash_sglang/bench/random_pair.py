@@ -278,7 +278,7 @@ def target_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def draft_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     spec = DraftSpec.from_config(config)
     assert spec.target_layer_ids is not None
-    shapes = dense_shapes(spec, len(spec.target_layer_ids))
+    shapes = dense_shapes(spec)
     stacked = ("qkv_proj.weight", "gate_up_proj.weight")  # of tensors that are there, too
     return {
         name: ones(*shape) if len(shape) == 1 else matrix(*shape)

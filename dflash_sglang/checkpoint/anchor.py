@@ -19,13 +19,12 @@ def anchor_field(config: Mapping[str, Any]) -> tuple[str, bool] | None:
     said = list(_said(config))
     for found in said:
         if as_bool(found) != said[0][1]:
-            raise DraftConfigError(
-                found[0],
-                found[1],
+            expected = (
                 f"{said[0][0]}={shown(said[0][1])} to say the same: whether the row of the last committed token "
-                "proposes, too",
-                "Keep the one that the draft was trained with in its config.json.",
+                "proposes, too"
             )
+            fix = "Keep the one that the draft was trained with in its config.json."
+            raise DraftConfigError(found[0], found[1], expected, fix)
     return said[0] if said else None
 
 

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dflash_sglang.checkpoint import family_specs
 from dflash_sglang.checkpoint.anchor import anchor_field
-from dflash_sglang.checkpoint.convolution import ConvolutionSpec, convolution
-from dflash_sglang.checkpoint.dflash2 import DFlash2Spec, dflash2
-from dflash_sglang.checkpoint.domino import DominoSpec, domino
-from dflash_sglang.checkpoint.dspark import DSparkSpec, dspark
 from dflash_sglang.checkpoint.families import DFLASH2, DOMINO, DSPARK, GEMMA4, LAGUNA, family_of
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
@@ -23,7 +20,6 @@ from dflash_sglang.checkpoint.fields import (
     class_default,
 )
 from dflash_sglang.checkpoint.gemma4 import gemma4_fields
-from dflash_sglang.checkpoint.laguna import LagunaSpec, laguna
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
 from dflash_sglang.checkpoint.left_out import LAYER_INPUTS, NO_FLAGS, VLLM_PLACES, Flags, refuse_left_out
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
@@ -85,11 +81,11 @@ class DraftSpec:
     speculators: bool
     vocabulary: VocabularySpec
     attention_sinks: bool
-    convolution: ConvolutionSpec | None
-    dflash2: DFlash2Spec | None
-    dspark: DSparkSpec | None
-    domino: DominoSpec | None
-    laguna: LagunaSpec | None
+    convolution: family_specs.ConvolutionSpec | None
+    dflash2: family_specs.DFlash2Spec | None
+    dspark: family_specs.DSparkSpec | None
+    domino: family_specs.DominoSpec | None
+    laguna: family_specs.LagunaSpec | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], flags: Flags = NO_FLAGS) -> DraftSpec:
@@ -146,11 +142,11 @@ class DraftSpec:
             speculators=speculators,
             vocabulary=vocabulary(fields),
             attention_sinks=as_bool(fields.draft("attention_sink_bias", False)),
-            convolution=convolution(fields, hidden_size) if family is DFLASH2 else None,
-            dflash2=dflash2(fields, vocab_size) if family is DFLASH2 else None,
-            dspark=dspark(fields) if family in (DSPARK, GEMMA4) else None,
-            domino=domino(fields, vocab_size) if family is DOMINO else None,
-            laguna=laguna(fields, head_dim) if family is LAGUNA else None,
+            convolution=family_specs.convolution(fields, hidden_size) if family is DFLASH2 else None,
+            dflash2=family_specs.dflash2(fields, vocab_size) if family is DFLASH2 else None,
+            dspark=family_specs.dspark(fields) if family in (DSPARK, GEMMA4) else None,
+            domino=family_specs.domino(fields, vocab_size) if family is DOMINO else None,
+            laguna=family_specs.laguna(fields, head_dim) if family is LAGUNA else None,
         )
 
     @property
@@ -191,24 +187,16 @@ def _swiglu_clamp(fields: Fields) -> SwigluClamp | None:
     if act == "swigluoai":
         return SwigluClamp(*(_of_swigluoai(fields, name) for name in ("swiglu_alpha", "swiglu_limit")))
     if act != "silu":
-        raise DraftConfigError(
-            "hidden_act",
-            act,
-            "silu or swigluoai",
-            "The draft's MLP is a SwiGLU; serve a checkpoint trained with it.",
-        )
+        fix = "The draft's MLP is a SwiGLU; serve a checkpoint trained with it."
+        raise DraftConfigError("hidden_act", act, "silu or swigluoai", fix)
     return None
 
 
 def _of_swigluoai(fields: Fields, name: str) -> float:
     found = fields.shape(name, None)
     if found[1] is None:
-        raise DraftConfigError(
-            name,
-            None,
-            "a positive number beside hidden_act='swigluoai'",
-            f"Add {name} (the one that the draft was trained with) to its config.json.",
-        )
+        fix = f"Add {name} (the one that the draft was trained with) to its config.json."
+        raise DraftConfigError(name, None, "a positive number beside hidden_act='swigluoai'", fix)
     return as_float(found)
 
 
@@ -227,23 +215,17 @@ def _check_features(fields: Fields, layer_ids: Sequence[int]) -> None:
         given, path = (fields.top, "") if place is None else (fields.mapping(place), f"{place}.")
         used = given.get("use_aux_hidden_state")
         if used is not None and not as_bool((f"{path}use_aux_hidden_state", used)):
-            raise DraftConfigError(
-                f"{path}use_aux_hidden_state",
-                used,
-                "true: a draft whose fc joins the outputs of several layers of the target",
-                "Serve a draft that was trained with them; this one takes the target's last hidden state alone.",
-            )
+            expected = "true: a draft whose fc joins the outputs of several layers of the target"
+            fix = "Serve a draft that was trained with them; this one takes the target's last hidden state alone."
+            raise DraftConfigError(f"{path}use_aux_hidden_state", used, expected, fix)
         inputs = given.get(LAYER_INPUTS)
         if inputs is None:
             continue
         shifted = [i + 1 for i in layer_ids]
         if inputs != shifted:
-            raise DraftConfigError(
-                f"{path}{LAYER_INPUTS}",
-                inputs,
-                f"{shifted}: each of target_layer_ids={list(layer_ids)} and 1, as vLLM counts them",
-                "Keep the one that the draft was trained with in its config.json.",
-            )
+            expected = f"{shifted}: each of target_layer_ids={list(layer_ids)} and 1, as vLLM counts them"
+            fix = "Keep the one that the draft was trained with in its config.json."
+            raise DraftConfigError(f"{path}{LAYER_INPUTS}", inputs, expected, fix)
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:
@@ -254,10 +236,6 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
     if isinstance(quantization, Mapping):
         method = quantization.get("quant_method") or quantization.get("quant_algo")
     if not isinstance(method, str):
-        raise DraftConfigError(
-            "quantization_config",
-            quantization,
-            "an object with a quant_method",
-            "Add quantization_config.quant_method to the draft's config.json.",
-        )
+        fix = "Add quantization_config.quant_method to the draft's config.json."
+        raise DraftConfigError("quantization_config", quantization, "an object with a quant_method", fix)
     return method

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_sglang.checkpoint import speculators
-from dflash_sglang.checkpoint.dspark import KINDS
+from dflash_sglang.checkpoint.family_specs import KINDS
 from dflash_sglang.checkpoint.fields import DraftConfigError, first_architecture, shown
 from dflash_sglang.checkpoint.mtp import holds_mtp
 from dflash_sglang.checkpoint.speculators import ALGORITHM, is_speculators
@@ -80,27 +80,16 @@ class _Row:
     part_of: tuple[Family, ...] = ()  # drafts of ours that have the field
 
 
+_ALGORITHMS = [family.algorithm for family in FAMILIES]
+_PLAIN = (None, "", "dflash")
 # Looked up in dflash_config and then at the top level, in this order; the first match is reported.
 _ROWS = (
-    _Row(
-        "speculators_model_type",
-        lambda value: value not in [family.algorithm for family in FAMILIES],
-        "another algorithm in the speculators format",
-    ),
-    _Row(
-        "projector_type",
-        lambda value: value not in (None, "", "dflash"),
-        "a head that corrects the proposals",
-        part_of=(DOMINO,),
-    ),
-    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", part_of=(DFLASH2,)),
-    _Row("selector_rank", bool, "DFlash2's candidate selector", part_of=(DFLASH2,)),
+    _Row(ALGORITHM, lambda value: value not in _ALGORITHMS, "another algorithm in the speculators format"),
+    _Row("projector_type", lambda value: value not in _PLAIN, "a head that corrects the proposals", (DOMINO,)),
+    _Row("conv_kernel_size", bool, "DFlash2's grouped convolutions", (DFLASH2,)),
+    _Row("selector_rank", bool, "DFlash2's candidate selector", (DFLASH2,)),
     _Row("lilicorr_num_layers", bool, "LiLiCorr's candidate scorer"),
-    _Row(
-        "markov_head_type",
-        lambda value: value not in (None, *KINDS),
-        "a Markov head of another kind",
-    ),
+    _Row("markov_head_type", lambda value: value not in (None, *KINDS), "a Markov head of another kind"),
 )
 
 
@@ -123,22 +112,16 @@ def check_family(config: Mapping[str, Any]) -> None:
     SGLang has no such model, and it builds GQA layers for an MLA draft, whose tensors it skips.
     """
     if not _is_draft(config):
-        raise DraftConfigError(
-            "architectures",
-            config.get("architectures"),
-            f"a DFLASH draft: {', '.join(sorted(_known(config)))}",
-            "Give --speculative-draft-model-path a draft of one of these architectures.",
-        )
+        expected = f"a DFLASH draft: {', '.join(sorted(_known(config)))}"
+        fix = "Give --speculative-draft-model-path a draft of one of these architectures."
+        raise DraftConfigError("architectures", config.get("architectures"), expected, fix)
     nested = config.get("dflash_config")
     for path, fields in (("dflash_config.", nested), ("", config)):
         mode = fields.get("attention_mode") if isinstance(fields, Mapping) else None
         if mode is not None and mode not in _ATTENTION_MODES:
-            raise DraftConfigError(
-                f"{path}attention_mode",
-                mode,
-                f"none, or one of {', '.join(_ATTENTION_MODES)}: no worker has other attention for drafts",
-                "Serve a draft trained with grouped-query attention.",
-            )
+            expected = f"none, or one of {', '.join(_ATTENTION_MODES)}: no worker has other attention for drafts"
+            fix = "Serve a draft trained with grouped-query attention."
+            raise DraftConfigError(f"{path}attention_mode", mode, expected, fix)
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,8 @@ class Fields:
         """Raise DraftConfigError for a draft of this family whose head has other tokens than its vocabulary."""
         field, size = self.draft("draft_vocab_size")
         if size not in (None, vocab_size):
-            raise DraftConfigError(
-                field,
-                size,
-                f"none, or vocab_size={vocab_size}: {why}",
-                f"Correct {field} in the draft's config.json, or serve a {family} draft of the whole vocabulary.",
-            )
+            fix = f"Correct {field} in the draft's config.json, or serve a {family} draft of the whole vocabulary."
+            raise DraftConfigError(field, size, f"none, or vocab_size={vocab_size}: {why}", fix)
 
 
 def class_default(fields: Fields, name: str) -> Any:
@@ -141,12 +137,9 @@ def class_default(fields: Fields, name: str) -> Any:
                 "model_type", model_type, f"the type of a language model ({error})", "Correct it in config.json."
             ) from error
     if value is None:
-        raise DraftConfigError(
-            name,
-            None,
-            f"its value, which transformers does not fill in for model_type={model_type!r}",
-            f"Add {name} (the one that the draft was trained with) to its config.json.",
-        )
+        expected = f"its value, which transformers does not fill in for model_type={model_type!r}"
+        fix = f"Add {name} (the one that the draft was trained with) to its config.json."
+        raise DraftConfigError(name, None, expected, fix)
     return value
 
 
@@ -186,10 +179,7 @@ def both_sizes(fields: Fields, first: str, second: str, whose: str) -> tuple[int
     for (field, value), (other, beside) in (found, reversed(found)):
         if not value:
             field = field if value is not None else f"dflash_config.{field}"
-            raise DraftConfigError(
-                field,
-                value,
-                f"its value beside {other}={shown(beside)}: {whose} has both",
-                f"Add {field} (the one it was trained with) to the draft's config.json.",
-            )
+            expected = f"its value beside {other}={shown(beside)}: {whose} has both"
+            fix = f"Add {field} (the one it was trained with) to the draft's config.json."
+            raise DraftConfigError(field, value, expected, fix)
     return as_int(found[0], 1), as_int(found[1], 1)

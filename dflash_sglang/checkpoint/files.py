@@ -100,12 +100,9 @@ def draft_config(path: str, revision: str | None) -> dict[str, Any]:
 def _check_bounds(outer: Mapping[str, Any] | list[Any], path: str = "", depth: int = 0) -> None:
     """path: of `outer` in the config, with dots; depth: objects and lists around it."""
     if depth == DEEPEST_CONFIG:
-        raise DraftConfigError(
-            path.split(".")[0],
-            "objects and lists inside of one another",
-            f"at most {DEEPEST_CONFIG} levels of them",
-            "Serve a draft with a config.json of the usual form.",
-        )
+        expected = f"at most {DEEPEST_CONFIG} levels of them"
+        fix = "Serve a draft with a config.json of the usual form."
+        raise DraftConfigError(path.split(".")[0], "objects and lists inside of one another", expected, fix)
     for key, value in enumerate(outer) if isinstance(outer, list) else outer.items():
         inner = f"{path}.{key}" if path else str(key)
         if isinstance(value, int) and value > MOST_LAYERS and _COUNTED.search(str(key)):
@@ -131,12 +128,8 @@ def _indexed_files(directory: Path) -> set[str] | None:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
         return {name for name in names if directory / name}  # a TypeError where one is no text
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
-        raise DraftConfigError(
-            INDEX,
-            f"{path.stat().st_size} bytes",
-            "a JSON object whose weight_map has the file of each tensor",
-            "Download it again.",
-        ) from error
+        expected = "a JSON object whose weight_map has the file of each tensor"
+        raise DraftConfigError(INDEX, f"{path.stat().st_size} bytes", expected, "Download it again.") from error
 
 
 def fingerprint(directory: Path) -> str:
@@ -175,10 +168,7 @@ def tensor_facts(directory: Path) -> dict[str, TensorFacts]:
                     tensor = file.get_slice(name)
                     facts[name] = TensorFacts(tensor.get_dtype(), tuple(tensor.get_shape()))
         except SafetensorError as error:
-            raise DraftConfigError(
-                path.name,
-                f"{path.stat().st_size} bytes",
-                f"a whole safetensors file ({error})",
-                "Download it again; a pointer of Git LFS becomes the file with `git lfs pull`.",
-            ) from error
+            expected = f"a whole safetensors file ({error})"
+            fix = "Download it again; a pointer of Git LFS becomes the file with `git lfs pull`."
+            raise DraftConfigError(path.name, f"{path.stat().st_size} bytes", expected, fix) from error
     return facts

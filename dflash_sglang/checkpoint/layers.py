@@ -67,20 +67,13 @@ def _kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
         full = _full_before_sliding(fields, num_layers)
         return tuple("full_attention" if i < full else "sliding_attention" for i in range(num_layers))
     if not isinstance(types, list | tuple) or len(types) != num_layers:
-        raise DraftConfigError(
-            "layer_types",
-            types,
-            f"a list of {num_layers} layer types, one per draft layer (num_hidden_layers={num_layers})",
-            "Make layer_types and num_hidden_layers agree in the draft's config.json.",
-        )
+        expected = f"a list of {num_layers} layer types, one per draft layer (num_hidden_layers={num_layers})"
+        fix = "Make layer_types and num_hidden_layers agree in the draft's config.json."
+        raise DraftConfigError("layer_types", types, expected, fix)
     for i, kind in enumerate(types):
         if kind not in ("full_attention", "sliding_attention"):
-            raise DraftConfigError(
-                f"layer_types[{i}]",
-                kind,
-                "full_attention or sliding_attention",
-                "This worker has no other draft layer; serve a checkpoint of these layer types.",
-            )
+            fix = "This worker has no other draft layer; serve a checkpoint of these layer types."
+            raise DraftConfigError(f"layer_types[{i}]", kind, "full_attention or sliding_attention", fix)
     return tuple(types)
 
 
@@ -103,18 +96,13 @@ def _window(fields: Fields, of_flag: int | None) -> int:
     if window is not None:
         return as_int((field, window), 1)
     if unused:
-        raise DraftConfigError(
-            "use_sliding_window",
-            False,
-            "true beside sliding_attention layers: transformers gives them no window otherwise",
-            "Set it to true if the draft was trained with its sliding_window, else name full_attention layers.",
-        )
+        expected = "true beside sliding_attention layers: transformers gives them no window otherwise"
+        fix = "Set it to true if the draft was trained with its sliding_window, else name full_attention layers."
+        raise DraftConfigError("use_sliding_window", False, expected, fix)
     if of_flag is not None:
         return of_flag
-    raise DraftConfigError(
-        "sliding_window",
-        None,
-        "the window of the sliding_attention layers, in tokens",
+    fix = (
         "Set --speculative-draft-window-size to the window that the draft was trained with, or add sliding_window "
-        "to its config.json.",
+        "to its config.json."
     )
+    raise DraftConfigError("sliding_window", None, "the window of the sliding_attention layers, in tokens", fix)

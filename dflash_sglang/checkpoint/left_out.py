@@ -74,21 +74,13 @@ def _absent(fields: Fields, flags: Flags, layer_ids: str, of_family: Sequence[st
             yield DraftConfigError(name, None, "the field to be present", fix)
     nested = "" if layer_ids != "target_layer_ids" else "dflash_config."
     if flags.block_size is None and fields.draft("block_size")[1] is None:
-        yield DraftConfigError(
-            "block_size",
-            None,
-            "the trained block length",
-            f"Set {BLOCK_FLAG} to the tokens of a block, or add {nested}block_size to the draft's config.json.",
-        )
+        fix = f"Set {BLOCK_FLAG} to the tokens of a block, or add {nested}block_size to the draft's config.json."
+        yield DraftConfigError("block_size", None, "the trained block length", fix)
     if fields.draft("target_layer_ids")[1] is None:
         yield _no_layer_ids(fields, layer_ids, nested)
     if fields.draft("mask_token_id")[1] is None:
-        yield DraftConfigError(
-            "mask_token_id",
-            None,
-            "the id that stands for a position to be proposed",
-            f"Add {nested}mask_token_id (the one it was trained with) to the draft's config.json.",
-        )
+        fix = f"Add {nested}mask_token_id (the one it was trained with) to the draft's config.json."
+        yield DraftConfigError("mask_token_id", None, "the id that stands for a position to be proposed", fix)
     for name in of_family:
         if fields.draft(name)[1] is None:
             fix = f"Add {nested}{name} (the one it was trained with) to the draft's config.json."
@@ -102,9 +94,6 @@ def _no_layer_ids(fields: Fields, layer_ids: str, nested: str) -> DraftConfigErr
             path = LAYER_INPUTS if place is None else f"{place}.{LAYER_INPUTS}"
             fix = f"Write the numbers of {path} less 1 into {nested}{layer_ids} of the draft's config.json."
             return DraftConfigError(layer_ids, None, f"the target's layers beside {path}={shown(inputs)}", fix)
-    return DraftConfigError(
-        layer_ids,
-        None,
-        "the layers of the target that the draft was trained on, in the order of fc's columns",
-        f"Add {nested}{layer_ids} (its model card or training config has them) to the draft's config.json.",
-    )
+    expected = "the layers of the target that the draft was trained on, in the order of fc's columns"
+    fix = f"Add {nested}{layer_ids} (its model card or training config has them) to the draft's config.json."
+    return DraftConfigError(layer_ids, None, expected, fix)

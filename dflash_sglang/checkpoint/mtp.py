@@ -51,23 +51,18 @@ class MtpSpec:
         for name in _PER_LAYER:
             values = config.get(name)
             if isinstance(values, list) and len(values) < target_layers + count:
-                raise DraftConfigError(
-                    name,
-                    values,
-                    f"a value for each of {target_layers} layers and {count} multi-token-prediction layers",
-                )
+                expected = f"a value for each of {target_layers} layers and {count} multi-token-prediction layers"
+                raise DraftConfigError(name, values, expected)
         kinds = config.get("layer_types") or []
         # SGLang's layers of these models see one key more than transformers' do.
         window = as_int(fields.shape("sliding_window"), 1) + 1 if "sliding_attention" in kinds else None
         groups = config.get("num_attention_groups")
         of_sliding = fields.mapping("attention_other_setting").get("num_attention_groups", groups)
         if of_sliding != groups:
-            raise DraftConfigError(
-                "attention_other_setting.num_attention_groups",
-                of_sliding,
-                f"num_attention_groups={groups!r}: SGLang's KV pools of this target have one number of heads",
-                _NO_WAY,
+            expected = (
+                f"num_attention_groups={groups!r}: SGLang's KV pools of this target have one number of heads"
             )
+            raise DraftConfigError("attention_other_setting.num_attention_groups", of_sliding, expected, _NO_WAY)
         sparse = map(int, filter(None, str(config.get("moe_layers_enum") or "").split(",")))
         experts = sorted(layer for layer in sparse if layer >= target_layers)
         if experts:
@@ -75,12 +70,9 @@ class MtpSpec:
             raise DraftConfigError("moe_layers_enum", experts, expected, _NO_WAY)
         quantization = config.get("quantization_config")
         if quantization is not None:
-            raise DraftConfigError(
-                "quantization_config",
-                quantization,
-                "none: multi-token-prediction layers are read in the model's dtype",
-                "Serve the unquantised checkpoint, or without --speculative-algorithm DFLASH.",
-            )
+            expected = "none: multi-token-prediction layers are read in the model's dtype"
+            fix = "Serve the unquantised checkpoint, or without --speculative-algorithm DFLASH."
+            raise DraftConfigError("quantization_config", quantization, expected, fix)
         layers = (
             LayerAttention(kind, True, window if kind == "sliding_attention" else None)
             for kind in kinds[target_layers : target_layers + count]

@@ -128,19 +128,12 @@ def _from_file(path: Path) -> MaskEmbedding:
     if isinstance(token_id, Tensor) and token_id.numel() == 1:
         token_id = token_id.item()
     if token_id is not None and (isinstance(token_id, bool) or not isinstance(token_id, int)):
-        raise DraftConfigError(
-            f"{path.name} mask_token_id",
-            token_id,
-            "the id of the mask token, an integer",
-            "Save it again with the id that the draft was trained with.",
-        )
+        fix = "Save it again with the id that the draft was trained with."
+        raise DraftConfigError(f"{path.name} mask_token_id", token_id, "the id of the mask token, an integer", fix)
     return MaskEmbedding(f"draft file {path.name}", row.squeeze(), token_id)
 
 
 def _unreadable(found: str) -> DraftConfigError:
-    return DraftConfigError(
-        MASK_EMBEDDING_FILE,
-        found,
-        "one embedding row for every mask token, saved as a tensor or as {'embedding': tensor}",
-        "Save it again from the embedding that the draft was trained with.",
-    )
+    expected = "one embedding row for every mask token, saved as a tensor or as {'embedding': tensor}"
+    fix = "Save it again from the embedding that the draft was trained with."
+    return DraftConfigError(MASK_EMBEDDING_FILE, found, expected, fix)

@@ -27,13 +27,8 @@ _REQUIRED = {
 }
 # Read into fields of RopeSpec, or M-RoPE of a multimodal target: a draft only ever sees 1-D positions.
 _NOT_SCALING = {
-    "rope_theta",
-    "rope_dim",
-    "partial_rotary_factor",
-    "type",
-    "rope_type",
-    "mrope_section",
-    "mrope_interleaved",
+    *("rope_theta", "rope_dim", "partial_rotary_factor", "type", "rope_type"),
+    *("mrope_section", "mrope_interleaved"),
 }
 # Types of configs that SGLang reads with a class of its own, for which a rope_theta at the top is plain RoPE. In
 # transformers' class a rope belongs to a kind of layer.
@@ -77,12 +72,9 @@ def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:
         given = given or implied
     scalings = [_scaling(fields, params, source) for source, params in given.items()]
     if scalings[0] != scalings[-1]:
-        raise DraftConfigError(
-            "rope_scaling",
-            given["rope_scaling"],
-            f"none beside rope_parameters={shown(given['rope_parameters'])}, or the same scaling",
-            "Leave the one that the draft was trained with in its config.json.",
-        )
+        expected = f"none beside rope_parameters={shown(given['rope_parameters'])}, or the same scaling"
+        fix = "Leave the one that the draft was trained with in its config.json."
+        raise DraftConfigError("rope_scaling", given["rope_scaling"], expected, fix)
     return RopeSpec(
         theta=as_float(theta),
         scaling=scalings[0],
@@ -94,12 +86,8 @@ def rope(fields: Fields, head_dim: int, whole_head: bool = False) -> RopeSpec:
 def _check_flat(given: Given) -> None:
     for source, params in given.items():
         if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
-            raise DraftConfigError(
-                source,
-                params,
-                "one object with the rope parameters of every draft layer",
-                f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported.",
-            )
+            fix = f"Write one flat {source} into the draft's config.json; ropes per layer type are not supported."
+            raise DraftConfigError(source, params, "one object with the rope parameters of every draft layer", fix)
 
 
 def _first(fields: Fields, given: Given, name: str) -> tuple[str, Any]:
@@ -114,12 +102,9 @@ def _scaling(fields: Fields, params: Mapping[str, Any], source: str) -> dict[str
     if kind == "mrope":
         kind = "default"
     if kind not in _SCALING_TYPES:
-        raise DraftConfigError(
-            f"{source}.rope_type",
-            kind,
-            f"one of {', '.join(_SCALING_TYPES)}, whose frequencies stay as a sequence grows",
-            "Serve a draft trained with one of these; cached keys keep the rotation they were written with.",
-        )
+        expected = f"one of {', '.join(_SCALING_TYPES)}, whose frequencies stay as a sequence grows"
+        fix = "Serve a draft trained with one of these; cached keys keep the rotation they were written with."
+        raise DraftConfigError(f"{source}.rope_type", kind, expected, fix)
     if kind == "default":
         return None
     given = {key: value for key, value in params.items() if key not in _NOT_SCALING and value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_sglang.checkpoint.draft_spec import DraftSpec
-from dflash_sglang.checkpoint.dspark import GATED, RNN
+from dflash_sglang.checkpoint.family_specs import GATED, RNN
 
 
 def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
@@ -32,11 +32,12 @@ def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
     return {f"layers.{i}.{name}": shape for i in range(spec.num_layers) for name, shape in shapes.items()}
 
 
-def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
+def dense_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of every tensor that a dense checkpoint of this draft may hold, by name, without its own head,
     embedding, vocabulary and mask row. Of q, k, v and of gate, up both forms are there, single and stacked."""
-    hidden = spec.hidden_size
-    shapes = {"fc.weight": (hidden, features * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    hidden, features = spec.hidden_size, len(spec.target_layer_ids)
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, features * hidden)}
+    shapes |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     shapes |= {
         name: shape
         for name, shape in layer_shapes(spec).items()
@@ -48,28 +49,30 @@ def dense_shapes(spec: DraftSpec, features: int) -> dict[str, tuple[int, ...]]:
     norms = ["input_layernorm", "post_attention_layernorm"]
     if spec.gemma4_layers:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        shapes |= {f"layers.{i}.layer_scalar": (1,) for i in range(spec.num_layers)}
-    for layer in (f"layers.{i}" for i in range(spec.num_layers)):
-        shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in norms}
-        if spec.convolution is None:
-            continue
+    of_layer: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in norms}
+    if spec.gemma4_layers:
+        of_layer["layer_scalar"] = (1,)
+    if spec.convolution is not None:
         taps, groups = spec.convolution.taps, hidden // spec.convolution.group_size
         for conv in ("attention_conv", "mlp_conv"):
-            shapes[f"{layer}.{conv}.base_kernel"] = (2, taps, hidden)
-            shapes[f"{layer}.{conv}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+            of_layer[f"{conv}.base_kernel"] = (2, taps, hidden)
+            of_layer[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    shapes |= {f"layers.{i}.{name}": shape for i in range(spec.num_layers) for name, shape in of_layer.items()}
     if spec.dflash2 is not None:
         rank = spec.dflash2.selector_rank
-        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-        for codebook in ("predecessor_codebook", "successor_codebook"):
-            shapes[f"candidate_selector.{codebook}"] = (spec.vocab_size, rank)
-    if spec.dspark is not None and spec.dspark.rank:
-        scored = spec.vocabulary.draft_vocab_size or spec.vocab_size
-        for matrix, rows in (("markov_w1", spec.vocab_size), ("markov_w2", scored)):
-            shapes[f"markov_head.{matrix}.weight"] = (rows, spec.dspark.rank)
-        rank = spec.dspark.rank
+        shapes |= {
+            "candidate_selector.hidden_projection.weight": (rank, hidden),
+            "candidate_selector.predecessor_codebook": (spec.vocab_size, rank),
+            "candidate_selector.successor_codebook": (spec.vocab_size, rank),
+        }
+    if spec.dspark is not None and (rank := spec.dspark.rank):
+        shapes["markov_head.markov_w1.weight"] = (spec.vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (spec.vocabulary.draft_vocab_size or spec.vocab_size, rank)
         if spec.dspark.kind == GATED:
-            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
-            shapes["markov_head.gate_proj.bias"] = (rank,)
+            shapes |= {
+                "markov_head.gate_proj.weight": (rank, hidden + rank),
+                "markov_head.gate_proj.bias": (rank,),
+            }
         elif spec.dspark.kind == RNN:
             shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
             shapes["markov_head.joint_proj.bias"] = (3 * rank,)

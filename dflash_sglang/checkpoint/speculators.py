@@ -15,41 +15,19 @@ DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"  # values of ALGORITHM
 _DTYPE = ("dtype", "torch_dtype")
 # All that the package's model classes read of the decoder; other fields change nothing there.
 _OF_THE_DECODER = (
-    "attention_bias",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "max_window_layers",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "sliding_window",
-    "use_sliding_window",
-    "vocab_size",
+    *("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
+    *("max_position_embeddings", "max_window_layers", "num_attention_heads", "num_hidden_layers"),
+    *("num_key_value_heads", "original_max_position_embeddings", "rms_norm_eps", "rope_theta"),
+    *("sliding_window", "use_sliding_window", "vocab_size"),
 )
 _OF_THE_DRAFT = (
-    "block_size",
-    "compression_config",
-    "draft_vocab_size",
-    "mask_token_id",
-    "quantization_config",
+    *("block_size", "compression_config", "draft_vocab_size", "mask_token_id", "quantization_config"),
     "sliding_window_non_causal",
 )
 # What the format's config of another algorithm has beside a plain draft's, with its meaning where it is absent.
+_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _ADDED: dict[str, dict[str, Any]] = {
-    DFLASH2: {
-        "conv_kernel_size": 2,
-        "conv_group_size": 16,
-        "selector_rank": 256,
-        "selector_top_k": 16,
-        "sliding_window_non_causal": True,
-    },
+    DFLASH2: {**_SIZES, "sliding_window_non_causal": True},
     DSPARK: {"markov_rank": 256, "markov_head_type": "vanilla"},
 }
 _ARCHITECTURE = {DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
@@ -73,12 +51,9 @@ def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
     decoder = config[DECODER]
     width = config.get("target_hidden_size")
     if width is not None and width != decoder.get("hidden_size"):
-        raise DraftConfigError(
-            "target_hidden_size",
-            width,
-            f"null or the draft's hidden_size of {decoder.get('hidden_size')}",
-            "Serve a draft whose features are as wide as its layers.",
-        )
+        expected = f"null or the draft's hidden_size of {decoder.get('hidden_size')}"
+        fix = "Serve a draft whose features are as wide as its layers."
+        raise DraftConfigError("target_hidden_size", width, expected, fix)
     top = {name: value for name, value in config.items() if value is not None}
     algorithm = str(config.get(ALGORITHM))
     added = _ADDED.get(algorithm, {})
@@ -127,10 +102,7 @@ def _target_layer_ids(config: Mapping[str, Any]) -> list[int] | None:
         return None  # which DraftSpec refuses
     valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not valid or not ids or min(ids) < 1 or len(set(ids)) < len(ids):
-        raise DraftConfigError(
-            LAYER_IDS,
-            ids,
-            "a non-empty list of integers >= 1, each once (1 is the output of the target's first layer)",
-            f"Write the layers that the draft was trained on into {LAYER_IDS} of its config.json.",
-        )
+        expected = "a non-empty list of integers >= 1, each once (1 is the output of the target's first layer)"
+        fix = f"Write the layers that the draft was trained on into {LAYER_IDS} of its config.json."
+        raise DraftConfigError(LAYER_IDS, ids, expected, fix)
     return [i - 1 for i in sorted(ids)]

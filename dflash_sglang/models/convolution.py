@@ -29,7 +29,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.checkpoint.convolution import ConvolutionSpec
+from dflash_sglang.checkpoint.family_specs import ConvolutionSpec
 from dflash_sglang.kernels.block.grouped_conv import grouped_conv
 from dflash_sglang.models.layers import DraftLayer, of_checkpoint
 

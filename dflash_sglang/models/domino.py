@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dflash_sglang.checkpoint.domino import DominoSpec
+from dflash_sglang.checkpoint.family_specs import DominoSpec
 from dflash_sglang.kernels.head.selector_walk import Draw, Lattice
 from dflash_sglang.models.edges import CANDIDATES, walk_with_state
 

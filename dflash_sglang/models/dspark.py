@@ -9,7 +9,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dflash_sglang.checkpoint.dspark import GATED, RNN
+from dflash_sglang.checkpoint.family_specs import GATED, RNN
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.edges import CANDIDATES, walk_with_state

@@ -7,7 +7,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 
-from dflash_sglang.checkpoint.dflash2 import DFlash2Spec
+from dflash_sglang.checkpoint.family_specs import DFlash2Spec
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
 
 

@@ -53,6 +53,8 @@ from dflash_sglang.startup.vocabulary_checks import token_map_problems
 _RECURRENT_ON_CPU = ("lfm2", "lfm2_moe", "nemotron_h")
 _KDA = ("kimi_k3", "kimi_linear")
 _RECURRENT_ON_GPU = (*_RECURRENT_ON_CPU, *_KDA)
+_NO_CHUNKS = "whose layers attend to the whole context or a window, and not to chunks of it"
+_NO_NGRAMS = "that embeds tokens one by one, and not n-grams, which SGLang does not do in a verify"
 _WITHOUT = "Serve it without --speculative-algorithm DFLASH."
 
 
@@ -100,57 +102,51 @@ def _check(cfg: Any, server_args: Any, problems: list[Problem]) -> Foreign | Non
         raise StartupError(problems)
     config = _draft_config(cfg, problems)
     if holds_mtp(config):
-        _check_mtp(cfg, server_args, config, serving, problems)
-        return None
-    same = Path(cfg.model_path).resolve() == Path(serving.draft_path).resolve()
-    mistake = mixed_up({"architectures": target_config.hf_config.architectures}, config, same)
-    if mistake is not None:
-        raise StartupError([*problems, Problem("--model-path", cfg.model_path, mistake.expected, mistake.fix)])
-    check_family(config)
-    other = foreign(config) or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
-    if other is not None:
-        return other
-    problems += _target_problems(target_config)
-    asked = cfg.speculative_draft_model_quantization
-    inherited = not cfg._speculative_draft_quantization_explicitly_set
-    in_own_file = asked in MODELOPT and has_hf_quant_config(serving.draft_path)
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    problems += quantisation_problems(config, asked, cfg.device, inherited, in_own_file, capability)
-    spec = DraftSpec.from_config(config, Flags.of(cfg))
-    directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
-    load_format = cfg.speculative_draft_load_format or cfg.load_format
-    problems += weights_problems(serving.draft_path, directory, load_format)
-    tensors = tensor_facts(directory)
-    own = own_modules(directory, tensors)
-    target = TargetFacts.from_config(target_config.hf_text_config)
-    problems += [*draft_problems(spec, target, serving, tensors, own), *pool_problems(config)]
-    if load_format in SAFETENSORS_FORMATS:
-        problems += presence_problems(spec, len(spec.target_layer_ids), tensors)
-    if cfg.speculative_token_map is not None:
-        problems += token_map_problems(cfg.speculative_token_map, spec, target, own)
+        target = weights_directory(cfg.model_path, cfg.revision, cfg.download_dir)
+        spec = MtpSpec.from_config(config)
+        problems += mtp_problems(spec, serving, cfg, PluginConfig.from_env(), target, _draft_weights(cfg))
+    else:
+        same = Path(cfg.model_path).resolve() == Path(serving.draft_path).resolve()
+        mistake = mixed_up({"architectures": target_config.hf_config.architectures}, config, same)
+        if mistake is not None:
+            mixed = Problem("--model-path", cfg.model_path, mistake.expected, mistake.fix)
+            raise StartupError([*problems, mixed])
+        check_family(config)
+        other = foreign(config) or _recurrent(target_config, cfg.attn_dp_size, cfg.device)
+        if other is not None:
+            return other
+        problems += _target_problems(target_config)
+        # What it says before a DraftConfigError stays.
+        problems += _of_draft(cfg, config, serving, TargetFacts.from_config(target_config.hf_text_config))
     if problems:
         raise StartupError(problems)
     _check_sglang_reads(config, serving.draft_path, server_args)
     return None
 
 
-def _check_mtp(
-    cfg: Any, server_args: Any, config: dict[str, Any], serving: ServingFacts, problems: list[Problem]
-) -> None:
-    """The rest of `_check` where the draft is a target with multi-token-prediction layers."""
-    assert serving.draft_path is not None
-    directory = weights_directory(serving.draft_path, cfg.speculative_draft_model_revision, cfg.download_dir)
-    problems += mtp_problems(
-        MtpSpec.from_config(config),
-        serving,
-        cfg,
-        PluginConfig.from_env(),
-        weights_directory(cfg.model_path, cfg.revision, cfg.download_dir),
-        directory,
-    )
-    if problems:
-        raise StartupError(problems)
-    _check_sglang_reads(config, serving.draft_path, server_args)
+def _of_draft(cfg: Any, config: dict[str, Any], serving: ServingFacts, target: TargetFacts) -> Iterator[Problem]:
+    """Problems of a draft of a family of ours; `config`: its raw config.json."""
+    path, asked = cfg.speculative_draft_model_path, cfg.speculative_draft_model_quantization
+    inherited = not cfg._speculative_draft_quantization_explicitly_set
+    in_own_file = asked in MODELOPT and has_hf_quant_config(path)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    yield from quantisation_problems(config, asked, cfg.device, inherited, in_own_file, capability)
+    spec, directory = DraftSpec.from_config(config, Flags.of(cfg)), _draft_weights(cfg)
+    load_format = cfg.speculative_draft_load_format or cfg.load_format
+    yield from weights_problems(path, directory, load_format)
+    tensors = tensor_facts(directory)
+    own = own_modules(directory, tensors)
+    yield from draft_problems(spec, target, serving, tensors, own)
+    yield from pool_problems(config)
+    if load_format in SAFETENSORS_FORMATS:
+        yield from presence_problems(spec, tensors)
+    if cfg.speculative_token_map is not None:
+        yield from token_map_problems(cfg.speculative_token_map, spec, target, own)
+
+
+def _draft_weights(cfg: Any) -> Path:
+    path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
+    return weights_directory(path, revision, cfg.download_dir)
 
 
 def _draft_config(cfg: Any, problems: list[Problem]) -> dict[str, Any]:
@@ -242,19 +238,11 @@ def _no_tokens(target_config: Any, server_args: Any) -> Iterator[Problem]:
     if _generates(target_config):
         return
     if server_args.is_embedding:
-        yield Problem(
-            "--is-embedding",
-            True,
-            "unset with DFLASH: SGLang answers with embeddings and generates no tokens",
-            "Remove --is-embedding, or serve without speculation.",
-        )
+        expected = "unset with DFLASH: SGLang answers with embeddings and generates no tokens"
+        yield Problem("--is-embedding", True, expected, "Remove --is-embedding, or serve without speculation.")
     else:
-        yield Problem(
-            "target config architectures",
-            target_config.hf_config.architectures,
-            "a target that generates tokens, and SGLang answers with embeddings or scores of this one",
-            _WITHOUT,
-        )
+        expected = "a target that generates tokens, and SGLang answers with embeddings or scores of this one"
+        yield Problem("target config architectures", target_config.hf_config.architectures, expected, _WITHOUT)
 
 
 def _target_problems(target_config: Any) -> Iterator[Problem]:
@@ -268,14 +256,8 @@ def _target_problems(target_config: Any) -> Iterator[Problem]:
         fix = fix if target_class(names or [], "auto") is None else f"Remove --model-impl. {fix}"
     for unserved, expected in (
         (_generates(target_config) and not captures, feeds),
-        (
-            target_config.is_local_attention_model,
-            "whose layers attend to the whole context or a window, and not to chunks of it",
-        ),
-        (
-            target_config.use_ngram_embedding,
-            "that embeds tokens one by one, and not n-grams, which SGLang does not do in a verify",
-        ),
+        (target_config.is_local_attention_model, _NO_CHUNKS),
+        (target_config.use_ngram_embedding, _NO_NGRAMS),
     ):
         if unserved:
             yield Problem("target config architectures", names, f"a target {expected}", fix)

@@ -10,8 +10,11 @@ from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.own_modules import OwnModules
 from dflash_sglang.startup.facts import Problem, ServingFacts, TargetFacts
 from dflash_sglang.startup.serving_checks import backend_problems, block_problems, window_problems
-from dflash_sglang.startup.tensor_checks import fc_problems, layer_problems
+from dflash_sglang.startup.tensor_checks import shape_problems
 from dflash_sglang.startup.vocabulary_checks import own_problems, unread_problems
+
+_OTHER = "Serve the target that the draft was trained for."
+_RANKS = "Change --tp-size or --attn-dp-size."
 
 
 def draft_problems(
@@ -26,17 +29,15 @@ def draft_problems(
     ``tensors``: the checkpoint's, empty where they cannot be read; the loader checks the shapes once more.
     ``own``: what the draft has in place of the target's.
     """
-    ids = spec.target_layer_ids
     return [
         *block_problems(spec, serving),
         *_mask_problems(spec, target, own),
         *_shape_problems(spec, target, serving.draft_ranks, own),
         *backend_problems(spec, serving),
         *window_problems(spec, serving),
-        *layer_problems(spec, tensors),
+        *shape_problems(spec, tensors),
         *(own_problems(spec, target, own) if tensors else unread_problems(spec, target)),
-        *_layer_id_problems(spec, ids, target),
-        *fc_problems(spec, ids, tensors),
+        *_layer_id_problems(spec, target),
     ]
 
 
@@ -50,12 +51,9 @@ def pool_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
     text_config = config.get("text_config")
     of_text = isinstance(text_config, Mapping) and text_config.get("is_hybrid_swa")
     if config.get("is_hybrid_swa") or of_text:
-        yield Problem(
-            "draft config is_hybrid_swa",
-            True,
-            "false: context KV is written into one pool for all layers of the draft, at the target's slots",
-            "Remove it from the draft's config.json; layer_types and sliding_window say which layers slide.",
-        )
+        expected = "false: context KV is written into one pool for all layers of the draft, at the target's slots"
+        fix = "Remove it from the draft's config.json; layer_types and sliding_window say which layers slide."
+        yield Problem("draft config is_hybrid_swa", True, expected, fix)
 
 
 def _mask_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Iterator[Problem]:
@@ -63,24 +61,13 @@ def _mask_problems(spec: DraftSpec, target: TargetFacts, own: OwnModules) -> Ite
     whose, rows = ("target's", target.vocab_size) if own.embedding is None else ("draft's own", spec.vocab_size)
     field = "mask_token_id" if spec.speculators else "dflash_config.mask_token_id"
     if spec.mask_token_id >= rows:
-        yield Problem(
-            "draft config mask_token_id",
-            spec.mask_token_id,
-            f"an id below the {whose} vocab_size of {rows}",
-            f"Correct {field}, or serve the target that the draft was trained for.",
-        )
+        expected = f"an id below the {whose} vocab_size of {rows}"
+        fix = f"Correct {field}, or serve the target that the draft was trained for."
+        yield Problem("draft config mask_token_id", spec.mask_token_id, expected, fix)
 
 
 def _shape_problems(spec: DraftSpec, target: TargetFacts, ranks: int, own: OwnModules) -> Iterator[Problem]:
     """ranks: over which the draft is split."""
-    other_target = "Serve the target that the draft was trained for."
-    if spec.hidden_size != target.hidden_size:
-        yield Problem(
-            "draft config hidden_size",
-            spec.hidden_size,
-            f"the target's hidden_size of {target.hidden_size} (embedding and head are the target's)",
-            other_target,
-        )
     needs_all_tokens = (
         (own.embedding, "any of its tokens is embedded"),
         (spec.dflash2, "the selector has a row for each candidate"),
@@ -88,36 +75,26 @@ def _shape_problems(spec: DraftSpec, target: TargetFacts, ranks: int, own: OwnMo
         (spec.domino, "Domino's projector has a row for each token"),
     )
     why = next((why for part, why in needs_all_tokens if part), None)
-    if why is not None and spec.vocab_size < target.vocab_size:
-        yield Problem(
-            "draft config vocab_size",
-            spec.vocab_size,
-            f"at least the target's vocab_size of {target.vocab_size} ({why})",
-            other_target,
-        )
-    if spec.num_target_layers is not None and spec.num_target_layers != target.num_layers:
-        yield Problem(
-            "draft config num_target_layers",
-            spec.num_target_layers,
-            f"the target's {target.num_layers} layers",
-            other_target,
-        )
+    width = f"the target's hidden_size of {target.hidden_size} (embedding and head are the target's)"
+    tokens = f"at least the target's vocab_size of {target.vocab_size} ({why})"
+    layers, all_layers = f"the target's {target.num_layers} layers", (None, target.num_layers)
     divisible = f"divisible by the draft's tensor parallel size of {ranks}"
-    for field, value, expected, fits in (
-        ("num_attention_heads", spec.num_heads, divisible, spec.num_heads % ranks == 0),
-        ("intermediate_size", spec.intermediate_size, divisible, spec.intermediate_size % ranks == 0),
-        (
-            "num_key_value_heads",
-            spec.num_kv_heads,
-            f"{divisible}, or a divisor of it",
-            spec.num_kv_heads % ranks == 0 or ranks % spec.num_kv_heads == 0,
-        ),
+    heads, kv_heads, columns = spec.num_heads, spec.num_kv_heads, spec.intermediate_size
+    of_heads = kv_heads % ranks == 0 or ranks % kv_heads == 0
+    for field, value, fits, expected, fix in (
+        ("hidden_size", spec.hidden_size, spec.hidden_size == target.hidden_size, width, _OTHER),
+        ("vocab_size", spec.vocab_size, why is None or spec.vocab_size >= target.vocab_size, tokens, _OTHER),
+        ("num_target_layers", spec.num_target_layers, spec.num_target_layers in all_layers, layers, _OTHER),
+        ("num_attention_heads", heads, heads % ranks == 0, divisible, _RANKS),
+        ("intermediate_size", columns, columns % ranks == 0, divisible, _RANKS),
+        ("num_key_value_heads", kv_heads, of_heads, f"{divisible}, or a divisor of it", _RANKS),
     ):
         if not fits:
-            yield Problem(f"draft config {field}", value, expected, "Change --tp-size or --attn-dp-size.")
+            yield Problem(f"draft config {field}", value, expected, fix)
 
 
-def _layer_id_problems(spec: DraftSpec, ids: tuple[int, ...], target: TargetFacts) -> Iterator[Problem]:
+def _layer_id_problems(spec: DraftSpec, target: TargetFacts) -> Iterator[Problem]:
+    ids = spec.target_layer_ids
     name, value = spec.named_layer_ids(ids)
     first = value[0] - ids[0]  # the format's number of the target's first layer
     field = f"draft config {name}"

@@ -53,6 +53,10 @@ _ONE_ROW = "context KV is written into pools with one row per slot and layer"
 _TARGETS_KV = "it restores the target's keys and values, and none of the draft's"
 _HICACHE = "Remove {}; --enable-hierarchical-cache keeps both."
 _BUILT_IN = "or set SGLANG_PLUGINS=none: SGLang's built-in worker serves it with a draft in z-lab's format"
+_NO_PLUGINS = "SGLang's Ray actors load no plugins, and would run its built-in worker"
+_TOGETHER = "data-parallel ranks prefill together, or decode together"
+_READABLE = f"Serve the draft with a config.json that can be read, {_BUILT_IN}."
+_TOKEN_BY_TOKEN = f"Remove --speculative-use-block-verification, {_BUILT_IN}."
 
 UNSERVED = (
     Unserved("pp_size", 1, "one rank has all of the target's layers", "Remove --pp-size; use --tp-size instead."),
@@ -64,31 +68,15 @@ UNSERVED = (
     Unserved("enable_pdmux", False, "its loop runs the target without the draft"),
     Unserved("decoupled_spec_role", "null", "draft and verify run in one engine"),
     Unserved("elastic_ep_backend", None, "ranks that leave or join do not do so in its draft"),
-    Unserved(
-        "use_ray",
-        False,
-        "SGLang's Ray actors load no plugins, and would run its built-in worker",
-        f"Remove --use-ray, {_BUILT_IN}.",
-    ),
+    Unserved("use_ray", False, _NO_PLUGINS, f"Remove --use-ray, {_BUILT_IN}."),
     Unserved("dwdp_size", 1, "SGLang has no speculative decoding with it"),
-    Unserved(
-        COORDINATION,
-        False,
-        "data-parallel ranks prefill together, or decode together",
-        flag=COORDINATION,
-        read=_coordinates,
-    ),
-    Unserved(
-        "decrypted_draft_config_file",
-        None,
-        "it reads the config.json of the draft's checkpoint",
-        f"Serve the draft with a config.json that can be read, {_BUILT_IN}.",
-    ),
+    Unserved(COORDINATION, False, _TOGETHER, flag=COORDINATION, read=_coordinates),
+    Unserved("decrypted_draft_config_file", None, "it reads the config.json of the draft's checkpoint", _READABLE),
     Unserved(
         "grammar_backend",
         None,
         "outlines cannot take back the proposals that it has looked at",
-        "Set --grammar-backend xgrammar.",
+        fix="Set --grammar-backend xgrammar.",
         instead="xgrammar or llguidance",
         read=lambda cfg: cfg.grammar_backend if cfg.grammar_backend == "outlines" else None,
     ),
@@ -117,12 +105,7 @@ UNSERVED = (
     ),
     Unserved("speculative_accept_threshold_single", 1.0, _EXACT),
     Unserved("speculative_accept_threshold_acc", 1.0, _EXACT),
-    Unserved(
-        "speculative_use_block_verification",
-        False,
-        "it accepts token by token",
-        f"Remove --speculative-use-block-verification, {_BUILT_IN}.",
-    ),
+    Unserved("speculative_use_block_verification", False, "it accepts token by token", _TOKEN_BY_TOKEN),
     Unserved("enable_mis", False, "SGLang scores several items at once without speculation alone"),
     Unserved("enable_watermark", False, "it does not watermark"),
     Unserved("enable_linear_replayssm", False, _REPLAYED),
@@ -180,21 +163,17 @@ def reported_rows_problems(
     rows of each. With data-parallel attention it looks for a rank's choices as if each request had one row.
     settings: the server arguments."""
     if settings.enable_return_routed_experts and attn_dp_size > 1:
-        yield Problem(
-            "--enable-return-routed-experts",
-            True,
-            "unset with DFLASH and data-parallel attention: SGLang reports experts of other ranks' tokens then",
-            "Remove it, or serve with data-parallel replicas (--dp-size only).",
+        expected = (
+            "unset with DFLASH and data-parallel attention: SGLang reports experts of other ranks' tokens then"
         )
+        fix = "Remove it, or serve with data-parallel replicas (--dp-size only)."
+        yield Problem("--enable-return-routed-experts", True, expected, fix)
     rows = requests * block
     for flag, given in (
         ("--enable-return-routed-experts", settings.enable_return_routed_experts),
         ("--enable-return-indexer-topk", settings.enable_return_indexer_topk),
     ):
         if given and rows > max(chunk or 0, requests):
-            yield Problem(
-                "--chunked-prefill-size",
-                chunk,
-                f"at least {rows} with {flag}: the rows of {requests} requests in blocks of {block}",
-                f"Set --chunked-prefill-size {rows}, or lower --max-running-requests.",
-            )
+            expected = f"at least {rows} with {flag}: the rows of {requests} requests in blocks of {block}"
+            fix = f"Set --chunked-prefill-size {rows}, or lower --max-running-requests."
+            yield Problem("--chunked-prefill-size", chunk, expected, fix)

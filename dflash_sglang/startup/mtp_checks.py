@@ -38,39 +38,24 @@ _ON_GPU = "fa3"
 def attention_problems(device: str, backend: str | None) -> Iterator[Problem]:
     """backend: of the draft's attention; None: SGLang has yet to choose."""
     if device != "cpu" and backend not in (_ON_GPU, None):
-        yield Problem(
-            "--attention-backend",
-            backend,
-            f"{_ON_GPU!r} {_WITH}: their windows and sliding slots have not run with another one",
-            f"Set --attention-backend {_ON_GPU} on a GPU of the Hopper generation, or serve without speculation.",
-        )
+        expected = f"{_ON_GPU!r} {_WITH}: their windows and sliding slots have not run with another one"
+        fix = f"Set --attention-backend {_ON_GPU} on a GPU of the Hopper generation, or serve without speculation."
+        yield Problem("--attention-backend", backend, expected, fix)
 
 
 def mtp_problems(
-    spec: MtpSpec,
-    serving: ServingFacts,
-    server: Any,
-    config: PluginConfig,
-    target: Path,
-    draft: Path,
+    spec: MtpSpec, serving: ServingFacts, server: Any, config: PluginConfig, target: Path, draft: Path
 ) -> Iterator[Problem]:
     """server: SGLang's arguments. target, draft: directories of their weights."""
     yield from unserved_problems(UNSERVED_WITH_MTP, server)
     yield from attention_problems(server.device, serving.draft_reader)
     if target.resolve() != draft.resolve():
-        yield Problem(
-            "--speculative-draft-model-path",
-            serving.draft_path,
-            "the target's own checkpoint, whose multi-token-prediction layers are the draft",
-            "Give it the path of --model-path.",
-        )
+        expected = "the target's own checkpoint, whose multi-token-prediction layers are the draft"
+        fix = "Give it the path of --model-path."
+        yield Problem("--speculative-draft-model-path", serving.draft_path, expected, fix)
     if serving.block_size not in (None, spec.block_size):
-        yield Problem(
-            serving.block_flag,
-            serving.block_size,
-            f"{spec.block_size}: the last token and a proposal of each of {spec.num_layers} layers",
-            "Leave it out.",
-        )
+        expected = f"{spec.block_size}: the last token and a proposal of each of {spec.num_layers} layers"
+        yield Problem(serving.block_flag, serving.block_size, expected, "Leave it out.")
     for field, value, only in (
         ("width trees", () if config.width.trees == DEFAULT_TREES else config.width.trees, ()),
         ("copy", None if config.copy in ("auto", "off") else config.copy, None),
@@ -84,12 +69,10 @@ def mtp_problems(
     names = tensor_facts(draft)
     missing = [i for i in range(spec.num_layers) if f"{spec.prefix(i)}eh_proj.weight" not in names]
     if missing:
-        yield Problem(
-            "--speculative-draft-model-path",
-            serving.draft_path,
-            f"safetensors files with {spec.prefix(missing[0])}eh_proj.weight, of a multi-token-prediction layer",
-            "Serve a checkpoint that holds them.",
-        )
+        name = f"{spec.prefix(missing[0])}eh_proj.weight"
+        expected = f"safetensors files with {name}, of a multi-token-prediction layer"
+        fix = "Serve a checkpoint that holds them."
+        yield Problem("--speculative-draft-model-path", serving.draft_path, expected, fix)
     for name, facts in names.items():
         of_mtp = any(name.startswith(spec.prefix(i)) for i in range(spec.num_layers))
         if of_mtp and facts.dtype not in ("BF16", "F16", "F32"):

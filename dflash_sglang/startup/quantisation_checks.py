@@ -46,24 +46,16 @@ def quantisation_problems(
     field = "--quantization" if inherited else FLAG
     if isinstance(quantisation, Mapping):
         if device == "cpu":
-            yield Problem(
-                FIELD,
-                quantisation.get("quant_method"),
-                _DENSE_ON_CPU,
-                "Serve the draft in float32 or bfloat16, or on a GPU.",
-            )
+            fix = "Serve the draft in float32 or bfloat16, or on a GPU."
+            yield Problem(FIELD, quantisation.get("quant_method"), _DENSE_ON_CPU, fix)
         else:
             yield from _config_problems(quantisation)
             yield from _nvfp4_problems(config, quantisation, capability)
     elif device == "cpu" and asked is not None:
         yield Problem(field, asked, _DENSE_ON_CPU, f"Set {FLAG} unquant, or serve on a GPU.")
     elif _plain(asked) in _NEED_A_CHECKPOINT or (_plain(asked) in MODELOPT and not described):
-        yield Problem(
-            field,
-            asked,
-            "a quantised draft checkpoint for it, but the draft's config.json has no quantization_config",
-            f"Set {FLAG} unquant, or fp8 to quantise the draft while loading.",
-        )
+        expected = "a quantised draft checkpoint for it, but the draft's config.json has no quantization_config"
+        yield Problem(field, asked, expected, f"Set {FLAG} unquant, or fp8 to quantise the draft while loading.")
 
 
 def _config_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
@@ -79,12 +71,8 @@ def _config_problems(quantisation: Mapping[str, Any]) -> Iterator[Problem]:
     elif method in ("awq", "gptq"):
         yield from _four_bit_problems(method, quantisation)
     elif method not in (*_KNOWN, *_PASSED_ON):
-        yield Problem(
-            f"{FIELD}.quant_method",
-            quantisation.get("quant_method"),
-            "one of " + ", ".join((*_KNOWN, *_PASSED_ON, "modelopt")),
-            _DENSE_FIX,
-        )
+        expected = "one of " + ", ".join((*_KNOWN, *_PASSED_ON, "modelopt"))
+        yield Problem(f"{FIELD}.quant_method", quantisation.get("quant_method"), expected, _DENSE_FIX)
 
 
 def _nvfp4_problems(

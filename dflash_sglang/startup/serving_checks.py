@@ -23,19 +23,12 @@ _FOLLOWS_THE_MODEL = "fa4"
 def serving_problems(serving: ServingFacts) -> Iterator[Problem]:
     """What is wrong whatever the draft is."""
     if serving.draft_path is None:
-        yield Problem(
-            "--speculative-draft-model-path",
-            None,
-            "the DFlash draft's directory or repository",
-            "Add --speculative-draft-model-path.",
-        )
+        expected = "the DFlash draft's directory or repository"
+        yield Problem("--speculative-draft-model-path", None, expected, "Add --speculative-draft-model-path.")
     if serving.draft_as_gguf:
-        yield Problem(
-            "--speculative-draft-load-format",
-            None,
-            "the draft's own format beside a .gguf target, as which SGLang would load it",
-            "Set --speculative-draft-load-format auto.",
-        )
+        expected = "the draft's own format beside a .gguf target, as which SGLang would load it"
+        fix = "Set --speculative-draft-load-format auto."
+        yield Problem("--speculative-draft-load-format", None, expected, fix)
     yield from kv_problems(serving)
 
 
@@ -53,12 +46,9 @@ def kv_problems(serving: ServingFacts) -> Iterator[Problem]:
         yield Problem(field, dtype, "for the draft one of " + ", ".join(DRAFT_KV_DTYPES), fix)
     elif dtype in FP8_READERS and reader not in (None, *FP8_READERS[dtype]):
         readers = ", ".join(FP8_READERS[dtype])
-        yield Problem(
-            field,
-            dtype,
-            f"a format that the draft's attention backend {reader} reads; {dtype} is read by {readers}",
-            "Change --speculative-draft-attention-backend, or set --speculative-draft-kv-cache-dtype bf16.",
-        )
+        expected = f"a format that the draft's attention backend {reader} reads; {dtype} is read by {readers}"
+        fix = "Change --speculative-draft-attention-backend, or set --speculative-draft-kv-cache-dtype bf16."
+        yield Problem(field, dtype, expected, fix)
 
 
 def block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
@@ -70,19 +60,11 @@ def block_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
     elif trained < 2:
         yield Problem("draft config block_size", trained, least, "Correct it, or serve another draft.")
     elif served > trained:
-        yield Problem(
-            flag,
-            served,
-            f"at most the trained block of {trained}; beyond it proposals are noise",
-            f"Set {flag} {trained}, or remove it.",
-        )
+        expected = f"at most the trained block of {trained}; beyond it proposals are noise"
+        yield Problem(flag, served, expected, f"Set {flag} {trained}, or remove it.")
     elif serving.widest > served:
-        yield Problem(
-            "DFLASH_SGLANG_CONFIG width",
-            serving.widest,
-            f"at most {served}, the block that is served; it may be served narrower, not wider",
-            "Lower it, or leave it out.",
-        )
+        expected = f"at most {served}, the block that is served; it may be served narrower, not wider"
+        yield Problem("DFLASH_SGLANG_CONFIG width", serving.widest, expected, "Lower it, or leave it out.")
 
 
 def backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
@@ -94,29 +76,18 @@ def backend_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem
         reader = None  # SGLang takes another
     if spec.attention_sinks and reader in serving.supported_backends and reader not in SINK_BACKENDS:
         with_sinks = [name for name in serving.supported_backends if name in SINK_BACKENDS]
-        yield Problem(
-            "--attention-backend" if backend is None else field,
-            reader,
-            "a backend for the draft's attention sinks (attention_sink_bias): " + ", ".join(with_sinks),
-            f"Set {field} to one of these.",
-        )
+        expected = "a backend for the draft's attention sinks (attention_sink_bias): " + ", ".join(with_sinks)
+        fix = f"Set {field} to one of these."
+        yield Problem("--attention-backend" if backend is None else field, reader, expected, fix)
     if backend is None:
         return
     if backend not in serving.supported_backends:
-        yield Problem(
-            field,
-            backend,
-            "one that attends non-causally from the block: " + ", ".join(serving.supported_backends),
-            f"Set {field} to one of these, or remove it.",
-        )
+        expected = "one that attends non-causally from the block: " + ", ".join(serving.supported_backends)
+        yield Problem(field, backend, expected, f"Set {field} to one of these, or remove it.")
     elif backend == "trtllm_mha" and not causal:  # full layers: SGLang takes another; sliding ones: a wrong window
         others = [name for name in serving.supported_backends if name != backend]
-        yield Problem(
-            field,
-            backend,
-            "a backend for the draft's layers that are not causal: " + ", ".join(others),
-            f"Set {field} to one of these, or remove it.",
-        )
+        expected = "a backend for the draft's layers that are not causal: " + ", ".join(others)
+        yield Problem(field, backend, expected, f"Set {field} to one of these, or remove it.")
 
 
 def window_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]:
@@ -125,20 +96,15 @@ def window_problems(spec: DraftSpec, serving: ServingFacts) -> Iterator[Problem]
     window, sinks = serving.draft_window, serving.draft_sinks
     block = spec.block_size if serving.block_size is None else serving.block_size
     if window is not None and window < block:
-        yield Problem(
-            field, window, f"at least the block of {block}", f"Set {field} {block} or more, or remove it."
-        )
+        fix = f"Set {field} {block} or more, or remove it."
+        yield Problem(field, window, f"at least the block of {block}", fix)
     if not sinks:
         return
     widest = max((layer.window for layer in spec.layers if layer.window is not None), default=0)
     if sinks < 0 or window is None:
-        yield Problem(
-            sink_field, sinks, f"0 or more, and {field} beside it", f"Set {field} too, or remove {sink_field}."
-        )
+        fix = f"Set {field} too, or remove {sink_field}."
+        yield Problem(sink_field, sinks, f"0 or more, and {field} beside it", fix)
     elif window < widest:
-        yield Problem(
-            sink_field,
-            sinks,
-            f"a {field} of at least {widest} beside it: layers of the draft with that sliding_window see no sinks",
-            f"Set {field} {widest} or more, or remove {sink_field}.",
-        )
+        why = "layers of the draft with that sliding_window see no sinks"
+        expected = f"a {field} of at least {widest} beside it: {why}"
+        yield Problem(sink_field, sinks, expected, f"Set {field} {widest} or more, or remove {sink_field}.")

@@ -5,7 +5,8 @@ The strict loader asks the same of tensors once more, after the target is loaded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_sglang.checkpoint import DraftSpec
@@ -38,7 +39,8 @@ _PASSED_OVER = (
     *(".k_scale", ".v_scale", ".kv_scale", ".output_scale"),
 )
 _COMPLETE = "Use a complete checkpoint, or correct its config.json (layers, biases, sinks)."
-_DENSE = ("F64", "F32", "F16", "BF16")
+_AGREE = "Make config.json and the checkpoint agree."
+_DENSE = {"F64", "F32", "F16", "BF16"}
 
 
 def weights_problems(path: str, directory: Path, load_format: str) -> Iterator[Problem]:
@@ -52,113 +54,79 @@ def weights_problems(path: str, directory: Path, load_format: str) -> Iterator[P
         return
     missing = missing_files(directory)
     if missing:
-        yield Problem(
-            f"draft file {INDEX}",
-            missing,
-            f"the files that it names in {directory}",
-            "Download them; the download may have been cut short.",
-        )
+        fix = "Download them; the download may have been cut short."
+        yield Problem(f"draft file {INDEX}", missing, f"the files that it names in {directory}", fix)
     found = {file.name for pattern in _FILES for file in directory.glob(pattern)} - {MASK_EMBEDDING_FILE}
     if Path(path).is_dir() and not found and not missing:
-        yield Problem(
-            "--speculative-draft-model-path",
-            path,
-            f"weights beside its config.json ({', '.join(_FILES)})",
-            "Download them too.",
-        )
+        expected = f"weights beside its config.json ({', '.join(_FILES)})"
+        yield Problem("--speculative-draft-model-path", path, expected, "Download them too.")
 
 
-def layer_problems(spec: DraftSpec, tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
+def shape_problems(spec: DraftSpec, tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
     """SGLang's loaders of sharded layers take the part that they need of a larger tensor, without a word. Of MLA
     layers, which are another kind, one tensor is named for all."""
     mla = next((name for name in tensors if any(f".self_attn{module}" in name for module in MLA_MODULES)), None)
     if mla is not None:
-        yield Problem(
-            f"draft tensor {mla}",
-            list(tensors[mla].shape),
-            "none of multi-head latent attention (MLA): no worker has it for drafts",
-            "Serve a draft trained with grouped-query attention.",
-        )
-    shapes = layer_shapes(spec)
-    misfits = [
-        (name, found.shape, shapes[own])
-        for name, found in tensors.items()
-        if (own := name.removeprefix("model.")) in shapes
-        and found.dtype in UNPACKED_DTYPES  # packed: the loader knows the quantisation's layout
-        and found.shape != shapes[own]
-    ]
-    rest = f" {len(misfits) - MOST} more tensors do not fit." if len(misfits) > MOST else ""
-    for name, found, expected in misfits[:MOST]:
-        yield Problem(
-            f"draft tensor {name}",
-            list(found),
-            f"{list(expected)}: hidden_size {spec.hidden_size}, intermediate_size {spec.intermediate_size}, "
-            f"{spec.num_heads} heads and {spec.num_kv_heads} key-value heads of {spec.head_dim}",
-            f"Make config.json and the checkpoint agree.{rest}",
-        )
+        expected = "none of multi-head latent attention (MLA): no worker has it for drafts"
+        fix = "Serve a draft trained with grouped-query attention."
+        yield Problem(f"draft tensor {mla}", list(tensors[mla].shape), expected, fix)
+    shapes, layers = dense_shapes(spec), layer_shapes(spec)
+    of_layers, others = list[Problem](), list[Problem]()
+    for name, found in tensors.items():
+        own = name.removeprefix("model.")
+        shape = layers.get(own, shapes.get(own, found.shape))
+        if found.dtype not in UNPACKED_DTYPES or found.shape == shape:
+            continue  # packed: the loader knows the quantisation's layout
+        if own in layers:
+            expected = (
+                f"{list(shape)}: hidden_size {spec.hidden_size}, intermediate_size {spec.intermediate_size}, "
+                f"{spec.num_heads} heads and {spec.num_kv_heads} key-value heads of {spec.head_dim}"
+            )
+            of_layers.append(Problem(f"draft tensor {name}", list(found.shape), expected, _AGREE))
+        elif own == "fc.weight":
+            ids = spec.target_layer_ids
+            expected = f"{list(shape)}: [hidden_size, {len(ids)} target layers x hidden_size]"
+            fix = f"Make {spec.named_layer_ids(ids)[0]} name the layers the checkpoint was trained on."
+            others.append(Problem(f"draft tensor {own}", list(found.shape), expected, fix))
+        else:
+            expected = f"{list(shape)}, which config.json describes"
+            others.append(Problem(f"draft tensor {own}", list(found.shape), expected, _AGREE))
+    rest = f" {len(of_layers) - MOST} more tensors do not fit." if len(of_layers) > MOST else ""
+    yield from (replace(problem, fix=f"{_AGREE}{rest}") for problem in of_layers[:MOST])
+    yield from others
 
 
-def fc_problems(spec: DraftSpec, ids: tuple[int, ...], tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
-    fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
-    if fc is None or fc.dtype not in UNPACKED_DTYPES:
-        return  # absent or packed: the loader knows the quantisation's layout and checks it
-    expected = (spec.hidden_size, len(ids) * spec.hidden_size)
-    if fc.shape != expected:
-        yield Problem(
-            "draft tensor fc.weight",
-            list(fc.shape),
-            f"{list(expected)}: [hidden_size, {len(ids)} target layers x hidden_size]",
-            f"Make {spec.named_layer_ids(ids)[0]} name the layers the checkpoint was trained on.",
-        )
-
-
-def presence_problems(spec: DraftSpec, features: int, tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
-    """features: layers of the target that `fc` joins. tensors: by name.
+def presence_problems(spec: DraftSpec, tensors: Mapping[str, TensorFacts]) -> Iterator[Problem]:
+    """Tensors that are missing, or too many.
 
     Nothing is said of a checkpoint without tensors, of MLA layers, and of a quantised one, whose method decides on
     its tensors. ModelOpt may describe that in a file of its own, so dtypes tell it too.
     """
-    quantised = spec.quantization is not None or any(
-        facts.dtype not in _DENSE for name, facts in tensors.items() if "layers." in name
-    )
+    of_layers = [facts.dtype for name, facts in tensors.items() if "layers." in name]
+    quantised = spec.quantization is not None or not set(of_layers) <= _DENSE
     if not tensors or quantised or any(module in name for name in tensors for module in MLA_MODULES):
         return
-    found = {name.removeprefix("model."): facts for name, facts in tensors.items()}
-    shapes = dense_shapes(spec, features)
-    expected = set(_taken(shapes, found))
-    missing = sorted(expected - found.keys())
-    if missing:
+    found = {name.removeprefix("model.") for name in tensors}
+    expected = {name for name in dense_shapes(spec) if _is_taken(name, found)}
+    if missing := expected - found:
         yield Problem("draft tensors", None, f"{_listed(missing)} in the checkpoint", _COMPLETE)
-    unknown = sorted(
-        name
-        for name in found.keys() - expected
-        if not name.startswith(_ELSEWHERE) and not name.endswith(_PASSED_OVER)
-    )
+    others = found - expected
+    unknown = {one for one in others if not one.startswith(_ELSEWHERE) and not one.endswith(_PASSED_OVER)}
     if unknown:
-        expectation = "only tensors of the draft that its config.json describes"
+        described = "only tensors of the draft that its config.json describes"
         fix = "Remove them, or correct config.json (layers, biases, sinks)."
-        yield Problem("draft tensors", _listed(unknown), expectation, fix)
-    of_layers = layer_shapes(spec)
-    for name in sorted(expected & found.keys() - of_layers.keys() - {"fc.weight"}):  # those are checked elsewhere
-        if found[name].dtype in UNPACKED_DTYPES and found[name].shape != shapes[name]:
-            fix = "Make config.json and the checkpoint agree."
-            expectation = f"{list(shapes[name])}, which config.json describes"
-            yield Problem(f"draft tensor {name}", list(found[name].shape), expectation, fix)
+        yield Problem("draft tensors", _listed(unknown), described, fix)
 
 
-def _taken(names: Iterable[str], found: Mapping[str, TensorFacts]) -> Iterator[str]:
-    """Of single and stacked forms the one that the checkpoint has: the stack where it is there."""
-    for name in names:
-        layer, kind = name.rpartition(".")[0], name.rpartition(".")[2]
-        stack = next((s for s, parts in _STACKS.items() if layer.endswith((s, *parts))), None)
-        if stack is None:
-            yield name
-            continue
-        prefix = ".".join(layer.split(".")[:2])
-        if layer.endswith(stack) == (f"{prefix}.{stack}.{kind}" in found):
-            yield name
+def _is_taken(name: str, found: Set[str]) -> bool:
+    """Of single and stacked forms the checkpoint has one: the stack where it is there."""
+    for stack, parts in _STACKS.items():
+        for module in (stack, *parts):
+            if f".{module}." in name:
+                return (module == stack) == (name.replace(module, stack) in found)
+    return True
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Set[str]) -> str:
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more
+    return ", ".join(sorted(names)[:_MOST_LISTED]) + more

@@ -108,18 +108,6 @@ def test_context_kv_and_proposals_equal_the_reference_reader(tmp_path: Path, nam
 
 @layers.cpu_only
 @pytest.mark.usefixtures("rank")
-def test_a_draft_takes_its_own_head_and_embedding_though_the_targets_have_the_same_shapes(tmp_path: Path) -> None:
-    target = Target()
-    model = loaded(FORMATS["speculators with its own head and embedding"](tmp_path), target)
-    assert model.lm_head.weight.shape == target.lm_head.weight.shape
-    assert model.head.lm_head is model.lm_head
-    assert model.get_input_embeddings() is model.embed_tokens
-    assert model.own_modules == "head of 320 tokens, embedding of 320 tokens"
-    assert {"lm_head.weight", "embed_tokens.weight"} <= set(model.state_dict())
-
-
-@layers.cpu_only
-@pytest.mark.usefixtures("rank")
 def test_weight_updates_reach_a_head_and_a_mask_row_of_the_drafts_own(tmp_path: Path) -> None:
     model = loaded(FORMATS["speculators with a reduced vocabulary"](tmp_path / "head"), Target())
     new = torch.zeros_like(model.lm_head.weight)[: model.lm_head.org_vocab_size]
@@ -127,7 +115,7 @@ def test_weight_updates_reach_a_head_and_a_mask_row_of_the_drafts_own(tmp_path: 
     model.load_weights([("lm_head.weight", new)])
     assert model.head.likeliest(torch.ones(1, 64), 1).ids.tolist() == [
         [3 * 7]
-    ]  # its fourth token is the target's 21
+    ]  # its fourth token: the target's 21
     model = loaded(FORMATS["z-lab with a mask_embedding tensor"](tmp_path / "mask"), Target())
     model.load_weights([("mask_embedding", torch.full((1, 64), 9.0))])
     assert bool((model.forward_embed(torch.tensor([3])) == 9).all())
@@ -191,16 +179,15 @@ def likeliest_tokens(count: int) -> list[int]:
     return sorted((frequent + others)[:count])
 
 
-def exported(directory: Path, kept: list[int] | None = None, shift: int = 1) -> Path:
+def exported(directory: Path, kept: list[int] | None = None) -> Path:
     """The trained draft in the speculators format, with copies of the target's head and embedding."""
     config, tensors, of_target = pair_tensors()
     tensors["embed_tokens.weight"] = of_target["model.embed_tokens.weight"].clone()
-    head = of_target["lm_head.weight"]
     ids = list(range(VOCABULARY)) if kept is None else kept
-    tensors["lm_head.weight"] = head[ids].clone()
+    tensors["lm_head.weight"] = of_target["lm_head.weight"][ids].clone()
     if kept is not None:
         tensors |= vocabulary_tensors(kept, VOCABULARY)
-    layer_ids = [i + shift for i in config["dflash_config"]["target_layer_ids"]]
+    layer_ids = [i + 1 for i in config["dflash_config"]["target_layer_ids"]]
     written = speculators_config(config, draft_vocab_size=len(ids), aux_hidden_state_layer_ids=layer_ids)
     return write_checkpoint(directory, written, tensors)
 
@@ -248,31 +235,29 @@ def zlab() -> dict[str, Any]:
         return greedy(server)
 
 
+def decoded(target: Path, draft: Path, **flags: Any) -> tuple[dict[str, Any], int, str]:
+    """Greedy outputs, steps of samples, and the log of a launch."""
+    with serve(target, draft, **{"environment": REQUIRED, **flags}) as server:
+        result = greedy(server)
+        sampled = [server.generate(**asked(prompt, temperature=0.3)) for prompt in PROMPTS]
+        return result, sum(answer["meta_info"]["spec_verify_ct"] for answer in sampled), server.log_text()
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @row("speculators with its own head and embedding")
-def test_a_speculators_export_of_the_pair_decodes_in_the_same_steps(plain, zlab, tmp_path: Path) -> None:
-    with serve(TARGET, exported(tmp_path / "draft"), environment=REQUIRED) as server:
-        result, log = greedy(server), server.log_text()
-    assert result["ids"] == plain["ids"]
-    assert result["steps"] == zlab["steps"]
+@row("speculators with a reduced vocabulary")
+def test_speculators_exports_of_the_pair_decode_in_the_same_steps(plain, zlab, tmp_path: Path) -> None:
+    result, _, log = decoded(TARGET, exported(tmp_path / "full"))
+    assert result == {"ids": plain["ids"], "steps": zlab["steps"]}
     assert "target_layers: [0, 2, 4]" in log
     assert "own_modules: head of 320 tokens, embedding of 320 tokens" in log
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@row("speculators with a reduced vocabulary")
-def test_a_reduced_vocabulary_on_two_ranks_accepts_as_much_greedy_and_drawn(plain, zlab, tmp_path: Path) -> None:
-    draft = exported(tmp_path / "draft", likeliest_tokens(200))
+    reduced = exported(tmp_path / "reduced", likeliest_tokens(200))  # on two ranks, greedy and drawn
     environment = {**REQUIRED, CONFIG_ENV: json.dumps({"copy": "off", "proposals": "drawn"})}
-    with serve(TARGET, draft, environment=environment, tp_size=2, disable_custom_all_reduce=True) as server:
-        result, log = greedy(server), server.log_text()
-        sampled = [server.generate(**asked(prompt, temperature=0.3)) for prompt in PROMPTS]
+    ranks = dict(tp_size=2, disable_custom_all_reduce=True)
+    result, steps, log = decoded(TARGET, reduced, environment=environment, **ranks)
     assert "own_modules: head of 200 tokens, embedding of 320 tokens" in log
-    assert result["ids"] == plain["ids"]
-    assert sum(result["steps"]) <= 1.03 * sum(zlab["steps"])
-    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in sampled)
+    assert result["ids"] == plain["ids"] and sum(result["steps"]) <= 1.03 * sum(zlab["steps"])
     assert len(PROMPTS) * NEW_TOKENS >= 3 * steps
 
 
@@ -285,11 +270,9 @@ def test_a_mask_row_and_sinks_decode_in_the_steps_of_the_reference_loop(plain, z
     target, draft = target_without_a_mask_row(tmp_path / "target"), with_fields(tmp_path / "draft")
     expected = reference_steps(draft)
     assert sum(expected) > 1.5 * sum(zlab["steps"])  # the sinks are felt
-    with serve(target, draft, environment=REQUIRED) as server:
-        result, log = greedy(server), server.log_text()
+    result, _, log = decoded(target, draft)
     assert "own_modules: mask row" in log
-    assert result["ids"] == plain["ids"]
-    assert result["steps"] == expected
+    assert result == {"ids": plain["ids"], "steps": expected}
 
 
 class AnchorFirst(ReferenceDraft):
@@ -319,13 +302,9 @@ def test_the_anchors_row_proposes_in_the_steps_of_the_reference_loop_and_padding
     head = of_target["lm_head.weight"]
     tensors["lm_head.weight"] = torch.cat((head, 100 * matrix(64, head.shape[1], 3).to(head)))
     draft = write_checkpoint(tmp_path / "draft", config, tensors)
-    with serve(TARGET, draft, environment=REQUIRED, speculative_dflash_block_size=BLOCK) as server:
-        result, log = greedy(server), server.log_text()
-        sampled = [server.generate(**asked(prompt, temperature=0.3)) for prompt in PROMPTS]
+    result, steps, log = decoded(TARGET, draft, speculative_dflash_block_size=BLOCK)
     assert f"block: {BLOCK} (trained {BLOCK})" in log and "proposals_from: the anchor's row" in log
-    assert result["ids"] == plain["ids"]
-    assert result["steps"] == [len(loop.accept_lengths) for loop in loops]
-    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in sampled)
+    assert result == {"ids": plain["ids"], "steps": [len(loop.accept_lengths) for loop in loops]}
     assert len(PROMPTS) * NEW_TOKENS >= 1.5 * steps
 
 
@@ -339,12 +318,8 @@ def test_own_modules_in_captured_graphs_accept_as_much_as_the_zlab_draft(tmp_pat
     environment = {**DEVICE_ENVIRONMENT, **REQUIRED}
     with serve(TARGET, DRAFT, environment=environment, **flags) as server:
         of_zlab = sum(greedy(server)["steps"])
-    drafts = {
-        "full": exported(tmp_path / "full"),
-        "reduced": exported(tmp_path / "reduced", likeliest_tokens(200)),
-    }
-    for name, draft in drafts.items():
-        with serve(TARGET, draft, environment=environment, **flags) as server:
+    for name, kept in (("full", None), ("reduced", likeliest_tokens(200))):
+        with serve(TARGET, exported(tmp_path / name, kept), environment=environment, **flags) as server:
             steps = sum(greedy(server)["steps"])
         print(f"{name}: {steps} steps, z-lab: {of_zlab}")
         assert steps <= 1.06 * of_zlab, name
@@ -352,10 +327,8 @@ def test_own_modules_in_captured_graphs_accept_as_much_as_the_zlab_draft(tmp_pat
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend",
-    [pytest.param(name, marks=row(f"z-lab with attention sinks on {name}")) for name in ("fa3", "triton")],
-)
+@row("z-lab with attention sinks on fa3 and triton")
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
 def test_sinks_and_a_mask_row_on_a_gpu_take_the_steps_of_the_reference_loop(tmp_path: Path, backend: str) -> None:
     target, draft = target_without_a_mask_row(tmp_path / "target"), with_fields(tmp_path / "draft")
     expected = sum(reference_steps(draft))  # in float32; without the sinks they would be fewer by a third

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,47 @@ def fake_views(patch: pytest.MonkeyPatch) -> SimpleNamespace:
     patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
     patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
     return config
+
+
+def launch_arguments(target: Path, draft: Path | None, *extra: str) -> list[str]:
+    """The command line of a launch on the CPU platform."""
+    arguments = ["--model-path", str(target), "--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init"]
+    arguments += ["--speculative-algorithm", "DFLASH", *extra]
+    return arguments if draft is None else [*arguments, "--speculative-draft-model-path", str(draft)]
+
+
+def resolved(target: Path, draft: Path | None, *extra: str) -> Any:
+    """SGLang's resolved arguments of such a launch, or the problems that end the launcher, a line each."""
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = prepare_server_args(launch_arguments(target, draft, *extra))
+    try:
+        server_args.resolve_once()
+    except StartupError as error:
+        first, *problems = str(error).splitlines()
+        assert first == "DFLASH cannot start:" and len(problems) == len(error.problems)
+        return "\n".join(problem.removeprefix("  - ") for problem in problems)
+    return server_args
+
+
+def tells(said: object, text: str) -> bool:
+    """Whether a message begins with the text, of which each " ... " stands for any other text."""
+    first, *others = text.split(" ... ")
+    return isinstance(said, str) and said.startswith(first) and all(part in said for part in others)
+
+
+def hook_launcher(patch: pytest.MonkeyPatch) -> None:
+    """Puts the plugin's hooks around SGLang's resolution of server arguments and its reading of configs."""
+    from sglang.srt.arg_groups import resolution_hooks
+
+    def resolve(server_args: Any, original: Callable[..., None]) -> None:
+        hooks.handle_speculative_decoding(original, server_args)
+
+    patch.setitem(resolution_hooks._HOOKS, "handle_speculative_decoding", [resolve])
+    hook_configs(patch)
+    patch.setattr(hooks, "_resolved", None)
+    patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
+    patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
 
 
 def hook_configs(patch: pytest.MonkeyPatch) -> None:

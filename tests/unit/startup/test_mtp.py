@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import mtp_config
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
-from dflash_sglang.startup.facts import StartupError
-from tests.support.start_up import hook_configs
-from tests.unit.startup.test_validation import launch_arguments
+from tests.support.start_up import hook_launcher, resolved, tells
 from tests.zoo import step3p5
 
 
@@ -31,36 +28,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from sglang.srt.arg_groups import resolution_hooks
+def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.configs.model_config import ModelConfig
 
-    def resolve(server_args: Any, original: Any) -> None:
-        hooks.handle_speculative_decoding(original, server_args)
-
-    monkeypatch.setitem(resolution_hooks._HOOKS, "handle_speculative_decoding", [resolve])
-    hook_configs(monkeypatch)
+    hook_launcher(monkeypatch)
     original = ModelConfig._config_draft_model
-
-    def config_draft_model(config: Any) -> None:
-        mtp_config.config_draft_model(original, config)
-
-    monkeypatch.setattr(ModelConfig, "_config_draft_model", config_draft_model)
-    monkeypatch.setattr(hooks, "_resolved", None)
-    monkeypatch.delenv(CONFIG_ENV, raising=False)
-    yield
-
-
-def launch(target: Path, draft: Path, *extra: str) -> Any:
-    """SGLang's resolved arguments, or the problems that end the launcher."""
-    from sglang.srt.server_args import prepare_server_args
-
-    server_args = prepare_server_args(launch_arguments(target, draft, list(extra)))
-    try:
-        server_args.resolve_once()
-    except StartupError as error:
-        return str(error)
-    return server_args
+    monkeypatch.setattr(ModelConfig, "_config_draft_model", lambda of: mtp_config.config_draft_model(original, of))
 
 
 def changed(checkpoint: Path, directory: Path, **fields: Any) -> Path:
@@ -73,7 +46,7 @@ def changed(checkpoint: Path, directory: Path, **fields: Any) -> Path:
 
 
 def test_the_block_is_a_proposal_of_each_layer(checkpoint: Path, launcher: None) -> None:
-    served = launch(checkpoint, checkpoint)
+    served = resolved(checkpoint, checkpoint)
     assert not isinstance(served, str), served
     assert resolving_view(served).speculative_num_draft_tokens == step3p5.MTP_LAYERS + 1
 
@@ -93,21 +66,18 @@ FULL, SLIDING = step3p5.FULL, step3p5.SLIDING
 TARGET = step3p5.TYPES[: step3p5.LAYERS]
 
 
-@pytest.mark.parametrize(
-    ("types", "flags", "groups"),
-    [
-        ([*TARGET, SLIDING, FULL, SLIDING], (), ([1], [0, 2])),
-        ([*TARGET, SLIDING, SLIDING, SLIDING], (), ([], [0, 1, 2])),
-        ([*TARGET, SLIDING, FULL, SLIDING], ("--disable-hybrid-swa-memory",), None),
-        ([*TARGET, FULL, FULL, FULL], (), None),
-        ([SLIDING] * 8, (), None),
-    ],
-)
+@pytest.mark.parametrize(("types", "flags", "groups"), [
+    ([*TARGET, SLIDING, FULL, SLIDING], (), ([1], [0, 2])),
+    ([*TARGET, SLIDING, SLIDING, SLIDING], (), ([], [0, 1, 2])),
+    ([*TARGET, SLIDING, FULL, SLIDING], ("--disable-hybrid-swa-memory",), None),
+    ([*TARGET, FULL, FULL, FULL], (), None),
+    ([SLIDING] * 8, (), None),
+])  # fmt: skip
 def test_sliding_layers_are_a_kv_group_where_the_targets_are(
     types: list[str], flags: tuple[str, ...], groups: Any, tmp_path: Path, launcher: None
 ) -> None:
     target = step3p5.write(tmp_path / "target", types)
-    served = launch(target, target, *flags)
+    served = resolved(target, target, *flags)
     assert not isinstance(served, str), served
     read = draft_model_config_of(served, str(target))
     assert read.is_hybrid_swa == (groups is not None)
@@ -115,53 +85,51 @@ def test_sliding_layers_are_a_kv_group_where_the_targets_are(
         assert (read.full_attention_layer_ids, read.swa_attention_layer_ids) == groups
 
 
-FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "no layers": (dict(num_nextn_predict_layers=None), "num_nextn_predict_layers=0: expected an integer >= 1"),
-    "types of the target alone": (dict(layer_types=step3p5.TYPES[:5]), "layer_types="),
-    "experts": (dict(moe_layers_enum="2,3,4,6"), "moe_layers_enum=[6]: expected no multi-token-prediction layer"),
-    "other heads": (
-        dict(attention_other_setting=dict(num_attention_heads=6, num_attention_groups=1, head_dim=16)),
-        "attention_other_setting.num_attention_groups=1: expected num_attention_groups=2",
-    ),
-    "quantised": (dict(quantization_config=dict(quant_method="fp8")), "quantization_config="),
-}
+GROUPS = dict(num_attention_heads=6, num_attention_groups=1, head_dim=16)
+NO_WAY = "Serve this target without --speculative-algorithm DFLASH."
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    (dict(num_nextn_predict_layers=None), "num_nextn_predict_layers=0: expected an integer >= 1"),
+    (dict(layer_types=step3p5.TYPES[:5]), "layer_types=[ ... expected a value for each of 5 layers and 3"),
+    (dict(moe_layers_enum="2,3,4,6"), f"moe_layers_enum=[6]: expected no multi-token-prediction layer with "
+     f"experts. {NO_WAY}"),
+    (dict(attention_other_setting=GROUPS), f"attention_other_setting.num_attention_groups=1: expected "
+     f"num_attention_groups=2: SGLang's KV pools of this target have one number of heads. {NO_WAY}"),
+    (dict(quantization_config=dict(quant_method="fp8")), "quantization_config={'quant_method': 'fp8'}: expected "
+     "none: multi-token-prediction layers are read in the model's dtype. Serve the unquantised checkpoint, or"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FIELDS)
-def test_fields_that_are_not_served(case: str, checkpoint: Path) -> None:
-    fields, message = FIELDS[case]
-    config = {key: value for key, value in {**read_config(checkpoint), **fields}.items() if value is not None}
-    with pytest.raises(DraftConfigError) as caught:
-        MtpSpec.from_config(config)
-    assert message in str(caught.value)
+def test_fields_that_are_not_served(checkpoint: Path) -> None:
+    for fields, says in FIELDS:
+        config = {key: value for key, value in {**read_config(checkpoint), **fields}.items() if value is not None}
+        with pytest.raises(DraftConfigError) as caught:
+            MtpSpec.from_config(config)
+        assert tells(str(caught.value), f"draft config {says}"), caught.value
 
 
-LAUNCHES: dict[str, tuple[tuple[str, ...], str]] = {
-    "mixed chunks": (("--enable-mixed-chunk",), "--enable-mixed-chunk=True: expected unset"),
-    "host cache": (("--enable-hierarchical-cache",), "--enable-hierarchical-cache=True: expected unset"),
-    "sessions": (("--enable-streaming-session",), "--enable-streaming-session=True: expected unset"),
-    "prefill server": (("--disaggregation-mode", "prefill"), "--disaggregation-mode='prefill': expected 'null'"),
-    "another block": (("--speculative-num-draft-tokens", "3"), "--speculative-num-draft-tokens=3: expected 4"),
-    "a wider block": (("--speculative-dflash-block-size", "8"), "--speculative-dflash-block-size=8: expected 4"),
-    "a window": (("--speculative-draft-window-size", "64"), "--speculative-draft-window-size=64: expected unset"),
-    "fp8 KV": (("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype='fp8_e4m3': expected 'auto'"),
-    "a quantised draft": (
-        ("--speculative-draft-model-quantization", "fp8"),
-        "--speculative-draft-model-quantization='fp8': expected unset",
-    ),
-    "LoRA": (("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"), "--enable-lora=True"),
-    "an overridden config": (
-        ("--json-model-override-args", '{"rms_norm_eps": 1e-6}'),
-        "--json-model-override-args=",
-    ),
-}
+WITH = "with multi-token-prediction layers as the draft"
+UNSET = f"expected unset with DFLASH: {WITH}"
+QUANT = "--speculative-draft-model-quantization"
+LAUNCHES: list[tuple[str, str]] = [
+    ("--enable-mixed-chunk", f"--enable-mixed-chunk=True: {UNSET} a step commits a block, or a prompt's tokens."),
+    ("--enable-hierarchical-cache", f"--enable-hierarchical-cache=True: {UNSET} it is not tested."),
+    ("--enable-streaming-session", f"--enable-streaming-session=True: {UNSET} it is not tested. Remove"),
+    ("--enable-lora --max-lora-rank 8 --lora-target-modules q_proj", f"--enable-lora=True: {UNSET} it is not"),
+    ("--disaggregation-mode prefill", "--disaggregation-mode='prefill': expected 'null' with DFLASH: ... hidden"),
+    ("--speculative-num-draft-tokens 3", "--speculative-num-draft-tokens=3: expected 4: the last token and a "
+     "proposal of each of 3 layers. Leave it out."),
+    ("--speculative-dflash-block-size 8", "--speculative-dflash-block-size=8: expected 4"),
+    ("--speculative-draft-window-size 64", f"--speculative-draft-window-size=64: {UNSET} windows are the layers'"),
+    ("--kv-cache-dtype fp8_e4m3", f"--kv-cache-dtype='fp8_e4m3': expected 'auto' with DFLASH: {WITH} it is not"),
+    (f"{QUANT} fp8", f"{QUANT}='fp8': {UNSET} weights are in the model's dtype. Remove {QUANT}, or"),
+    ('--json-model-override-args {"rms_norm_eps":1e-6}', "--json-model-override-args= ... config.json is read as"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LAUNCHES)
-def test_launches_that_are_not_served(case: str, checkpoint: Path, launcher: None) -> None:
-    flags, message = LAUNCHES[case]
-    said = launch(checkpoint, checkpoint, *flags)
-    assert isinstance(said, str) and message in said, said
+@pytest.mark.parametrize(("flags", "says"), LAUNCHES, ids=[flags.split()[0] for flags, _ in LAUNCHES])
+def test_launches_that_are_not_served(flags: str, says: str, checkpoint: Path, launcher: None) -> None:
+    said = resolved(checkpoint, checkpoint, *flags.split())
+    assert isinstance(said, str) and any(tells(line, says) for line in said.splitlines()), said
 
 
 @pytest.fixture
@@ -193,62 +161,45 @@ def on_gpu(launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("flag", ["--attention-backend", "--speculative-draft-attention-backend"])
 def test_a_gpus_other_attention_backends_are_refused(flag: str, checkpoint: Path, on_gpu: None) -> None:
-    said = launch(checkpoint, checkpoint, flag, "triton")
+    said = resolved(checkpoint, checkpoint, flag, "triton")
     assert isinstance(said, str) and "--attention-backend='triton': expected 'fa3'" in said, said
     assert "--device" not in said
 
 
 def test_a_gpu_with_flash_attention_3_is_served(checkpoint: Path, on_gpu: None) -> None:
-    said = launch(checkpoint, checkpoint, "--attention-backend", "fa3")
+    said = resolved(checkpoint, checkpoint, "--attention-backend", "fa3")
     assert not isinstance(said, str), said
 
 
 def test_dummy_weights_need_no_files(checkpoint: Path, tmp_path: Path, launcher: None) -> None:
     directory = changed(checkpoint, tmp_path / "target")
     (directory / "model.safetensors").unlink()
-    said = launch(directory, directory, "--load-format", "dummy")
+    said = resolved(directory, directory, "--load-format", "dummy")
     assert not isinstance(said, str), said
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(width={"trees": [8]}), "width trees=(8,): expected none"),
-        (dict(copy="block"), "copy='block': expected none"),
-        (dict(context_kv="stacked"), "context_kv='stacked': expected none"),
-        (dict(draft_head="fp8"), "draft_head fp8=True: expected none"),
-    ],
-)
-def test_settings_that_are_not_served(
-    settings: dict[str, Any], message: str, checkpoint: Path, launcher: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CONFIG_ENV, json.dumps(settings))
-    said = launch(checkpoint, checkpoint)
-    assert isinstance(said, str) and message in said, said
+def test_settings_that_are_not_served(checkpoint: Path, launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, says in (
+        (dict(width={"trees": [8]}), "width trees=(8,)"),
+        (dict(copy="block"), "copy='block'"),
+        (dict(context_kv="stacked"), "context_kv='stacked'"),
+        (dict(draft_head="fp8"), "draft_head fp8=True"),
+    ):
+        monkeypatch.setenv(CONFIG_ENV, json.dumps(settings))
+        assert resolved(checkpoint, checkpoint) == f"{CONFIG_ENV} {says}: expected none {WITH}. Leave it out."
 
 
-def test_another_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, launcher: None) -> None:
-    said = launch(checkpoint, changed(checkpoint, tmp_path / "other"))
-    assert isinstance(said, str) and "expected the target's own checkpoint" in said, said
-
-
-def test_files_without_the_layers_are_refused(checkpoint: Path, tmp_path: Path, launcher: None) -> None:
-    directory = changed(checkpoint, tmp_path / "target")
-    (directory / "model.safetensors").unlink()
-    tensors = load_file(checkpoint / "model.safetensors")
-    save_file({name: of for name, of in tensors.items() if ".6." not in name}, directory / "model.safetensors")
-    said = launch(directory, directory)
-    assert isinstance(said, str) and "model.layers.6.eh_proj.weight" in said, said
-
-
-def test_layers_in_fp8_are_refused(checkpoint: Path, tmp_path: Path, launcher: None) -> None:
-    directory = changed(checkpoint, tmp_path / "target")
-    (directory / "model.safetensors").unlink()
-    tensors = load_file(checkpoint / "model.safetensors")
-    name = "model.layers.5.mlp.up_proj.weight"
-    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, directory / "model.safetensors")
-    said = launch(directory, directory)
-    assert isinstance(said, str) and f"tensor {name}='F8_E4M3': expected BF16" in said, said
+def test_other_checkpoints_and_files_are_refused(checkpoint: Path, tmp_path: Path, launcher: None) -> None:
+    path, other = "--speculative-draft-model-path", changed(checkpoint, tmp_path / "other")
+    own = "the target's own checkpoint, whose multi-token-prediction layers are the draft"
+    assert resolved(checkpoint, other) == f"{path}='{other}': expected {own}. Give it the path of --model-path."
+    tensors, fp8 = load_file(checkpoint / "model.safetensors"), "model.layers.5.mlp.up_proj.weight"
+    (other / "model.safetensors").unlink()
+    save_file({name: of for name, of in tensors.items() if ".6." not in name}, other / "model.safetensors")
+    files = "safetensors files with model.layers.6.eh_proj.weight, of a multi-token-prediction layer"
+    assert resolved(other, other) == f"{path}='{other}': expected {files}. Serve a checkpoint that holds them."
+    save_file({**tensors, fp8: tensors[fp8].to(torch.float8_e4m3fn)}, other / "model.safetensors")
+    assert resolved(other, other) == f"tensor {fp8}='F8_E4M3': expected BF16, F16 or F32. {NO_WAY}"
 
 
 def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
@@ -257,27 +208,32 @@ def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
 
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
-BUILT_IN: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
-    "EAGLE": (("EAGLE",), {}, True),
-    "NEXTN": (("NEXTN",), {}, True),
-    "another algorithm": (("EAGLE3",), {}, False),
-    "a draft of its own": (("EAGLE", "--speculative-draft-model-path", "other/draft"), {}, False),
-    "a flag that is not served": (("EAGLE", "--enable-streaming-session"), {}, False),
-    "Step-3.5 on a GPU": (("EAGLE", "--device", "cuda"), {}, True),
-    "another target": (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
-    "no layers": (("EAGLE",), dict(num_nextn_predict_layers=None), False),
-    "layers that are not served": (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),
-    "Step-3.5 with data-parallel attention": (("EAGLE", *DP_ATTENTION), {}, True),
-}
+BUILT_IN: list[tuple[tuple[str, ...], dict[str, Any], bool]] = [
+    (("EAGLE",), {}, True),
+    (("NEXTN",), {}, True),
+    (("EAGLE3",), {}, False),
+    (("EAGLE", "--speculative-draft-model-path", "other/draft"), {}, False),
+    (("EAGLE", "--enable-streaming-session"), {}, False),
+    (("EAGLE", "--device", "cuda"), {}, True),
+    (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
+    (("EAGLE",), dict(num_nextn_predict_layers=None), False),
+    (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),
+    (("EAGLE", *DP_ATTENTION), {}, True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BUILT_IN)
+@pytest.mark.parametrize(("command", "fields", "is_told"), BUILT_IN, ids=range(len(BUILT_IN)))
 def test_a_launch_with_sglangs_algorithm_is_told_of_ours_and_is_left_alone(
-    case: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...],
+    fields: dict[str, Any],
+    is_told: bool,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    (algorithm, *flags), fields, is_told = BUILT_IN[case]
+    algorithm, *flags = command
     target, seen, lines = changed(checkpoint, tmp_path / "target", **fields), list[Any](), list[str]()
     monkeypatch.setattr(hooks.logger, "info", lambda text, *of: lines.append(text % of))
     asked = prepare_server_args(

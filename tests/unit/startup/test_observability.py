@@ -20,29 +20,17 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("fields", "layers_part", "rope_part"),
-    [
-        ({}, "0 sliding(16) causal, 1 full not causal", "theta 10000, 16 of 16 dimensions"),
-        (
-            {"num_hidden_layers": 6, "layer_types": [SLIDING] * 3 + [FULL, SLIDING, SLIDING], "is_causal": False},
-            "0-2 sliding(16) not causal, 3 full not causal, 4-5 sliding(16) not causal",
-            "theta 10000, 16 of 16 dimensions",
-        ),
-        (
-            {"layer_types": [FULL, FULL], "is_causal": True, "rope_theta": 1e7, "partial_rotary_factor": 0.5},
-            "0-1 full causal",
-            "theta 10000000, 8 of 16 dimensions",
-        ),
-        (
-            {"rope_scaling": YARN, "is_neox_style": False},
-            "0 sliding(16) causal, 1 full not causal",
-            "theta 10000, 16 of 16 dimensions, interleaved, yarn factor 64.0 "
-            "original_max_position_embeddings 4096 mscale 1.0",
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "layers_part", "rope_part"), [
+    ({}, "0 sliding(16) causal, 1 full not causal", "theta 10000, 16 of 16 dimensions"),
+    ({"num_hidden_layers": 6, "layer_types": [SLIDING] * 3 + [FULL, SLIDING, SLIDING], "is_causal": False},
+     "0-2 sliding(16) not causal, 3 full not causal, 4-5 sliding(16) not causal",
+     "theta 10000, 16 of 16 dimensions"),
+    ({"layer_types": [FULL, FULL], "is_causal": True, "rope_theta": 1e7, "partial_rotary_factor": 0.5},
+     "0-1 full causal", "theta 10000000, 8 of 16 dimensions"),
+    ({"rope_scaling": YARN, "is_neox_style": False}, "0 sliding(16) causal, 1 full not causal",
+     "theta 10000, 16 of 16 dimensions, interleaved, yarn factor 64.0 original_max_position_embeddings 4096 "
+     "mscale 1.0"),
+], ids=str)  # fmt: skip
 def test_the_start_up_line_shows_what_was_read_of_every_layer(
     fields: dict, layers_part: str, rope_part: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.own_modules import TRAINING_TENSORS
-from dflash_sglang.startup.tensor_checks import presence_problems
+from dflash_sglang.startup.tensor_checks import presence_problems, shape_problems
 from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
 from tests.support.reference_domino import domino_config, domino_tensors
 from tests.support.reference_dspark import dspark_config, dspark_tensors
@@ -41,7 +41,7 @@ def facts(config: dict[str, Any], make: Callable[..., dict[str, Any]]) -> dict[s
 
 def said(config: dict[str, Any], tensors: dict[str, TensorFacts]) -> list[str]:
     spec = DraftSpec.from_config(config)
-    return [str(problem) for problem in presence_problems(spec, len(spec.target_layer_ids or ()), tensors)]
+    return [str(problem) for check in (presence_problems, shape_problems) for problem in check(spec, tensors)]
 
 
 @pytest.mark.parametrize(("config", "make"), KINDS.values(), ids=KINDS)

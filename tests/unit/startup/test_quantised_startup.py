@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_sglang.startup.quantisation_checks import FLAG, quantisation_problems
-from tests.support.start_up import change, launch, refusal
+from tests.support.start_up import change, launch, refusal, tells
 from tests.support.tiny import make_pair
 from training.quantise import SCHEMES
 
@@ -33,26 +33,18 @@ def group(changed: dict[str, Any], **weights: Any) -> dict[str, Any]:
     return {**CT, "config_groups": {"group_0": new}}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_of_the_quantisation_script_is_served_on_a_gpu(scheme: str) -> None:
-    assert problems(SCHEMES[scheme].config) == []
-
-
-def test_a_dense_draft_may_be_quantised_while_loading() -> None:
+def test_what_is_served_on_a_gpu() -> None:
+    for scheme in SCHEMES.values():  # of the quantisation script
+        assert problems(scheme.config) == []
+    # a dense draft may be quantised while it is loaded
     assert problems(None) == problems(None, "fp8") == problems(None, "fp8", inherited=True) == []
-
-
-@pytest.mark.parametrize("config", [{"quant_method": "modelopt"}, {}, {"quant_method": "modelopt_fp8"}], ids=str)
-def test_modelopts_fp8_is_known_by_the_names_that_it_is_published_under(config: dict[str, str]) -> None:
-    assert problems({**config, "quant_algo": "FP8"}) == []
-
-
-@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "NVFP4"])
-@pytest.mark.parametrize("config", [{"quant_method": "modelopt"}, {}, {"quant_method": "modelopt_fp4"}], ids=str)
-def test_modelopts_nvfp4_is_known_by_the_names_that_it_is_published_under(
-    config: dict[str, str], algorithm: str
-) -> None:
-    assert problems({**config, "quant_algo": algorithm, "group_size": 16}, capability=(8, 0)) == []
+    # ModelOpt's formats by the names that they are published under
+    for method in ("modelopt", None, "modelopt_fp8"):
+        assert problems({"quant_method": method, "quant_algo": "FP8"}) == []
+    for method in ("modelopt", None, "modelopt_fp4"):
+        for algorithm in ("W4A16_NVFP4", "NVFP4"):
+            quantisation = {"quant_method": method, "quant_algo": algorithm, "group_size": 16}
+            assert problems(quantisation, capability=(8, 0)) == []
 
 
 @pytest.mark.matrix(
@@ -84,76 +76,45 @@ def test_biases_beside_nvfp4_are_refused() -> None:
     assert problems(SCHEMES["awq"].config, bias=True) == []
 
 
-FIELD = "draft config quantization_config"
-REFUSED: dict[str, tuple[Any, list[str]]] = {
-    "GGUF": ({"quant_method": "gguf"}, [f"{FIELD}.quant_method='gguf'", "fp8, compressed-tensors, awq, gptq"]),
-    "bitsandbytes": ({"quant_method": "bitsandbytes"}, [f"{FIELD}.quant_method='bitsandbytes'", "in bf16"]),
-    "an unknown method": ({"quant_method": "hqq"}, [f"{FIELD}.quant_method='hqq'", "training/quantise.py"]),
-    "a config without a method": ({"bits": 4}, [f"{FIELD}.quant_method=None"]),
-    "NVFP4": (
-        group({"format": "nvfp4-pack-quantized"}, type="float"),
-        [f"{FIELD}.config_groups.group_0.format='nvfp4-pack-quantized'", "pack-quantized"],
-    ),
-    "ModelOpt FP4 without an algorithm": (
-        {"quant_method": "modelopt_fp4"},
-        [f"{FIELD}.quant_algo=None", "one of W4A16_NVFP4, NVFP4"],
-    ),
-    "ModelOpt NVFP4 with AWQ's scales of inputs": (
-        {**NVFP4, "quant_algo": "NVFP4_AWQ"},
-        [f"{FIELD}.quant_algo='NVFP4_AWQ'", "one of FP8, W4A16_NVFP4, NVFP4"],
-    ),
-    "ModelOpt's mixed precision": (
-        {"quant_algo": "MIXED_PRECISION"},
-        [f"{FIELD}.quant_algo='MIXED_PRECISION'", "one of FP8, W4A16_NVFP4, NVFP4"],
-    ),
-    "ModelOpt NVFP4 in groups of 32": ({**NVFP4, "group_size": 32}, [f"{FIELD}.group_size=32", "NVFP4's groups"]),
-    "a list of groups": (
-        {**CT, "config_groups": [{"weights": {}}]},
-        [f"{FIELD}.config_groups=[", "an object with a group of layers by name"],
-    ),
-    "a group that is none": (
-        {**CT, "config_groups": {"group_0": {"weights": 4}}},
-        [f"{FIELD}.config_groups.group_0={{'weights': 4}}"],
-    ),
-    "W4A16 in groups of 16": (
-        group({}, group_size=16),
-        [f"{FIELD}.config_groups.group_0.weights.group_size=16", "32, 64, 128"],
-    ),
-    "W8A16 with zero points": (
-        group({}, num_bits=8, symmetric=False),
-        ["'8-bit int, asymmetric'", "symmetric int8"],
-    ),
-    "W3A16": (group({}, num_bits=3), [".weights='3-bit int, symmetric'", "int4"]),
-    "int8 with one scale per matrix": (
-        group({"format": "int-quantized"}, num_bits=8, strategy="tensor"),
-        [".weights.strategy='tensor'", "channel"],
-    ),
-    "AWQ in GEMV's layout": ({**SCHEMES["awq"].config, "version": "gemv"}, [f"{FIELD}.version='gemv'", "gemm"]),
-    "AWQ without zero points": ({**SCHEMES["awq"].config, "zero_point": False}, [f"{FIELD}.zero_point=False"]),
-    "asymmetric GPTQ": ({**SCHEMES["gptq"].config, "sym": False}, [f"{FIELD}.sym=False", "True"]),
-    "3-bit GPTQ": ({**SCHEMES["gptq"].config, "bits": 3}, [f"{FIELD}.bits=3", "4, 8"]),
-    "GPTQ in Marlin's layout": (
-        {**SCHEMES["gptq"].config, "checkpoint_format": "marlin"},
-        [f"{FIELD}.checkpoint_format='marlin'", "gptq_v2"],
-    ),
-}
+FIELD, GROUP = "draft config quantization_config", ".config_groups.group_0"
+FIX = "Serve the draft in bf16, or quantise it as one of these (training/quantise.py writes them)."
+METHODS = "one of fp8, compressed-tensors, awq, gptq, w8a8_int8, w8a8_fp8"
+MODELOPT = "one of FP8, W4A16_NVFP4, NVFP4: what ModelOpt's drafts are served in"
+KINDS = "int4, or symmetric int8"
+AWQ, GPTQ = SCHEMES["awq"].config, SCHEMES["gptq"].config
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "gguf"}, f".quant_method='gguf': expected {METHODS}"),
+    ({"quant_method": "hqq"}, f".quant_method='hqq': expected {METHODS}"),
+    ({"bits": 4}, f".quant_method=None: expected {METHODS}"),
+    (group({"format": "nvfp4-pack-quantized"}, type="float"), f"{GROUP}.format='nvfp4-pack-quantized': expected "
+     "one of float-quantized, int-quantized, pack-quantized, naive-quantized: formats of W8A8 and W4A16 drafts"),
+    ({"quant_method": "modelopt_fp4"}, ".quant_algo=None: expected one of W4A16_NVFP4, NVFP4"),
+    ({**NVFP4, "quant_algo": "NVFP4_AWQ"}, f".quant_algo='NVFP4_AWQ': expected {MODELOPT}"),
+    ({"quant_algo": "MIXED_PRECISION"}, f".quant_algo='MIXED_PRECISION': expected {MODELOPT}"),
+    ({**NVFP4, "group_size": 32}, ".group_size=32: expected one of None, 16: NVFP4's groups"),
+    ({**CT, "config_groups": [{}]}, ".config_groups=[{}]: expected an object with a group of layers by name"),
+    ({**CT, "config_groups": {"group_0": {"weights": 4}}},
+     f"{GROUP}={{'weights': 4}}: expected an object that has one as its weights"),
+    (group({}, group_size=16), f"{GROUP}.weights.group_size=16: expected one of None, -1, 32, 64, 128: Marlin's"),
+    (group({}, num_bits=8, symmetric=False), f"{GROUP}.weights='8-bit int, asymmetric': expected {KINDS}"),
+    (group({}, num_bits=3), f"{GROUP}.weights='3-bit int, symmetric': expected {KINDS}"),
+    (group({"format": "int-quantized"}, num_bits=4), f"{GROUP}.weights.num_bits=4: expected one of 8"),
+    (group({"format": "int-quantized"}, num_bits=8, strategy="tensor"),
+     f"{GROUP}.weights.strategy='tensor': expected one of channel: scales of int8 weights"),
+    ({**AWQ, "version": "gemv"}, ".version='gemv': expected one of None, gemm, GEMM: what SGLang's awq kernel"),
+    ({**AWQ, "zero_point": False}, ".zero_point=False: expected one of True"),
+    ({**GPTQ, "sym": False}, ".sym=False: expected one of True: what SGLang's gptq kernel reads"),
+    ({**GPTQ, "bits": 3}, ".bits=3: expected one of 4, 8"),
+    ({**GPTQ, "group_size": 16}, ".group_size=16: expected one of None, -1, 32, 64, 128"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, ".checkpoint_format='marlin': expected one of None, , gptq,"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("quantisation", "expected"),
-    [
-        pytest.param(
-            *row,
-            id=name,
-            marks=pytest.mark.matrix(target="any", draft=name, kv="model dtype", outcome="refused"),
-        )
-        for name, row in REFUSED.items()
-    ],
-)
-def test_a_quantisation_that_cannot_be_served_is_refused(quantisation: Any, expected: list[str]) -> None:
+@pytest.mark.matrix(target="any", draft="quantised as no kernel reads it", kv="model dtype", outcome="refused")
+@pytest.mark.parametrize(("quantisation", "says"), REFUSED, ids=[says[:40] for _, says in REFUSED])
+def test_a_quantisation_that_cannot_be_served_is_refused(quantisation: Any, says: str) -> None:
     (problem,) = problems(quantisation)
-    for part in expected:
-        assert part in problem
+    assert tells(problem, f"{FIELD}{says} ... {FIX}"), problem
 
 
 @pytest.mark.matrix(
@@ -170,16 +131,13 @@ def test_quantised_weights_need_a_gpu() -> None:
     assert problem.startswith(f"{FLAG}='fp8'") and f"Set {FLAG} unquant" in problem
 
 
-@pytest.mark.parametrize(
-    "method", ["awq", "compressed-tensors", "quark", "auto-round", "bitsandbytes", "gguf", "mxfp4", "w4afp8"]
-)
-@pytest.mark.parametrize(("inherited", "field"), [(False, FLAG), (True, "--quantization")])
-def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft(
-    method: str, inherited: bool, field: str
-) -> None:
-    (problem,) = problems(None, method, inherited=inherited)
-    assert problem.startswith(f"{field}={method!r}: expected a quantised draft checkpoint")
-    assert f"Set {FLAG} unquant, or fp8" in problem
+def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft() -> None:
+    for method in ("awq", "compressed-tensors", "quark", "auto-round", "bitsandbytes", "gguf", "mxfp4", "w4afp8"):
+        for inherited, field in ((False, FLAG), (True, "--quantization")):
+            assert problems(None, method, inherited=inherited) == [
+                f"{field}={method!r}: expected a quantised draft checkpoint for it, but the draft's config.json "
+                f"has no quantization_config. Set {FLAG} unquant, or fp8 to quantise the draft while loading."
+            ]
 
 
 def test_a_method_that_sglang_looks_up_in_a_file_is_no_flag_for_a_dense_draft() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be served end the launcher with one line, whatever is wrong with them.
+"""Launches that cannot be served end the launcher with one line a problem, whatever is wrong with them.
 
 Each launch resolves SGLang's own server arguments, up to where processes would start.
 """
@@ -9,7 +9,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang import hooks
-from dflash_sglang.startup.facts import StartupError
-from tests.support.start_up import hook_configs, refused
+from tests.support.draft_formats import speculators_config
+from tests.support.reference_dflash2 import dflash2_config
+from tests.support.start_up import hook_launcher, refused, resolved, tells
 from tests.support.tiny import draft_config, make_pair, target_config
-from tests.unit.checkpoint.test_dflash2_config import dflash2_config
-from tests.unit.startup.test_validation import launch_arguments
 
 
 class Launcher:
@@ -45,39 +43,16 @@ class Launcher:
             (directory / "model.safetensors").symlink_to(self.draft / "model.safetensors")
         return directory
 
-    def resolved(self, draft: Path, *extra: str, target: Path | None = None) -> Any:
-        """The server arguments of a launch. Raises StartupError."""
-        from sglang.srt.server_args import prepare_server_args
-
-        server_args = prepare_server_args(launch_arguments(target or self.target, draft, list(extra)))
-        server_args.resolve_once()
-        return server_args
-
-    def launch(self, draft: Path, *extra: str, target: Path | None = None) -> str | None:
-        """The one line that ends the launcher, None where it does not end."""
-        try:
-            self.resolved(draft, *extra, target=target)
-        except StartupError as error:
-            first, *problems = str(error).splitlines()
-            assert first == "DFLASH cannot start:" and len(problems) == len(error.problems)
-            return "\n".join(problem.removeprefix("  - ") for problem in problems)
-        return None
+    def launch(self, draft: Path | None, *extra: str, target: Path | None = None) -> str | None:
+        """The lines that end the launcher, None where it does not end."""
+        outcome = resolved(target or self.target, draft, *extra)
+        return outcome if isinstance(outcome, str) else None
 
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """SGLang's resolution with this package's hooks around it."""
-    from sglang.srt.arg_groups import resolution_hooks
-
-    def resolve(server_args: Any, original: Callable[..., None]) -> None:
-        hooks.handle_speculative_decoding(original, server_args)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(resolution_hooks._HOOKS, "handle_speculative_decoding", [resolve])
-        hook_configs(patch)
-        patch.setattr(hooks, "_resolved", None)
-        patch.delenv("DFLASH_SGLANG_REQUIRE", raising=False)
-        patch.delenv("DFLASH_SGLANG_CONFIG", raising=False)
+        hook_launcher(patch)
         yield Launcher(tmp_path_factory.mktemp("launches"))
 
 
@@ -87,115 +62,71 @@ def nested(depth: int) -> dict[str, Any]:
 
 # ---- Configs -----------------------------------------------------------------------------------------------
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 READ = "expected a value that SGLang can read ("
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "a dtype of none": ({"dtype": []}, f"draft config dtype=[]: {READ}IndexError"),
-    "an unknown dtype": (
-        {"torch_dtype": "bfloat17"},
-        f"draft config torch_dtype='bfloat17': {READ}AttributeError",
-    ),
-    "no model type": ({"model_type": None}, f"draft config model_type=None: {READ}ValueError"),
-    "a flag for a rate": ({"attention_dropout": False}, f"draft config attention_dropout=False: {READ}"),
-    "an integer for a float": ({"initializer_range": 1}, f"draft config initializer_range=1: {READ}"),
-    "labels that are no table": ({"id2label": 5}, f"draft config id2label=5: {READ}"),
-    "an unknown model type": (
-        {"model_type": "qwen33", "rope_parameters": ROPE},
-        f"draft config model_type='qwen33': {READ}ValueError",
-    ),
-    "a list for a model type": (
-        {"model_type": [1], "rope_parameters": ROPE},
-        f"draft config model_type=[1]: {READ}TypeError",
-    ),
-    "lists of names": (
-        {"architectures": [["DFlashDraftModel"]]},
-        "draft config architectures=[['DFlashDraftModel']]: ",
-    ),
-    "another model's name first": (
-        {"architectures": ["Qwen3ForCausalLM", "DFlashDraftModel"]},
-        "draft config architectures=['Qwen3ForCausalLM', 'DFlashDraftModel']: expected a DFLASH draft: ",
-    ),
-    "a list for a mask token": (
-        {"dflash_config": {"mask_token_id": [3]}},
-        "draft config dflash_config.mask_token_id=[3]: expected an integer >= 0. ",
-    ),
-    "a size beyond int32": (
-        {"head_dim": 2**31},
-        "draft config head_dim=2147483648: expected an integer of at most ",
-    ),
-    "a base that no float holds": ({"rope_theta": 10**400}, "draft config rope_theta=1000"),
-    "a share that no float holds": (
-        {"partial_rotary_factor": 1.7e308},
-        "draft config partial_rotary_factor=2147483647: expected an even rotary width of at most head_dim=16. ",
-    ),
-    "millions of layers": (
-        {"num_hidden_layers": 5_000_000, "layer_types": None},
-        "draft config num_hidden_layers=5000000: expected an integer of at most 1024. ",
-    ),
-    "millions of layers further in": (
-        {"text_config": {"num_hidden_layers": 5_000_000}},
-        "draft config text_config.num_hidden_layers=5000000: expected an integer of at most 1024. ",
-    ),
-    "millions of labels": (
-        {"num_labels": 10**9},
-        "draft config num_labels=1000000000: expected an integer of at most ",
-    ),
-    "objects in objects": (
-        {"extra": nested(40)},
-        "draft config extra='objects and lists inside of one another': ",
-    ),
-    "features of one layer": (
-        {"dflash_config": {"use_aux_hidden_state": False}},
-        "draft config dflash_config.use_aux_hidden_state=False: expected true: a draft whose fc joins ",
-    ),
-    "features of one layer, as of EAGLE": (
-        {"eagle_config": {"use_aux_hidden_state": False}},
-        "draft config eagle_config.use_aux_hidden_state=False: expected true: ",
-    ),
-    "a number for that flag": (
-        {"use_aux_hidden_state": 0},
-        "draft config use_aux_hidden_state=0: expected true or false. ",
-    ),
-    "other layers for vLLM": (
-        {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
-        "draft config eagle_aux_hidden_state_layer_ids=[1, 3, 4]: expected [2, 4, 5]: each of target_layer_ids=",
-    ),
-    "layers for vLLM alone": (
-        {"dflash_config": {"target_layer_ids": None}, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
-        "draft config target_layer_ids=None: expected the target's layers beside "
-        "eagle_aux_hidden_state_layer_ids=[2, 4, 5]. Write the numbers of eagle_aux_hidden_state_layer_ids less 1 "
-        "into dflash_config.target_layer_ids",
-    ),
-}
+ANOTHER = "Give --speculative-draft-model-path a draft of one of these architectures."
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": []}, f"dtype=[]: {READ}IndexError ... Remove dtype, or correct it in the draft's config.json."),
+    ({"torch_dtype": "bfloat17"}, f"torch_dtype='bfloat17': {READ}AttributeError"),
+    ({"model_type": None}, f"model_type=None: {READ}ValueError ... Add model_type to the draft's config.json."),
+    ({"attention_dropout": False}, f"attention_dropout=False: {READ}"),
+    ({"initializer_range": 1}, f"initializer_range=1: {READ}"),
+    ({"id2label": 5}, f"id2label=5: {READ}"),
+    ({"model_type": "qwen33", **ROPE}, f"model_type='qwen33': {READ}ValueError"),
+    ({"model_type": [1], **ROPE}, f"model_type=[1]: {READ}TypeError"),
+    ({"architectures": [["DFlashDraftModel"]]}, "architectures=[['DFlashDraftModel']]: expected a DFLASH draft: "),
+    ({"architectures": "DFlashDraftModel"},
+     f"architectures='DFlashDraftModel': expected a DFLASH draft: ... {ANOTHER}"),
+    ({"architectures": ["Qwen3ForCausalLM", "DFlashDraftModel"]},
+     "architectures=['Qwen3ForCausalLM', 'DFlashDraftModel']: expected a DFLASH draft: "),
+    ({"dflash_config": {"mask_token_id": [3]}}, "dflash_config.mask_token_id=[3]: expected an integer >= 0. "),
+    ({"head_dim": 2**31}, "head_dim=2147483648: expected an integer of at most 2147483647. Correct head_dim in"),
+    ({"rope_theta": 10**400}, "rope_theta=1000"),
+    ({"partial_rotary_factor": 1.7e308},
+     "partial_rotary_factor=2147483647: expected an even rotary width of at most head_dim=16. "),
+    ({"num_hidden_layers": 5_000_000, "layer_types": None},
+     "num_hidden_layers=5000000: expected an integer of at most 1024. "),
+    ({"text_config": {"num_hidden_layers": 5_000_000}},
+     "text_config.num_hidden_layers=5000000: expected an integer of at most 1024. "),
+    ({"num_labels": 10**9}, "num_labels=1000000000: expected an integer of at most 1024"),
+    ({"extra": nested(40)},
+     "extra='objects and lists inside of one another': expected at most 32 levels of them. Serve"),
+    ({"extra": "x" * (1 << 22)}, "file='41 ... a config.json of at most 4194304 bytes. Serve another draft."),
+    ({"dflash_config": {"use_aux_hidden_state": False}},
+     "dflash_config.use_aux_hidden_state=False: expected true: a draft whose fc joins ... Serve a draft that was "
+     "trained with them; this one takes the target's last hidden state"),
+    ({"eagle_config": {"use_aux_hidden_state": False}},
+     "eagle_config.use_aux_hidden_state=False: expected true: "),
+    ({"use_aux_hidden_state": 0}, "use_aux_hidden_state=0: expected true or false. "),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+     "eagle_aux_hidden_state_layer_ids=[1, 3, 4]: expected [2, 4, 5]: each of target_layer_ids=[1, 3, 4] and 1, "
+     "as vLLM counts them. Keep the one that the draft was trained with"),
+    ({"dflash_config": {"target_layer_ids": None}, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
+     "target_layer_ids=None: expected the target's layers beside eagle_aux_hidden_state_layer_ids=[2, 4, 5]. "
+     "Write the numbers of eagle_aux_hidden_state_layer_ids less 1 into dflash_config.target_layer_ids of the"),
+    ({"quantization_config": "fp8"}, "quantization_config='fp8': expected an object with a quant_method. Add "),
+    ({"is_hybrid_swa": True},
+     "is_hybrid_swa=True: expected false: context KV is written into one pool ... Remove it from"),
+    ({"text_config": {"is_hybrid_swa": True}}, "is_hybrid_swa=True: expected false"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [pytest.param(*row, marks=refused("with a malformed config.json", row[1])) for row in CONFIGS.values()],
-    ids=CONFIGS,
-)
+@refused("with a malformed config.json")
+@pytest.mark.parametrize(("fields", "says"), CONFIGS, ids=[says[:40] for _, says in CONFIGS])
 def test_a_config_that_cannot_be_read_is_named_by_its_field(
-    launcher: Launcher, fields: dict[str, Any], message: str
+    launcher: Launcher, fields: dict[str, Any], says: str
 ) -> None:
     said = launcher.launch(launcher.write(draft_config(**fields)))
-    assert said is not None and said.startswith(message) and "\n" not in said and len(said) < 2000, said
+    assert said is not None and tells(said, f"draft config {says}") and "\n" not in said and len(said) < 2000, said
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{", "{}", '{"a":' * 10_000, "[" * 10_000 + "]" * 10_000, f'{{"a": {"9" * 5000}}}'],
-    ids=len,
-)
-def test_a_file_that_is_no_config_is_named(launcher: Launcher, text: str) -> None:
-    said = launcher.launch(launcher.write(text))
-    assert said is not None and said.startswith(
-        ("--speculative-draft-model-path='", "draft config architectures=None")
-    )
-
-
-def test_a_large_config_is_refused_unread(launcher: Launcher) -> None:
-    said = launcher.launch(launcher.write(json.dumps(draft_config(extra="x" * (1 << 22)))))
-    assert said is not None and said.startswith("draft config file='41")
+def test_a_file_that_is_no_config_is_named(launcher: Launcher) -> None:
+    deep = '{"a":' * 10_000, "[" * 10_000 + "]" * 10_000
+    for text in ("", "[]", "{", "{}", *deep, f'{{"a": {"9" * 5000}}}'):
+        said = launcher.launch(launcher.write(text))
+        assert str(said).startswith(("--speculative-draft-model-path='", "draft config architectures=None")), text[
+            :9
+        ]
 
 
 def test_fields_that_vllm_reads_are_fine_where_they_say_the_same(launcher: Launcher) -> None:
@@ -204,14 +135,59 @@ def test_fields_that_vllm_reads_are_fine_where_they_say_the_same(launcher: Launc
         assert launcher.launch(launcher.write(draft_config(**fields))) is None
 
 
+# ---- Flags, alone and beside a draft -----------------------------------------------------------------------
+
+PATH, BLOCK, TOKENS = (
+    "--speculative-draft-model-path",
+    "--speculative-dflash-block-size",
+    "--speculative-num-draft-tokens",
+)
+BACKEND = "--speculative-draft-attention-backend"
+UNQUANT = "Set --speculative-draft-model-quantization unquant"
+TRANSFER, BUILT_IN = "--disaggregation-transfer-backend", "SGLANG_PLUGINS=none: SGLang's built-in worker"
+CPU = "quantization_config='awq': expected an unquantised draft on --device cpu: the kernels ... need a CUDA GPU."
+# fields of the draft's config.json (None: no draft), flags -> each line of the refusal; none where it is served
+LAUNCHES: list[tuple[dict[str, Any] | None, str, list[str]]] = [
+    ({}, "", []),
+    (None, "", [f"{PATH}=None: expected the DFlash draft's directory or repository. Add {PATH}."]),
+    (None, f"{PATH} /nowhere/draft", [f"{PATH}='/nowhere/draft': expected a DFlash draft's directory, or its "
+     "repository on the hub, with a config.json. Correct it: no such directory"]),
+    (None, f"{PATH} {__file__}", [f"{PATH}='{__file__}': expected a DFlash draft's directory ... is a file."]),
+    ({"block_size": 1, "num_target_layers": 6, "dflash_config": {"mask_token_id": 320}}, "--pp-size 2",
+     ["--pp-size=2: ", "draft config block_size=1: ", "draft config mask_token_id=320: ",
+      "draft config num_target_layers=6: "]),
+    ({"dflash_config": {"target_layer_ids": [5, -1, 5]}}, "",
+     [f"draft config target_layer_ids=[5, -1, 5]: expected {one}" for one in ("layers of", "each layer once")]),
+    ({}, f"--disaggregation-mode decode {TRANSFER} mori", [f"{TRANSFER}='mori': expected one of mooncake, "
+     f"mooncake_tcp, nixl, fake with DFLASH. Set {TRANSFER} to one of these, or set {BUILT_IN}"]),
+    ({}, "--tp-size 4 --attn-cp-size 2 --dcp-size 2", ["--attn-cp-size=2: ", "--dcp-size=2: "]),
+    ({}, f"{BLOCK} 0", [f"{BLOCK}=0: expected at least 2 ... Set {BLOCK} to 2 or more"]),
+    ({}, f"{BLOCK} 9", [f"{BLOCK}=9: expected at most the trained block of 8"]),
+    ({}, f"{TOKENS} 9", [f"{TOKENS}=9: expected at most ... Set {TOKENS} 8, or remove it."]),
+    ({}, f"{BACKEND} flashinfer", [f"{BACKEND}='flashinfer': expected one that ... torch_native"]),
+    ({}, "--load-format gguf", ["--speculative-draft-load-format=None: expected the draft's own format beside a "
+     ".gguf target, as which SGLang would load it. Set --speculative-draft-load-format auto."]),
+    ({}, "--quantization awq", [f"--quantization='awq': ... {UNQUANT}"]),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "", [f"draft config {CPU}"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "flags", "lines"), LAUNCHES, ids=[flags for _, flags, _ in LAUNCHES])
+def test_a_launch_ends_with_every_problem(
+    launcher: Launcher, fields: dict[str, Any] | None, flags: str, lines: list[str]
+) -> None:
+    draft = None if fields is None else launcher.write(draft_config(**fields))
+    said = (launcher.launch(draft, *flags.split()) or "").splitlines()
+    assert len(said) == len(lines) and all(map(tells, said, lines)), said
+
+
 # ---- Which model is which ----------------------------------------------------------------------------------
 
 
 @refused("an ordinary model", "draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
 def test_another_model_in_place_of_the_draft_is_refused(launcher: Launcher) -> None:
     said = launcher.launch(launcher.write(target_config()))
-    assert said is not None
-    assert said.startswith("draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
+    assert tells(said, "draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
 
 
 @pytest.mark.parametrize(("roles", "says"), [
@@ -228,93 +204,51 @@ def test_a_pair_that_is_mixed_up_is_named_as_the_doctor_does(
     assert launcher.launch(draft, target=target) == f"--model-path='{target}': expected {says}"
 
 
-NO_CAPTURE = (
-    "expected a target whose class in SGLang has set_dflash_layers_to_capture or set_eagle3_layers_to_capture"
+FEEDS = (
+    "a target whose class in SGLang has set_dflash_layers_to_capture or set_eagle3_layers_to_capture, which feed"
 )
+WITHOUT, IMPL = "Serve it without --speculative-algorithm DFLASH.", "--model-impl transformers"
+TAKEN = "the draft (SGLang takes Transformers{}ForCausalLM). "
+EMBEDS = "a target that generates tokens, and SGLang answers with embeddings or scores of this one."
 
 
-@pytest.mark.matrix(
-    target="without a capture method", draft="any", kv="any", outcome="refused", message=f"...: {NO_CAPTURE}"
-)
-@pytest.mark.parametrize(
-    ("name", "extra", "taken"),
-    [
-        ("Gemma2ForCausalLM", (), ", which feed the draft. Serve it"),
-        ("NobodysForCausalLM", (), " (SGLang takes TransformersForCausalLM). Serve it"),
-        (
-            "Qwen3ForCausalLM",
-            ("--model-impl", "transformers"),
-            " (SGLang takes TransformersForCausalLM). Remove --model-impl. Serve it",
-        ),
-        (
-            "Qwen3MoeForCausalLM",
-            ("--model-impl", "transformers"),
-            " (SGLang takes TransformersMoEForCausalLM). Remove --model-impl. Serve it",
-        ),
-    ],
-)
-def test_a_target_without_a_capture_method_is_refused_before_it_is_loaded(
-    launcher: Launcher, name: str, extra: tuple[str, ...], taken: str
+@pytest.mark.matrix(target="without a capture method", draft="any", kv="any", outcome="refused")
+@pytest.mark.matrix(target="generates no tokens", draft="any", kv="any", outcome="refused")
+@pytest.mark.parametrize(("name", "flags", "says"), [
+    ("Gemma2ForCausalLM", "", f"{FEEDS} the draft. {WITHOUT}"),
+    ("NobodysForCausalLM", "", f"{FEEDS} {TAKEN.format('')}{WITHOUT}"),
+    ("Qwen3ForCausalLM", IMPL, f"{FEEDS} {TAKEN.format('')}Remove --model-impl. {WITHOUT}"),
+    ("Qwen3MoeForCausalLM", IMPL, f"{FEEDS} {TAKEN.format('MoE')}Remove --model-impl. {WITHOUT}"),
+    *((name, "", f"{EMBEDS} {WITHOUT}") for name in ("Qwen3ForSequenceClassification", "Qwen3Model", "BertModel")),
+])  # fmt: skip
+def test_a_target_that_cannot_feed_a_draft_or_writes_nothing_is_refused_before_it_is_loaded(
+    launcher: Launcher, name: str, flags: str, says: str
 ) -> None:
     target = launcher.write(target_config(architectures=[name]), weights=False)
-    said = launcher.launch(launcher.draft, *extra, target=target)
-    assert said is not None and said.startswith(f"target config architectures=['{name}']: {NO_CAPTURE}")
-    assert f"{taken} without --speculative-algorithm DFLASH." in said
+    said = launcher.launch(launcher.draft, *flags.split(), target=target)
+    assert said == f"target config architectures=['{name}']: expected {says}"
 
 
-WRAPPERS = ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+def test_a_launch_that_answers_with_embeddings_is_refused_by_its_flag(launcher: Launcher) -> None:
+    assert launcher.launch(launcher.draft, "--is-embedding") == (
+        "--is-embedding=True: expected unset with DFLASH: SGLang answers with embeddings and generates no tokens. "
+        "Remove --is-embedding, or serve without speculation."
+    )
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(
-    ("text", "captures"), [("llama", True), ("mistral", True), ("qwen2", True), ("gemma2", False), ("no", False)]
-)
-def test_a_wrapper_hands_out_features_where_its_language_model_does(
-    wrapper: str, text: str, captures: bool
-) -> None:
+def test_a_wrapper_hands_out_features_where_its_language_model_does() -> None:
     from dflash_sglang.startup.target_class import hands_out_features
 
-    assert hands_out_features([wrapper], SimpleNamespace(model_type=text), "auto") is captures
-    assert not hands_out_features([wrapper], SimpleNamespace(model_type=text), "transformers")
-
-
-@pytest.mark.matrix(target="generates no tokens", draft="any", kv="any", outcome="refused")
-@pytest.mark.parametrize(("changed", "flags", "message"), [
-    ({}, ("--is-embedding",), "--is-embedding=True: expected unset with DFLASH: SGLang answers with embeddings"),
-    *(({"architectures": [name]}, (), f"target config architectures=['{name}']: expected a target that generates")
-      for name in ("Qwen3ForSequenceClassification", "Qwen3Model", "BertModel")),
-])  # fmt: skip
-def test_a_launch_that_generates_no_tokens_is_refused(
-    launcher: Launcher, changed: dict[str, Any], flags: tuple[str, ...], message: str
-) -> None:
-    target = launcher.write(target_config(**changed), weights=False)
-    said = launcher.launch(launcher.draft, *flags, target=target)
-    assert said is not None and said.startswith(message) and "\n" not in said, said
-
-
-# ---- The target's flag for its config ----------------------------------------------------------------------
-
-OVERRIDES: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "block_size": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    "num_hidden_layers": 5,  # as the target has
-    "max_position_embeddings": 96,
-}
-
-
-@pytest.mark.parametrize("field", OVERRIDES)
-def test_no_key_of_the_flag_for_the_targets_config_reaches_the_draft(launcher: Launcher, field: str) -> None:
-    from dflash_sglang.sglang_names.launcher import draft_model_config_of, model_config_of, resolving_view
-
-    drafts = {}
-    for flags in ([], ["--json-model-override-args", json.dumps({field: OVERRIDES[field]})]):
-        server_args = launcher.resolved(launcher.draft, *flags)
-        drafts[bool(flags)] = draft_model_config_of(server_args, str(launcher.draft)).hf_config.to_dict()
-        assert resolving_view(server_args).speculative_num_draft_tokens == 8
-    targets, wanted = getattr(model_config_of(server_args).hf_config, field), OVERRIDES[field]
-    assert targets == wanted or wanted.items() <= targets.items()
-    assert drafts[True] == drafts[False]
+    for wrapper in ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"):
+        for text, captures in (
+            ("llama", True),
+            ("mistral", True),
+            ("qwen2", True),
+            ("gemma2", False),
+            ("no", False),
+        ):
+            assert hands_out_features([wrapper], SimpleNamespace(model_type=text), "auto") is captures
+            assert not hands_out_features([wrapper], SimpleNamespace(model_type=text), "transformers")
 
 
 def test_the_class_of_a_target_is_the_one_that_sglang_takes() -> None:
@@ -325,6 +259,33 @@ def test_the_class_of_a_target_is_the_one_that_sglang_takes() -> None:
     able = {n: m for n, m in ModelRegistry.models.items() if any(hasattr(m, method) for method in CAPTURE_METHODS)}
     assert len(able) > 40 and able.keys() < ModelRegistry.models.keys()
     assert {name: next(defined_classes(name), None) for name in able} == able
+
+
+# ---- The target's flag for its config ----------------------------------------------------------------------
+
+
+def test_no_key_of_the_flag_for_the_targets_config_reaches_the_draft(launcher: Launcher) -> None:
+    from dflash_sglang.sglang_names.launcher import draft_model_config_of, model_config_of, resolving_view
+
+    def read(*flags: str) -> tuple[Any, dict[str, Any]]:
+        """The target's config and the draft's."""
+        server_args = resolved(launcher.target, launcher.draft, *flags)
+        assert resolving_view(server_args).speculative_num_draft_tokens == 8
+        draft = draft_model_config_of(server_args, str(launcher.draft)).hf_config.to_dict()
+        return model_config_of(server_args).hf_config, draft
+
+    _, unchanged = read()
+    for field, wanted in {
+        "architectures": ["LlamaForCausalLM"],
+        "block_size": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "num_hidden_layers": 5,  # as the target has
+        "max_position_embeddings": 96,
+    }.items():
+        target, draft = read("--json-model-override-args", json.dumps({field: wanted}))
+        found = getattr(target, field)
+        assert found == wanted or (isinstance(wanted, dict) and wanted.items() <= found.items())
+        assert draft == unchanged, field
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
@@ -341,70 +302,58 @@ def test_a_directory_without_weights_is_refused(launcher: Launcher) -> None:
     assert launcher.launch(directory) is None
 
 
-def test_a_missing_shard_is_named(launcher: Launcher) -> None:
-    directory = launcher.write(draft_config())
-    index = directory / "model.safetensors.index.json"
-    weight_map = {"fc.weight": "model.safetensors", "norm.weight": "model-2.safetensors"}
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    said = launcher.launch(directory)
-    assert said is not None
-    assert said.startswith(
-        f"draft file {index.name}=['model-2.safetensors']: expected the files that it names in "
-    )
-    index.write_text(json.dumps({"weight_map": {"fc.weight": "model.safetensors"}}))
-    assert launcher.launch(directory) is None
+def test_a_missing_shard_and_a_malformed_index_are_named(launcher: Launcher) -> None:
+    directory, name = launcher.write(draft_config()), "model.safetensors.index.json"
+    shards = {"fc.weight": "model.safetensors", "norm.weight": "model-2.safetensors"}
+    for text, says in {
+        json.dumps({"weight_map": shards}): f"draft file {name}=['model-2.safetensors']: expected the files that "
+        f"it names in {directory}. Download them; the download may have been cut short.",
+        json.dumps({"weight_map": {"fc.weight": "model.safetensors"}}): None,
+        **{bad: f"draft config {name}='{len(bad)} bytes': expected a JSON object ... Download it again."
+           for bad in ("", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}')},
+    }.items():  # fmt: skip
+        (directory / name).write_text(text)
+        said = launcher.launch(directory)
+        assert said is None if says is None else tells(said, says), (text, said)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
-def test_a_malformed_index_is_named(launcher: Launcher, text: str) -> None:
-    directory = launcher.write(draft_config())
-    (directory / "model.safetensors.index.json").write_text(text)
-    said = launcher.launch(directory)
-    assert said is not None and said.startswith(f"draft config model.safetensors.index.json='{len(text)} bytes': ")
-
-
-MASK = "draft config mask_embedding.pt"
 TEXT = "the quick brown fox\n1\n2\n"
-MASKS: dict[str, tuple[object, str]] = {
-    "text": (TEXT, f"{MASK}='a file of another kind ("),
-    "nothing": ("", f"{MASK}='a file of another kind ("),
-    "a row for each position": (
-        {"embedding": torch.zeros(64), "per_position": torch.zeros(8, 64)},
-        f"{MASK}='one row per position of the block': ",
-    ),
-    "a list for the mask token": (
-        {"embedding": torch.zeros(64), "mask_token_id": [3]},
-        f"{MASK} mask_token_id=[3]: expected the id of the mask token, an integer. ",
-    ),
-}
+MASK = (
+    "mask_embedding.pt='a file of another kind ( ... expected one embedding row for every mask token, saved as a "
+)
+AGAIN = "Save it again with the id that the draft was trained with."
+IDS, HOT_VOCAB = "a list of token ids, saved by torch.save (", "Make one with `dflash-sglang hot-vocab`."
 
 
-@pytest.mark.parametrize(("saved", "message"), MASKS.values(), ids=MASKS)
-def test_a_mask_embedding_that_is_none_is_named(launcher: Launcher, saved: object, message: str) -> None:
-    directory = launcher.write(draft_config())
-    path = directory / "mask_embedding.pt"
+def test_a_mask_embedding_that_is_none_is_named(launcher: Launcher) -> None:
+    row = torch.zeros(64)
+    for saved, says in [
+        (TEXT, MASK),
+        ("", MASK),
+        ({"embedding": row, "mask_token_id": [3]}, "mask_embedding.pt mask_token_id=[3]: expected the id of the "
+         f"mask token, an integer. {AGAIN}"),
+    ]:  # fmt: skip
+        directory = launcher.write(draft_config())
+        save(saved, directory / "mask_embedding.pt")
+        said = launcher.launch(directory)
+        assert tells(said, f"draft config {says}") and "\n" not in str(said), said
+
+
+def save(saved: object, path: Path) -> None:
     path.write_text(saved) if isinstance(saved, str) else torch.save(saved, path)
-    said = launcher.launch(directory)
-    assert said is not None and said.startswith(message) and "\n" not in said
 
 
-TOKENS: dict[str, tuple[object, str]] = {
-    "text": (TEXT, "a list of token ids, saved by torch.save ("),
-    "nothing": ("", "a list of token ids, saved by torch.save ("),
-    "complex numbers": (
-        torch.zeros(20, dtype=torch.complex64),
-        "integers in one dimension, found torch.complex64 ",
-    ),
-}
-
-
-@pytest.mark.parametrize(("saved", "message"), TOKENS.values(), ids=TOKENS)
-def test_a_token_map_that_is_none_is_named(launcher: Launcher, saved: object, message: str) -> None:
+def test_a_token_map_that_is_none_is_named(launcher: Launcher) -> None:
     path = launcher.root / "map.pt"
-    path.write_text(saved) if isinstance(saved, str) else torch.save(saved, path)
-    said = launcher.launch(launcher.draft, "--speculative-token-map", str(path))
-    assert said is not None and said.startswith(f"--speculative-token-map='{path}': expected {message}")
-    assert said.endswith("Make one with `dflash-sglang hot-vocab`.") and "\n" not in said
+    for saved, says in [
+        (TEXT, IDS),
+        ("", IDS),
+        (torch.zeros(20, dtype=torch.complex64), "integers in one dimension, found torch.complex64 of shape [20]"),
+    ]:
+        save(saved, path)
+        said = launcher.launch(launcher.draft, "--speculative-token-map", str(path))
+        assert tells(said, f"--speculative-token-map='{path}': expected {says}"), said
+        assert str(said).endswith(HOT_VOCAB) and "\n" not in str(said)
 
 
 # ---- Any config --------------------------------------------------------------------------------------------
@@ -426,69 +375,20 @@ ODD = st.one_of(
 )
 # Fields that readers know and few configs have.
 EXTRA = (
-    *(
-        "auto_map",
-        "dtype",
-        "eagle_config",
-        "is_causal",
-        "is_hybrid_swa",
-        "layer_types",
-        "mask_embedding",
-        "n_layer",
-    ),
-    *(
-        "num_labels",
-        "partial_rotary_factor",
-        "quantization_config",
-        "rope_parameters",
-        "rope_scaling",
-        "text_config",
-    ),
-    *(
-        "transformer_layer_config",
-        "use_sliding_window",
-        "vision_config",
-        "speculators_model_type",
-        "draft_vocab_size",
-    ),
-    *(
-        "attention_mode",
-        "projector_type",
-        "sub_configs",
-        "torch_dtype",
-        "head_dim",
-        "compression_config",
-        "use_swa",
-    ),
-)
-
-
-def speculators_config() -> dict[str, Any]:
-    decoder = {**draft_config(), "num_hidden_layers": 2}
-    top = ("architectures", "num_target_layers", "block_size", "dflash_config")
-    return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "aux_hidden_state_layer_ids": [2, 4, 5],
-        "block_size": 8,
-        "mask_token_id": 3,
-        "transformer_layer_config": {key: value for key, value in decoder.items() if key not in top},
-    }
-
-
-def foreign_config() -> dict[str, Any]:
-    return draft_config(architectures=["Qwen3DSparkModel"], markov_rank=4, markov_head_type="lstm")
-
-
+    "auto_map dtype eagle_config is_causal is_hybrid_swa layer_types mask_embedding n_layer num_labels "
+    "partial_rotary_factor quantization_config rope_parameters rope_scaling text_config transformer_layer_config "
+    "use_sliding_window vision_config speculators_model_type draft_vocab_size attention_mode projector_type "
+    "sub_configs torch_dtype head_dim compression_config use_swa"
+).split()
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "mscale": 1.0}
 BASES = (
-    draft_config,
-    lambda: draft_config(rope_scaling=YARN, text_config={"hidden_size": 64}, eagle_config={}),
-    lambda: draft_config(quantization_config={"quant_method": "fp8", "config_groups": {"a": {"weights": {}}}}),
-    dflash2_config,
-    speculators_config,
-    foreign_config,
-)
+    draft_config(),
+    draft_config(rope_scaling=YARN, text_config={"hidden_size": 64}, eagle_config={}),
+    draft_config(quantization_config={"quant_method": "fp8", "config_groups": {"a": {"weights": {}}}}),
+    dflash2_config(),
+    speculators_config(draft_config()),
+    draft_config(architectures=["Qwen3DSparkModel"], markov_rank=4, markov_head_type="lstm"),
+)  # fmt: skip
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -500,7 +400,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     """A config that could be served, with one to three fields changed, added or taken away, at any depth."""
-    config = json.loads(json.dumps(draw(st.sampled_from(BASES))()))
+    config = json.loads(json.dumps(draw(st.sampled_from(BASES))))
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         of_objects = [place for place in [(), *places(config)] if isinstance(found(config, place), dict)]
         new = st.tuples(st.sampled_from(of_objects), st.sampled_from(EXTRA)).map(lambda pair: (*pair[0], pair[1]))

@@ -1,0 +1,200 @@
+"""What start-up decides for a launch: copies, rings of the draft's rows, a draft read in fp8; and why not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.files import TensorFacts
+from dflash_sglang.checkpoint.mtp import MtpSpec
+from dflash_sglang.kernels.context.rings import RingShape
+from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
+from dflash_sglang.startup import copying, fp8_drafts
+from dflash_sglang.startup.draft_kv import needs_whole_pool, ring_shape
+from dflash_sglang.startup.fp8_drafts import LEAST_WEIGHTS, obstacle
+from tests.support.tiny import draft_config
+
+# ---- Copies of a request's own text ------------------------------------------------------------------------
+
+PLAIN, MTP = object.__new__(DraftSpec), object.__new__(MtpSpec)
+HOST_CACHE = {"hierarchical_cache": True}
+Settle = Callable[..., PluginConfig]
+
+
+@pytest.fixture
+def settle(monkeypatch: pytest.MonkeyPatch) -> Settle:
+    """Settings of this package, in a launch with these of SGLang's."""
+
+    def settled(
+        settings: dict[str, Any], hierarchical_cache: bool = False, mode: str = "null", length: float = -1.0
+    ) -> PluginConfig:
+        memory = SimpleNamespace(enable_hierarchical_cache=hierarchical_cache)
+        monkeypatch.setattr(copying, "SIMULATE_ACC_LEN", length)
+        monkeypatch.setattr(copying, "get_memory", lambda: memory)
+        monkeypatch.setattr(copying, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=mode))
+        return PluginConfig.from_mapping(settings)
+
+    return settled
+
+
+def test_copies_are_proposed_where_asked_for_and_where_tokens_of_slots_are_known(settle: Settle) -> None:
+    for settings, launch, reason in (
+        ({}, {}, None),
+        ({"copy": "off"}, HOST_CACHE, 'copy is "off"'),
+        ({"copy": "block"}, {}, None),
+        ({"copy": 64}, {}, None),
+        ({}, HOST_CACHE, "--enable-hierarchical-cache brings KV without its tokens"),
+        ({"copy": "block"}, {"length": 6.4}, "acceptance is forced, whatever is proposed"),
+        ({}, {"mode": "decode"}, None),
+        ({"copy": "block"}, {"mode": "prefill"}, "another server decodes"),
+    ):
+        assert copying.why_no_copies(settle(settings, **launch), PLAIN) == reason
+    config = settle({})
+    assert copying.why_no_copies(config, MTP) == "no test copies with multi-token-prediction layers"
+    assert copying.chains_of(config, MTP, 4) == {}
+
+
+def test_chains_have_more_rows_than_a_block_and_are_asked_for(settle: Settle) -> None:
+    for copy, block, launch, chains in (
+        (64, 16, {}, {32: 4, 64: 2}),
+        ("auto", 32, {}, {64: 2}),
+        (64, 64, {}, {}),
+        (64, 16, HOST_CACHE, {}),
+        ("block", 16, {}, {}),
+    ):
+        assert copying.chains_of(settle({"copy": copy}, **launch), PLAIN, block) == chains
+
+
+def test_another_setting_of_copies_is_refused_with_those_that_are_known() -> None:
+    for value, shown in (("all", r"'all' \(str\)"), (32, r"32 \(int\)"), ("64", r"'64' \(str\)")):
+        with pytest.raises(PluginConfigError, match=f"copy={shown}: expected one of auto, off, block, 64"):
+            PluginConfig.from_mapping({"copy": value})
+    assert str(copying.more_rows_problem("steps have one width only")) == (
+        "DFLASH_SGLANG_CONFIG copy=64: expected 'block', because steps have one width only. Set it to 'block'."
+    )
+    assert str(copying.renamed_slots_problem("block")) == (
+        "DFLASH_SGLANG_CONFIG copy='block': expected 'off' with KV pools that rename slots. Leave it out."
+    )
+
+
+# ---- Rings of the draft's rows -----------------------------------------------------------------------------
+
+SLIDING = dict(layer_types=["sliding_attention"] * 2, sliding_window=100)
+
+
+def chosen(
+    config: dict[str, Any] | None = None,
+    draft: dict[str, Any] = SLIDING,
+    page: int = 1,
+    window: int | None = None,
+    sinks: int | None = None,
+    whole_for: str | None = None,
+) -> RingShape | str:
+    spec = DraftSpec.from_config(draft_config(**draft))
+    settings = PluginConfig.from_mapping({"draft_kv": "auto", "width": {"trees": []}, **(config or {})})
+    return ring_shape(spec, settings, 8, page, window, sinks, whole_for)
+
+
+def test_rings_have_the_window_of_the_layers_or_the_imposed_one_and_room_for_two_blocks() -> None:
+    assert chosen() == RingShape(100, 1, 116)
+    assert chosen(page=16) == RingShape(100, 16, 160)  # 116, and 15 at both ends
+    assert chosen(draft={}, window=40, sinks=0) == RingShape(40, 1, 56)
+    assert chosen(window=40) == RingShape(40, 1, 56)
+    assert chosen({"width": {"trees": [16, 32]}}) == RingShape(100, 1, 140)
+    assert chosen({"width": {}}) == RingShape(100, 1, 172)  # trees of 64 nodes
+
+
+def test_the_pool_is_whole_for_a_reason() -> None:
+    by_slots = "takes the draft's rows by the target's slots"
+    assert chosen({"draft_kv": "whole"}) == 'draft_kv is "whole"'
+    assert chosen(draft={}) == "layer 1 of the draft sees the whole context"
+    first_tokens = "--speculative-draft-sink-size keeps the first tokens of every request"
+    assert chosen(window=40, sinks=4) == first_tokens
+    assert chosen(whole_for=needs_whole_pool(True, "null")) == f"--enable-hierarchical-cache {by_slots}"
+    assert chosen(whole_for=needs_whole_pool(False, "decode")) == f"--disaggregation-mode decode {by_slots}"
+    assert needs_whole_pool(False, "null") is None and needs_whole_pool(False, None) is None
+
+
+# ---- Drafts that are read in fp8 ---------------------------------------------------------------------------
+
+LARGE: dict[str, Any] = dict(  # Qwen3-8B's
+    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128
+)
+HOPPER = (9, 0)
+# q, k, v: 4096 x 6144; o: 4096 x 4096; gate, up and down: 3 x 4096 x 12288
+MEAN = (4096 * (6144 + 4096) + 3 * 4096 * 12288) / 4
+
+
+def matrices(dtype: str = "BF16") -> dict[str, TensorFacts]:
+    return {"norm.weight": TensorFacts("F32", (4096,)), "fc.weight": TensorFacts(dtype, (4096, 20480))}
+
+
+def reason(ranks: int = 1, dtype: str = "auto", capability: tuple[int, int] = HOPPER, **config: Any) -> str | None:
+    tensors = config.pop("tensors", matrices())
+    spec = DraftSpec.from_config(draft_config(**{**LARGE, **config}))
+    return obstacle(spec, tensors, ranks, dtype, capability)
+
+
+def test_large_dense_drafts_are_read_in_fp8() -> None:
+    assert reason() is None and reason(ranks=2, dtype="bfloat16") is None
+    assert reason(capability=(8, 9)) is None and reason(capability=(12, 0), tensors=matrices("F16")) is None
+
+
+def test_others_stay_as_they_are_and_the_reason_is_told() -> None:
+    assert MEAN / 2 >= LEAST_WEIGHTS > MEAN / 4  # the bound is of a rank's average
+    for facts, says in (
+        (dict(capability=(8, 0)), "a GPU of compute capability 8.0 has no fp8 GEMM"),
+        (dict(dtype="float32"), "--dtype float32"),
+        (dict(tensors=matrices("F32")), "matrices are F32, not bfloat16 or float16"),
+        (dict(tensors=matrices("F8_E4M3")), "matrices are F8_E4M3, not"),
+        (dict(tensors={}), "unknown before they are loaded"),
+        (dict(quantization_config={"quant_method": "awq"}), "the checkpoint is quantised (awq)"),
+        (dict(ranks=4), f"have {MEAN / 4 / 2**20:.1f} Mi weights on a rank on average, less than 16"),
+        (dict(hidden_size=2048, intermediate_size=6144), "less than 16"),
+        (dict(dflash_config={"use_gemma_norm": True}), "a draft of this family in accept length has not been"),
+    ):
+        assert says in str(reason(**facts)), facts
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """Server arguments of a large draft on a Hopper GPU -> (what is declared of them, what is logged)."""
+    declared: dict[str, Any] = {}
+    monkeypatch.setattr(fp8_drafts, "resolving_view", lambda args: args)
+    monkeypatch.setattr(fp8_drafts, "draft_config", lambda path, revision: draft_config(**LARGE))
+    monkeypatch.setattr(fp8_drafts, "weights_directory", lambda path, revision, download_dir: path)
+    monkeypatch.setattr(fp8_drafts, "tensor_facts", lambda directory: matrices())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(fp8_drafts, "declare_resolution", lambda args, source, **fields: declared.update(fields))
+    unset = ("download_dir", "speculative_draft_model_quantization", "speculative_dflash_block_size")
+    unset += ("speculative_num_draft_tokens", "speculative_draft_window_size")
+    values = dict.fromkeys(unset) | dict(device="cuda", dtype="auto", tp_size=1, attn_dp_size=1, attn_cp_size=1)
+    values |= dict(speculative_draft_model_path="draft", speculative_draft_model_revision="main")
+
+    def launched(explicit: bool = False, **overrides: Any) -> tuple[dict[str, Any], str]:
+        given = {**values, **overrides, "_speculative_draft_quantization_explicitly_set": explicit}
+        with caplog.at_level(logging.INFO, logger="dflash_sglang"):
+            fp8_drafts.quantise_where_shorter(SimpleNamespace(**given))
+        return declared, caplog.text
+
+    return launched
+
+
+def test_whatever_was_asked_for_stands_and_fp8_is_asked_for_as_by_the_flag(launch: Any) -> None:
+    assert launch(explicit=True) == ({}, "")  # unquant
+    assert launch(explicit=True, speculative_draft_model_quantization="awq") == ({}, "")
+    assert launch(speculative_draft_model_quantization="fp8") == ({}, "")  # --quantization fp8
+    assert launch(device="cpu") == ({}, "")
+    declared, log = launch(tp_size=8, attn_dp_size=2)  # shared by many ranks
+    assert declared == {} and "as they are, not in fp8: its linear layers have" in log
+    declared, log = launch()
+    assert declared == dict(
+        speculative_draft_model_quantization="fp8", _speculative_draft_quantization_explicitly_set=True
+    )
+    assert "in fp8; --speculative-draft-model-quantization unquant keeps them as they are" in log
