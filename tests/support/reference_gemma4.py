@@ -127,7 +127,7 @@ class Gemma4Draft(nn.Module):
 
 
 class ReferenceGemma4(ReferenceDSpark):
-    """Proposals and scores of a Markov head over these rows; the head that it is given is `model.logits`."""
+    """Proposals and scores of a Markov head over these rows, whose logits are `model.logits`."""
 
     model: Any
 
@@ -138,6 +138,7 @@ class ReferenceGemma4(ReferenceDSpark):
     def from_weights(cls, config: Any, weights: Any) -> ReferenceGemma4:
         model = Gemma4Draft(config)
         reference = cls(model)
+        reference.head = model.logits
         heads = ("markov_head.", "confidence_head.")
         model.load_state_dict({name: w.float() for name, w in weights.items() if not name.startswith(heads)})
         reference.w1, reference.w2 = (weights[f"markov_head.markov_{one}.weight"].float() for one in ("w1", "w2"))

@@ -123,12 +123,12 @@ def test_keys_of_the_block_and_of_the_context_are_rounded_alike(tmp_path, dtype)
 
 
 @layers.cpu_only
-def test_quantised_weights_go_through_their_method_and_equal_the_dequantised_draft(tmp_path, features):
+def test_quantised_weights_go_through_their_method_and_a_dense_attention_is_stacked(tmp_path, features):
     from dflash_sglang.models.context_kv.projection import ContextKV
 
     config = draft_config(attention_bias=True)
     checkpoint = quantised(draft_tensors(config))
-    model = layers.make_draft(tmp_path, torch.float32, int8_config(), checkpoint, attention_bias=True)
+    model = layers.make_draft(tmp_path / "int8", torch.float32, int8_config(), checkpoint, attention_bias=True)
     context = ContextKV(model)
     assert context.form == "per_layer"
     assert "layers.0.self_attn.qkv_proj is served by Int8Method" in context.reason
@@ -146,14 +146,12 @@ def test_quantised_weights_go_through_their_method_and_equal_the_dequantised_dra
     with pytest.raises(ValueError, match=r"context_kv='stacked'.*Int8Method.*'auto' or 'per_layer'"):
         ContextKV(model, "stacked")
 
-
-@layers.cpu_only
-def test_a_quantised_draft_with_a_dense_attention_takes_the_stacked_form(tmp_path):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
     ignored = tuple(f"layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkv")
     checkpoint = quantised(draft_tensors(draft_config()), ignored)
-    context = ContextKV(layers.make_draft(tmp_path, quant_config=int8_config(ignored), tensors=checkpoint))
+    dense_attention = layers.make_draft(
+        tmp_path / "ignored", quant_config=int8_config(ignored), tensors=checkpoint
+    )
+    context = ContextKV(dense_attention)
     assert context.form == "stacked"
     assert context.reason.startswith("stacked (no qkv_proj is quantised)")
 

@@ -83,33 +83,35 @@ def test_context_rows_and_block_rows_have_the_same_bytes_and_are_read_with_their
     assert (got.float() - wanted).norm() < (0.06 if fmt == torch.float8_e4m3fn else 0.12) * wanted.norm()
 
 
+OWN, TARGETS = "--speculative-draft-kv-cache-dtype", "--kv-cache-dtype"
+UNWRITTEN, UNREAD = (
+    "expected for the draft one of auto, bf16,",
+    "expected a format that the draft's attention backend",
+)
+# fmt: off
 REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "a format that context KV is not written in": (
-        {"draft_kv_dtype": "mxfp8"},
-        "--speculative-draft-kv-cache-dtype='mxfp8': expected for the draft one of auto, bf16,",
-        "the target's may stay as it is",
-    ),
+        {"draft_kv_dtype": "mxfp8"}, f"{OWN}='mxfp8': {UNWRITTEN}", "the target's may stay as it is"),
     "the target's format, which the draft follows": (
-        {"kv_dtype": "nvfp4"},
-        "--kv-cache-dtype='nvfp4': expected for the draft one of auto, bf16,",
-        "Set --speculative-draft-kv-cache-dtype bf16 or fp8_e4m3",
-    ),
+        {"kv_dtype": "nvfp4"}, f"{TARGETS}='nvfp4': {UNWRITTEN}", f"Set {OWN} bf16 or fp8_e4m3"),
     "e5m2 read by FA3": (
         {"draft_kv_dtype": "fp8_e5m2", "draft_reader": "fa3"},
-        "--speculative-draft-kv-cache-dtype='fp8_e5m2': expected a format that the draft's attention backend fa3",
-        "fp8_e5m2 is read by flashinfer, triton",
-    ),
+        f"{OWN}='fp8_e5m2': {UNREAD} fa3", "fp8_e5m2 is read by flashinfer, triton"),
     "the target's e5m2 read by FA3": (
-        {"kv_dtype": "fp8_e5m2", "draft_reader": "fa3"},
-        "--kv-cache-dtype='fp8_e5m2': expected a format that the draft's attention backend fa3 reads",
-        "--speculative-draft-kv-cache-dtype bf16",
-    ),
+        {"kv_dtype": "fp8_e5m2", "draft_reader": "fa3"}, f"{TARGETS}='fp8_e5m2': {UNREAD} fa3", f"{OWN} bf16"),
     "fp8 read by FA4": (
         {"draft_kv_dtype": "fp8_e4m3", "draft_reader": "fa4"},
-        "--speculative-draft-kv-cache-dtype='fp8_e4m3': expected a format that the draft's attention backend fa4",
-        "fp8_e4m3 is read by fa3, flashinfer, triton",
-    ),
+        f"{OWN}='fp8_e4m3': {UNREAD} fa4", "fp8_e4m3 is read by fa3, flashinfer, triton"),
 }
+SERVED = [
+    {},
+    {"kv_dtype": "nvfp4", "draft_kv_dtype": "bf16"},
+    {"kv_dtype": "fp8_e4m3", "draft_reader": "fa4"},  # SGLang gives this draft a pool of the model's dtype
+    {"kv_dtype": "fp8_e5m2", "draft_reader": "flashmla"},  # no draft runs on it: SGLang takes another
+    {"kv_dtype": "fp8_e5m2", "draft_reader": "flashinfer"},
+    {"draft_kv_dtype": "fp8_e4m3", "draft_reader": "fa3"},
+]
+# fmt: on
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,10 @@ def test_a_format_that_cannot_be_served_is_one_problem(serving, says, fix):
     assert str(problem).startswith(says) and fix in str(problem)
 
 
+def test_formats_that_can_be_served_are_no_problem():
+    assert [serving for serving in SERVED if list(kv_problems(ServingFacts("draft", **serving)))] == []
+
+
 @pytest.mark.matrix(
     draft="z-lab, is_hybrid_swa", outcome="refused", message="draft config is_hybrid_swa=True: expected false"
 )
@@ -137,22 +143,6 @@ def test_a_draft_that_asks_for_a_hybrid_pool_of_its_own_is_one_problem():
         )
         assert "Remove it from the draft's config.json" in str(problem)
     assert list(pool_problems({"is_hybrid_swa": False})) == []
-
-
-@pytest.mark.parametrize(
-    "serving",
-    [
-        {},
-        {"kv_dtype": "nvfp4", "draft_kv_dtype": "bf16"},
-        {"kv_dtype": "fp8_e4m3", "draft_reader": "fa4"},  # SGLang gives this draft a pool of the model's dtype
-        {"kv_dtype": "fp8_e5m2", "draft_reader": "flashmla"},  # no draft runs on it: SGLang takes another
-        {"kv_dtype": "fp8_e5m2", "draft_reader": "flashinfer"},
-        {"draft_kv_dtype": "fp8_e4m3", "draft_reader": "fa3"},
-    ],
-    ids=str,
-)
-def test_formats_that_can_be_served_are_no_problem(serving):
-    assert list(kv_problems(ServingFacts("draft", **serving))) == []
 
 
 @pytest.mark.gpu

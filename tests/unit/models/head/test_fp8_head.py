@@ -147,48 +147,40 @@ def test_capped_logits_of_a_tied_embedding_are_those_of_its_fp8_copy() -> None:
     assert bool((ids < 300).all())
 
 
-@pytest.mark.parametrize(
-    ("asked", "changed", "fp8", "why"),
-    [
-        ("auto", {}, True, "instead of 64.0 MiB on a rank"),
-        ("auto", {"dtype": torch.float16}, True, "instead of 64.0 MiB on a rank"),
-        ("auto", {"nbytes": 64 * MIB - 1}, False, "64.0 MiB on a rank, less than 64"),
-        ("auto", {"nbytes": 32 * MIB}, False, "32.0 MiB on a rank, less than 64"),
-        ("auto", {"fp8_gemm": False}, False, "this GPU has no fp8 GEMM"),
-        ("auto", {"dtype": torch.float32}, False, "it is in torch.float32"),
-        ("auto", {"method": "Fp8LinearMethod"}, False, "it is quantised already and served by Fp8LinearMethod"),
-        ("auto", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, False, "a CPU has no fp8 GEMM"),
-        ("auto", {"device": "cpu", "fp8_gemm": True}, False, "a CPU has no fp8 GEMM"),
-        ("fp8", {"nbytes": 1}, True, "draft_head asks for it"),
-        ("fp8", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, True, "draft_head asks for it"),
-        ("as_is", {}, False, "draft_head asks for it"),
-        ("as_is", {"method": "Fp8LinearMethod"}, False, "draft_head asks for it"),
-    ],
-    ids=str,
-)
-def test_what_is_asked_for_and_what_there_is_decide_on_the_copy(
-    asked: Any, changed: dict[str, Any], fp8: bool, why: str
-) -> None:
-    from dflash_sglang.models.head.form import choose_form
-
-    assert choose_form(asked, unquantised(**changed)) == (fp8, why)
+# fmt: off
+CHOICES: list[tuple[str, dict[str, Any], bool, str]] = [
+    ("auto", {}, True, "instead of 64.0 MiB on a rank"),
+    ("auto", {"dtype": torch.float16}, True, "instead of 64.0 MiB on a rank"),
+    ("auto", {"nbytes": 64 * MIB - 1}, False, "64.0 MiB on a rank, less than 64"),
+    ("auto", {"nbytes": 32 * MIB}, False, "32.0 MiB on a rank, less than 64"),
+    ("auto", {"fp8_gemm": False}, False, "this GPU has no fp8 GEMM"),
+    ("auto", {"dtype": torch.float32}, False, "it is in torch.float32"),
+    ("auto", {"method": "Fp8LinearMethod"}, False, "it is quantised already and served by Fp8LinearMethod"),
+    ("auto", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, False, "a CPU has no fp8 GEMM"),
+    ("auto", {"device": "cpu", "fp8_gemm": True}, False, "a CPU has no fp8 GEMM"),
+    ("fp8", {"nbytes": 1}, True, "draft_head asks for it"),
+    ("fp8", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, True, "draft_head asks for it"),
+    ("as_is", {}, False, "draft_head asks for it"),
+    ("as_is", {"method": "Fp8LinearMethod"}, False, "draft_head asks for it"),
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"method": "Method"}, "it is quantised already and served by Method"),
+    ({"fp8_gemm": False}, "this GPU has no fp8 GEMM"),
+    ({"dtype": torch.float32}, "it is in torch.float32"),
+]
+# fmt: on
 
 
 @refused("DFLASH_SGLANG_CONFIG draft_head fp8 beside a head that cannot be copied")
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"method": "Method"}, "draft_head='fp8': expected .*, but it is quantised already and served by Method"),
-        ({"fp8_gemm": False}, "draft_head='fp8': expected .*, but this GPU has no fp8 GEMM"),
-        ({"dtype": torch.float32}, "draft_head='fp8': expected .*, but it is in torch.float32"),
-    ],
-    ids=str,
-)
-def test_an_fp8_copy_that_cannot_be_made_is_refused(changed: dict[str, Any], says: str) -> None:
+def test_what_is_asked_for_and_what_there_is_decide_on_the_copy() -> None:
     from dflash_sglang.models.head.form import choose_form
 
-    with pytest.raises(ValueError, match=rf"^{says}\. Set draft_head to 'auto' or 'as_is'\.$"):
-        choose_form("fp8", unquantised(**changed))
+    for asked, changed, fp8, why in CHOICES:
+        assert choose_form(asked, unquantised(**changed)) == (fp8, why), (asked, changed)
+    for changed, why in REFUSED:
+        says = rf"^draft_head='fp8': expected .*, but {why}\. Set draft_head to 'auto' or 'as_is'\.$"
+        with pytest.raises(ValueError, match=says):
+            choose_form("fp8", unquantised(**changed))
 
 
 def test_the_facts_of_a_head_are_those_of_a_ranks_rows() -> None:
