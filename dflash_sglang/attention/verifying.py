@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from dflash_sglang.sglang_names.scheduler import ForwardBatch, ForwardMode
+from dflash_sglang.kernels.block.pack_rows import Rows
+from dflash_sglang.sglang_names.scheduler import (
+    CaptureHiddenMode,
+    DFlashVerifyInput,
+    ForwardBatch,
+    ForwardMode,
+    KVLocPlan,
+    ModelRunner,
+    SpeculativeAlgorithm,
+)
 from dflash_sglang.startup.facts import Problem
 
 
@@ -53,6 +63,53 @@ def verify_problems(backend: Any) -> Iterator[Problem]:
             "its first row, and later rows would see more than in plain decoding",
             "Set --attention-backend triton.",
         )
+
+
+def draft_input(rows: int, device: Any) -> DFlashVerifyInput:
+    """What tells a backend that a draft's forward has so many rows of each request."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return DFlashVerifyInput(
+        draft_token=nothing,
+        positions=nothing,
+        draft_token_num=rows,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+
+
+def draft_forward(
+    runner: ModelRunner,
+    rows: Rows,
+    requests: Tensor,
+    prefix_lens: Tensor,
+    kv_len_bounds: Tensor,
+    prefix_bounds_sum: int,
+    spec_info: DFlashVerifyInput,
+    plan: KVLocPlan,
+    **more: Any,
+) -> ForwardBatch:
+    """A forward of the draft over `rows`, whose slots `plan` names, as SGLang's runner takes it.
+
+    requests, prefix_lens [bs] int64; kv_len_bounds [bs] on the host: no request's prefix with its rows is longer;
+    prefix_bounds_sum: of these, without the rows. more: other fields of the batch.
+    """
+    forward_batch = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=len(requests),
+        input_ids=rows.ids,
+        req_pool_indices=requests,
+        seq_lens=prefix_lens,
+        out_cache_loc=rows.slots,
+        seq_lens_sum=prefix_bounds_sum,
+        seq_lens_cpu=kv_len_bounds,
+        positions=rows.positions,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        spec_info=spec_info,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        global_num_token_non_padded_cpu=rows.ids.numel(),
+        **more,
+    )
+    plan.bind(forward_batch, runner.kv_index_translator)
+    return forward_batch
 
 
 def verifies_parts(backend: Any) -> bool:
