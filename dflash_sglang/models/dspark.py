@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dflash_sglang.checkpoint.dspark import GATED, RNN
-from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
+from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice
 from dflash_sglang.models.draft import DFlashDraftModel
-from dflash_sglang.models.edges import CANDIDATES, walk_with_state
+from dflash_sglang.models.edges import CANDIDATES, CodebookEdges, walk_with_state
 
 
-class MarkovHead(nn.Module):
+class MarkovHead(CodebookEdges):
     """Corrects each step's logits by the token before.
 
     With `markov_w1` and `markov_w2` [vocab, rank] token y after token x scores
@@ -59,16 +59,6 @@ class MarkovHead(nn.Module):
         if self.gate_proj is not None:
             return functional.linear(rows, self.gate_proj.weight[:, : -weight.shape[1]], self.gate_proj.bias)
         return torch.ones((len(rows), weight.shape[1]), dtype=weight.dtype, device=weight.device)
-
-    @property
-    def projection(self) -> tuple[int, torch.dtype]:
-        weight = self.markov_w2.weight
-        return weight.shape[1], weight.dtype
-
-    def walk(
-        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
-    ) -> Tensor | None:
-        return selector_walk(self.codebooks, lattice, tokens, logprobs, draw)
 
 
 class RecurrentMarkovHead(MarkovHead):

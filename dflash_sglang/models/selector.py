@@ -8,10 +8,11 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec
-from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
+from dflash_sglang.kernels.head.selector_walk import Codebooks
+from dflash_sglang.models.edges import CodebookEdges
 
 
-class CandidateSelector(nn.Module):
+class CandidateSelector(CodebookEdges):
     """Chooses a path of tokens through the candidates of a block.
 
     For the row h_s [hidden] of step s (after the draft's final norm, as the head gets it; the anchor's row has no
@@ -51,17 +52,8 @@ class CandidateSelector(nn.Module):
     def codebooks(self) -> Codebooks:
         return Codebooks(self.predecessor_codebook, self.successor_codebook)
 
-    @property
-    def projection(self) -> tuple[int, torch.dtype]:
-        return self.spec.selector_rank, self.successor_codebook.dtype
-
     @torch.no_grad()
     def project(self, rows: Tensor) -> Tensor:
         """rows [N, hidden] -> [N, rank]"""
         projected, _ = self.hidden_projection(rows)
         return projected
-
-    def walk(
-        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
-    ) -> Tensor | None:
-        return selector_walk(self.codebooks, lattice, tokens, logprobs, draw)
