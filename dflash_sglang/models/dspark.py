@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,6 +12,7 @@ from dflash_sglang.checkpoint.dspark import GATED, RNN
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.edges import CANDIDATES, CodebookEdges, walk_with_state
+from dflash_sglang.models.layers import Quantisation
 
 
 class MarkovHead(CodebookEdges):
@@ -100,7 +100,7 @@ class RecurrentMarkovHead(MarkovHead):
 class DSparkDraftModel(DFlashDraftModel):
     """A DSpark draft. Its confidence head is left in the checkpoint: walks have logprobs."""
 
-    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: Quantisation = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         assert self.spec.dspark is not None  # of every architecture in EntryClass
         rank, kind, hidden = self.spec.dspark.rank, self.spec.dspark.kind, self.spec.hidden_size

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.dflash2 import DFlash2Spec
 from dflash_sglang.kernels.head.selector_walk import Codebooks
 from dflash_sglang.models.edges import CodebookEdges
+from dflash_sglang.models.layers import Quantisation
 
 
 class CandidateSelector(CodebookEdges):
@@ -29,7 +29,7 @@ class CandidateSelector(CodebookEdges):
 
     def __init__(
         self, spec: DFlash2Spec, hidden_size: int, vocab_size: int,
-        quant_config: QuantizationConfig | None, prefix: str,
+        quant_config: Quantisation, prefix: str,
     ) -> None:  # fmt: skip
         super().__init__()
         self.spec = spec
