@@ -105,6 +105,8 @@ def test_a_match_in_a_later_chunk_of_pages_of_64_is_found(twin, device, monkeypa
     phrase = [5, 6, 7, 8]
     long = [*range(100, 130), *phrase, *range(200, 215), *phrase, 1, *phrase]
     assert find(twin, new_case([long, [*phrase, 9], phrase * 20], device, 64)) == [(4, 53), (0, 0), (32, 76)]
+    for length in (14, 15, 16, 30, 31, 32, 46, 47):  # the last place that is searched, around the end of a chunk
+        assert find(twin, new_case([[*range(100, 100 + length), 7, 7]], device, 64)) == [(1, length + 1)]
 
 
 def test_tokens_of_other_requests_and_of_rows_that_were_rejected_are_not_found(twin, device):

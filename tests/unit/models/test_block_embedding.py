@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dflash_sglang.models.block_embedding import BlockEmbedding
+
 
 class Scaled(nn.Embedding):
     """As Gemma's."""
@@ -15,8 +17,6 @@ class Scaled(nn.Embedding):
 
 @torch.no_grad()
 def test_rows_are_the_tables_but_for_the_trained_mask_row_and_the_factor() -> None:
-    from dflash_sglang.models.block_embedding import BlockEmbedding
-
     table, scaled, ids, mask_row = nn.Embedding(9, 64), Scaled(9, 64), torch.tensor([3, 8, 3]), torch.randn(64)
     assert torch.equal(BlockEmbedding(table, 1.0, None, 3)(ids), table(ids))
     expected = 2 * torch.stack([mask_row, table.weight[8], mask_row])

@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from sglang.srt.configs.laguna import LagunaConfig, normalize_gating
+from sglang.srt.models import dflash
+from sglang.srt.utils.hf_transformers.common import get_rope_config
 from torch import Tensor
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
 from dflash_sglang.checkpoint.families import check_family, foreign
+from dflash_sglang.kernels.head.selector_walk import Lattice, selector_walk
+from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.startup.facts import LoadError
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import matrix, speculators_config, vocabulary_tensors
 from tests.support.int8_quant import dequantised, int8_config, quantised
@@ -29,11 +35,6 @@ pytestmark = layers.cpu_only
 GEMMA = dict(use_gemma_norm=True)
 laguna, swigluoai = (functools.partial(draft_config, **fields) for fields in (LAGUNA, SWIGLU))
 REDUCED = [int(token) for token in torch.randperm(320, generator=torch.Generator().manual_seed(4))[:60]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rank() -> None:
-    layers.start_rank()
 
 
 class Draft(NamedTuple):
@@ -159,9 +160,6 @@ def test_rows_proposals_and_q_equal_the_reference(tmp_path, block, draft):
 @pytest.mark.parametrize("in_file", [True, False])
 @pytest.mark.parametrize("name", ["DFlash2", "Laguna"])
 def test_small_projections_are_quantised_where_the_checkpoint_is_and_not_while_loading(tmp_path, name, in_file):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.startup.facts import LoadError
-
     made, small = BY_NAME[name](), (".g_proj.", "kernel_projection", "hidden_projection")
     held, rounded = {}, {}
     for one, tensor in made.tensors.items():
@@ -210,11 +208,7 @@ def run(model: Any, pool: Any, embeds: Tensor) -> Tensor:
 )
 def test_rows_equal_those_of_sglangs_own_model(tmp_path, name):
     """An independent witness: the built-in model on the same checkpoint, not compiled."""
-    from sglang.srt.models import dflash
     from transformers import PretrainedConfig
-
-    from dflash_sglang.kernels.head.selector_walk import Lattice, selector_walk
-    from dflash_sglang.models.context_kv.projection import ContextKV
 
     made = BY_NAME[name]()
     config = made.config | {"layer_types": ["sliding_attention"] * 2}
@@ -488,9 +482,6 @@ def test_gemma_4s_heads_and_rope_are_those_of_full_attention():
 
 
 def test_lagunas_gate_and_rope_are_read_as_sglang_reads_them():
-    from sglang.srt.configs.laguna import LagunaConfig, normalize_gating
-    from sglang.srt.utils.hf_transformers.common import get_rope_config
-
     config = draft_config(**LAGUNA)
     gates = {"per-head": 1, "per-element": config["head_dim"], "disabled": 0}
     for gating in (True, False, None, *gates):

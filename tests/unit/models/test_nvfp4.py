@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_sglang.models.dspark import Qwen3DSparkModel
 from dflash_sglang.startup.facts import LoadError
 from tests.support import quantised_drafts as drafts
 from tests.support import quantised_twins
@@ -37,7 +38,6 @@ ALL = PACKED["embedding and successors"]
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    layers.start_rank()
     with pytest.MonkeyPatch.context() as patch:
         quantised_twins.install(patch)
         yield
@@ -69,8 +69,6 @@ def checkpoint(config: dict[str, Any], tables: tuple[str, ...], seed: int = 1) -
 
 
 def build(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    from dflash_sglang.models.dspark import Qwen3DSparkModel
-
     write_checkpoint(directory, config, tensors)
     with layers.defaults(torch.float32):
         model = Qwen3DSparkModel(layers.hf_config(directory), drafts.sglang_config(RAW))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.utils import common
 from torch import Tensor
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
@@ -37,11 +38,6 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def rank() -> None:
-    layers.start_rank()
-
-
 def fields(scaling: dict[str, Any]) -> dict[str, Any]:
     """Of a config with this scaling."""
     inside = {"rope_theta": 10000.0, **{key: value for key, value in scaling.items() if key != BESIDE}}
@@ -65,11 +61,9 @@ def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) 
 @layers.cpu_only
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
 def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_trained_length(
-    tmp_path, rank, scaling, monkeypatch
+    tmp_path, scaling, monkeypatch
 ):
     """SGLang's model runner makes the tables as long as the target's context, once the weights are loaded."""
-    from sglang.srt.utils import common
-
     monkeypatch.setattr(common, "get_model", lambda: SimpleNamespace(context_length=None))
     spec = SimpleNamespace(speculative_num_steps=None, speculative_num_draft_tokens=None)
     monkeypatch.setattr(common, "get_spec", lambda: spec)

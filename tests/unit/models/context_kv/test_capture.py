@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.muse_glimmer import MuseGlimmerConfig
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+from sglang.srt.models.muse_glimmer import MuseGlimmerForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 
 from dflash_sglang.patches.target_features import CaptureError, ensure_capture
 from tests.support import sglang_layers
@@ -118,7 +124,7 @@ class Target(torch.nn.Module):
             setattr(self, method, self.capture)
 
     def capture(self, layer_ids: list[int] | None = None) -> None:
-        self.language_model.model.layers_to_capture = [i + 1 for i in layer_ids or [2]]
+        self.language_model.model.layers_to_capture = [i + 1 for i in ([2] if layer_ids is None else layer_ids)]
 
     def run(self, tokens: int = 2) -> tuple[Any, ...]:
         return self.language_model.model(torch.zeros(tokens), torch.zeros(tokens))
@@ -181,10 +187,6 @@ class AddsTens(torch.nn.Module):
 
 def muse_glimmer() -> Any:
     """SGLang's own target, whose layer i adds 10 ** i."""
-    from sglang.srt.configs.muse_glimmer import MuseGlimmerConfig
-    from sglang.srt.models.muse_glimmer import MuseGlimmerForCausalLM
-
-    sglang_layers.start_rank()
     kinds = dict(layer_types=["full_attention"] * LAYERS, no_rope_layers=[1] * LAYERS)
     sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
     target = MuseGlimmerForCausalLM(MuseGlimmerConfig(vocab_size=8, num_hidden_layers=LAYERS, **sizes, **kinds))
@@ -196,8 +198,6 @@ def muse_glimmer() -> Any:
 def test_muse_glimmers_layers_are_named_by_output_in_dflash2_drafts_and_by_input_in_older_ones(
     architecture: str, by_output: bool
 ) -> None:
-    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
-
     before = [0.0, 1.0, 11.0, 111.0, 1111.0, 11111.0]
     for ids in ([0, 2, 3], [0, 2, 4], [4], [3, 0, 2], [4, 0, 2]):
         asked = spec_aux_hidden_state._map_muse_target_layer_ids(
@@ -276,9 +276,6 @@ class CausalAttention:
 
 @sglang_layers.cpu_only
 def test_sglangs_qwen3_hands_over_what_transformers_computes_after_these_layers(tmp_path, monkeypatch):
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-    from sglang.srt.models.qwen3 import Qwen3ForCausalLM
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = target_config()
@@ -291,7 +288,6 @@ def test_sglangs_qwen3_hands_over_what_transformers_computes_after_these_layers(
     input_ids, rows = torch.arange(7, 19), torch.arange(12)
     with torch.no_grad():
         reference(input_ids[None])
-    sglang_layers.start_rank()
     batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND, batch_size=1, input_ids=input_ids,
         req_pool_indices=torch.zeros(1, dtype=torch.int64), seq_lens=torch.tensor([12]), out_cache_loc=rows,

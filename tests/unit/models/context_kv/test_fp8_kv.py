@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.startup.facts import ServingFacts
 from dflash_sglang.startup.fit_checks import pool_problems
 from dflash_sglang.startup.serving_checks import kv_problems
@@ -17,25 +21,14 @@ FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 BLOCK = 8
 
 
-@pytest.fixture(scope="module")
-def rank() -> None:
-    layers.start_rank()
-
-
 @layers.cpu_only
 @pytest.mark.parametrize("scales", [None, (0.37, 2.5)], ids=["no scales", "scales"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_context_rows_and_block_rows_have_the_same_bytes_and_are_read_with_their_scales(
-    tmp_path, rank, dtype, fmt, scales
+    tmp_path, dtype, fmt, scales
 ):
     """The same rows once as context and once as a block, in the pool that the CPU platform's attention reads."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
     model = layers.make_draft(tmp_path, dtype, attention_bias=True)
     pool = layers.make_pool(model, slots=40, dtype=fmt)
     attention = model.layers[1].self_attn  # full and not causal
@@ -149,9 +142,7 @@ def test_a_draft_that_asks_for_a_hybrid_pool_of_its_own_is_one_problem():
 @pytest.mark.skipif(layers.DEVICE == "cpu", reason="needs a CUDA GPU: the write of all layers")
 @pytest.mark.parametrize("scales", [None, (0.37, 2.5)], ids=["no scales", "scales"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_one_write_of_all_layers_stores_the_bytes_of_the_write_per_layer_captured_too(tmp_path, rank, fmt, scales):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
+def test_one_write_of_all_layers_stores_the_bytes_of_the_write_per_layer_captured_too(tmp_path, fmt, scales):
     model = layers.make_draft(tmp_path, torch.bfloat16, attention_bias=True)
     if scales is not None:
         for layer in model.layers:

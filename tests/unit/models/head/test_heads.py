@@ -11,18 +11,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import nn
 
+from dflash_sglang.checkpoint import VocabularySpec
 from dflash_sglang.kernels.head.pack_shard import Candidates, pack_best
-from tests.support import sglang_layers as layers
+from dflash_sglang.models.head import target_head
+from dflash_sglang.models.head.draft_head import DraftHead
+from dflash_sglang.models.head.target_head import TargetHead, find_embedding, find_head
 from tests.support.fakes import Together
 
 VALUES = (-3e38, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3e38)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rank() -> None:
-    layers.start_rank()
 
 
 @settings(max_examples=60, deadline=None)
@@ -37,8 +36,6 @@ def test_the_best_token_of_a_sharded_head_is_that_of_the_vocabulary_with_ties_to
     ranks, vocabulary, offset, values
 ):
     """The last shards may be short or empty."""
-    from dflash_sglang.models.head.target_head import TargetHead
-
     logits, together = torch.tensor(values).view(2, 40)[:, :vocabulary], Together(ranks)
     rows = -(-vocabulary // ranks)
 
@@ -68,10 +65,6 @@ def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocab
 ):
     """In one gather, of as many numbers from each rank, though the last shards may be short or empty, or hold only
     rows beyond the target's vocabulary, which would win."""
-    from dflash_sglang.checkpoint import VocabularySpec
-    from dflash_sglang.models.head import target_head
-    from dflash_sglang.models.head.draft_head import DraftHead
-
     held = vocabulary + beyond
     rows = -(-held // ranks)
     # Sums of multiples of 1/16 are exact, so that equal tokens are equal in whatever shard.
@@ -130,8 +123,6 @@ def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocab
 )
 def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(rows, same_batch, count, into):
     """Ranks with no rows are IDLE."""
-    from dflash_sglang.models.head.target_head import TargetHead
-
     ranks = len(rows) * same_batch
     weight = torch.randn(ranks * 5, 8)
     hidden = [torch.randn(count, 8) for count in rows]
@@ -161,8 +152,6 @@ def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(
 
 
 def test_a_quantised_head_proposes_through_its_quantisation_method():
-    from dflash_sglang.models.head.target_head import TargetHead
-
     class Method:
         def apply(self, layer, x, bias):
             return x @ (layer.weight.float() * 0.1).T
@@ -178,10 +167,6 @@ def test_a_quantised_head_proposes_through_its_quantisation_method():
 
 
 def test_head_and_embedding_are_found_tied_nested_behind_lora_or_by_their_weight():
-    from sglang.srt.lora.layers import BaseLayerWithLoRA
-
-    from dflash_sglang.models.head.target_head import find_embedding, find_head
-
     def module(**children) -> nn.Module:
         made = nn.Module()
         for name, child in children.items():

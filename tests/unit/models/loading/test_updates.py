@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from torch import Tensor, nn
 
+from dflash_sglang.models.draft import DFlashDraftModel
+from dflash_sglang.patches import weight_updates
+from dflash_sglang.patches.weight_updates import select_runners
 from tests.engine.test_formats import Target, loaded
 from tests.support import quantised_drafts as drafts
 from tests.support import quantised_twins
@@ -27,15 +32,10 @@ UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Any:
-    layers.start_rank()
     with pytest.MonkeyPatch.context() as patch:
         quantised_twins.install(patch)
         # For the whole process, and for tensors of GPUs alone.
         patch.setattr(f"{UPDATER}.monkey_patch_torch_reductions", lambda: None)
-        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
-        from dflash_sglang.patches.weight_updates import select_runners
-
         hooked = functools.partial(select_runners, SchedulerWeightUpdaterManager._select_runners)
         patch.setattr(
             SchedulerWeightUpdaterManager, "_select_runners", lambda *args, **named: hooked(*args, **named)
@@ -58,8 +58,6 @@ class Head(nn.Module):
 
 def sglang_updater(model: Any) -> Any:
     """SGLang's own, of a runner with this model."""
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-
     return WeightUpdater(
         tp_rank=0,
         device="cpu",
@@ -77,10 +75,6 @@ class Server:
     """SGLang's manager of updates over runners with the updaters that a worker installs."""
 
     def __init__(self, draft: Any, refresh_head: bool = True) -> None:
-        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
-        from dflash_sglang.patches import weight_updates
-
         self.head, self.draft = Head(), draft
         self.copy = self.head.weight.clone()
         self.refreshed: list[str] = []
@@ -326,8 +320,6 @@ def test_weights_that_move_fail_a_recapture_and_no_other_update(tmp_path):
 def test_an_update_after_a_release_of_the_weights_makes_the_draft_what_it_was(tmp_path, name):
     """--enable-memory-saver gives memory that was taken while the draft was loaded back with other content."""
     from safetensors.torch import load_file
-
-    from dflash_sglang.models.draft import DFlashDraftModel
 
     directory, taken = FORMATS[name](tmp_path), []
     bind = DFlashDraftModel.bind_target
