@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.accept import COIN_BITS, GOLDEN
+from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.record import AcceptanceRecord
 from dflash_sglang.verify.simulate import FIXED_TOKEN_ID
 
@@ -64,9 +66,6 @@ def test_the_built_in_worker_reads_a_record_as_ours_does(
     device: str, triton_runs: None, tmp_path: Path, width: int
 ) -> None:
     """Requests of other batches, in other rows, and new ones in the rows of those that ended."""
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.verify.acceptance import Acceptor
-
     rng = np.random.default_rng(width)
     ranks = rng.integers(0, 9, (331, 15), dtype=np.uint8) * (rng.random((331, 15)) < 0.2)
     logprobs, prompts = np.zeros((331, 15, 8), np.float16), np.zeros(331, np.uint8)

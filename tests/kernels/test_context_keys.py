@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dflash_sglang.models.context_kv import projection, writers
+from dflash_sglang.models.layers import DraftAttention
 from tests.support import sglang_layers as layers
 
 
@@ -16,8 +18,6 @@ def rank(triton_runs) -> None:
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     """The interpreter's tensors are on the CPU, where the model would take its plain modules."""
-    from dflash_sglang.models.layers import DraftAttention
-
     monkeypatch.setattr(DraftAttention, "_uses_table_kernel", lambda self, x: self.no_table_kernel is None)
 
 
@@ -25,8 +25,6 @@ def kernels_everywhere(monkeypatch):
 def test_block_and_context_keys_have_the_same_bits_whichever_kernel_makes_them(
     tmp_path, kernels_everywhere, scale
 ):
-    from dflash_sglang.models.context_kv import projection, writers
-
     overrides = {"attention_bias": True, "dflash_config": {"attention_value_scale": scale}}
     model = layers.make_draft(tmp_path, torch.bfloat16, **overrides)
     attentions = [layer.self_attn for layer in model.layers]

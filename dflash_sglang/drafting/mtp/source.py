@@ -42,12 +42,6 @@ class Draws(NamedTuple):
     greedy: torch.Tensor  # [requests] bool: those that get the likeliest candidates
     noise: torch.Tensor  # [requests, layers, candidates], as of `exponential_like`
 
-    @classmethod
-    def for_requests(cls, shape: tuple[int, int, int], device: Any) -> Draws:
-        """Of greedy requests; shape: of the noise."""
-        ones = torch.ones(shape, dtype=torch.float32, device=device)
-        return cls(ones[:, 0, 0].clone(), torch.ones(shape[0], dtype=torch.bool, device=device), ones)
-
     def set(self, info: Any, bs: int, tp_sync: SpecTpSync) -> None:
         """info: SGLang's sampling of the step's bs requests; None: all get the likeliest candidates."""
         if info is None:
@@ -85,7 +79,9 @@ class MtpSource:
         # Graphs are padded to parts of one size for the ranks that share a batch.
         most = runner.req_to_token_pool.req_to_token.shape[0] + parallel_layout.attn_tp_size
         shape, count = (most, recent.layers), DRAWN_FROM if drawn else 1
-        self._draws = Draws.for_requests((*shape, count), runner.device) if drawn else None
+        ones = torch.ones((*shape, count), dtype=torch.float32, device=runner.device)
+        of_greedy = Draws(ones[:, 0, 0].clone(), ones[:, 0, 0] > 0, ones)
+        self._draws = of_greedy if drawn else None
         # Of the latest forward: candidates, their probabilities, the likeliest one's logprob, what is proposed.
         self._ids = torch.zeros((*shape, count), dtype=torch.int64, device=runner.device)
         self._probs = torch.zeros((*shape, count), dtype=torch.float32, device=runner.device)
