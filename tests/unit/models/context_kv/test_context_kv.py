@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
 from dflash_sglang.models.context_kv import projection
@@ -82,27 +80,6 @@ def test_a_long_prefill_is_written_in_parts_that_add_up(tmp_path, features, monk
     in_parts = list(written(model, "auto", features, model.norm.weight.dtype))
     for expected, got in zip(whole, in_parts, strict=True):
         torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=layers.cpu_only)])
-def test_keys_of_the_block_and_of_the_context_are_rounded_alike(tmp_path, dtype):
-    model = layers.make_draft(tmp_path, dtype, attention_bias=True)
-    attention = model.layers[0].self_attn
-    rows = torch.randn(8, 64, device=layers.DEVICE).to(dtype)
-    positions = torch.arange(1000, 1008, device=layers.DEVICE)
-    pool = layers.make_pool(model, dtype=dtype)
-    slots = torch.arange(1, 9, device=layers.DEVICE)
-
-    class Keep(layers.PlainAttention):
-        def forward(self, q, k, v, layer, batch, save_kv_cache=True):
-            self.token_to_kv_pool.get_key_buffer(0)[slots] = k
-            return torch.zeros_like(q)
-
-    batch = layers.SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
-    with forward_context(ForwardContext(attn_backend=Keep(pool, [], 8))), torch.no_grad():
-        attention(positions, rows, batch)
-        context_keys, _ = layers.context_key_value(attention, rows, positions)
-    assert torch.equal(pool.get_key_buffer(0)[slots].flatten(1), context_keys)
 
 
 @layers.cpu_only

@@ -22,15 +22,17 @@ BLOCK = 8
 
 
 @layers.cpu_only
-@pytest.mark.parametrize("scales", [None, (0.37, 2.5)], ids=["no scales", "scales"])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "scales"), [(None, None), *((fmt, of) for fmt in FORMATS for of in (None, (0.37, 2.5)))], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_context_rows_and_block_rows_have_the_same_bytes_and_are_read_with_their_scales(
     tmp_path, dtype, fmt, scales
 ):
-    """The same rows once as context and once as a block, in the pool that the CPU platform's attention reads."""
+    """The same rows once as context and once as a block, in the pool that the CPU platform's attention reads. fmt:
+    of the pool, None for the model's dtype."""
     model = layers.make_draft(tmp_path, dtype, attention_bias=True)
-    pool = layers.make_pool(model, slots=40, dtype=fmt)
+    pool = layers.make_pool(model, slots=40, dtype=fmt or dtype)
     attention = model.layers[1].self_attn  # full and not causal
     if scales is not None:
         for layer in model.layers:
@@ -73,7 +75,7 @@ def test_context_rows_and_block_rows_have_the_same_bytes_and_are_read_with_their
     exact_k, exact_v = (x.float().view(BLOCK, 2, 16).repeat_interleave(2, 1) for x in unrounded)
     scores = torch.einsum("qhd,khd->hqk", q.float().view(BLOCK, 4, 16), exact_k) * attention.attn.scaling
     wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), exact_v).reshape(BLOCK, -1)
-    assert (got.float() - wanted).norm() < (0.06 if fmt == torch.float8_e4m3fn else 0.12) * wanted.norm()
+    assert (got.float() - wanted).norm() < (0.12 if fmt == torch.float8_e5m2 else 0.06) * wanted.norm()
 
 
 OWN, TARGETS = "--speculative-draft-kv-cache-dtype", "--kv-cache-dtype"

@@ -23,7 +23,6 @@ from tests.support import quantised_twins
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import FORMATS, KEPT
 from tests.support.tiny import draft_config, draft_tensors
-from training.quantise import SCHEMES
 
 pytestmark = layers.cpu_only
 WAYS = ("tensor", "distributed")
@@ -226,18 +225,6 @@ def test_a_quantised_draft_computes_between_the_requests_of_a_session(tmp_path):
             changed = [not torch.equal(*pair) for pair in zip(computed(), before, strict=True)]
             assert changed == [False, *(layer <= sent for layer in range(3))]
         server.end()
-
-
-def test_a_part_of_a_quantised_module_is_refused_before_its_request_changes_anything(tmp_path):
-    scheme = "fp8-dynamic"
-    server = Server(drafts.build(tmp_path, SCHEMES[scheme].config, drafts.checkpoint(scheme)))
-    before, new = state(server.draft), drafts.checkpoint(scheme, seed=99)
-    part = {name: new[name] for name in new if "norm" in name or ".v_proj." in name}
-    server.begin("draft")
-    success, message = server.send("tensor", part, "draft")
-    assert not success and "missing tensors ['layers.0.self_attn." in message
-    server.end()
-    assert same(state(server.draft), before)
 
 
 def test_a_copy_of_the_targets_head_follows_when_a_session_ends_and_at_once_in_one_of_the_draft(tmp_path):
