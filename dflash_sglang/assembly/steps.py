@@ -145,7 +145,7 @@ def _copies(draft: LoadedDraft, target: ModelRunner, longest: int, config: Plugi
     return None
 
 
-def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | DraftRings | None) -> ProposalSource:
+def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | None) -> ProposalSource:
     if isinstance(draft.context_kv, RecentRows):
         return MtpSource(
             draft.runner, draft.model, draft.context_kv, draft.parallel_layout, drawn=draft.draws_proposals

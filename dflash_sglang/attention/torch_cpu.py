@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -71,18 +71,9 @@ class TorchCpuAttention(AttentionBackend):
             self.sliding_groups = [replace(group, slots=translate(group.slots).long()) for group in self.groups]
             self.sliding_write = translate(forward_batch.out_cache_loc)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Same as `forward_extend`: a decode step is an extend by one query."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `forward_extend`: a decode step is an extend by one query."""
+        return self.forward_extend(*args, **kwargs)
 
     def forward_extend(
         self,
@@ -108,14 +99,15 @@ class TorchCpuAttention(AttentionBackend):
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.sliding_write)
             scales = () if layer.k_scale is None else (layer.k_scale, layer.v_scale)  # MLA's pool knows none
             self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, *scales)
-        window_left = layer.sliding_window_size
+        window_left, pool = layer.sliding_window_size, self.token_to_kv_pool
+        slides = isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]
         # A pool of the model's dtype holds unscaled rows.
-        scaled = layer.k_scale is not None and self.token_to_kv_pool.dtype != q.dtype
+        scaled = layer.k_scale is not None and pool.dtype != q.dtype
         output = attend(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            self.sliding_groups if self._in_sliding_pool(layer) else self.groups,
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            self.sliding_groups if slides else self.groups,
             causal=layer.attn_type not in NON_CAUSAL,
             window_left=None if window_left is None or window_left < 0 else window_left,
             scale=layer.scaling * float(layer.k_scale) if scaled else layer.scaling,
@@ -124,10 +116,6 @@ class TorchCpuAttention(AttentionBackend):
         if scaled:
             output *= layer.v_scale
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-    def _in_sliding_pool(self, layer: RadixAttention) -> bool:
-        pool = self.token_to_kv_pool
-        return isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
         """The `seq_lens` of rows that only pad a data-parallel rank's batch; they attend to the padding slot."""

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_sglang.attention.verifying import draft_forward, draft_input
 from dflash_sglang.checkpoint.layers import LayerAttention
+from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.sglang_names.scheduler import (
-    CaptureHiddenMode,
-    DFlashVerifyInput,
     ForwardBatch,
     ForwardContext,
-    ForwardMode,
     KVWriteLoc,
     ModelRunner,
-    SpeculativeAlgorithm,
     forward_context,
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, StartupError
@@ -55,8 +53,9 @@ def check_visibility(runner: ModelRunner, model: DFlashDraftModel, block_size: i
             name,
         )
         return
+    room = min(runner.model_config.context_len, runner.max_total_num_tokens) - block_size
     for kind, layer in dict(zip(model.spec.layers, model.layers, strict=True)).items():
-        context, keys = edges(kind, block_size, _room(runner, block_size))
+        context, keys = edges(kind, block_size, room)
         attention = layer.self_attn
         sinks = {} if attention.attention_sink_bias is None else {"sinks": attention.attention_sink_bias}
         seen = seen_keys(runner, runner.attn_backend, attention.attn, block_size, context, keys, **sinks)
@@ -66,11 +65,6 @@ def check_visibility(runner: ModelRunner, model: DFlashDraftModel, block_size: i
             row, _, i = wrong[0].tolist()
             key, should = keys[i] - context, bool(expected[row, i])
             raise StartupError([_problem(name, runner.attn_backend, kind, row, key, should)])
-
-
-def _room(runner: ModelRunner, block_size: int) -> int:
-    """Tokens of context that fit before a block."""
-    return min(runner.model_config.context_len, runner.max_total_num_tokens) - block_size
 
 
 def edges(kind: LayerAttention, block_size: int, room: int) -> tuple[int, list[int]]:
@@ -150,29 +144,9 @@ def _block(runner: ModelRunner, slots: Tensor, block_size: int) -> ForwardBatch:
         write_virtual=own,
         read_extent=block_size,
     )
-    positions = torch.arange(context, len(slots), device=device)
-    forward_batch = ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=1,
-        input_ids=torch.zeros_like(own),
-        req_pool_indices=request,
-        seq_lens=lens,
-        out_cache_loc=own,
-        seq_lens_sum=context,
-        seq_lens_cpu=torch.tensor([len(slots)]),
-        positions=positions,
-        spec_algorithm=SpeculativeAlgorithm.DFLASH,
-        spec_info=DFlashVerifyInput(
-            draft_token=own,
-            positions=positions,
-            draft_token_num=block_size,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        ),
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-        global_num_token_non_padded_cpu=block_size,
-    )
-    plan.bind(forward_batch, runner.kv_index_translator)
-    return forward_batch
+    rows = Rows(torch.zeros_like(own), torch.arange(context, len(slots), device=device), own)
+    bounds, info = torch.tensor([len(slots)]), draft_input(block_size, device)
+    return draft_forward(runner, rows, request, lens, bounds, context, info, plan)
 
 
 def _problem(name: str, backend: Any, kind: LayerAttention, row: int, key: int, visible: bool) -> Problem:

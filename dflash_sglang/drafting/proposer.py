@@ -6,22 +6,18 @@ from typing import Any
 
 import torch
 
+from dflash_sglang.attention.verifying import draft_forward, draft_input
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.drafting.rings import DraftRings
 from dflash_sglang.drafting.row_reader import RowReader
 from dflash_sglang.drafting.window import DraftWindow, Seen
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.sglang_names.scheduler import (
-    CaptureHiddenMode,
-    DFlashVerifyInput,
     ForwardBatch,
-    ForwardMode,
     ModelRunner,
     ScheduleBatch,
     SpecTpSync,
     SpecTpSyncSite,
-    SpeculativeAlgorithm,
     draft_tp_context,
     enable_num_token_non_padded,
     get_dp_tp_group,
@@ -54,7 +50,7 @@ class Proposer:
         block_size: int,
         parallel_layout: Any,
         drawn: bool,
-        window: DraftWindow | DraftRings | None = None,
+        window: DraftWindow | None = None,
         tree_requests: int = 0,
     ):
         """block_size: of the widest blocks; tree_requests: of so many requests, with the padding of the draft's
@@ -152,13 +148,7 @@ class Proposer:
         """What steps of one width share."""
         self._width = width
         self._model.serve_blocks_of(width)
-        nothing = torch.empty(0, dtype=torch.int64, device=self._runner.device)
-        self._spec_info = DFlashVerifyInput(
-            draft_token=nothing,
-            positions=nothing,
-            draft_token_num=self.draft_rows(width),
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
+        self._spec_info = draft_input(self.draft_rows(width), self._runner.device)
 
     def _expect_rows(self, batch: ScheduleBatch, width: int) -> None:
         if self._all_rows is not None:
@@ -186,12 +176,11 @@ class Proposer:
         return self._blocks[: bs * (rows + 1)].view(bs, -1) if len(self._blocks) else ids
 
     def _forward_batch(self, batch: ScheduleBatch, block: Block) -> ForwardBatch:
-        num_tokens = block.ids.numel()
         translator = self._runner.kv_index_translator
         seen: Block | Seen = block
-        loc_plan, slots = block.loc_plan, block.rows.slots
+        loc_plan, rows = block.loc_plan, block.rows
         if self._window is not None:
-            seen = self._window.cut(block.requests, block)
+            seen = self._window.cut(block)
             reads: dict[str, Any] = dict(
                 seq_lens=seen.prefix_lens,
                 seq_lens_cpu=seen.kv_len_bounds - block.size,
@@ -200,28 +189,13 @@ class Proposer:
             if block.draft_slots is None:
                 loc_plan = loc_plan.reads_from(translator, **reads)
             else:
-                slots = block.draft_slots.view(-1)
-                loc_plan = translator.plan(req_pool_indices=block.requests, write_virtual=slots, **reads)
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=block.batch_size,
-            input_ids=block.rows.ids,
-            req_pool_indices=block.requests,
-            seq_lens=seen.prefix_lens,
-            out_cache_loc=slots,
-            seq_lens_sum=seen.prefix_bounds_sum,
-            seq_lens_cpu=seen.kv_len_bounds,
-            positions=block.rows.positions,
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            num_token_non_padded=(
-                torch.full((), num_tokens, dtype=torch.int32, device=block.ids.device)
-                if enable_num_token_non_padded()
-                else None
-            ),
-            global_num_token_non_padded_cpu=num_tokens,
-            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
-        )
-        loc_plan.bind(forward_batch, translator)
-        return forward_batch
+                rows = rows._replace(slots=block.draft_slots.view(-1))
+                loc_plan = translator.plan(req_pool_indices=block.requests, write_virtual=rows.slots, **reads)
+        more: dict[str, Any] = {}
+        if enable_num_token_non_padded():
+            number = torch.full((), block.ids.numel(), dtype=torch.int32, device=block.ids.device)
+            more["num_token_non_padded"] = number
+        return draft_forward(
+            self._runner, rows, block.requests, seen.prefix_lens, seen.kv_len_bounds, seen.prefix_bounds_sum,
+            self._spec_info, loc_plan, can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph, **more,
+        )  # fmt: skip

@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.drafting.block import Block
-from dflash_sglang.drafting.window import Seen
-from dflash_sglang.kernels.block.window_rows import WindowRows
+from dflash_sglang.drafting.window import DraftWindow
 from dflash_sglang.kernels.context.rings import (
     SLOT,
     Moves,
     RingShape,
     RingTables,
     assign_slots,
-    ring_rows,
     take_over,
 )
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.sglang_names.scheduler import KVLocPlan, ScheduleBatch, async_h2d, is_pin_memory_available
 
 
-class DraftRings:
+class DraftRings(DraftWindow):
     """Which ring a request has, and which of its tokens are there.
 
     A request gets the ring that has been idle longest when its first tokens are prefilled. What another ring still
@@ -52,21 +50,23 @@ class DraftRings:
         rows, device = table.shape[0], table.device
         if rings < rows:
             raise ValueError(f"rings={rings}: expected at least {rows}, the rows of req_to_token.")
-        self.shape, self._pool, self._table, self._own = shape, pool, table, own
+        self.shape, self._pool, self._table = shape, pool, table
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
         first = (torch.arange(rows, device=device) - 1).clamp(min=0)  # row 0 is padding
-        self._tables = RingTables(first, zeros(rows), zeros(rings, shape.size) - 1, zeros(target_slots))
+        tags = zeros(rings, shape.size) - 1
+        self._tables = RingTables(shape, first, zeros(rows), tags, zeros(target_slots), zeros(rings))
+        super().__init__(shape.span, self._tables.slots, own)
         self._ring_of_row = first.tolist()
         self._idle = deque(range(rows - 1, rings))
         self._owners: list[Any] = [None] * rows
-        self._slots, self._seen = zeros(rows * block_size), zeros(rows)
-        self._scores, self._moves = zeros(rings), Moves(zeros(shape.context), zeros(shape.context))
+        self._slots = zeros(rows * block_size)
+        self._moves = Moves(zeros(shape.context), zeros(shape.context))
         self._step = 0
         pinned = is_pin_memory_available(device.type)
-        self._low = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)  # of the tables, on the host
+        self._low_on_host = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)  # of the tables, on the host
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     @property
@@ -81,7 +81,7 @@ class DraftRings:
         if out is None:
             out = torch.empty_like(slots)
         self._step += 1
-        assign_slots(rows, firsts, slots, self._step, self.shape, self._tables, out)
+        assign_slots(rows, firsts, slots, self._step, self._tables, out)
         return out
 
     def assign_block(self, rows: Tensor, firsts: Tensor, slots: Tensor) -> Tensor:
@@ -95,27 +95,12 @@ class DraftRings:
 
     # ---- What blocks read --------------------------------------------------------------------------------
 
-    def cut(self, req_pool_indices: Tensor, block: Block) -> Seen:
-        """As `DraftWindow.cut`: write the batch's rows of the draft's table; one launch."""
-        seen = self._seen[: block.batch_size]
-        ring_rows(
-            req_pool_indices, block.prefix_lens, block.size, self.shape, self._tables, WindowRows(self._own, seen)
-        )
-        whole = block.kv_len_bounds.numpy()
-        if block.exact:
-            assert block.requests_cpu is not None
-            bounds = whole - self._first_seen(block.requests_cpu, whole - block.size)
-        else:
-            bounds = np.minimum(whole, self.shape.context + block.size)
-        return Seen(seen, torch.from_numpy(bounds), int(bounds.sum()) - bounds.size * block.size)
-
-    def _first_seen(self, rows: Tensor, prefixes: np.ndarray) -> np.ndarray:
+    def _low(self, block: Block) -> np.ndarray:
         """Waits for the latest prefill to have begun."""
+        assert block.requests_cpu is not None
         if self._copied is not None:
             self._copied.synchronize()
-        page, low = self.shape.page_size, self._low.numpy()[rows.numpy()]
-        first = np.minimum(np.maximum(prefixes - self.shape.window, low), prefixes)
-        return np.maximum(first, 0) // page * page
+        return self._low_on_host.numpy()[block.requests_cpu.numpy()]
 
     # ---- Prefills ----------------------------------------------------------------------------------------
 
@@ -135,12 +120,12 @@ class DraftRings:
         if not new:
             return
         tables = self._tables
-        rows, rings, hits = async_h2d(new, dtype=torch.int64, device=self._seen.device).unbind(1)
+        rows, rings, hits = async_h2d(new, dtype=torch.int64, device=self._table.device).unbind(1)
         tables.ring_of_row[rows], tables.low[rows] = rings, hits
         for row, _, hit in new:
             if hit:
                 self._take_over(row, hit)
-        self._low.copy_(tables.low, non_blocking=True)
+        self._low_on_host.copy_(tables.low, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -150,7 +135,7 @@ class DraftRings:
         self._tables.low[0] = 0
 
     def _take_over(self, row: int, hit: int) -> None:
-        take_over(row, hit, self._table, self.shape, self._tables, self._scores, self._moves)
+        take_over(row, hit, self._table, self._tables, self._moves)
         self._pool.move_kv_cache(*self._moves)
 
     def assign_prefill(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dflash_sglang.drafting.block import Block
-from dflash_sglang.kernels.block.window_rows import Span, WindowRows, window_rows
+from dflash_sglang.kernels.block.window_rows import RingSlots, Span, WindowRows, window_rows
 from dflash_sglang.sglang_names.scheduler import get_spec
 
 
@@ -28,46 +28,40 @@ class Seen(NamedTuple):
 class DraftWindow:
     """The draft's own slot table, in which a request's row is cut to what the window leaves.
 
-    Every row of a block sees the same context: the last `size` committed tokens and the first `sinks`, both in
+    Every row of a block sees the same context: the last committed tokens and the first ones (the sinks), both in
     whole pages (so up to page_size - 1 tokens more of each), and the whole block besides. Layers with a window
     of their own see the part of this that lies in it. Keys keep the positions that they were rotated with.
     """
 
-    def __init__(
-        self, size: int, sinks: int, page_size: int, target_table: torch.Tensor, draft_table: torch.Tensor
-    ) -> None:
-        """target_table, draft_table [max_requests, row_width]: req_to_token of the target and the draft."""
-        self.span = Span(size, -(-sinks // page_size) * page_size, page_size)
-        self._target_table = target_table
-        self._draft_table = draft_table
-        self._prefix_lens = torch.empty(target_table.shape[0], dtype=torch.int64, device=target_table.device)
+    def __init__(self, span: Span, source: torch.Tensor | RingSlots, draft_table: torch.Tensor) -> None:
+        """source: of the slots, req_to_token of the target or rings. draft_table [max_requests, row_width] int32:
+        req_to_token of the draft."""
+        self.span, self._source, self._draft_table = span, source, draft_table
+        self._prefix_lens = torch.empty(draft_table.shape[0], dtype=torch.int64, device=draft_table.device)
 
     @classmethod
     def imposed(cls, page_size: int, target_table: torch.Tensor, draft_table: torch.Tensor) -> DraftWindow | None:
         """The window of the launch, --speculative-draft-window-size and --speculative-draft-sink-size, if any."""
         if not is_imposed():
             return None
-        sinks = get_spec().speculative_draft_sink_size or 0
-        return cls(get_spec().speculative_draft_window_size, sinks, page_size, target_table, draft_table)
+        size, sinks = get_spec().speculative_draft_window_size, get_spec().speculative_draft_sink_size or 0
+        return cls(Span(size, -(-sinks // page_size) * page_size, page_size), target_table, draft_table)
 
-    def cut(self, req_pool_indices: torch.Tensor, block: Block) -> Seen:
-        """Writes the batch's rows of the draft's table; one launch. req_pool_indices [bs].
+    def cut(self, block: Block) -> Seen:
+        """Writes the batch's rows of the draft's table; one launch.
 
         FlashInfer splits the keys of a request by the host's length, and joins the parts by the device's: lengths
         that the host knows exactly stay exact.
         """
-        prefix_lens = self._prefix_lens[: block.batch_size]
-        window_rows(
-            self._target_table,
-            req_pool_indices,
-            block.prefix_lens,
-            block.size,
-            self.span,
-            WindowRows(self._draft_table, prefix_lens),
-        )
+        out = WindowRows(self._draft_table, self._prefix_lens[: block.batch_size])
+        window_rows(self._source, block.requests, block.prefix_lens, block.size, self.span, out)
         whole = block.kv_len_bounds.numpy()
         if block.exact:
-            bounds = whole - self.span.left_out(whole - block.size)
+            bounds = whole - self.span.left_out(whole - block.size, self._low(block))
         else:
             bounds = np.minimum(whole, self.span.widest(block.size))
-        return Seen(prefix_lens, torch.from_numpy(bounds), int(bounds.sum()) - bounds.size * block.size)
+        return Seen(out.prefix_lens, torch.from_numpy(bounds), int(bounds.sum()) - bounds.size * block.size)
+
+    def _low(self, block: Block) -> np.ndarray | int:
+        """The first position of each request [bs] that the draft has keys and values of."""
+        return 0

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.family_specs import ConvolutionSpec
 from dflash_sglang.kernels.block.grouped_conv import grouped_conv
-from dflash_sglang.models.layers import DraftLayer, of_checkpoint
+from dflash_sglang.models.layers import DraftLayer, Quantisation, of_checkpoint
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -43,7 +42,7 @@ class GroupedConvolution(nn.Module):
 
     def __init__(
         self, spec: ConvolutionSpec, hidden_size: int, block_size: int,
-        quant_config: QuantizationConfig | None, prefix: str,
+        quant_config: Quantisation, prefix: str,
     ) -> None:  # fmt: skip
         super().__init__()
         self.block_size = block_size
@@ -72,9 +71,7 @@ class GroupedConvolution(nn.Module):
 class ConvolvedLayer(DraftLayer):
     """A decoder layer with convolutions around both of its sublayers."""
 
-    def __init__(
-        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: Quantisation, prefix: str) -> None:
         super().__init__(spec, layer_id, quant_config, prefix)
         assert spec.convolution is not None
         shape = (spec.convolution, spec.hidden_size, spec.draft_rows(spec.block_size))

@@ -3,14 +3,11 @@ proposals from a candidate selector (`selector.py`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_sglang.models.draft import DFlashDraftModel
-from dflash_sglang.models.layers import of_checkpoint
+from dflash_sglang.models.layers import Quantisation, of_checkpoint
 from dflash_sglang.models.selector import CandidateSelector
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
 
 class DFlash2DraftModel(DFlashDraftModel):
@@ -19,7 +16,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     Raises DraftConfigError for a config that cannot be served.
     """
 
-    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: Quantisation = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         assert self.spec.dflash2 is not None  # of every architecture in EntryClass
         self.candidate_selector = CandidateSelector(

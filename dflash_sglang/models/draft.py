@@ -23,7 +23,7 @@ from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import build_draft_head
 from dflash_sglang.models.head.target_head import find_embedding, find_head
-from dflash_sglang.models.layers import DraftLayer, rms_norm
+from dflash_sglang.models.layers import DraftLayer, Quantisation, rms_norm
 from dflash_sglang.models.loading.stacking import STACKED, still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
 from dflash_sglang.settings.plugin_config import DraftHeadForm
@@ -38,7 +38,6 @@ from dflash_sglang.sglang_names.scheduler import (
 from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -59,7 +58,7 @@ class DFlashDraftModel(BorrowingDraft):
     # A quantised checkpoint may name its ignored modules with the prefix that its tensors have.
     hf_to_sglang_mapper = WeightsMapper(orig_to_new_prefix={"model.": ""})
 
-    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: Quantisation = None, prefix: str = "") -> None:
         """config: transformers config of the checkpoint; the DraftSpec is read from its raw config.json,
         because transformers drops fields on loading (a Qwen3 `sliding_window`, for one)."""
         super().__init__()
@@ -114,7 +113,7 @@ class DFlashDraftModel(BorrowingDraft):
             for layer in self.layers:
                 layer.serve_rows(self.spec.draft_rows(block_size))
 
-    def _add_own_modules(self, own: OwnModules, quant_config: QuantizationConfig | None, base: str) -> None:
+    def _add_own_modules(self, own: OwnModules, quant_config: Quantisation, base: str) -> None:
         """Embedding and head are sharded over the vocabulary, as the target's are."""
         hidden = self.spec.hidden_size
         if own.embedding is not None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dflash_sglang.checkpoint.family_specs import GATED, RNN
-from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
+from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice
 from dflash_sglang.models.draft import DFlashDraftModel
-from dflash_sglang.models.edges import CANDIDATES, walk_with_state
+from dflash_sglang.models.edges import CANDIDATES, CodebookEdges, walk_with_state
+from dflash_sglang.models.layers import Quantisation
 
 
-class MarkovHead(nn.Module):
+class MarkovHead(CodebookEdges):
     """Corrects each step's logits by the token before.
 
     With `markov_w1` and `markov_w2` [vocab, rank] token y after token x scores
@@ -60,16 +60,6 @@ class MarkovHead(nn.Module):
             return functional.linear(rows, self.gate_proj.weight[:, : -weight.shape[1]], self.gate_proj.bias)
         return torch.ones((len(rows), weight.shape[1]), dtype=weight.dtype, device=weight.device)
 
-    @property
-    def projection(self) -> tuple[int, torch.dtype]:
-        weight = self.markov_w2.weight
-        return weight.shape[1], weight.dtype
-
-    def walk(
-        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
-    ) -> Tensor | None:
-        return selector_walk(self.codebooks, lattice, tokens, logprobs, draw)
-
 
 class RecurrentMarkovHead(MarkovHead):
     """Corrects each step's logits by all tokens of the block before: token y after token x scores
@@ -110,7 +100,7 @@ class RecurrentMarkovHead(MarkovHead):
 class DSparkDraftModel(DFlashDraftModel):
     """A DSpark draft. Its confidence head is left in the checkpoint: walks have logprobs."""
 
-    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: Quantisation = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         assert self.spec.dspark is not None  # of every architecture in EntryClass
         rank, kind, hidden = self.spec.dspark.rank, self.spec.dspark.kind, self.spec.hidden_size

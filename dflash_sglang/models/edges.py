@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
 
@@ -35,6 +35,25 @@ class Edges(Protocol):
     ) -> Tensor | None:
         """As `kernels.head.selector_walk.selector_walk`, which writes to tokens and logprobs and returns the
         probabilities of drawn tokens; the lattice's hidden [bs, steps, columns] are projected rows. Capturable."""
+
+
+class CodebookEdges(nn.Module):
+    """Edges that are scored by codebooks: one launch walks through all steps. A subclass has `candidates`,
+    `codebooks` and `project`."""
+
+    @property
+    def codebooks(self) -> Codebooks:
+        raise NotImplementedError
+
+    @property
+    def projection(self) -> tuple[int, torch.dtype]:
+        successor = self.codebooks.successor
+        return successor.shape[1], successor.dtype
+
+    def walk(
+        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
+    ) -> Tensor | None:
+        return selector_walk(self.codebooks, lattice, tokens, logprobs, draw)
 
 
 Advance = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

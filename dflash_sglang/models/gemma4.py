@@ -17,12 +17,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from sglang.srt.layers.activation import GeluAndMul
 from sglang.srt.layers.layernorm import RMSNormWithoutScale
-from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.models.dspark import DSparkDraftModel
-from dflash_sglang.models.layers import DraftAttention, DraftLayer, rms_norm
+from dflash_sglang.models.layers import DraftAttention, DraftLayer, Quantisation, rms_norm
 from dflash_sglang.sglang_names.scheduler import ForwardBatch
 from dflash_sglang.startup.facts import LoadError
 
@@ -32,9 +31,7 @@ _KEYS, _VALUES = ".self_attn.k_proj.", ".self_attn.v_proj."
 class Gemma4Attention(DraftAttention):
     """`qkv_proj` holds the rows of `k_proj` twice."""
 
-    def __init__(
-        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: Quantisation, prefix: str) -> None:
         super().__init__(spec, layer_id, quant_config, prefix)
         self.v_norm = RMSNormWithoutScale(spec.head_dim, eps=spec.rms_norm_eps)
         self.attn.scaling = 1.0
@@ -49,9 +46,7 @@ class Gemma4Layer(DraftLayer):
 
     attention_class = Gemma4Attention
 
-    def __init__(
-        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: Quantisation, prefix: str) -> None:
         super().__init__(spec, layer_id, quant_config, prefix)
         self.mlp.act_fn = GeluAndMul()
         self.pre_feedforward_layernorm = rms_norm(spec, spec.hidden_size)

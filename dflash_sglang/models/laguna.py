@@ -14,22 +14,19 @@ from typing import Any
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear
-from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.models.draft import DFlashDraftModel
-from dflash_sglang.models.layers import DraftAttention, DraftLayer, of_checkpoint, rms_norm
+from dflash_sglang.models.layers import DraftAttention, DraftLayer, Quantisation, of_checkpoint, rms_norm
 from dflash_sglang.sglang_names.scheduler import ForwardBatch
 
 
 class GatedAttention(DraftAttention):
     """Attention whose heads are scaled before `o_proj`. The gate is computed in float32 from its projection on."""
 
-    def __init__(
-        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: Quantisation, prefix: str) -> None:
         super().__init__(spec, layer_id, quant_config, prefix)
         assert spec.laguna is not None
         self.g_proj = ColumnParallelLinear(
@@ -57,7 +54,7 @@ class GatedLayer(DraftLayer):
 class DFlashLagunaForCausalLM(DFlashDraftModel):
     """A Laguna draft; a checkpoint without gates has the layers of a plain one."""
 
-    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: Quantisation = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         hidden_size = self.spec.hidden_size
         self.aux_hidden_norms = nn.ModuleList(rms_norm(self.spec, hidden_size) for _ in range(self.num_features))

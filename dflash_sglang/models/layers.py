@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -18,13 +20,15 @@ from dflash_sglang.checkpoint.draft_spec import SwigluClamp
 from dflash_sglang.models.rope import draft_rope
 from dflash_sglang.sglang_names.scheduler import ForwardBatch, swiglu_oai_split, table_qk_norm_rope_
 
+Quantisation: TypeAlias = QuantizationConfig | None
+
 
 def rms_norm(spec: DraftSpec, size: int) -> RMSNorm | GemmaRMSNorm:
     """A norm of rows of `size` channels, as the checkpoint has them all."""
     return (GemmaRMSNorm if spec.gemma_norms else RMSNorm)(size, eps=spec.rms_norm_eps)
 
 
-def of_checkpoint(quant_config: QuantizationConfig | None, spec: DraftSpec) -> QuantizationConfig | None:
+def of_checkpoint(quant_config: Quantisation, spec: DraftSpec) -> Quantisation:
     """The quantisation of small projections: that of a quantised checkpoint, which names those that it leaves out.
     Quantising while loading leaves them alone: they are few weights, and shape every row."""
     return None if spec.quantization is None else quant_config
@@ -37,9 +41,7 @@ class DraftAttention(nn.Module):
     kernel in place where `no_table_kernel` is None, the two modules elsewhere. Sizes are those of this TP rank.
     """
 
-    def __init__(
-        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: Quantisation, prefix: str) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.value_scale = spec.attention_value_scale
@@ -179,7 +181,7 @@ class ClampedSwiglu(nn.Module):
 class DraftMLP(nn.Module):
     """SwiGLU, clamped or not."""
 
-    def __init__(self, spec: DraftSpec, quant_config: QuantizationConfig | None, prefix: str) -> None:
+    def __init__(self, spec: DraftSpec, quant_config: Quantisation, prefix: str) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             spec.hidden_size,
@@ -211,9 +213,7 @@ class DraftLayer(nn.Module):
 
     attention_class = DraftAttention
 
-    def __init__(
-        self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: Quantisation, prefix: str) -> None:
         super().__init__()
         self.input_layernorm = rms_norm(spec, spec.hidden_size)
         self.self_attn = self.attention_class(spec, layer_id, quant_config, f"{prefix}.self_attn")

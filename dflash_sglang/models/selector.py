@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.family_specs import DFlash2Spec
-from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice, selector_walk
+from dflash_sglang.kernels.head.selector_walk import Codebooks
+from dflash_sglang.models.edges import CodebookEdges
+from dflash_sglang.models.layers import Quantisation
 
 
-class CandidateSelector(nn.Module):
+class CandidateSelector(CodebookEdges):
     """Chooses a path of tokens through the candidates of a block.
 
     For the row h_s [hidden] of step s (after the draft's final norm, as the head gets it; the anchor's row has no
@@ -28,7 +29,7 @@ class CandidateSelector(nn.Module):
 
     def __init__(
         self, spec: DFlash2Spec, hidden_size: int, vocab_size: int,
-        quant_config: QuantizationConfig | None, prefix: str,
+        quant_config: Quantisation, prefix: str,
     ) -> None:  # fmt: skip
         super().__init__()
         self.spec = spec
@@ -51,17 +52,8 @@ class CandidateSelector(nn.Module):
     def codebooks(self) -> Codebooks:
         return Codebooks(self.predecessor_codebook, self.successor_codebook)
 
-    @property
-    def projection(self) -> tuple[int, torch.dtype]:
-        return self.spec.selector_rank, self.successor_codebook.dtype
-
     @torch.no_grad()
     def project(self, rows: Tensor) -> Tensor:
         """rows [N, hidden] -> [N, rank]"""
         projected, _ = self.hidden_projection(rows)
         return projected
-
-    def walk(
-        self, lattice: Lattice, tokens: Tensor, logprobs: Tensor | None = None, draw: Draw | None = None
-    ) -> Tensor | None:
-        return selector_walk(self.codebooks, lattice, tokens, logprobs, draw)

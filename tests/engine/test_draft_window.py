@@ -38,6 +38,7 @@ def test_the_block_sees_sinks_window_and_block_and_nothing_else(tmp_path, window
     """Slots outside hold NaN; the reference gets the inside. The sliding layer's own window is 16."""
     from dflash_sglang.attention.torch_cpu import TorchCpuAttention
     from dflash_sglang.drafting.window import DraftWindow
+    from dflash_sglang.kernels.block.window_rows import Span
     from dflash_sglang.models.context_kv.projection import ContextKV
 
     layers.start_rank()
@@ -55,12 +56,13 @@ def test_the_block_sees_sinks_window_and_block_and_nothing_else(tmp_path, window
     context.write(features, torch.arange(prefix), table[1, :prefix].long())
 
     draft_table = torch.zeros_like(table)
-    draft_window = DraftWindow(window, sinks, page, table, draft_table)
-    block: Any = SimpleNamespace(prefix_lens=torch.tensor([prefix]), batch_size=1, size=BLOCK)
+    draft_window = DraftWindow(Span(window, -(-sinks // page) * page, page), table, draft_table)
+    requests, prefixes = torch.tensor([1]), torch.tensor([prefix])
+    block: Any = SimpleNamespace(requests=requests, prefix_lens=prefixes, batch_size=1, size=BLOCK)
     columns = seen_columns(prefix, draft_window.span)
     for block.exact, more in ((True, 0), (False, 3)):
         block.kv_len_bounds = torch.tensor([prefix + more + BLOCK])
-        seen = draft_window.cut(torch.tensor([1]), block)
+        seen = draft_window.cut(block)
         assert seen.prefix_lens.tolist() == [len(columns)]
         most = len(columns) + BLOCK if block.exact else draft_window.span.widest(BLOCK)
         assert len(columns) + BLOCK <= seen.kv_len_bounds.sum() == seen.prefix_bounds_sum + BLOCK <= most

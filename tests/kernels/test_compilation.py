@@ -244,12 +244,12 @@ def context(dtype: torch.dtype) -> None:
 
 def draft_rings() -> None:
     shape = rings.RingShape.fitting(2048, 64, BLOCK)
-    tables = rings.RingTables(ids(ROWS), ids(ROWS), ids(99, shape.size), ids(4096))
-    rings.assign_slots_triton(ids(BS), ids(BS), ids(BS, BLOCK), 7, shape, tables, ids(BS, BLOCK))
+    tables = rings.RingTables(shape, ids(ROWS), ids(ROWS), ids(99, shape.size), ids(4096), ids(99))
+    rings.assign_slots_triton(ids(BS), ids(BS), ids(BS, BLOCK), 7, tables, ids(BS, BLOCK))
     rows = window_rows.WindowRows(counts(ROWS, 4096), ids(BS))
-    rings.ring_rows_triton(ids(BS), ids(BS), BLOCK, shape, tables, rows)
+    window_rows.window_rows_triton(tables.slots, ids(BS), ids(BS), BLOCK, shape.span, rows)
     moves = rings.Moves(ids(shape.context), ids(shape.context))
-    rings.take_over_triton(3, 900, counts(ROWS, 4096), shape, tables, ids(99), moves)
+    rings.take_over_triton(3, 900, counts(ROWS, 4096), tables, moves)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])

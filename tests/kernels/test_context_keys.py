@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dflash_sglang.models.context_kv import projection, writers
+from dflash_sglang.models.layers import DraftAttention
 from tests.support import sglang_layers as layers
 
 
@@ -16,8 +18,6 @@ def rank(triton_runs) -> None:
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     """The interpreter's tensors are on the CPU, where the model would take its plain modules."""
-    from dflash_sglang.models.layers import DraftAttention
-
     monkeypatch.setattr(DraftAttention, "_uses_table_kernel", lambda self, x: self.no_table_kernel is None)
 
 
@@ -25,8 +25,6 @@ def kernels_everywhere(monkeypatch):
 def test_block_and_context_keys_have_the_same_bits_whichever_kernel_makes_them(
     tmp_path, kernels_everywhere, scale
 ):
-    from dflash_sglang.models.context_kv import projection, writers
-
     overrides = {"attention_bias": True, "dflash_config": {"attention_value_scale": scale}}
     model = layers.make_draft(tmp_path, torch.bfloat16, **overrides)
     attentions = [layer.self_attn for layer in model.layers]
@@ -68,28 +66,3 @@ def test_the_kernels_norm_and_rotate_as_the_modules_do(tmp_path, kernels_everywh
         _, wanted = attention.rotary_emb.forward_native(positions, normed, normed)
         # Two roundings of values below 4; the interpreter truncates where a GPU rounds.
         torch.testing.assert_close(attention.finished_keys(k, positions), wanted, rtol=0, atol=2**-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(layers.DEVICE == "cpu", reason="needs a CUDA GPU: CUDA graph capture")
-def test_a_captured_write_of_all_layers_equals_the_eager_one(tmp_path):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
-    model = layers.make_draft(tmp_path, torch.bfloat16)
-    pool = layers.make_pool(model, slots=40, dtype=torch.bfloat16)
-    context = ContextKV(model)
-    context.bind(pool)
-    assert context.reason.endswith("one write for all layers")
-    features = torch.randn(5, 192, device="cuda").bfloat16()
-    positions, slots = torch.arange(5, device="cuda"), torch.arange(1, 6, device="cuda")
-    context.write(features, positions, slots)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        context.write(features, positions, slots)
-    features.copy_(torch.randn_like(features))
-    slots.add_(10)
-    graph.replay()
-    captured = [buffer[slots].clone() for layer in (0, 1) for buffer in pool.get_kv_buffer(layer)]
-    context.write(features, positions, slots + 10)
-    eager = [buffer[slots + 10] for layer in (0, 1) for buffer in pool.get_kv_buffer(layer)]
-    assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))

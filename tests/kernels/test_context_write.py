@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from dflash_sglang.kernels.context import context_write
+from dflash_sglang.models.layers import DraftAttention
+from dflash_sglang.sglang_names.scheduler import KVWriteLoc
 from tests.support import sglang_layers as layers
 
 POSITIONS, SLOTS = (0, 1, 70, 300, 4000), (9, 4, 31, 2, 17)
@@ -40,9 +42,6 @@ def assert_same(got: Tensor, wanted: Tensor, twin: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_rows_are_those_of_the_blocks_keys_through_set_kv_buffer(tmp_path, monkeypatch, twin, device, dtype):
     """`twin` writes all layers; layer by layer, the block's key path and the pool's own write come second."""
-    from dflash_sglang.models.layers import DraftAttention
-    from dflash_sglang.sglang_names.scheduler import KVWriteLoc
-
     if twin == "triton":
         monkeypatch.setattr(DraftAttention, "_uses_table_kernel", lambda self, x: self.no_table_kernel is None)
     model = layers.make_draft(tmp_path, torch.bfloat16, attention_bias=True)

@@ -127,21 +127,6 @@ def test_the_best_tokens_have_their_logprobs_over_all_shards(
     assert torch.equal(expected[:, 0], kernels.best_ids(logits))
 
 
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), count=st.integers(1, 9), width=st.sampled_from([1, 5, 2050, 20_000]))
-def test_parts_of_a_shard_hold_as_many_tokens_as_are_asked_for(triton_runs, device, seed, count, width):
-    """Of the kernel's parts and the twin's single one together the same tokens are the best, those of logit -inf
-    included, and what a part lacks is absent."""
-    logits = torch.randint(-2, 3, (2, width), generator=torch.Generator().manual_seed(seed)).float().to(device)
-    logits[logits < 0] = -INF
-    packed = kernels.pack_best_triton(logits, 70_000, count)
-    expected = kernels.pack_best_torch(logits, 70_000, count)
-    assert len(packed) == (count + 1) * -(-width // 16_384)
-    tokens = packed.unflatten(0, (-1, count + 1))[:, :count].flatten(0, 1)
-    assert torch.equal(tokens.sort(dim=0, descending=True).values[:count], expected[:count])
-    assert (expected[:count] == kernels.ABSENT).sum() == 2 * max(0, count - width)
-
-
 def test_an_infinite_logit_is_certain_and_a_row_of_nan_too(twin, device):
     logits = torch.tensor([[0.0, INF, 0.0], [float("nan")] * 3], device=device)
     packed = getattr(kernels, f"pack_best_{twin}")(logits, 0, 2)

@@ -8,10 +8,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
+    fused_sigmoid_gating_delta_rule_update,
+)
 from torch import Tensor
 
 from dflash_sglang.kernels.recurrent import replay as kernels
 from dflash_sglang.kernels.recurrent.replay import ReplayRows
+from dflash_sglang.patches.replayed_states import fused_sigmoid_gating_recurrent as launches
+from dflash_sglang.patches.replayed_states import narrow_tiles
 
 LAYERS, SLOTS, HEADS, V_HEADS, BLOCK, K, V = 2, 9, 2, 4, 4, 8, 16
 
@@ -85,9 +90,6 @@ def test_a_replayed_state_is_bit_for_bit_the_one_that_the_verify_kept(
     """A verify with states of rows, one with rows: the same outputs, and the same states after any accept. narrow:
     with the tiles that row `replay-tiles` of the patches gives the second one, on Hopper."""
     if narrow:
-        from dflash_sglang.patches.replayed_states import fused_sigmoid_gating_recurrent as launches
-        from dflash_sglang.patches.replayed_states import narrow_tiles
-
         select = launches._select_recurrent_launch_config
         monkeypatch.setattr(launches, "_select_recurrent_launch_config", narrow_tiles(select))
     k_dim, v_dim, heads, v_heads, block = (128, 128, 4, 8, 16) if device == "cuda" else (32, 32, 1, 2, 4)
@@ -132,10 +134,6 @@ RINGS = ("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
 
 def verify(**arguments: Any) -> Tensor:
     """SGLang's kernel of a verify, as its backend calls it."""
-    from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
-        fused_sigmoid_gating_delta_rule_update,
-    )
-
     return fused_sigmoid_gating_delta_rule_update(
         **arguments,
         softplus_beta=1.0,

@@ -1,5 +1,4 @@
-"""Rings of draft slots against a plain record of who wrote what: where tokens go, what a block reads, what a
-request takes over from other rings."""
+"""Rings of draft slots against a plain record of who wrote what: where tokens go, what a request takes over."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.kernels.block.window_rows import WindowRows
 from dflash_sglang.kernels.context import rings as kernels
 
 ROWS, RINGS, WIDTH = 5, 8, 400
@@ -18,10 +16,12 @@ def tables(device: str, shape: kernels.RingShape) -> kernels.RingTables:
     generator = torch.Generator().manual_seed(1)
     ring_of_row = torch.randperm(RINGS, generator=generator)[:ROWS]
     return kernels.RingTables(
+        shape,
         ring_of_row.to(device),
         torch.zeros(ROWS, dtype=torch.int64, device=device),
         torch.full((RINGS, shape.size), -1, device=device),
         torch.zeros(ROWS * WIDTH + 1, dtype=torch.int64, device=device),
+        torch.zeros(RINGS, dtype=torch.int64, device=device),
     )
 
 
@@ -53,7 +53,7 @@ def test_every_token_has_its_slot_and_only_tokens_of_requests_are_noted(twin, de
     slots[1, 0] = 0  # of nobody
     out = torch.zeros((3, tokens), dtype=torch.int64, device=device)
     on_device = [torch.tensor(values, device=device) for values in (rows, firsts)]
-    run("assign_slots", twin, *on_device, slots.to(device), 5, shape, state, out)
+    run("assign_slots", twin, *on_device, slots.to(device), 5, state, out)
     latest = torch.zeros_like(state.latest, device="cpu")
     for i, (row, first) in enumerate(zip(rows, firsts, strict=True)):
         ring = int(state.ring_of_row[row])
@@ -65,27 +65,6 @@ def test_every_token_has_its_slot_and_only_tokens_of_requests_are_noted(twin, de
     latest[0] = 0
     assert torch.equal(state.latest.cpu(), latest)
     assert (state.tags != -1).sum() == 3 * tokens
-
-
-@pytest.mark.parametrize("page", [1, 16])
-def test_a_block_reads_what_its_ring_has_of_the_window_and_itself(twin, device, page):
-    block, window = 8, 40
-    shape = kernels.RingShape.fitting(window, page, block)
-    state = tables(device, shape)
-    prefixes, rows, lows = [3, 300, 300, 330, 320], [1, 2, 0, 4, 3], [0, 0, 280, 330, 5]
-    state.low[rows] = torch.tensor(lows, device=device)
-    table = torch.full((ROWS, WIDTH), -7, dtype=torch.int32, device=device)
-    seen = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    lens, of = torch.tensor(prefixes, device=device), torch.tensor(rows, device=device)
-    run("ring_rows", twin, of, lens, block, shape, state, WindowRows(table, seen))
-    expected = torch.full((ROWS, WIDTH), -7, dtype=torch.int32)
-    for row, prefix, low, length in zip(rows, prefixes, lows, seen.tolist(), strict=True):
-        first = max(prefix - window, low, 0) // page * page
-        assert length == prefix - first <= shape.context
-        positions = range(first, prefix + block)
-        ring = int(state.ring_of_row[row])
-        expected[row, : len(positions)] = torch.tensor([draft_slot(shape, ring, p) for p in positions])
-    assert torch.equal(table.cpu(), expected)
 
 
 class Rows:
@@ -102,13 +81,12 @@ class Rows:
             self.step += 1
             part = slots[start : start + self.shape.size].view(1, -1).to(self.device)
             of = [torch.tensor([value], device=self.device) for value in (row, first + start)]
-            run("assign_slots", self.twin, *of, part, self.step, self.shape, self.state, torch.empty_like(part))
+            run("assign_slots", self.twin, *of, part, self.step, self.state, torch.empty_like(part))
 
     def take_over(self, row: int, hit: int) -> tuple[int, list[tuple[int, int]]]:
         """(low, copies that are none of slot 0)"""
         moves = kernels.Moves(*(torch.full((self.shape.context,), -1, device=self.device) for _ in range(2)))
-        scores = torch.zeros(RINGS, dtype=torch.int64, device=self.device)
-        run("take_over", self.twin, row, hit, self.table, self.shape, self.state, scores, moves)
+        run("take_over", self.twin, row, hit, self.table, self.state, moves)
         pairs = list(zip(moves.targets.tolist(), moves.sources.tolist(), strict=True))
         return int(self.state.low[row]), [pair for pair in pairs if pair != (0, 0)]
 

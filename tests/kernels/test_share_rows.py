@@ -51,9 +51,8 @@ def test_the_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, share):
     logprobs[torch.rand((bs, 15), generator=generator) < 0.1] = 0.0
     logprobs[torch.rand((bs, 15), generator=generator) < 0.02] = float("-inf")
     rows = bs + round(share * bs * 15)
-    assert shared("triton", device, logprobs.tolist(), rows, 64) == shared(
-        "torch", device, logprobs.tolist(), rows, 64
-    )
+    found = [shared(twin, device, logprobs.tolist(), rows, 64) for twin in ("torch", "triton")]
+    assert found[0] == found[1]
 
 
 def test_of_equal_proposals_those_of_the_first_requests_are_verified(twin, device):

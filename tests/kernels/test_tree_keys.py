@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash_sglang.kernels.attention import tree_keys as kernels
-from dflash_sglang.kernels.attention.tree_keys import Prefix, TreeKeys, add_tree_keys
+from dflash_sglang.kernels.attention.tree_keys import Prefix, TreeKeys
 
 SLOTS = 320  # of the pool
 SCALE = 0.4  # sharp: single keys decide
@@ -122,21 +122,3 @@ def test_halves_are_as_exact_as_their_numbers(twin, device, dtype, tolerance, kv
     parents = [chain(64), [-1, *(node // 3 for node in range(63))]]
     batch = Batch(parents, [5, 40], (kv_heads, group, dim), dtype, seed=1)
     torch.testing.assert_close(batch.got(twin, device), batch.expected(), rtol=tolerance, atol=tolerance)
-
-
-def test_what_cannot_be_served_is_refused_with_its_shape():
-    batch = Batch([chain(4)] * 2, [3, 3], (2, 2, 64), torch.float32, seed=0)
-    prefix, tree = batch.prefix(), batch.tree()
-    for queries, changed, message in (
-        (batch.queries[:, :3], tree, "3 heads of 64 and keys 2"),
-        (batch.queries[..., :32], tree, "4 heads of 32"),
-        (batch.queries[:6], tree, r"queries is \[6, 4, 64\]; expected \[8, 4, 64\] for 2 trees of 4 nodes"),
-        (
-            batch.queries,
-            tree._replace(ancestors=tree.ancestors[:1]),
-            r"tree.ancestors is \[1, 4\]; expected \[2, 4\]",
-        ),
-        (batch.queries, tree._replace(slots=torch.zeros(2, 65)), "65 nodes; expected 64 at most"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            add_tree_keys(queries, prefix, changed, SCALE)

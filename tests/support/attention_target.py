@@ -42,64 +42,39 @@ class Target:
             for buffer in self.pool.get_kv_buffer(layer):
                 buffer.copy_(torch.randn(buffer.shape))
         self.table = table.to(sglang_layers.DEVICE)
+        config = SimpleNamespace(
+            attention_arch=AttentionArch.MHA, context_len=CONTEXT + 64, head_dim=DIM, v_head_dim=DIM,
+            swa_v_head_dim=DIM, get_max_num_attention_heads=lambda: HEADS, get_num_kv_heads=lambda *_: KV_HEADS,
+            hf_config=PretrainedConfig(), hf_text_config=SimpleNamespace(num_attention_heads=HEADS),
+            is_draft_model=False, is_encoder_decoder=False, is_local_attention_model=False,
+            linear_attn_registry_result=None,
+        )  # fmt: skip
+        translator = KVIndexTranslator(
+            req_to_token=self.table, token_to_kv_pool_allocator=None, token_to_kv_pool=self.pool,
+            page_size=page_size, device=sglang_layers.DEVICE,
+        )  # fmt: skip
         self.runner: Any = SimpleNamespace(
-            device=sglang_layers.DEVICE,
-            dtype=DTYPE,
-            gpu_id=0,
-            is_draft_worker=False,
-            kv_cache_dtype=DTYPE,
-            kv_cache_dtype_str="auto",
-            kv_index_translator=KVIndexTranslator(
-                req_to_token=self.table,
-                token_to_kv_pool_allocator=None,
-                token_to_kv_pool=self.pool,
-                page_size=page_size,
-                device=sglang_layers.DEVICE,
-            ),
-            model=torch.nn.ModuleList(self.layers),
-            model_config=SimpleNamespace(
-                attention_arch=AttentionArch.MHA,
-                context_len=CONTEXT + 64,
-                get_max_num_attention_heads=lambda: HEADS,
-                get_num_kv_heads=lambda *ranks: KV_HEADS,
-                head_dim=DIM,
-                hf_config=PretrainedConfig(),
-                hf_text_config=SimpleNamespace(num_attention_heads=HEADS),
-                is_draft_model=False,
-                is_encoder_decoder=False,
-                is_local_attention_model=False,
-                linear_attn_registry_result=None,
-                swa_v_head_dim=DIM,
-                v_head_dim=DIM,
-            ),
-            page_size=page_size,
+            device=sglang_layers.DEVICE, dtype=DTYPE, kv_cache_dtype=DTYPE, kv_cache_dtype_str="auto", gpu_id=0,
+            is_draft_worker=False, kv_index_translator=translator, model=torch.nn.ModuleList(self.layers),
+            model_config=config, page_size=page_size, sliding_window_size=None, token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
-            sliding_window_size=None,
-            token_to_kv_pool=self.pool,
-        )
+        )  # fmt: skip
 
 
 def verify_batch(requests: int, rows: int, **of_spec_info: Any) -> Any:
     """The inputs of a verify forward, which keep their place; all are of padding."""
     from dflash_sglang.sglang_names.scheduler import ForwardMode, SpeculativeAlgorithm
 
+    def zeros(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64)
+
+    nothing = dict.fromkeys(("seq_lens_cpu", "seq_lens_sum", "encoder_lens", "extend_seq_lens_cpu", "kv_loc_plan"))
     return SimpleNamespace(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=requests,
-        req_pool_indices=torch.zeros(requests, dtype=torch.int64),
-        seq_lens=torch.ones(requests, dtype=torch.int64),
-        seq_lens_cpu=None,
-        seq_lens_sum=None,
-        encoder_lens=None,
-        extend_seq_lens_cpu=None,
-        mha_one_shot=False,
-        positions=torch.zeros(rows, dtype=torch.int64),
-        out_cache_loc=torch.zeros(rows, dtype=torch.int64),
-        out_cache_loc_is_physical=False,
-        kv_loc_plan=None,
-        spec_algorithm=SpeculativeAlgorithm.DFLASH,
-        spec_info=SimpleNamespace(**of_spec_info),
-    )
+        forward_mode=ForwardMode.TARGET_VERIFY, batch_size=requests, req_pool_indices=zeros(requests),
+        seq_lens=zeros(requests) + 1, positions=zeros(rows), out_cache_loc=zeros(rows),
+        out_cache_loc_is_physical=False, mha_one_shot=False, spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        spec_info=SimpleNamespace(**of_spec_info), **nothing,
+    )  # fmt: skip
 
 
 def dense(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:

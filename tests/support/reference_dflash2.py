@@ -35,38 +35,23 @@ def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> 
     """What a DFlash2 checkpoint has beside a plain one's: random, `scale` away from doing nothing."""
     generator = torch.Generator().manual_seed(100 + seed)
     nested, hidden, vocab = config["dflash_config"], config["hidden_size"], config["vocab_size"]
+    rank, taps = nested["selector_rank"], nested.get("conv_kernel_size") or 0
 
     def random(*shape: int) -> Tensor:
         return scale * torch.randn(*shape, generator=generator)
 
-    rank = nested["selector_rank"]
     tensors = {
         "candidate_selector.hidden_projection.weight": random(rank, hidden) * hidden**-0.5,
         "candidate_selector.predecessor_codebook": random(vocab, rank),
         "candidate_selector.successor_codebook": random(vocab, rank) * rank**-0.5,
     }
-    return {**tensors, **convolution_tensors(config, generator, scale)}
-
-
-def convolution_tensors(
-    config: dict[str, Any], generator: torch.Generator, scale: float = 1.0
-) -> dict[str, Tensor]:
-    """Random, `scale` away from doing nothing; none of a config without convolutions."""
-    nested, hidden, tensors = config["dflash_config"], config["hidden_size"], {}
-    taps = nested.get("conv_kernel_size") or 0
-
-    def random(*shape: int) -> Tensor:
-        return scale * torch.randn(*shape, generator=generator)
-
     for layer in range(config["num_hidden_layers"] if taps else 0):
         for name in ("attention_conv", "mlp_conv"):
-            base = 0.5 * random(2, taps, hidden)
+            base, kernels = 0.5 * random(2, taps, hidden), 2 * taps * (hidden // nested["conv_group_size"])
             base[:, 0] += 1
-            groups = hidden // nested["conv_group_size"]
+            projection = 0.5 * random(kernels, hidden) * hidden**-0.5
             tensors[f"layers.{layer}.{name}.base_kernel"] = base
-            tensors[f"layers.{layer}.{name}.kernel_projection.weight"] = (
-                0.5 * random(2 * taps * groups, hidden) * hidden**-0.5
-            )
+            tensors[f"layers.{layer}.{name}.kernel_projection.weight"] = projection
     return tensors
 
 
@@ -156,24 +141,17 @@ class Selector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
 
 
-class Convolved(DraftModel):
-    """The layers of a plain draft, with convolutions where the config has them."""
+class DFlash2(DraftModel):
+    """The layers of a plain draft, with convolutions where the config has them, and a selector."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.nested = nested = config["dflash_config"]
-        taps, group_size = nested.get("conv_kernel_size"), nested.get("conv_group_size")
+        shape, self.nested = self.shape, config["dflash_config"]
+        taps, group_size = self.nested.get("conv_kernel_size"), self.nested.get("conv_group_size")
         if taps:
-            self.layers = nn.ModuleList(
-                Layer(self.shape, i, taps, group_size) for i in range(self.shape.num_layers)
-            )
-
-
-class DFlash2(Convolved):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        hidden, rank = self.shape.hidden_size, self.nested["selector_rank"]
-        self.candidate_selector = Selector(hidden, config["vocab_size"], rank)
+            self.layers = nn.ModuleList(Layer(shape, i, taps, group_size) for i in range(shape.num_layers))
+        rank = self.nested["selector_rank"]
+        self.candidate_selector = Selector(shape.hidden_size, config["vocab_size"], rank)
 
     def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
         """hidden [block, hidden] after the final norm -> the tokens of the likeliest walk."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.reference_dspark import ReferenceWalk
 from tests.support.tiny import draft_config, draft_tensors
 from training.modeling import DraftModel
-from training.reference import ReferenceDraft
 
 CANDIDATES = 16
 SIZES = dict(gru_hidden_dim=24, emb_dim=12)
@@ -45,8 +45,8 @@ def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> 
     }
 
 
-class ReferenceDomino(ReferenceDraft):
-    """`training.reference.ReferenceDraft` of a Domino checkpoint, with the target's embedding."""
+class ReferenceDomino(ReferenceWalk):
+    """A Domino checkpoint, with the target's embedding."""
 
     embed: nn.Module
     gru: nn.GRU
@@ -67,23 +67,13 @@ class ReferenceDomino(ReferenceDraft):
         return reference
 
     def proposing(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] of a block -> those that propose."""
         return hidden[:-1] if self.shifted else hidden[1:]
 
     @torch.no_grad()
     def scores(self, rows: Tensor, head: nn.Module, before: list[int]) -> dict[int, float]:
-        """rows [steps, hidden] up to this step, and the token before each -> {token: score} of the last one's
-        likeliest tokens, the likeliest first."""
         logits, ids = head(rows[-1]).topk(min(CANDIDATES, len(self.proj[1])))
         if len(before) > 1:
             states, _ = self.gru(self.embed(torch.tensor([before])).float())
             hidden = nn.functional.silu(self.proj[0] @ torch.cat((rows[-1], states[0, -1])))
             logits = logits + self.proj[1][ids] @ hidden
         return dict(zip(ids.tolist(), logits.tolist(), strict=True))
-
-    def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
-        rows, walk = self.proposing(hidden), [anchor]
-        for step in range(len(rows)):
-            scores = self.scores(rows[: step + 1], head, walk)
-            walk.append(max(scores, key=scores.__getitem__))
-        return walk[1:]

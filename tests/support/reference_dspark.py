@@ -55,19 +55,43 @@ def added_tensors(config: dict[str, Any], seed: int = 1, scale: float = 1.0) -> 
     return tensors
 
 
-class ReferenceDSpark(ReferenceDraft):
-    """`training.reference.ReferenceDraft` of a DSpark checkpoint. Its blocks have no row for the last proposal."""
+class ReferenceWalk(ReferenceDraft):
+    """`training.reference.ReferenceDraft` of a draft that chooses each token given those before it."""
+
+    def scores(self, rows: Tensor, head: nn.Module, before: list[int]) -> dict[int, float]:
+        """rows [steps, hidden] up to this step, and the token before each -> {token: score} of the last one's
+        likeliest tokens, the likeliest first."""
+        raise NotImplementedError
+
+    def proposing(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] of a block -> those that propose."""
+        return hidden
+
+    def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
+        rows, walk = self.proposing(hidden), [anchor]
+        for step in range(len(rows)):
+            scores = self.scores(rows[: step + 1], head, walk)
+            walk.append(max(scores, key=scores.__getitem__))
+        return walk[1:]
+
+
+class ReferenceDSpark(ReferenceWalk):
+    """A DSpark checkpoint. Its blocks have no row for the last proposal."""
 
     w1: Tensor
     w2: Tensor
     gate: tuple[Tensor, Tensor] | None = None
     joint: tuple[Tensor, Tensor] | None = None
     ids: list[int] | None = None  # of the target, of each row of the head and of w2; None: the row
+    head: Any = None  # of its own: rows -> logits
 
     @classmethod
     def from_weights(cls, config: Any, weights: Any) -> ReferenceDSpark:
         weights, model = {name: weight.float() for name, weight in weights.items()}, DraftModel(config)
         reference = cls(model)
+        if "lm_head.weight" in weights:  # rows behind those of the vocabulary pad it
+            own = weights["lm_head.weight"][: config["vocab_size"]]
+            reference.head = lambda rows: rows @ own.T
         if "d2t" in weights:
             reference.ids = [row + int(offset) for row, offset in enumerate(weights["d2t"])]
         weights = {n: w for n, w in weights.items() if n not in ("d2t", "t2d", "lm_head.weight")}
@@ -81,8 +105,6 @@ class ReferenceDSpark(ReferenceDraft):
 
     @torch.no_grad()
     def scores(self, rows: Tensor, head: nn.Module, before: list[int]) -> dict[int, float]:
-        """rows [steps, hidden] up to this step, and the token before each -> {token: score} of the last one's
-        likeliest tokens, the likeliest first."""
         logits, ids = head(rows[-1]).topk(min(CANDIDATES, len(self.w2)))
         context = self.w1[before[-1]]
         if self.gate is not None:
@@ -96,10 +118,3 @@ class ReferenceDSpark(ReferenceDraft):
             context = torch.tanh(out)
         tokens = [row if self.ids is None else self.ids[row] for row in ids.tolist()]
         return dict(zip(tokens, (logits + self.w2[ids] @ context).tolist(), strict=True))
-
-    def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
-        walk = [anchor]
-        for step in range(len(hidden)):
-            scores = self.scores(hidden[: step + 1], head, walk)
-            walk.append(max(scores, key=scores.__getitem__))
-        return walk[1:]

@@ -25,42 +25,18 @@ def gemma4_config(**overrides: Any) -> dict[str, Any]:
     sliding = dict(rope_type="default", rope_theta=1e3)
     layers = overrides.get("num_hidden_layers", 2)
     config = dict(
-        architectures=["Gemma4DSparkModel"],
-        model_type="gemma4_text",
-        attention_bias=False,
-        attention_k_eq_v=True,
-        block_size=7,
-        confidence_head_with_markov=True,
-        dtype="float32",
-        enable_confidence_head=True,
+        architectures=["Gemma4DSparkModel"], model_type="gemma4_text", dtype="float32", vocab_size=320,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, layer_types=["full_attention"] * layers,
+        num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1, head_dim=16,
+        global_head_dim=32, attention_bias=False, attention_k_eq_v=True, sliding_window=16, rms_norm_eps=1e-6,
+        use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
         enable_moe_block=False,
-        final_logit_softcapping=30.0,
-        global_head_dim=32,
-        head_dim=16,
-        hidden_activation="gelu_pytorch_tanh",
-        hidden_size=64,
-        hidden_size_per_layer_input=0,
-        intermediate_size=96,
-        layer_types=["full_attention"] * layers,
-        markov_head_type="vanilla",
-        markov_rank=RANK,
-        mask_token_id=3,
-        max_position_embeddings=4096,
-        num_attention_heads=4,
-        num_global_key_value_heads=1,
-        num_hidden_layers=layers,
-        num_key_value_heads=2,
-        num_kv_shared_layers=0,
-        num_target_layers=5,
-        rms_norm_eps=1e-6,
+        hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=30.0, tie_word_embeddings=False,
         rope_parameters=dict(full_attention=full, sliding_attention=sliding, rope_theta=None, rope_type="default"),
-        sliding_window=16,
-        target_layer_ids=[1, 3, 4],
-        target_model_type="gemma4_unified",
-        tie_word_embeddings=False,
-        use_bidirectional_attention="vision",
-        vocab_size=320,
-    )
+        max_position_embeddings=4096, block_size=7, mask_token_id=3, target_layer_ids=[1, 3, 4],
+        num_target_layers=5, target_model_type="gemma4_unified", markov_head_type="vanilla", markov_rank=RANK,
+        enable_confidence_head=True, confidence_head_with_markov=True,
+    )  # fmt: skip
     return {**config, **overrides}
 
 
@@ -127,7 +103,7 @@ class Gemma4Draft(nn.Module):
 
 
 class ReferenceGemma4(ReferenceDSpark):
-    """Proposals and scores of a Markov head over these rows; the head that it is given is `model.logits`."""
+    """Proposals and scores of a Markov head over these rows, whose logits are `model.logits`."""
 
     model: Any
 
@@ -138,6 +114,7 @@ class ReferenceGemma4(ReferenceDSpark):
     def from_weights(cls, config: Any, weights: Any) -> ReferenceGemma4:
         model = Gemma4Draft(config)
         reference = cls(model)
+        reference.head = model.logits
         heads = ("markov_head.", "confidence_head.")
         model.load_state_dict({name: w.float() for name, w in weights.items() if not name.startswith(heads)})
         reference.w1, reference.w2 = (weights[f"markov_head.markov_{one}.weight"].float() for one in ("w1", "w2"))

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dflash_sglang.attention.verifying import draft_forward, draft_input
 from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.drafting.proposals import Proposals, exponential_like
+from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
-    DFlashVerifyInput,
     ForwardBatch,
     ForwardMode,
     SpecTpSync,
@@ -40,12 +41,6 @@ class Draws(NamedTuple):
     temperatures: torch.Tensor  # [requests] float32
     greedy: torch.Tensor  # [requests] bool: those that get the likeliest candidates
     noise: torch.Tensor  # [requests, layers, candidates], as of `exponential_like`
-
-    @classmethod
-    def for_requests(cls, shape: tuple[int, int, int], device: Any) -> Draws:
-        """Of greedy requests; shape: of the noise."""
-        ones = torch.ones(shape, dtype=torch.float32, device=device)
-        return cls(ones[:, 0, 0].clone(), torch.ones(shape[0], dtype=torch.bool, device=device), ones)
 
     def set(self, info: Any, bs: int, tp_sync: SpecTpSync) -> None:
         """info: SGLang's sampling of the step's bs requests; None: all get the likeliest candidates."""
@@ -84,7 +79,9 @@ class MtpSource:
         # Graphs are padded to parts of one size for the ranks that share a batch.
         most = runner.req_to_token_pool.req_to_token.shape[0] + parallel_layout.attn_tp_size
         shape, count = (most, recent.layers), DRAWN_FROM if drawn else 1
-        self._draws = Draws.for_requests((*shape, count), runner.device) if drawn else None
+        ones = torch.ones((*shape, count), dtype=torch.float32, device=runner.device)
+        of_greedy = Draws(ones[:, 0, 0].clone(), ones[:, 0, 0] > 0, ones)
+        self._draws = of_greedy if drawn else None
         # Of the latest forward: candidates, their probabilities, the likeliest one's logprob, what is proposed.
         self._ids = torch.zeros((*shape, count), dtype=torch.int64, device=runner.device)
         self._probs = torch.zeros((*shape, count), dtype=torch.float32, device=runner.device)
@@ -163,40 +160,20 @@ class MtpSource:
         columns = positions.clamp(max=self._table.shape[1] - 1)
         slots = self._table[block.requests.long()[:, None], columns].long().flatten()
         bounds = block.kv_len_bounds - block.size + rows  # no window ends behind a block of as many rows
-        translator = self._runner.kv_index_translator
-        plan = translator.plan(
+        plan = self._runner.kv_index_translator.plan(
             req_pool_indices=block.requests,
             seq_lens=start,
             seq_lens_cpu=bounds - rows,
             write_virtual=slots,
             read_extent=rows,
         )
-        nothing = positions.new_empty(0)
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=block.batch_size,
-            # Nobody's: the layers find their tokens by position. But the target's graphs pad with what is left of
-            # them in the buffers that both share.
-            input_ids=torch.zeros_like(positions).flatten(),
-            req_pool_indices=block.requests,
-            seq_lens=start,
-            out_cache_loc=slots,
-            seq_lens_sum=block.prefix_bounds_sum,
-            seq_lens_cpu=bounds,
-            positions=positions.flatten(),
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=DFlashVerifyInput(
-                draft_token=nothing,
-                positions=nothing,
-                draft_token_num=rows,
-                capture_hidden_mode=CaptureHiddenMode.NULL,
-            ),
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            global_num_token_non_padded_cpu=positions.numel(),
-            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
-        )
-        plan.bind(forward_batch, translator)
-        return forward_batch
+        # Nobody's ids: the layers find their tokens by position. But the target's graphs pad with what is left of
+        # them in the buffers that both share.
+        of_rows = Rows(torch.zeros_like(slots), positions.flatten(), slots)
+        return draft_forward(
+            self._runner, of_rows, block.requests, start, bounds, block.prefix_bounds_sum,
+            draft_input(rows, slots.device), plan, can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )  # fmt: skip
 
     def _run_prompt(self, batch: ScheduleBatch, plan: KVLocPlan, positions: torch.Tensor, prompt: Prompt) -> None:
         """The layers over the new tokens of a prefill, for their keys and values."""

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_sglang.settings.width import MAX_NODES
-
 HEAD_DIMS = (64, 128, 256)
 _TILE_NODES = 16  # nodes of one program
 _TILE_ROWS = 64  # queries of one program: nodes times the query heads of a KV head
@@ -38,48 +36,18 @@ def add_tree_keys(queries: Tensor, prefix: Prefix, tree: TreeKeys, scale: float)
     all of them, in place. `prefix.lse` stays as it is.
 
     queries [bs * nodes, heads, dim], with any stride between rows. scale: of the softmax.
-    Node 0 is the root of all others, and parents come before their children. Prefixes may be empty.
-    Raises ValueError for shapes that are not served.
+    Node 0 is the root of all others, and parents come before their children. Prefixes may be empty. dim is one of
+    HEAD_DIMS, heads a multiple of kv_heads, nodes at most 64 (`attention.trees.why_no_trees`).
     """
-    _check(queries, prefix, tree)
     launch = add_tree_keys_triton if queries.is_cuda else add_tree_keys_torch
     launch(queries, prefix, tree, scale)
-
-
-def _check(queries: Tensor, prefix: Prefix, tree: TreeKeys) -> None:
-    rows, heads, dim = queries.shape
-    bs, nodes = tree.slots.shape
-    kv_heads = tree.keys.shape[1]
-    if dim not in HEAD_DIMS or heads % kv_heads:
-        raise ValueError(
-            f"queries have {heads} heads of {dim} and keys {kv_heads}; expected a multiple of the key's heads, of "
-            f"{', '.join(map(str, HEAD_DIMS))}: verify chains with this target"
-        )
-    if nodes > MAX_NODES:
-        raise ValueError(f"a tree has {nodes} nodes; expected {MAX_NODES} at most: verify smaller trees")
-    expected = {
-        "queries": (queries, (bs * nodes, heads, dim)),
-        "prefix.out": (prefix.out, (bs * nodes, heads, dim)),
-        "prefix.lse": (prefix.lse, (heads, bs * nodes)),
-        "tree.keys": (tree.keys, (len(tree.keys), kv_heads, dim)),
-        "tree.values": (tree.values, (len(tree.keys), kv_heads, dim)),
-        "tree.ancestors": (tree.ancestors, (bs, nodes)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}; expected {list(shape)} for {bs} trees of {nodes} nodes: pass "
-                f"rows, slots and ancestors of one batch"
-            )
 
 
 def add_tree_keys_torch(queries: Tensor, prefix: Prefix, tree: TreeKeys, scale: float) -> None:
     """The definition of `add_tree_keys` in torch operations."""
     bs, nodes = tree.slots.shape
     kv_heads, dim = tree.keys.shape[1:]
-    lse = prefix.lse.view(kv_heads, -1, bs, nodes).permute(2, 3, 0, 1)[
-        ..., None
-    ]  # [bs, nodes, kv_heads, group, 1]
+    lse = prefix.lse.view(kv_heads, -1, bs, nodes).permute(2, 3, 0, 1).unsqueeze(-1)  # [.., kv_heads, group, 1]
     prefixes = prefix.out.view(*lse.shape[:-1], dim).float()
     keys, values = (pool[tree.slots.long()].float() for pool in (tree.keys, tree.values))
     scores = torch.einsum("bihgd,bjhd->bihgj", queries.reshape(prefixes.shape).float(), keys) * scale

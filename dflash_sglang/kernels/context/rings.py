@@ -1,4 +1,4 @@
-"""The draft's keys and values in rings: where tokens go, what a block reads, and what a new request takes over."""
+"""The draft's keys and values in rings: where tokens go, and what a new request takes over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, arange, where
 
-from dflash_sglang.kernels.block.window_rows import WindowRows
+from dflash_sglang.kernels.block.window_rows import RingSlots, Span
 
 LANES = 1024  # tokens of one program
 FEWEST_TAILS = 16
@@ -37,9 +37,14 @@ class RingShape(NamedTuple):
         return cls(window, page_size, -(-needed // page_size) * page_size)
 
     @property
+    def span(self) -> Span:
+        """What a block sees."""
+        return Span(self.window, 0, self.page_size)
+
+    @property
     def context(self) -> int:
         """Tokens before a block that the block may read."""
-        return self.window + self.page_size - 1
+        return self.span.widest(0)
 
     @staticmethod
     def rings(requests: int) -> int:
@@ -50,10 +55,16 @@ class RingShape(NamedTuple):
 class RingTables(NamedTuple):
     """What is where. A tag names a write: the number of its step, and the draft slot (`SLOT`)."""
 
+    shape: RingShape
     ring_of_row: Tensor  # [rows] int64, by row of req_to_token
     low: Tensor  # [rows] int64, first position whose keys and values are in the row's ring, where a page begins
     tags: Tensor  # [rings, size] int64, -1: nothing
     latest: Tensor  # [target slots] int64, tag of the latest write of the token in each; 0: none
+    scores: Tensor  # [rings] int64: scratch
+
+    @property
+    def slots(self) -> RingSlots:
+        return RingSlots(self.ring_of_row, self.low, self.shape.size)
 
 
 class Moves(NamedTuple):
@@ -68,19 +79,19 @@ def assign_slots(
     firsts: Tensor,  # [n] int64 position of the first of each one's tokens
     slots: Tensor,  # [n, tokens] int64 target slots, contiguous; 0: a token of nobody
     step: int,
-    shape: RingShape,
     tables: RingTables,
     out: Tensor,  # [n, tokens] int64 draft slots, contiguous
 ) -> None:
     """Give tokens their draft slots, and note that step `step` writes them."""
     launch = assign_slots_triton if slots.is_cuda else assign_slots_torch
-    launch(rows, firsts, slots, step, shape, tables, out)
+    launch(rows, firsts, slots, step, tables, out)
 
 
 def assign_slots_torch(
-    rows: Tensor, firsts: Tensor, slots: Tensor, step: int, shape: RingShape, tables: RingTables, out: Tensor
+    rows: Tensor, firsts: Tensor, slots: Tensor, step: int, tables: RingTables, out: Tensor
 ) -> None:
     """The definition of `assign_slots` in torch operations."""
+    shape = tables.shape
     entries = (firsts[:, None] + arange(slots.shape[1], device=slots.device)) % shape.size
     rings = tables.ring_of_row[rows.long()][:, None].expand_as(entries)
     out.copy_(shape.page_size + rings * shape.size + entries)
@@ -91,14 +102,14 @@ def assign_slots_torch(
 
 
 def assign_slots_triton(
-    rows: Tensor, firsts: Tensor, slots: Tensor, step: int, shape: RingShape, tables: RingTables, out: Tensor
+    rows: Tensor, firsts: Tensor, slots: Tensor, step: int, tables: RingTables, out: Tensor
 ) -> None:
     """`assign_slots` as one Triton launch."""
     requests, tokens = slots.shape
     lanes = 128
     _assign_slots_kernel[(triton.cdiv(requests * tokens, lanes),)](
         rows, firsts, slots, tables.ring_of_row, tables.tags, tables.latest, out, requests * tokens, tokens, step,
-        SIZE=shape.size, PAGE=shape.page_size, LANES=lanes,
+        SIZE=tables.shape.size, PAGE=tables.shape.page_size, LANES=lanes,
     )  # fmt: skip
 
 
@@ -121,84 +132,22 @@ def _assign_slots_kernel(
     tl.store(latest_ptr + slot, tag, mask=live & (slot > 0))
 
 
-def ring_rows(
-    rows: Tensor,  # [bs] of ring_of_row and of the draft's table
-    prefix_lens: Tensor,  # [bs] int64 context tokens of each request
-    block: int,
-    shape: RingShape,
-    tables: RingTables,
-    out: WindowRows,
-) -> None:
-    """Write the draft slots that each request's block reads, in order: what its ring has of the window,
-    and the block."""
-    launch = ring_rows_triton if prefix_lens.is_cuda else ring_rows_torch
-    launch(rows, prefix_lens, block, shape, tables, out)
-
-
-def ring_rows_torch(
-    rows: Tensor, prefix_lens: Tensor, block: int, shape: RingShape, tables: RingTables, out: WindowRows
-) -> None:
-    """The definition of `ring_rows` in torch operations."""
-    page, rows = shape.page_size, rows.long()
-    first = (prefix_lens - shape.window).maximum(tables.low[rows]).minimum(prefix_lens)
-    first = first.clamp(min=0) // page * page
-    out.prefix_lens.copy_(prefix_lens - first)
-    width = min(shape.context + block, out.draft_table.shape[1])
-    columns = arange(width, device=prefix_lens.device)
-    slots = page + tables.ring_of_row[rows][:, None] * shape.size + (first[:, None] + columns) % shape.size
-    live = columns < out.prefix_lens[:, None] + block
-    out.draft_table[rows[:, None].expand_as(live)[live], columns.expand_as(live)[live]] = slots[live].int()
-
-
-def ring_rows_triton(
-    rows: Tensor, prefix_lens: Tensor, block: int, shape: RingShape, tables: RingTables, out: WindowRows
-) -> None:
-    """`ring_rows` as one Triton launch."""
-    width = min(shape.context + block, out.draft_table.shape[1])
-    _ring_rows_kernel[(prefix_lens.shape[0], triton.cdiv(width, LANES))](
-        rows, prefix_lens, tables.ring_of_row, tables.low, *out, out.draft_table.stride(0),
-        WINDOW=shape.window, SIZE=shape.size, PAGE=shape.page_size, BLOCK=block, LANES=LANES,
-    )  # fmt: skip
-
-
-@triton.jit
-def _ring_rows_kernel(
-    rows_ptr, prefix_ptr, rings_ptr, low_ptr, table_ptr, seen_ptr, table_stride,
-    WINDOW: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    request = tl.program_id(0)
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    prefix = tl.load(prefix_ptr + request).to(tl.int64)
-    first = tl.minimum(tl.maximum(prefix - WINDOW, tl.load(low_ptr + row)), prefix)
-    first = tl.maximum(first, 0) // PAGE * PAGE
-    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    slot = PAGE + tl.load(rings_ptr + row) * SIZE + (first + column) % SIZE
-    live = column < prefix - first + BLOCK
-    tl.store(table_ptr + row * table_stride + column, slot.to(tl.int32), mask=live)
-    if tl.program_id(1) == 0:
-        tl.store(seen_ptr + request, prefix - first)
-
-
-def take_over(
-    row: int, hit: int, req_to_token: Tensor, shape: RingShape, tables: RingTables, scores: Tensor, out: Moves
-) -> None:
+def take_over(row: int, hit: int, req_to_token: Tensor, tables: RingTables, out: Moves) -> None:
     """Prepare a ring for a request whose first `hit` tokens need no prefill.
 
     Of all rings, the one that has the most of the tokens before `hit` is copied from; the row's own ring needs no
     copy. A ring has a token if it has the latest write of the token's target slot. Sets `low` and tags of the row,
     and `out`, which the pool has yet to copy.
 
-    req_to_token [rows, row_width] int32. scores [rings] int64: scratch.
+    req_to_token [rows, row_width] int32.
     """
-    launch = take_over_triton if scores.is_cuda else take_over_torch
-    launch(row, hit, req_to_token, shape, tables, scores, out)
+    launch = take_over_triton if req_to_token.is_cuda else take_over_torch
+    launch(row, hit, req_to_token, tables, out)
 
 
-def take_over_torch(
-    row: int, hit: int, req_to_token: Tensor, shape: RingShape, tables: RingTables, scores: Tensor, out: Moves
-) -> None:
+def take_over_torch(row: int, hit: int, req_to_token: Tensor, tables: RingTables, out: Moves) -> None:
     """The definition of `take_over` in torch operations."""
-    rings, page = len(tables.tags), shape.page_size
+    shape, scores, rings, page = tables.shape, tables.scores, len(tables.tags), tables.shape.page_size
     back = arange(shape.context, device=scores.device)
     positions = (hit - 1 - back).clamp(min=0)
     entries = positions % shape.size
@@ -215,11 +164,9 @@ def take_over_torch(
     out.sources.copy_(where(moved, page + source * shape.size + entries, 0))
 
 
-def take_over_triton(
-    row: int, hit: int, req_to_token: Tensor, shape: RingShape, tables: RingTables, scores: Tensor, out: Moves
-) -> None:
+def take_over_triton(row: int, hit: int, req_to_token: Tensor, tables: RingTables, out: Moves) -> None:
     """`take_over` as two Triton launches."""
-    rings = len(tables.tags)
+    shape, scores, rings = tables.shape, tables.scores, len(tables.tags)
     lanes = min(LANES, triton.next_power_of_2(shape.context))
     _score_rings_kernel[(rings,)](
         req_to_token, tables.ring_of_row, tables.tags, tables.latest, scores, req_to_token.stride(0), row, hit,

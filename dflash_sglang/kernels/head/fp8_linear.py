@@ -15,18 +15,15 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x [N, k] of any float dtype on a CPU, float16 or bfloat16 on a GPU; weight [n, k] float8_e4m3fn and scale
     [n, 1] float32, as of `quantise_rows` -> [N, n] of x's dtype. N > 0. On a GPU n and k are multiples of 16, and
     it is capturable in a CUDA graph."""
-    return (fp8_linear_gpu if x.is_cuda else fp8_linear_torch)(x, weight, scale)
+    if x.is_cuda:  # SGLang's kernels: a quantisation of the rows, a GEMM that applies both scales
+        return apply_fp8_linear(x.contiguous(), weight.T, scale)
+    return fp8_linear_torch(x, weight, scale)
 
 
 def fp8_linear_torch(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """The definition of `fp8_linear` in torch operations."""
     quantised, x_scale = quantise_rows(x)
     return (quantised.float() @ weight.float().T * x_scale * scale.T).to(x.dtype)
-
-
-def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """`fp8_linear` by SGLang's kernels: a quantisation of the rows, a GEMM that applies both scales."""
-    return apply_fp8_linear(x.contiguous(), weight.T, scale)
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,14 +35,15 @@ class ContextWriter(Protocol):
         where a request's prompt goes on."""
 
 
-class Projection(Protocol):
-    """Keys and values of context rows, of all layers."""
+class Projection:
+    """Keys and values of context rows, of all layers. Weights are the layers' own, or a copy to be refreshed."""
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [T, hidden] -> [T, layers, 2 * kv_size], contiguous, K before V; before k_norm and RoPE.
 
         Into `out` of this shape where it is given and the form can.
         """
+        raise NotImplementedError
 
     def refresh(self) -> None:
         """Take over the layers' present weights."""

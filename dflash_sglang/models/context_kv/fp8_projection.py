@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_sglang.models.context_kv.base import Projection
 from dflash_sglang.models.layers import DraftAttention
 
 _SERVED = ("Fp8LinearMethod", "CompressedTensorsW8A8Fp8")
@@ -16,7 +17,7 @@ _PER_ROW = ("weight", "weight_scale")  # tensors with entries per output row, al
 _GRANULE = 16  # rows of the CUTLASS kernels' weights lie 16 bytes apart
 
 
-class Fp8KV:
+class Fp8KV(Projection):
     """K and V of all layers through their fp8 method, without Q.
 
     The layers read the same rows: where nothing but output rows tells them apart, their K and V rows become one

@@ -148,7 +148,7 @@ class ContextKV:
             self._pool.set_kv_buffer(cache, loc, k.view(heads), v.view(heads), cache.k_scale, cache.v_scale)
 
 
-class _Stack:
+class _Stack(Projection):
     """Every layer's K and V rows of an unquantised qkv_proj, in tensors that share the layers' memory.
 
     Takes rows [T, hidden], or [layers, T, hidden] where they differ.
@@ -163,9 +163,6 @@ class _Stack:
             biases = _shared([a.qkv_proj.bias for a in attentions])
             self.bias = biases[:, None, kv_rows]  # [L, 1, 2 * kv_size]
 
-    def refresh(self) -> None:
-        """Nothing to do: an update of a layer's weight is one of the stack's."""
-
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         layers, _, width = self.weight.shape
         kv = rows.new_empty(rows.shape[-2], layers, width) if out is None else out
@@ -177,14 +174,11 @@ class _Stack:
         return kv
 
 
-class _WholeLayers:
+class _WholeLayers(Projection):
     """Each layer's qkv_proj as the block runs it; Q is thrown away. Takes rows as `_Stack` does."""
 
     def __init__(self, attentions: list[DraftAttention]) -> None:
         self._attentions = attentions
-
-    def refresh(self) -> None:
-        """Nothing to do: the weights are the layers'."""
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         layers = len(self._attentions)
@@ -198,14 +192,11 @@ class _WholeLayers:
         return kv
 
 
-class _NormedRows:
+class _NormedRows(Projection):
     """Another projection, of rows that each layer norms first."""
 
     def __init__(self, norms: list[RMSNorm], of_normed: _Stack | _WholeLayers) -> None:
         self._norms, self._of_normed = norms, of_normed
-
-    def refresh(self) -> None:
-        self._of_normed.refresh()
 
     def project(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         return self._of_normed.project(torch.stack([norm(rows) for norm in self._norms]), out)

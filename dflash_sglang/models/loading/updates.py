@@ -19,7 +19,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TargetWeightUpdater:
+class _Updater:
+    """SGLang's updater but for what a subclass does otherwise."""
+
+    def __init__(self, updater: Any, refresh: Iterable[Callable[[], None]] = ()) -> None:
+        """refresh: each takes the present weights over into a copy."""
+        self._updater, self._refresh = updater, tuple(refresh)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._updater, name)
+
+    def _refresh_copies(self) -> None:
+        for refresh in self._refresh:
+            refresh()
+
+
+class TargetWeightUpdater(_Updater):
     """SGLang's weight updater of the target's runner; copies of its weights are refreshed, its graphs are kept.
 
     Weights are loaded into the memory that the graphs of all widths have captured. Capturing once more would
@@ -28,11 +43,8 @@ class TargetWeightUpdater:
 
     def __init__(self, updater: Any, refresh: Iterable[Callable[[], None]], captured: Callable[[], bool]):
         """refresh: each takes the target's weights over into a copy; captured: whether graphs read the weights."""
-        self._updater, self._refresh, self._captured = updater, tuple(refresh), captured
-        self._in_session = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._updater, name)
+        super().__init__(updater, refresh)
+        self._captured, self._in_session = captured, False
 
     def update_weights_from_disk(
         self,
@@ -85,17 +97,13 @@ class TargetWeightUpdater:
             self._refresh_copies()
         return result
 
-    def _refresh_copies(self) -> None:
-        for refresh in self._refresh:
-            refresh()
-
 
 def _addresses(model: nn.Module) -> dict[str, int]:
     """Of parameters and buffers, by name."""
     return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-class DraftWeightUpdater:
+class DraftWeightUpdater(_Updater):
     """SGLang's weight updater of the draft's runner, for tensors only.
 
     An update from disk or by IPC names one checkpoint, which SGLang hands to target and draft alike: it is the
@@ -107,11 +115,9 @@ class DraftWeightUpdater:
 
     def __init__(self, updater: Any, model: DFlashDraftModel, refresh: Iterable[Callable[[], None]]):
         """refresh: each takes the model's weights over into a copy."""
-        self._updater, self._model, self._refresh = updater, model, tuple(refresh)
+        super().__init__(updater, refresh)
+        self._model = model
         self.with_target = False  # whether the target gets the request too, see `patches.weight_updates`
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._updater, name)
 
     def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """(success, message), as the updater that it replaces."""
@@ -158,23 +164,14 @@ class DraftWeightUpdater:
             self._model.post_load_weights()
             self._refresh_copies()
 
-    def _refresh_copies(self) -> None:
-        for refresh in self._refresh:
-            refresh()
 
-
-class CheckpointWeightUpdater:
+class CheckpointWeightUpdater(_Updater):
     """SGLang's weight updater of a draft's runner, where the draft is a part of the target's checkpoint.
 
     The draft follows every update of the target: its model takes its own tensors, and leaves the target's.
     """
 
-    def __init__(self, updater: Any) -> None:
-        self._updater = updater
-        self.with_target = False  # as of `DraftWeightUpdater`
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._updater, name)
+    with_target = False  # as of `DraftWeightUpdater`
 
     def update_weights_from_tensor(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """(success, message): tensors that do not fit are refused."""

@@ -25,11 +25,19 @@ _RECOMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.si
 _ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
 """Tensors of the speculators format that are read when the model is built, or belong to training."""
 
-_ACTIVATION_ORDERS = (".g_idx", ".weight_g_idx")
-_SCALES_OF_A_STACK = (".weight_scale_2",)
-"""One for all the modules that are stacked: the order in which the stack's inputs are read, and NVFP4's scale of a
-whole matrix."""
-
+_ORDER = (
+    "activation order",
+    "one kernel reads their inputs",
+    "Quantise without an activation order (desc_act false, actorder null or 'static').",
+)
+_SCALE = (
+    "scale",
+    "one kernel reads them as one matrix",
+    "Quantise q, k and v with one scale, and gate and up with one, as ModelOpt exports them.",
+)
+_ONE_OF_A_STACK = {"g_idx": _ORDER, "weight_g_idx": _ORDER, "weight_scale_2": _SCALE}
+"""By suffix what all the modules that are stacked have alike: the order in which the stack's inputs are read, and
+NVFP4's scale of a whole matrix. With it why, and what to do where they differ."""
 
 _PACKED = (torch.uint8, torch.int32, torch.int64)
 """Dtypes that hold several weights in a number, in a shape that the quantisation decides."""
@@ -143,10 +151,13 @@ def _places(
         if target not in params:
             unexpected.append(name)
             continue
-        if target.endswith(_ACTIVATION_ORDERS) and not torch.equal(shared.setdefault(target, tensor), tensor):
-            raise _other_order(name, target)
-        if target.endswith(_SCALES_OF_A_STACK) and shared.setdefault(target, tensor) != tensor:
-            raise _other_scale(name, target)
+        one = _ONE_OF_A_STACK.get(target.rpartition(".")[2])
+        if one is not None and not torch.equal(shared.setdefault(target, tensor), tensor):
+            what, why, fix = one
+            raise LoadError(
+                f"draft checkpoint: tensor {name!r} is another {what} than that of the modules stacked with it in "
+                f"{target!r}. Expected one {what} for all of them, because {why}. {fix}"
+            )
         if target == MASK_EMBEDDING:
             tensor = tensor.squeeze()
         expected = shapes.get(own, tuple(tensor.shape))
@@ -170,22 +181,6 @@ def listed(names: Collection[str]) -> str:
     """The first of the names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{sorted(names)[:_NAMED]}{more}"
-
-
-def _other_order(name: str, target: str) -> ValueError:
-    return ValueError(
-        f"draft checkpoint: tensor {name!r} is another activation order than that of the modules stacked with it "
-        f"in {target!r}. Expected one order for all of them, because one kernel reads their inputs. Quantise "
-        "without an activation order (desc_act false, actorder null or 'static')."
-    )
-
-
-def _other_scale(name: str, target: str) -> LoadError:
-    return LoadError(
-        f"draft checkpoint: tensor {name!r} is another scale than that of the modules stacked with it in "
-        f"{target!r}. Expected one scale for all of them, because one kernel reads them as one matrix. Quantise "
-        "q, k and v with one scale, and gate and up with one, as ModelOpt exports them."
-    )
 
 
 def _place(name: str, params: Mapping[str, nn.Parameter]) -> tuple[str, Shard]:

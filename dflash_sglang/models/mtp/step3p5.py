@@ -20,13 +20,13 @@ from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
 from dflash_sglang.models.head.target_head import TargetHead, find_embedding
+from dflash_sglang.models.layers import Quantisation
 from dflash_sglang.models.loading.stacking import load_shard, stacked, still_missing
 from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
 from dflash_sglang.sglang_names.scheduler import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput
 from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 _JOINING = ("enorm.", "hnorm.", "eh_proj.")
@@ -68,7 +68,7 @@ class Step3p5MTPDraftModel(BorrowingDraft):
     edges = None  # between candidates: a layer scores its token given the one before
     has_own_head = True
 
-    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: Quantisation = None, prefix: str = "") -> None:
         """config: the target's, made one of these layers by `MtpSpec.make_alone`."""
         super().__init__()
         del quant_config  # of the target: `MtpSpec` has refused one

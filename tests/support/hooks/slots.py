@@ -38,31 +38,31 @@ def poison() -> None:
 def blindfold() -> None:
     """Before each draft forward, K and V of the context that an imposed window leaves out become NaN; in the
     batch's rings, all that its blocks do not read."""
-    step, cut, cut_rings = DFlashWorker._step, DraftWindow.cut, DraftRings.cut
+    step, cut = DFlashWorker._step, DraftWindow.cut
 
     def before_step(self: Any, *args: Any) -> Any:
         DraftWindow.pool = self.model_runner.token_to_kv_pool
         return step(self, *args)
 
-    def then_poison(self: Any, requests: torch.Tensor, block: Any) -> Any:
+    def then_poison(self: Any, block: Any) -> Any:
         """NaN in the draft's pool at every context position that the window leaves out."""
-        seen = cut(self, requests, block)
+        seen = cut(self, block)
         assert not block.exact or seen.kv_len_bounds.tolist() == (seen.prefix_lens + block.size).tolist()
-        for request, prefix in zip(requests.tolist(), block.prefix_lens.tolist(), strict=True):
+        for request, prefix in zip(block.requests.tolist(), block.prefix_lens.tolist(), strict=True):
             first = max(prefix - self.span.window, 0) // self.span.page_size * self.span.page_size
-            outside = self._target_table[request, self.span.sinks : max(first, self.span.sinks)].long()
+            outside = self._source[request, self.span.sinks : max(first, self.span.sinks)].long()
             for buffer in kv_buffers(self.pool):
                 buffer[outside] = float("nan")
         return seen
 
-    def then_poison_rings(self: Any, requests: torch.Tensor, block: Any) -> Any:
+    def then_poison_rings(self: Any, block: Any) -> Any:
         """NaN in the rings of the batch at every slot that its blocks do not read."""
-        seen = cut_rings(self, requests, block)
+        seen = cut(self, block)
         assert not block.exact or seen.kv_len_bounds.tolist() == (seen.prefix_lens + block.size).tolist()
-        for request, length in zip(requests.tolist(), seen.prefix_lens.tolist(), strict=True):
+        for request, length in zip(block.requests.tolist(), seen.prefix_lens.tolist(), strict=True):
             first = self.shape.page_size + int(self._tables.ring_of_row[request]) * self.shape.size
             unread = torch.ones(self.shape.size, dtype=torch.bool)
-            unread[self._own[request, : length + block.size].long() - first] = False
+            unread[self._draft_table[request, : length + block.size].long() - first] = False
             for buffer in kv_buffers(self._pool):
                 buffer[first : first + self.shape.size][unread] = float("nan")
         return seen

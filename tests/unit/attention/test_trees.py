@@ -87,9 +87,8 @@ class Batch:
     def attend(self, tree: Tree | None, window: int | None) -> Tensor:
         """[requests, nodes, heads * dim]"""
         own = [row[n : n + self.nodes] for row, n in zip(self.slots, self.prefixes, strict=True)]
-        out = self._run(
-            self.slots, self.prefixes, self.nodes, torch.cat(own), (self.q, self.k, self.v), tree, window
-        )
+        rows = self.q, self.k, self.v
+        out = self._run(self.slots, self.prefixes, self.nodes, torch.cat(own), rows, tree, window)
         return out.view(len(self.prefixes), self.nodes, -1)
 
     def alone(self, request: int, nodes: list[int], window: int | None) -> Tensor:
@@ -101,15 +100,9 @@ class Batch:
         return self._run(table, [prefix], len(nodes), own, kept, None, window)[-1]
 
     def _run(
-        self,
-        table: Tensor,
-        prefixes: list[int],
-        width: int,
-        own: Tensor,
-        rows: tuple[Tensor, Tensor, Tensor],
-        tree: Tree | None,
-        window: int | None,
-    ) -> Tensor:
+        self, table: Tensor, prefixes: list[int], width: int, own: Tensor, rows: tuple[Tensor, Tensor, Tensor],
+        tree: Tree | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
         runner: Any = SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=table.int()), token_to_kv_pool=self.pool
         )

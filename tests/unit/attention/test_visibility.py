@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_sglang.attention.dense import QueryGroup
+from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+from dflash_sglang.attention.visibility import check_visibility, edges, visible
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.startup.facts import StartupError
 from tests.support import sglang_layers as layers
@@ -32,9 +35,6 @@ def rank() -> None:
 
 def check(directory: Any, config: dict[str, Any], wrong: Callable[[Any], None] = lambda backend: None) -> Any:
     """`check_visibility` on the CPU platform's backend, after `wrong` has changed it; returns the pools."""
-    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
-    from dflash_sglang.attention.visibility import check_visibility
-
     whole = draft_config(**config)
     tensors = draft_tensors(whole)
     if config.get("dflash_config", {}).get("attention_sink_bias"):
@@ -67,8 +67,6 @@ def masked(mask: Callable[..., torch.Tensor]) -> Callable[[Any], None]:
     """Visibility by `mask(distance, causal, window_left)` in place of the backend's, which masks by positions."""
 
     def change(backend: Any) -> None:
-        from dflash_sglang.attention.dense import QueryGroup
-
         class Group(QueryGroup):
             def _build_mask(self, causal: bool, window_left: int | None, heads: int, dtype: Any) -> Any:
                 rows, queries = self.query_positions.shape
@@ -92,38 +90,33 @@ def exact(distance: torch.Tensor, causal: bool, left: int) -> torch.Tensor:
     return (distance <= left) & (distance >= (0 if causal else -left))
 
 
+NOT_CAUSAL, CAUSAL = (
+    "(window 16, not causal): with TorchCpuAttention",
+    "(window 16, causal): with TorchCpuAttention",
+)
+LAST = "row 0 of a block does not see the key 15 tokens before"
+# fmt: off
 WRONG: dict[str, tuple[dict[str, Any], Callable[..., torch.Tensor], str]] = {
     "it ignores that a layer is not causal": (
-        {},
-        lambda distance, causal, left: exact(distance, True, left),
-        "full_attention layers (not causal): with TorchCpuAttention row 0 of a block does not see row 1's key",
-    ),
+        {}, lambda distance, causal, left: exact(distance, True, left),
+        "full_attention layers (not causal): with TorchCpuAttention row 0 of a block does not see row 1's key"),
     "it ignores that a layer is causal": (
-        {},
-        lambda distance, causal, left: exact(distance, False, left),
-        "sliding_attention layers (window 16, causal): with TorchCpuAttention row 0 of a block sees row 1's key",
-    ),
+        {}, lambda distance, causal, left: exact(distance, False, left),
+        f"sliding_attention layers {CAUSAL} row 0 of a block sees row 1's key"),
     "it cuts keys by the window of the first row": (
         KINDS["none causal"],
         lambda distance, causal, left: exact(distance, causal, left + torch.arange(BLOCK)[:, None]),
-        "(window 16, not causal): with TorchCpuAttention row 1 of a block sees the key 15 tokens before the block",
-    ),
+        f"{NOT_CAUSAL} row 1 of a block sees the key 15 tokens before the block"),
     "it cuts keys by the window of the last row": (
         KINDS["none causal"],
         lambda distance, causal, left: exact(distance, causal, left) & (distance[:, -1:] <= left),
-        "row 0 of a block does not see the key 15 tokens before the block",
-    ),
+        f"{NOT_CAUSAL} {LAST}"),
     "its window is a key too narrow": (
-        {},
-        lambda distance, causal, left: exact(distance, causal, left - (left < 100)),
-        "(window 16, causal): with TorchCpuAttention row 0 of a block does not see the key 15 tokens before",
-    ),
+        {}, lambda distance, causal, left: exact(distance, causal, left - (left < 100)), f"{CAUSAL} {LAST}"),
     "it sees nothing": (
-        {},
-        lambda distance, causal, left: torch.zeros_like(distance, dtype=torch.bool),
-        "(window 16, causal): with TorchCpuAttention row 0 of a block does not see the key 15 tokens before",
-    ),
+        {}, lambda distance, causal, left: torch.zeros_like(distance, dtype=torch.bool), f"{CAUSAL} {LAST}"),
 }
+# fmt: on
 
 
 @layers.cpu_only
@@ -132,21 +125,14 @@ def test_a_backend_that_sees_other_keys_ends_start_up_with_one_problem(tmp_path,
     with pytest.raises(StartupError) as caught:
         check(tmp_path, config, masked(mask))
     (problem,) = caught.value.problems
-    text = str(problem)
-    assert text.startswith(
-        "--speculative-draft-attention-backend='torch_native': expected a backend for the draft's "
-    )
-    assert says in text
-    assert text.endswith(
-        "Set --speculative-draft-attention-backend to another of flashinfer, fa3, fa4, triton, trtllm_mha."
-    )
+    text, flag = str(problem), "--speculative-draft-attention-backend"
+    assert text.startswith(f"{flag}='torch_native': expected a backend for the draft's ") and says in text
+    assert text.endswith(f"Set {flag} to another of flashinfer, fa3, fa4, triton, trtllm_mha.")
 
 
 @layers.cpu_only
 def test_every_key_that_decides_is_asked_for():
     """Of a window: for each row the last key inside and the first outside, which is nobody's once it is short."""
-    from dflash_sglang.attention.visibility import edges, visible
-
     kind = DraftSpec.from_config(draft_config()).layers[0]
     context, keys = edges(kind, BLOCK, room=100)
     assert context == WINDOW + 3 and set(range(context, context + BLOCK)) <= set(keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.drafting import proposer as module
+from dflash_sglang.drafting.row_reader import RowReader
+from dflash_sglang.models.head.target_head import TargetHead
+from dflash_sglang.models.selector import CandidateSelector
+from dflash_sglang.verify.rejection import NOT_COMMITTED
 from tests.support import sglang_layers as layers
 from tests.support.reference_dflash2 import dflash2_config
 from tests.unit.verify.test_sampling import (
     FILTERS,
-    chi_square_bound,
     first_step_of_two_tokens,
     markov_target,
     sampling_info,
@@ -40,10 +43,6 @@ class Walker:
     """Draws walks of two tokens after a last one; rows depend on that token alone, as a block's do."""
 
     def __init__(self, drawn: bool = True) -> None:
-        from dflash_sglang.drafting.row_reader import RowReader
-        from dflash_sglang.models.head.target_head import TargetHead
-        from dflash_sglang.models.selector import CandidateSelector
-
         nested = dict(selector_rank=6, selector_top_k=WIDTH)
         spec = DraftSpec.from_config(dflash2_config(vocab_size=VOCAB, dflash_config=nested)).dflash2
         generator = torch.Generator().manual_seed(17)
@@ -68,15 +67,6 @@ class Walker:
     def hidden(self, last: Tensor) -> Tensor:
         return self.rows[last]
 
-    def conditionals(self, last: int, temperature: float) -> dict[tuple[int, int], float]:
-        """{walk: probability}, by the formula."""
-        first, second = self.rows[last]
-        expected = {}
-        for a, p_a in self._step(last, first, temperature).items():
-            for b, p_b in self._step(a, second, temperature).items():
-                expected[a, b] = p_a * p_b
-        return expected
-
     @torch.no_grad()
     def likeliest(self, last: int, chances: bool = False) -> list[Any]:
         """Tokens, or what each has among its candidates."""
@@ -95,34 +85,10 @@ class Walker:
         return dict(zip(ids.tolist(), (scores / temperature).softmax(-1).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 4.0])
-def test_walks_are_drawn_from_the_product_of_their_steps_conditionals(temperature):
-    torch.manual_seed(5)
-    walker, last = Walker(), 3
-    proposals = walker.propose(torch.full((REQUESTS,), last), temperature)
-    walks = [tuple(walk) for walk in proposals.tokens[:, 1:].tolist()]
-    expected = walker.conditionals(last, temperature)
-    observed = Counter(walks)
-    assert set(observed) <= set(expected)
-    likely = {walk: p * REQUESTS for walk, p in expected.items() if p * REQUESTS >= 5}
-    counts = [(observed[walk], count) for walk, count in likely.items()]
-    rest = REQUESTS - sum(likely.values())
-    if rest >= 5:
-        counts.append((REQUESTS - sum(observed[walk] for walk in likely), rest))
-    assert sum((got - count) ** 2 / count for got, count in counts) <= chi_square_bound(len(counts) - 1)
-    # What a proposal says that it was drawn from is what it was drawn from.
-    is_taken = proposals.candidates == proposals.tokens[:, 1:, None]
-    said = (proposals.probs * is_taken).sum(-1).prod(-1)
-    torch.testing.assert_close(said, torch.tensor([expected[walk] for walk in walks]), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(proposals.probs.sum(-1), torch.ones(REQUESTS, STEPS))
-
-
 @works
 @pytest.mark.parametrize("name", FILTERS)
 def test_output_follows_the_targets_filtered_distribution_when_walks_are_proposed(name):
     """A Markov target: the joint distribution of two output tokens, by chi-square at 0.001."""
-    from dflash_sglang.verify.rejection import NOT_COMMITTED
-
     torch.manual_seed(11)
     committed = first_step_of_two_tokens(markov_target(), FILTERS[name], Walker().propose)
     if name != "top-k of one":
@@ -148,9 +114,10 @@ class ConfidentlyWrong(Walker):
         return torch.nn.functional.pad(self.rows[last].scatter(2, self._favourites[last], best), (0, 1))
 
 
-@pytest.mark.parametrize("decides", ["the likeliest walk", "the drawn walk"])
-@pytest.mark.parametrize("name", ["temperature 0.7", "temperature 1"])
-def test_rows_may_be_given_by_the_likeliest_walk_and_not_by_the_drawn_one(name, decides):
+@pytest.mark.parametrize(
+    ("decides", "name"), [("the likeliest walk", "temperature 0.7"), ("the drawn walk", "temperature 1")]
+)
+def test_rows_may_be_given_by_the_likeliest_walk_and_not_by_the_drawn_one(decides, name):
     """Half of all proposals are verified, as `test_sampling` has it for drafts without a selector."""
     torch.manual_seed(12)
     table = markov_target()
@@ -181,14 +148,15 @@ class Rank:
         return values
 
 
-@pytest.mark.parametrize("rows", ["all but the anchor's", "all but the last", "all"])
-@pytest.mark.parametrize("kind", ["greedy", "seeded", "sampled", "sampled, argmax asked for"])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("sampled", "all but the anchor's"), ("sampled", "all but the last"), ("sampled", "all"),
+     ("greedy", "all"), ("seeded", "all but the anchor's"), ("sampled, argmax asked for", "all but the last")],
+)  # fmt: skip
 def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_same_on_all_ranks(
     kind, rows, monkeypatch
 ):
     """rows: of the draft's forward, those that propose."""
-    from dflash_sglang.drafting import proposer as module
-
     torch.manual_seed(2)
     drawn = kind != "sampled, argmax asked for"
     walker, bs = Walker(drawn), 64

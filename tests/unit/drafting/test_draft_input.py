@@ -11,14 +11,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_sglang.drafting.block import BlockBuilder
+from dflash_sglang.drafting.draft_input import DFlashDraftInput, SlotReservation
+from dflash_sglang.drafting.step_slots import StepSlots
+from dflash_sglang.sglang_names.scheduler import DFlashVerifyInput
+
 CONTEXT = 100
-OF_A_BATCH = ("tree_cache", "req_to_token_pool", "req_pool_indices")
+OF_A_BATCH = dict.fromkeys(("tree_cache", "req_to_token_pool", "req_pool_indices", "spec_algorithm"))
 
 
 def reservation(block: int, row_width: int, page: int) -> Any:
-    from dflash_sglang.drafting.draft_input import SlotReservation
-
     return SlotReservation(8, block, row_width, page, "cpu")
+
+
+def requests_of(committed: list[int], allocated: list[int]) -> list[Any]:
+    return [
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=a))
+        for c, a in zip(committed, allocated, strict=True)
+    ]
 
 
 @given(
@@ -33,11 +43,8 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
     committed = data.draw(st.lists(st.integers(1, context), min_size=1, max_size=8))
     allocated = [-(-(c + data.draw(st.integers(0, 2 * block))) // page) * page for c in committed]
     limit = row_width // page * page
-    reqs = [
-        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=min(a, limit)))
-        for c, a in zip(committed, allocated, strict=True)
-    ]
-    alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH))
+    reqs = requests_of(committed, [min(a, limit) for a in allocated])
+    alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **OF_A_BATCH)
     with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode", alloc):
         reserved = reservation(block, row_width, page).reserve(given)
     asked = alloc.call_args.kwargs
@@ -63,26 +70,12 @@ class Pool:
         self.slots.serve_chains({32: 4, 64: 2})
 
     def reserve(self, committed: list[int], allocated: list[int]) -> Any:
-        reqs = [
-            SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=a))
-            for c, a in zip(committed, allocated, strict=True)
-        ]
+        reqs, module = requests_of(committed, allocated), "dflash_sglang.drafting.draft_input"
         allocator = SimpleNamespace(check_decode_capacity=lambda num_tokens, **_: num_tokens <= self.free)
-        batch = SimpleNamespace(
-            reqs=reqs,
-            token_to_kv_pool_allocator=allocator,
-            spec_algorithm=None,
-            tree_cache=None,
-            req_pool_indices=None,
-            req_to_token_pool=SimpleNamespace(size=8, available_size=lambda: 8 - len(reqs) - self.prompts),
-        )
-        with (
-            mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"),
-            mock.patch(
-                "dflash_sglang.drafting.draft_input.get_schedule",
-                lambda: SimpleNamespace(enable_mixed_chunk=self.mixed),
-            ),
-        ):
+        rows = SimpleNamespace(size=8, available_size=lambda: 8 - len(reqs) - self.prompts)
+        batch = SimpleNamespace(reqs=reqs, **OF_A_BATCH | dict(token_to_kv_pool_allocator=allocator))
+        batch.req_to_token_pool, schedule = rows, SimpleNamespace(enable_mixed_chunk=self.mixed)
+        with mock.patch(f"{module}.alloc_for_spec_decode"), mock.patch(f"{module}.get_schedule", lambda: schedule):
             reserved = self.slots.reserve(batch)
         return reserved.chain, reserved.lengths.tolist()
 
@@ -159,10 +152,6 @@ def runner_of(requests: int, translator: Any, name: str = "") -> Any:
 )
 def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer, exact):
     """FlashInfer's graphs of width 1 have room for so many keys of each request, its own among them."""
-    from dflash_sglang.drafting.block import BlockBuilder
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.sglang_names.scheduler import DFlashVerifyInput
-
     rows = torch.arange(len(committed))
     translator = mock.Mock()
     runner = runner_of(len(committed), translator)
@@ -200,7 +189,6 @@ def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer,
 def test_a_block_lies_where_the_graph_that_drafts_finds_it(monkeypatch, width, captured, at):
     """Graphs that verify trees have inputs of their own, so those of the target may be another block's."""
     from dflash_sglang.drafting import block
-    from dflash_sglang.drafting.step_slots import StepSlots
 
     inputs = {
         name: block.GraphInputs(*(torch.zeros(n, dtype=torch.int64) for n in (32, 32, 32, 2, 2)))
@@ -220,8 +208,7 @@ def test_a_block_lies_where_the_graph_that_drafts_finds_it(monkeypatch, width, c
 
 def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
     def reserve(*committed: int) -> Any:
-        reqs = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=c)) for c in committed]
-        return slots.reserve(SimpleNamespace(reqs=reqs, **dict.fromkeys(OF_A_BATCH)))
+        return slots.reserve(SimpleNamespace(reqs=requests_of([*committed], [*committed]), **OF_A_BATCH))
 
     slots = reservation(4, 100, 1)
     with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"):
@@ -236,7 +223,6 @@ def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_draft_input_is_filtered_and_merged_with_its_batch(overlap):
     """Tokens and lengths are the relay's, by the requests' rows; without overlap SGLang names no rows."""
-    from dflash_sglang.drafting.draft_input import DFlashDraftInput
 
     def of(*requests: int) -> DFlashDraftInput:
         made = DFlashDraftInput.create(torch.tensor(requests) + 100, torch.tensor(requests) + 200, None)

@@ -9,12 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_sglang.checkpoint import VocabularySpec
+from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
+from dflash_sglang.drafting.block import Block, Rows
+from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
+from dflash_sglang.drafting.row_reader import TREE_CANDIDATES, RowReader
+from dflash_sglang.drafting.step_slots import StepSlots
+from dflash_sglang.kernels.block.accept import Ragged
+from dflash_sglang.kernels.head.pack_shard import Candidates
+from dflash_sglang.models.head.draft_head import DraftHead
+from dflash_sglang.verify.acceptance import Acceptor
+from dflash_sglang.verify.ragged import RaggedVerify
+from dflash_sglang.verify.verifier import Verifier
+
 BLOCK, WIDTH, LENS = 8, 4, (2, 1, 4)
 
 
 def block_of(bs: int) -> Any:
-    from dflash_sglang.drafting.block import Block, Rows
-
     rows = torch.arange(bs * WIDTH)
     ids, positions, slots = (rows.view(bs, WIDTH) + offset for offset in (100, 200, 300))
     return Block(
@@ -31,9 +43,6 @@ def block_of(bs: int) -> Any:
 
 
 def packed(captured: int | None) -> Any:
-    from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.verify.ragged import RaggedVerify
-
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(6, 10, dtype=torch.int32)),
         kv_index_translator=SimpleNamespace(plan=lambda **asked: asked),
@@ -60,30 +69,21 @@ def packed(captured: int | None) -> Any:
 ROWS = [0, 1, 4, 8, 9, 10, 11]
 
 
-def test_without_a_graph_a_step_has_the_rows_that_are_verified_and_no_other() -> None:
-    chosen = packed(captured=None)
-    assert chosen.rows.ids.tolist() == [1000 + row for row in ROWS]
-    assert chosen.rows.positions.tolist() == [200 + row for row in ROWS]
-    assert chosen.rows.slots.tolist() == [300 + row for row in ROWS]
-    layout, ragged = chosen.layout, chosen.ragged
-    assert layout.verify_lens.tolist() == list(LENS) == layout.verify_lens_cpu
-    assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7] and layout.extend_start_loc.tolist() == [0, 2, 3]
-    assert layout.graph_num_tokens == layout.total_verify_tokens == 7
-    assert ragged.starts.tolist()[:3] == [0, 2, 3] and ragged.lens.tolist() == list(LENS)
-    assert ragged.block == BLOCK
-    assert chosen.loc_plan["write_virtual"].tolist() == chosen.rows.slots.tolist()
-    assert chosen.loc_plan["read_extent"] == WIDTH and chosen.loc_plan["seq_lens_cpu"] == "lengths"
-
-
-def test_requests_that_a_graph_has_more_have_no_rows() -> None:
-    chosen = packed(captured=5)
+@pytest.mark.parametrize("captured", [None, 5])
+def test_a_step_has_the_rows_that_are_verified_and_requests_that_a_graph_has_more_have_none(captured) -> None:
+    chosen, more = packed(captured), [] if captured is None else [0, 0]
     for rows, offset in zip(chosen.rows, (1000, 200, 300), strict=True):
         assert rows.tolist() == [offset + row for row in ROWS]
-    layout = chosen.layout
-    assert layout.verify_lens.tolist() == [*LENS, 0, 0] and layout.bs == 5
-    assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7, 7, 7]
-    assert layout.graph_num_tokens == 7 and layout.cap == BLOCK
-    assert chosen.ragged.lens.tolist() == list(LENS)
+    layout, ragged = chosen.layout, chosen.ragged
+    assert layout.verify_lens.tolist() == [*LENS, *more] and layout.bs == 3 + len(more)
+    assert layout.qo_indptr_device.tolist() == [0, 2, 3, 7, *[7 for _ in more]]
+    assert layout.extend_start_loc.tolist()[:3] == [0, 2, 3]
+    assert layout.verify_lens_cpu == (list(LENS) if captured is None else None)
+    assert layout.graph_num_tokens == layout.total_verify_tokens == 7
+    assert ragged.starts.tolist()[:3] == [0, 2, 3] and ragged.lens.tolist() == list(LENS)
+    assert ragged.block == BLOCK and (captured is None or layout.cap == BLOCK)
+    assert chosen.loc_plan["write_virtual"].tolist() == chosen.rows.slots.tolist()
+    assert chosen.loc_plan["read_extent"] == WIDTH and chosen.loc_plan["seq_lens_cpu"] == "lengths"
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,6 @@ def test_requests_that_a_graph_has_more_have_no_rows() -> None:
 def test_what_is_adjusted_has_no_trees_and_what_is_reported_or_processed_by_the_host_no_ragged_steps_either(
     what: str | None,
 ) -> None:
-    from dflash_sglang.verify.verifier import Verifier
-
     info = SimpleNamespace(
         is_all_greedy=what != "sampled",
         acc_additive_penalties=torch.zeros(1) if what == "penalised" else None,
@@ -117,11 +115,6 @@ def test_what_is_adjusted_has_no_trees_and_what_is_reported_or_processed_by_the_
 def test_proposals_come_with_their_chances_and_with_candidates_where_trees_are_grown(drawn: bool) -> None:
     """Widest blocks of at most 2 requests, counted with a graph's padding. Drawn or not, over all tokens."""
     from torch import nn
-
-    from dflash_sglang.checkpoint import VocabularySpec
-    from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
-    from dflash_sglang.drafting.row_reader import TREE_CANDIDATES, RowReader
-    from dflash_sglang.models.head.draft_head import DraftHead
 
     torch.manual_seed(0)
     linear, ids = nn.Linear(8, 40, bias=False), torch.arange(40) * 3
@@ -151,29 +144,19 @@ def drafts(edges: object = None, all_rows: object = None, anchor_proposes: bool 
     return SimpleNamespace(edges=edges, head=SimpleNamespace(all_rows=all_rows), spec=spec)
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
+def test_a_draft_without_candidates_is_not_asked_for_them() -> None:
+    for model, reason in (
         (drafts(edges=object()), "the draft's edges score walks"),
         (drafts(all_rows=object()), "share the draft's head"),
         (drafts(anchor_proposes=True), "the anchor's row proposes"),
-    ],
-)
-def test_a_draft_without_candidates_is_not_asked_for_them(model: Any, reason: str) -> None:
-    from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
-
-    assert reason in str(why_no_candidates(model))
-    with pytest.raises(ValueError, match=f"tree_requests=4: expected 0, because .*{reason}"):
-        Proposer(SimpleNamespace(), model, BLOCK, None, drawn=False, tree_requests=4)
+    ):
+        assert reason in str(why_no_candidates(model))
+        with pytest.raises(ValueError, match=f"tree_requests=4: expected 0, because .*{reason}"):
+            Proposer(SimpleNamespace(), model, BLOCK, None, drawn=False, tree_requests=4)
     assert why_no_candidates(drafts()) is None
 
 
 def test_proposals_are_worth_nothing_beyond_a_requests_limit() -> None:
-    from dflash_sglang.drafting.proposals import Proposals
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.kernels.head.pack_shard import Candidates
-    from dflash_sglang.verify.acceptance import Acceptor
-
     acceptor, beyond = Acceptor(StepSlots(6, 4, "cpu")), float("-inf")
     said = Proposals.certain(torch.zeros((3, 3)), logprobs=torch.full((3, 2), -7.0))
     said = said._replace(best=Candidates(torch.zeros(3, 2, 2), torch.full((3, 2, 2), -7.0)))
@@ -192,10 +175,6 @@ def test_proposals_are_worth_nothing_beyond_a_requests_limit() -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_graph_that_is_padded_beyond_the_rows_of_requests_accepts_those_that_have_one(ragged: bool) -> None:
     """Ranks that share a batch of 5 take parts of one size each: 8 requests, of which 3 are nobody's."""
-    from dflash_sglang.drafting.step_slots import StepSlots
-    from dflash_sglang.kernels.block.accept import Ragged
-    from dflash_sglang.verify.acceptance import Acceptor
-
     rows, padded, block = 6, 8, 4
     requests = torch.tensor([1, 2, 3, 4, 5, 0, 0, 0])
     blocks = torch.arange(padded * block).view(padded, block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,10 +91,10 @@ class Server:
         drafted = self.rings.assign_block(rows, prefixes, slots)
         block: Any = SimpleNamespace(batch_size=len(rows), size=BLOCK, requests=rows, requests_cpu=rows)
         block.prefix_lens, block.kv_len_bounds, block.exact = prefixes, prefixes + BLOCK, True
-        seen = self.rings.cut(rows, block)
+        seen = self.rings.cut(block)
         assert seen.kv_len_bounds.tolist() == (seen.prefix_lens + BLOCK).tolist()
         block.exact = False
-        assert (self.rings.cut(rows, block).kv_len_bounds >= seen.prefix_lens + BLOCK).all()
+        assert (self.rings.cut(block).kv_len_bounds >= seen.prefix_lens + BLOCK).all()
         for i, request in enumerate(requests):
             length = int(seen.prefix_lens[i])
             read = self.pool.rows[self.own[request.row, :length].long()].tolist()
@@ -217,27 +217,19 @@ def test_fewer_rings_than_rows_are_an_error():
 
 
 def test_the_context_writer_of_rings_names_a_steps_slots_and_hands_on_what_a_ring_keeps_of_a_prefill():
-    calls: list[tuple[str, tuple[Any, ...]]] = []
-    context: Any = SimpleNamespace(
-        write=lambda *of: calls.append(("write", of)),
-        slots_of=lambda plan: plan.slots,
-    )
+    calls: list[tuple[Any, ...]] = []
+    context: Any = SimpleNamespace(write=lambda *of: calls.append(of), slots_of=lambda plan: plan.slots)
     kept = torch.tensor([1, 2])
     rings: Any = SimpleNamespace(
         named=lambda slots: slots + 100,
         admit=lambda batch: None,
         assign_prefill=lambda batch, positions, slots: (kept, positions[kept], slots[kept]),
     )
-    features, positions, slots = torch.randn(3, 4), torch.arange(3), torch.tensor([7, 8, 9])
-    requests = torch.tensor([2, 5])
-    plan: Any = SimpleNamespace(slots=slots, req_pool_indices=requests)
-    writer = RingContext(context, rings)
+    features, positions = torch.randn(3, 4), torch.arange(3)
+    plan: Any = SimpleNamespace(slots=torch.tensor([7, 8, 9]), req_pool_indices=torch.tensor([2, 5]))
+    writer, batch = RingContext(context, rings), cast(Any, object())
     writer.write_planned(features, positions, plan)
-    ((name, of),) = calls
-    assert name == "write" and of[2].tolist() == [107, 108, 109]
-    assert of[3] is requests
-    calls.clear()
-    batch: Any = object()
     writer.write_prefill(features, positions, plan, batch, torch.tensor([1, 2]))
-    ((_, of),) = calls
-    assert (of[1].tolist(), of[2].tolist()) == ([1, 2], [8, 9])
+    (_, _, of_step, requests), (rows, places, of_prefill) = calls
+    assert of_step.tolist() == [107, 108, 109] and requests is plan.req_pool_indices
+    assert torch.equal(rows, features[1:]) and (places.tolist(), of_prefill.tolist()) == ([1, 2], [8, 9])

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dflash_sglang.models.dspark import Qwen3DSparkModel
 from dflash_sglang.startup.facts import LoadError
 from tests.support import quantised_drafts as drafts
 from tests.support import quantised_twins
 from tests.support import sglang_layers as layers
 from tests.support.quantised_layouts import dequantised
 from tests.support.reference_dspark import ReferenceDSpark, dspark_config, dspark_tensors
-from tests.support.reference_walks import assert_equals_the_reference
+from tests.support.reference_walks import Target, assert_equals_the_reference
 from tests.support.tiny import write_checkpoint
-from tests.unit.models.test_dflash2 import Target
 from training.quantise import SCHEMES, quantise
 
 pytestmark = layers.cpu_only
@@ -32,16 +32,12 @@ works = pytest.mark.matrix(
 
 RAW = SCHEMES["nvfp4-a16"].config
 EMBEDDING, SUCCESSORS = "embed_tokens", "markov_head.markov_w2"
-PACKED = {
-    "embedding and successors": (EMBEDDING, SUCCESSORS),
-    "successors": (SUCCESSORS,),
-    "no table": (),
-}
+PACKED = {"embedding and successors": (EMBEDDING, SUCCESSORS), "successors": (SUCCESSORS,), "no table": ()}
+ALL = PACKED["embedding and successors"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    layers.start_rank()
     with pytest.MonkeyPatch.context() as patch:
         quantised_twins.install(patch)
         yield
@@ -50,23 +46,15 @@ def kernels() -> Iterator[None]:
 class Reference(ReferenceDSpark):
     """Whose anchor's row proposes nothing."""
 
-    def propose(self, hidden: Tensor, head: nn.Module, anchor: int) -> list[int]:
-        return super().propose(hidden[1:], head, anchor)
+    def proposing(self, hidden: Tensor) -> Tensor:
+        return hidden[1:]
 
 
 def config_of(block: int = 8) -> dict[str, Any]:
     return dspark_config(
-        hidden_size=256,
-        head_dim=64,
-        intermediate_size=512,
-        block_size=block,
-        markov_rank=32,
-        sample_from_anchor=False,
-        has_embed_tokens=True,
-        has_lm_head=False,
-        is_causal=True,
-        quantization_config=dict(RAW),
-    )
+        hidden_size=256, head_dim=64, intermediate_size=512, block_size=block, markov_rank=32, is_causal=True,
+        sample_from_anchor=False, has_embed_tokens=True, has_lm_head=False, quantization_config=dict(RAW),
+    )  # fmt: skip
 
 
 def checkpoint(config: dict[str, Any], tables: tuple[str, ...], seed: int = 1) -> tuple[dict, dict]:
@@ -81,8 +69,6 @@ def checkpoint(config: dict[str, Any], tables: tuple[str, ...], seed: int = 1) -
 
 
 def build(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    from dflash_sglang.models.dspark import Qwen3DSparkModel
-
     write_checkpoint(directory, config, tensors)
     with layers.defaults(torch.float32):
         model = Qwen3DSparkModel(layers.hf_config(directory), drafts.sglang_config(RAW))
@@ -94,11 +80,8 @@ def build(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -
 
 
 @works
-@pytest.mark.parametrize("tables", PACKED.values(), ids=PACKED)
-@pytest.mark.parametrize("block", [5, 8, 16])
-def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_accept_lengths(
-    tmp_path, block, tables
-):
+@pytest.mark.parametrize(("tables", "block"), zip(PACKED.values(), (5, 8, 16), strict=True), ids=PACKED)
+def test_rows_proposals_and_q_equal_the_reference(tmp_path, tables, block):
     config = config_of(block)
     tensors, weights = checkpoint(config, tables)
     model, target = build(tmp_path, config, tensors), Target(hidden=256)
@@ -109,15 +92,15 @@ def test_rows_proposals_and_q_equal_the_reference_over_three_steps_of_different_
     torch.testing.assert_close(model.forward_embed(ids), table, rtol=1e-6, atol=0)
     assert not torch.allclose(target.model.embed_tokens(ids), table, atol=0.1)
     reference = Reference.from_weights(config, weights)
-    assert_equals_the_reference(model, reference, target.lm_head, block, lambda rows: rows[1:])
+    assert_equals_the_reference(model, reference, target.lm_head, block)
 
 
 def test_an_update_reaches_packed_tables_in_the_same_memory(tmp_path):
     config = config_of()
-    model = build(tmp_path, config, checkpoint(config, PACKED["embedding and successors"])[0])
+    model = build(tmp_path, config, checkpoint(config, ALL)[0])
     model.bind_target(Target(hidden=256))
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    new, weights = checkpoint(config, PACKED["embedding and successors"], seed=9)
+    new, weights = checkpoint(config, ALL, seed=9)
     tables = {name: tensor for name, tensor in new.items() if name.startswith((EMBEDDING, SUCCESSORS))}
     model.load_weights(tables.items())
     torch.testing.assert_close(model.forward_embed(torch.arange(320)), weights["embed_tokens.weight"])
@@ -125,14 +108,13 @@ def test_an_update_reaches_packed_tables_in_the_same_memory(tmp_path):
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
 
 
-@pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize("lost", ["embed_tokens.weight_scale_2", "markov_head.markov_w2.weight_scale"])
-def test_a_packed_table_without_a_scale_is_an_error_that_names_it(tmp_path, lost, prefix):
+def test_a_packed_table_without_a_scale_is_an_error_that_names_it(tmp_path):
     config = config_of()
-    tensors, _ = checkpoint(config, PACKED["embedding and successors"])
-    del tensors[lost]
-    with pytest.raises(LoadError, match=rf"missing tensors \['{prefix}{lost}'\]\. Expected all of weight, "):
-        build(tmp_path, config, {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
+    for prefix, lost in (("", "embed_tokens.weight_scale_2"), ("model.", "markov_head.markov_w2.weight_scale")):
+        tensors, _ = checkpoint(config, ALL)
+        del tensors[lost]
+        with pytest.raises(LoadError, match=rf"missing tensors \['{prefix}{lost}'\]\. Expected all of weight, "):
+            build(tmp_path / lost, config, {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
 
 
 @pytest.mark.matrix(
@@ -141,29 +123,20 @@ def test_a_packed_table_without_a_scale_is_an_error_that_names_it(tmp_path, lost
     outcome="refused",
     message="draft checkpoint: tensor ... is another scale than that of the modules stacked with it",
 )
-def test_stacked_modules_with_scales_that_differ_are_refused(tmp_path):
+def test_scales_that_differ_or_are_of_another_format_and_biases_are_refused(tmp_path):
+    """The kernel would add biases to other outputs."""
     config = config_of()
     tensors, _ = checkpoint(config, ())
-    tensors["layers.1.self_attn.k_proj.weight_scale_2"] *= 2
-    with pytest.raises(
-        LoadError, match=r"another scale than .* stacked with it in 'layers.1.self_attn.qkv_proj\."
-    ):
-        build(tmp_path, config, tensors)
-
-
-def test_biases_that_the_kernel_would_add_to_other_outputs_are_refused(tmp_path):
-    config = config_of() | {"attention_bias": True}
-    tensors, _ = checkpoint(config, ())
+    scale = {"layers.1.self_attn.k_proj.weight_scale_2": 2 * tensors["layers.1.self_attn.k_proj.weight_scale_2"]}
     rows = {"q_proj": config["num_attention_heads"] * 64, "o_proj": 256}
     rows |= dict.fromkeys(("k_proj", "v_proj"), config["num_key_value_heads"] * 64)
-    for layer in range(config["num_hidden_layers"]):
-        tensors |= {f"layers.{layer}.self_attn.{name}.bias": torch.randn(size) for name, size in rows.items()}
-    with pytest.raises(LoadError, match=r"biases of \['layers.0.self_attn.*NVFP4. Expected none"):
-        build(tmp_path, config, tensors)
-
-
-def test_scales_of_a_table_in_another_format_are_unexpected(tmp_path):
-    config = config_of()
-    tensors, _ = checkpoint(config, ())
-    with pytest.raises(LoadError, match=r"unexpected tensors \['embed_tokens.weight_scale'\]"):
-        build(tmp_path, config, tensors | {"embed_tokens.weight_scale": torch.ones(320)})
+    biases = {
+        f"layers.{i}.self_attn.{name}.bias": torch.randn(size) for i in (0, 1) for name, size in rows.items()
+    }
+    for i, (fields, changed, says) in enumerate((
+        ({}, scale, r"another scale than .* stacked with it in 'layers.1.self_attn.qkv_proj\."),
+        ({"attention_bias": True}, biases, r"biases of \['layers.0.self_attn.*NVFP4. Expected none"),
+        ({}, {"embed_tokens.weight_scale": torch.ones(320)}, r"unexpected tensors \['embed_tokens.weight_scale"),
+    )):  # fmt: skip
+        with pytest.raises(LoadError, match=says):
+            build(tmp_path / str(i), config | fields, tensors | changed)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.quantization import fp8_utils
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.runtime_context import get_exec
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from dflash_sglang.models.context_kv.projection import ContextKV
+from dflash_sglang.models.head.target_head import TargetHead
+from dflash_sglang.models.loading.updates import DraftWeightUpdater
 from tests.support import quantised_drafts as drafts
 from tests.support import quantised_twins
 from tests.support import sglang_layers as layers
@@ -19,73 +24,63 @@ from training.quantise import SCHEMES
 
 pytestmark = [pytest.mark.gpu] if layers.DEVICE == "cuda" else []
 
-FORMS = {name: "per_layer" for name in SCHEMES} | {
-    "fp8-dynamic": "stacked",
-    "fp8-static": "sliced",
-    "ct-w8a8-fp8": "stacked",
-    "ct-w8a8-fp8-static": "sliced",
-}
 ROUNDS_ACTIVATIONS = {name for name in SCHEMES if "8" in name}
 POSITIONS = torch.tensor([0, 1, 2, 70, 300])
 SLOTS = torch.tensor([9, 4, 31, 2, 17])
-MATRIX_NAMES = {
-    "fp8-dynamic": "fp8, dynamic activations",
-    "fp8-static": "fp8, static activations",
-    "ct-w8a8-fp8": "compressed-tensors W8A8 fp8",
-    "ct-w8a8-fp8-static": "compressed-tensors W8A8 fp8, static",
-    "ct-w8a8-int8": "compressed-tensors W8A8 int8",
-    "ct-w4a16": "compressed-tensors W4A16",
-    "ct-w4a16-asym": "compressed-tensors W4A16, zero points",
-    "ct-w4a16-actorder": "compressed-tensors W4A16, activation order",
-    "awq": "AWQ",
-    "gptq": "GPTQ",
-    "gptq-actorder": "GPTQ, activation order",
-    "nvfp4-a16": "ModelOpt W4A16 NVFP4, on a CPU stand-ins for its kernels",
+# By scheme: the support matrix's name, and the form of context KV.
+# fmt: off
+KINDS = {
+    "fp8-dynamic": ("fp8, dynamic activations", "stacked"),
+    "fp8-static": ("fp8, static activations", "sliced"),
+    "ct-w8a8-fp8": ("compressed-tensors W8A8 fp8", "stacked"),
+    "ct-w8a8-fp8-static": ("compressed-tensors W8A8 fp8, static", "sliced"),
+    "ct-w8a8-int8": ("compressed-tensors W8A8 int8", "per_layer"),
+    "ct-w4a16": ("compressed-tensors W4A16", "per_layer"),
+    "ct-w4a16-asym": ("compressed-tensors W4A16, zero points", "per_layer"),
+    "ct-w4a16-actorder": ("compressed-tensors W4A16, activation order", "per_layer"),
+    "awq": ("AWQ", "per_layer"),
+    "gptq": ("GPTQ", "per_layer"),
+    "gptq-actorder": ("GPTQ, activation order", "per_layer"),
+    "nvfp4-a16": ("ModelOpt W4A16 NVFP4, on a CPU stand-ins for its kernels", "per_layer"),
 }
+# Tensors without which a checkpoint is not loaded.
+LOST = {
+    "fp8-static": ["fc.weight_scale", "layers.1.self_attn.k_proj.input_scale"],
+    "ct-w8a8-int8": ["layers.0.self_attn.v_proj.weight_scale", "layers.2.mlp.up_proj.weight_scale"],
+    "ct-w4a16-asym": ["fc.weight_scale", "layers.0.self_attn.q_proj.weight_zero_point"],
+    "ct-w4a16-actorder": ["layers.2.self_attn.k_proj.weight_g_idx"],
+    "awq": ["fc.qzeros", "layers.0.mlp.gate_proj.qzeros"],
+    "gptq": ["layers.0.self_attn.k_proj.scales", "layers.1.self_attn.o_proj.qweight"],
+    "nvfp4-a16": ["fc.weight_scale_2", "layers.1.mlp.up_proj.weight_scale"],
+}
+# fmt: on
 WITHOUT_BIASES = ("nvfp4-a16",)  # refused with them
 ALL = pytest.mark.parametrize(
     "scheme",
     [
         pytest.param(
-            name,
-            marks=pytest.mark.matrix(target="any", draft=shown, kv="model dtype", outcome="works"),
+            name, marks=pytest.mark.matrix(target="any", draft=shown, kv="model dtype", outcome="works")
         )
-        for name, shown in MATRIX_NAMES.items()
+        for name, (shown, _) in KINDS.items()
     ],
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    layers.start_rank()
     with pytest.MonkeyPatch.context() as patch:
         if layers.DEVICE == "cpu":
             quantised_twins.install(patch)
         else:
-            from sglang.srt.layers.quantization import fp8_utils
-
             patch.setattr(fp8_utils, "get_exec", eager_exec)
         yield
 
 
 def eager_exec() -> Any:
     """SGLang's namespace `exec` with an eager prefill, as a server without torch.compile resolves it."""
-    from sglang.srt.runtime_context import get_exec
-
     prefill = SimpleNamespace(tc_compiler="eager")
     graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill))
     return SimpleNamespace(graph=graph, kernel=get_exec().kernel)
-
-
-def launches(run: Callable[[], object]) -> list[str]:
-    """Names of what `run` started on the GPU, its third time: a first profile may miss some."""
-    run()
-    for _ in range(2):
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-            run()
-            torch.cuda.synchronize()
-    return [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def close(got: Tensor, wanted: Tensor, scheme: str) -> bool:
@@ -122,55 +117,47 @@ def test_every_linear_layer_computes_what_an_independent_reader_of_the_checkpoin
 
 
 @ALL
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_context_kv_equals_the_layers_own_and_takes_k_and_v_alone_in_fp8(tmp_path, scheme, bias):
-    from dflash_sglang.models.context_kv.projection import ContextKV
+def test_context_kv_equals_the_layers_own_and_takes_k_and_v_alone_in_fp8(tmp_path, scheme):
+    for bias in (False,) if scheme in WITHOUT_BIASES else (False, True):
+        raw, tensors = SCHEMES[scheme].config, drafts.checkpoint(scheme, attention_bias=bias)
+        model = drafts.build(tmp_path / str(bias), raw, tensors, attention_bias=bias)
+        context = ContextKV(model)
+        assert context.form == KINDS[scheme][1], context.reason
+        rows, positions = some_rows(256), POSITIONS.to(layers.DEVICE)
+        # Sums of another order may round a last bit otherwise, which the rotation carries to another element.
+        step = 1e-5 if drafts.DTYPE == torch.float32 else torch.finfo(torch.bfloat16).eps
+        for layer, pair in zip(model.layers, context.keys_values(rows, positions), strict=True):
+            for got, own in zip(pair, layers.context_key_value(layer.self_attn, rows, positions), strict=True):
+                torch.testing.assert_close(got, own, rtol=step, atol=step * float(own.abs().max()))
 
-    if bias and scheme in WITHOUT_BIASES:
-        pytest.skip("start-up refuses biases in this scheme")
-    raw, tensors = SCHEMES[scheme].config, drafts.checkpoint(scheme, attention_bias=bias)
-    model = drafts.build(tmp_path, raw, tensors, attention_bias=bias)
-    context = ContextKV(model)
-    assert context.form == FORMS[scheme], context.reason
-    rows, positions = some_rows(256), POSITIONS.to(layers.DEVICE)
-    # Sums of another order may round a last bit otherwise, which the rotation carries to another element.
-    step = 1e-5 if drafts.DTYPE == torch.float32 else torch.finfo(torch.bfloat16).eps
-    for layer, pair in zip(model.layers, context.keys_values(rows, positions), strict=True):
-        for got, own in zip(pair, layers.context_key_value(layer.self_attn, rows, positions), strict=True):
-            torch.testing.assert_close(got, own, rtol=step, atol=step * float(own.abs().max()))
-
-    features = some_rows(768)
-    pool = layers.make_pool(model, slots=40, dtype=drafts.DTYPE)
-    context.bind(pool)
-    context.write(features, positions, SLOTS.to(layers.DEVICE))
-    expected = drafts.reference(raw, tensors, attention_bias=bias).context_kv(features.float().cpu(), POSITIONS)
-    for layer, kv in enumerate(expected):
-        for buffer, wanted in zip(pool.get_kv_buffer(layer), kv, strict=True):
-            assert close(buffer[SLOTS.to(buffer.device)], wanted, scheme)
-            assert bool((buffer[[0, 1, 3, 5]].float() == 7).all())
+        features = some_rows(768)
+        pool = layers.make_pool(model, slots=40, dtype=drafts.DTYPE)
+        context.bind(pool)
+        context.write(features, positions, SLOTS.to(layers.DEVICE))
+        reference = drafts.reference(raw, tensors, attention_bias=bias)
+        for layer, kv in enumerate(reference.context_kv(features.float().cpu(), POSITIONS)):
+            for buffer, wanted in zip(pool.get_kv_buffer(layer), kv, strict=True):
+                assert close(buffer[SLOTS.to(buffer.device)], wanted, scheme)
+                assert bool((buffer[[0, 1, 3, 5]].float() == 7).all())
 
 
-@pytest.mark.parametrize("form", ["stacked", "per_layer"])
-def test_the_operator_can_ask_for_a_form_and_is_told_when_the_weights_do_not_allow_it(tmp_path, form):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
-    dynamic, static, packed = (
-        drafts.build(tmp_path / scheme, SCHEMES[scheme].config, drafts.checkpoint(scheme))
-        for scheme in ("fp8-dynamic", "fp8-static", "ct-w4a16")
-    )
-    assert ContextKV(dynamic, form).form == form
-    for model, why in ((static, "has input_scale of its own"), (packed, "by CompressedTensorsWNA16")):
-        if form == "stacked":
-            with pytest.raises(ValueError, match=rf"context_kv='stacked'.*{why}.*'auto'"):
-                ContextKV(model, form)
-        else:
-            assert ContextKV(model, form).form == form
+def test_the_operator_can_ask_for_a_form_and_is_told_when_the_weights_do_not_allow_it(tmp_path):
+    for scheme, why in (
+        ("fp8-dynamic", None),
+        ("fp8-static", "has input_scale of its own"),
+        ("ct-w4a16", "by CompressedTensorsWNA16"),
+    ):
+        model = drafts.build(tmp_path / scheme, SCHEMES[scheme].config, drafts.checkpoint(scheme))
+        assert ContextKV(model, "per_layer").form == "per_layer"
+        if why is None:
+            assert ContextKV(model, "stacked").form == "stacked"
+            continue
+        with pytest.raises(ValueError, match=rf"context_kv='stacked'.*{why}.*'auto'"):
+            ContextKV(model, "stacked")
 
 
 @layers.cpu_only
 def test_rows_that_end_inside_of_a_kernels_tile_go_through_the_whole_layer(tmp_path):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
     heads = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=24)  # q 72 rows: no multiple of 16
     scheme = "fp8-dynamic"
     model = drafts.build(tmp_path, SCHEMES[scheme].config, drafts.checkpoint(scheme, **heads), **heads)
@@ -178,61 +165,60 @@ def test_rows_that_end_inside_of_a_kernels_tile_go_through_the_whole_layer(tmp_p
     assert "whose rows come in 16s: q 72, kv 24" in ContextKV(model).reason
 
 
-class Updater:
-    """SGLang's updater as far as tensors go."""
+class Updated:
+    """A draft with its context KV and our updater, over as much of SGLang's as tensors need."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        def load(named_tensors: Any, load_format: Any) -> tuple[bool, str]:
+            model.load_weights(named_tensors)
+            return True, "Success"
 
-    def update_weights_from_tensor(self, named_tensors: Any, load_format: Any) -> tuple[bool, str]:
-        self._model.load_weights(named_tensors)
-        return True, "Success"
+        self.model, self.context = model, ContextKV(model)
+        sglangs = SimpleNamespace(update_weights_from_tensor=load)
+        self._updater = DraftWeightUpdater(sglangs, model, [self.context.refresh])
+        self.addresses = self._addresses()
+
+    def send(self, tensors: Mapping[str, Tensor], load_format: str | None = None) -> tuple[bool, str]:
+        """In a session of its own; without tensors, one that only ends."""
+        named, answer = [(name, tensor.to(layers.DEVICE)) for name, tensor in tensors.items()], (True, "")
+        self._updater.begin_weight_update()
+        if named or load_format:
+            answer = self._updater.update_weights_from_tensor(named_tensors=named, load_format=load_format)
+        self._updater.end_weight_update(run_post_load=not (named or load_format))
+        assert self._addresses() == self.addresses
+        return answer
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}
 
 
 @ALL
 def test_an_update_of_a_quantised_draft_reaches_block_and_context_in_the_same_memory(tmp_path, scheme):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.models.loading.updates import DraftWeightUpdater
-
     raw, old, new = SCHEMES[scheme].config, drafts.checkpoint(scheme), drafts.checkpoint(scheme, seed=99)
-    model = drafts.build(tmp_path / "old", raw, old)
-    context = ContextKV(model)
-    updater = DraftWeightUpdater(Updater(model), model, [context.refresh])
+    updated = Updated(drafts.build(tmp_path / "old", raw, old))
     rows, positions = some_rows(256), POSITIONS.to(layers.DEVICE)
 
-    def state(of: Any, kv: Any) -> list[Tensor]:
-        pairs = [tensor.clone() for pair in kv.keys_values(rows, positions) for tensor in pair]
+    def state(of: Updated) -> list[Tensor]:
+        pairs = [tensor.clone() for pair in of.context.keys_values(rows, positions) for tensor in pair]
         with torch.no_grad():
-            outputs = [of.fc(some_rows(768))[0], *(layer.self_attn.qkv_proj(rows)[0] for layer in of.layers)]
-            return [*pairs, *outputs, *(layer.mlp(rows) for layer in of.layers)]
+            outputs = [of.model.fc(some_rows(768))[0]]
+            outputs += [layer.self_attn.qkv_proj(rows)[0] for layer in of.model.layers]
+            return [*pairs, *outputs, *(layer.mlp(rows) for layer in of.model.layers)]
 
     def same(one: list[Tensor], other: list[Tensor]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
-    before = state(model, context)
-    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    updater.begin_weight_update()
-    updater.end_weight_update(run_post_load=True)
-    assert same(state(model, context), before), "an update without tensors"
-
-    updater.begin_weight_update()
+    before = state(updated)
+    assert updated.send({})[0] and same(state(updated), before), "an update without tensors"
     part = next(name for name in new if ".v_proj." in name)
-    success, message = updater.update_weights_from_tensor(named_tensors=[(part, new[part])])
+    success, message = updated.send({part: new[part]})
     assert not success and "missing tensors ['layers.0.self_attn." in message and "in one request" in message
-    updater.end_weight_update(run_post_load=False)
-    assert same(state(model, context), before), "an update with a part of a module"
-    updater.begin_weight_update()
-    success, message = updater.update_weights_from_tensor(named_tensors=[], load_format="direct")
+    assert same(state(updated), before), "an update with a part of a module"
+    success, message = updated.send({}, load_format="direct")
     assert not success and "load_format='direct': expected None or 'flattened_bucket'" in message
-    updater.end_weight_update(run_post_load=False)
 
-    updater.begin_weight_update()
-    named = [(name, tensor.to(layers.DEVICE)) for name, tensor in new.items()]
-    assert updater.update_weights_from_tensor(named_tensors=named)[0]
-    updater.end_weight_update(run_post_load=False)
-    fresh = drafts.build(tmp_path / "new", raw, new)
-    assert same(state(model, context), state(fresh, ContextKV(fresh)))
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    assert updated.send(new)[0]
+    assert same(state(updated), state(Updated(drafts.build(tmp_path / "new", raw, new))))
 
 
 def dense(seed: int = 1) -> dict[str, Tensor]:
@@ -242,21 +228,12 @@ def dense(seed: int = 1) -> dict[str, Tensor]:
 
 @pytest.mark.matrix(target="any", draft="dense, read in fp8", kv="model dtype", outcome="works")
 def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_updated_as_one(tmp_path):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.models.loading.updates import DraftWeightUpdater
-
-    model = drafts.build(tmp_path, {}, dense())
-    context = ContextKV(model)
+    updated = Updated(drafts.build(tmp_path, {}, dense()))
+    model, context = updated.model, updated.context
     assert context.form == "stacked"
-    updater = DraftWeightUpdater(Updater(model), model, [context.refresh])
-    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     rows, positions = some_rows(256), POSITIONS.to(layers.DEVICE)
     for seed in (1, 99):
-        if seed == 99:
-            updater.begin_weight_update()
-            named = [(name, tensor.to(layers.DEVICE)) for name, tensor in dense(seed).items()]
-            assert updater.update_weights_from_tensor(named_tensors=named)[0]
-            updater.end_weight_update(run_post_load=False)
+        assert seed == 1 or updated.send(dense(seed))[0]
         keys_values = list(context.keys_values(rows, positions))
         for number, layer in enumerate(model.layers):
             attention = layer.self_attn
@@ -266,29 +243,11 @@ def test_a_dense_draft_that_is_quantised_while_it_is_loaded_is_served_and_update
             own = layers.context_key_value(attention, rows, positions)
             for got, expected in zip(keys_values[number], own, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
 
 
-@pytest.mark.skipif(layers.DEVICE == "cpu", reason="launches are counted on a GPU")
-@pytest.mark.parametrize("scheme", [name for name, form in FORMS.items() if form != "per_layer"])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_context_kv_takes_at_most_three_launches_per_layer(tmp_path, scheme, bias):
-    from dflash_sglang.models.context_kv.projection import ContextKV
-
-    tensors = drafts.checkpoint(scheme, attention_bias=bias)
-    model = drafts.build(tmp_path, SCHEMES[scheme].config, tensors, attention_bias=bias)
-    context = ContextKV(model)
-    context.bind(layers.make_pool(model, slots=40, dtype=drafts.DTYPE))
-    features, positions, slots = some_rows(768, 16), torch.arange(16).cuda(), torch.arange(1, 17).cuda()
-
-    shared = launches(lambda: context.project(features))
-    names = launches(lambda: context.write(features, positions, slots))[len(shared) :]
-    print(scheme, context.reason, len(names), names)
-    assert 0 < len(names) <= (5 if context.form == "stacked" else 3 * len(model.layers) + 1)
-
-
-@pytest.mark.parametrize("ignored", ["fc", "model.fc"])
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "ct-w8a8-int8", "ct-w4a16"])
+@pytest.mark.parametrize(
+    ("scheme", "ignored"), [("fp8-dynamic", "fc"), ("ct-w8a8-int8", "model.fc"), ("ct-w4a16", "fc")]
+)
 def test_an_ignored_fc_stays_dense_with_and_without_the_prefix_of_the_tensors(tmp_path, scheme, ignored):
     raw, tensors = dict(SCHEMES[scheme].config), drafts.checkpoint(scheme)
     raw["ignored_layers" if scheme == "fp8-dynamic" else "ignore"] = [ignored]
@@ -296,17 +255,6 @@ def test_an_ignored_fc_stays_dense_with_and_without_the_prefix_of_the_tensors(tm
     model = drafts.build(tmp_path, raw, {f"model.{n}": t for n, t in dense.items()})
     assert torch.equal(model.fc.weight.cpu(), dense["fc.weight"].to(drafts.DTYPE))
     assert type(model.layers[0].self_attn.qkv_proj.quant_method).__name__ != "UnquantizedLinearMethod"
-
-
-LOST = {
-    "fp8-static": ["fc.weight_scale", "layers.1.self_attn.k_proj.input_scale"],
-    "ct-w8a8-int8": ["layers.0.self_attn.v_proj.weight_scale", "layers.2.mlp.up_proj.weight_scale"],
-    "ct-w4a16-asym": ["fc.weight_scale", "layers.0.self_attn.q_proj.weight_zero_point"],
-    "ct-w4a16-actorder": ["layers.2.self_attn.k_proj.weight_g_idx"],
-    "awq": ["fc.qzeros", "layers.0.mlp.gate_proj.qzeros"],
-    "gptq": ["layers.0.self_attn.k_proj.scales", "layers.1.self_attn.o_proj.qweight"],
-    "nvfp4-a16": ["fc.weight_scale_2", "layers.1.mlp.up_proj.weight_scale"],
-}
 
 
 @pytest.mark.parametrize("scheme", LOST)
@@ -349,10 +297,6 @@ def test_scales_of_a_quantised_kv_cache_reach_the_attention_of_their_layer(tmp_p
 
 @pytest.mark.matrix(target="quantised head", draft="z-lab", kv="model dtype", outcome="works")
 def test_a_quantised_head_proposes_the_argmax_of_its_own_logits(tmp_path):
-    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
-
-    from dflash_sglang.models.head.target_head import TargetHead
-
     vocabulary, hidden = 320, 256
     weight = torch.randn(vocabulary, hidden, generator=torch.Generator().manual_seed(3))
     raw = dict(SCHEMES["ct-w8a8-fp8"].config)
@@ -372,11 +316,3 @@ def test_a_quantised_head_proposes_the_argmax_of_its_own_logits(tmp_path):
     logits = head.quant_method.apply(head, rows, None)[:, :vocabulary]
     assert target.likeliest(rows, 1).ids[:, 0].tolist() == logits.argmax(-1).tolist()
     assert close(logits, rows.float().cpu() @ weight.T, "ct-w8a8-fp8")
-    if layers.DEVICE == "cuda":
-        graph, fixed = torch.cuda.CUDAGraph(), rows.clone()
-        target.likeliest(fixed, 1).ids[:, 0]
-        with torch.cuda.graph(graph):
-            captured = target.likeliest(fixed, 1).ids[:, 0]
-        fixed.copy_(some_rows(hidden, 64).flip(0))
-        graph.replay()
-        assert captured.tolist() == target.likeliest(fixed, 1).ids[:, 0].tolist()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.utils import common
 from torch import Tensor
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
@@ -15,13 +16,8 @@ from tests.support.tiny import draft_config
 
 TRAINED = 64  # positions
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": TRAINED,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": TRAINED}  # fmt: skip
 BESIDE = "of the config"  # fields beside the scaling
 SCALINGS: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default"},
@@ -38,16 +34,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn of half a head": {**YARN, BESIDE: {"partial_rotary_factor": 0.5}},
     "llama3 of no trained length": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
     "yarn whose factor is null": {**YARN, "factor": None, "original_max_position_embeddings": TRAINED // 4},
-    "yarn of a trained length beside it, which wins": {
-        **YARN,
-        BESIDE: {"original_max_position_embeddings": TRAINED // 2},
-    },
+    "yarn of a trained length beside it": {**YARN, BESIDE: {"original_max_position_embeddings": TRAINED // 2}},
 }
-
-
-@pytest.fixture(scope="module")
-def rank() -> None:
-    layers.start_rank()
 
 
 def fields(scaling: dict[str, Any]) -> dict[str, Any]:
@@ -61,13 +49,8 @@ def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) 
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-    config = Qwen3Config(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        **fields(scaling),
-    )
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = Qwen3Config(**sizes, **fields(scaling))
     cos, sin = Qwen3RotaryEmbedding(config)(x, positions[None])
     width = cos.shape[-1]
     heads = x.view(1, len(positions), -1, 16).transpose(1, 2)
@@ -78,11 +61,9 @@ def as_transformers_does(scaling: dict[str, Any], positions: Tensor, x: Tensor) 
 @layers.cpu_only
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
 def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_trained_length(
-    tmp_path, rank, scaling, monkeypatch
+    tmp_path, scaling, monkeypatch
 ):
     """SGLang's model runner makes the tables as long as the target's context, once the weights are loaded."""
-    from sglang.srt.utils import common
-
     monkeypatch.setattr(common, "get_model", lambda: SimpleNamespace(context_length=None))
     spec = SimpleNamespace(speculative_num_steps=None, speculative_num_draft_tokens=None)
     monkeypatch.setattr(common, "get_spec", lambda: spec)
@@ -100,28 +81,26 @@ def test_keys_and_queries_of_every_scaling_equal_transformers_far_beyond_the_tra
     torch.testing.assert_close(queries, as_transformers_does(scaling, positions, q), rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("other", [{}, {"rope_theta": 3.0}], ids=str)
-def test_theta_of_rope_scaling_wins_over_that_of_equal_rope_parameters(other):
+def test_theta_of_rope_scaling_wins_over_that_of_equal_rope_parameters():
     from transformers import Qwen3Config
 
-    config = draft_config(rope_parameters={**LLAMA3, **other}, rope_scaling={**LLAMA3, "rope_theta": 77.0})
-    assert DraftSpec.from_config(config).rope.theta == Qwen3Config(**config).rope_parameters["rope_theta"] == 77.0
+    for other in ({}, {"rope_theta": 3.0}):
+        config = draft_config(rope_parameters={**LLAMA3, **other}, rope_scaling={**LLAMA3, "rope_theta": 77.0})
+        theirs = Qwen3Config(**config).rope_parameters["rope_theta"]
+        assert DraftSpec.from_config(config).rope.theta == theirs == 77.0
 
 
 @pytest.mark.matrix(draft="z-lab, RoPE of the sequence's length", outcome="refused")
-@pytest.mark.parametrize(
-    ("scaling", "field", "value", "expected"),
-    [
+def test_a_scaling_that_cannot_be_served_is_an_error_that_names_it():
+    for scaling, field, value, expected in (
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type", "dynamic", "stay as a sequence grows"),
         ({"type": "longrope", "long_factor": [1.0]}, "rope_type", "longrope", "stay as a sequence grows"),
         ({"rope_type": "xpos"}, "rope_type", "xpos", "one of default, linear, yarn, llama3"),
         ({"rope_type": "linear"}, "factor", None, "a positive number"),
         ({"rope_type": "yarn", "factor": 0}, "factor", 0, "a positive number"),
         ({**LLAMA3, "high_freq_factor": None}, "high_freq_factor", None, "a positive number"),
-    ],
-)
-def test_a_scaling_that_cannot_be_served_is_an_error_that_names_it(scaling, field, value, expected):
-    with pytest.raises(DraftConfigError) as refused:
-        DraftSpec.from_config(draft_config(rope_scaling=scaling))
-    assert (refused.value.field, refused.value.value) == (f"rope_scaling.{field}", value)
-    assert expected in str(refused.value)
+    ):
+        with pytest.raises(DraftConfigError) as refused:
+            DraftSpec.from_config(draft_config(rope_scaling=scaling))
+        assert (refused.value.field, refused.value.value) == (f"rope_scaling.{field}", value)
+        assert expected in str(refused.value)

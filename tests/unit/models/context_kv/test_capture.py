@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.muse_glimmer import MuseGlimmerConfig
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+from sglang.srt.models.muse_glimmer import MuseGlimmerForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 
 from dflash_sglang.patches.target_features import CaptureError, ensure_capture
 from tests.support import sglang_layers
 from tests.support.tiny import target_config, target_tensors, write_checkpoint
 
 HIDDEN, LAYERS = 4, 5
+DFLASH, EAGLE3 = "set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"
 
 
 class Norm(torch.nn.Module):
@@ -25,9 +33,9 @@ class Norm(torch.nn.Module):
 class Body(torch.nn.Module):
     """A transformer body as SGLang writes them: layer i adds 10 ** i, captures are taken before a layer."""
 
-    def __init__(self, packed: bool) -> None:
+    def __init__(self, packed: bool = False, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(layers))
         self.norm = Norm()
         self.layers_to_capture: list[int] = []
         self.packed = packed
@@ -35,7 +43,8 @@ class Body(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, input_embeds: Any = None) -> Any:
         x, residual = torch.zeros(len(input_ids), HIDDEN), torch.ones(len(input_ids), HIDDEN)
         captured = []
-        for i in range(LAYERS):
+        for i in range(self.passes()):
+            x, residual = self.before_layer(i, x, residual)
             if i in self.layers_to_capture:
                 captured.append(residual + x)
             residual = residual + x
@@ -46,6 +55,12 @@ class Body(torch.nn.Module):
         if self.packed and captured:
             return hidden, torch.cat(captured, dim=-1)
         return (hidden, captured) if captured else hidden
+
+    def passes(self) -> int:
+        return len(self.layers)
+
+    def before_layer(self, i: int, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, residual
 
 
 class MiMoV2(Body):
@@ -62,51 +77,29 @@ class LoopedBody(Body):
 
     config = SimpleNamespace(num_loops=2)
 
-    def __init__(self) -> None:
-        super().__init__(packed=False)
-        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+    def passes(self) -> int:
+        return 2 * len(self.layers)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, input_embeds: Any = None) -> Any:
-        x, residual = torch.zeros(len(input_ids), HIDDEN), torch.ones(len(input_ids), HIDDEN)
-        captured = []
-        for i in range(4):
-            if i == 2:
-                x, _ = self.norm(x, residual.clone())
-                residual = torch.zeros_like(x)
-            if i in self.layers_to_capture:
-                captured.append(residual + x)
-            residual = residual + x
-            x = torch.full_like(x, 10.0**i)
-        hidden, _ = self.norm(x, residual)
-        return (hidden, captured) if captured else hidden
+    def before_layer(self, i: int, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if i != len(self.layers):
+            return x, residual
+        return self.norm(x, residual.clone())[0], torch.zeros_like(x)
 
 
-class Target(torch.nn.Module):
-    def __init__(self, packed: bool = False) -> None:
+class ResidualLayer(torch.nn.Module):
+    def __init__(self, i: int) -> None:
         super().__init__()
-        self.language_model = torch.nn.Module()
-        self.language_model.model = Body(packed)
+        self.i = i
 
-    def run(self, tokens: int = 2) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        return self.language_model.model(torch.zeros(tokens), torch.zeros(tokens))
-
-
-class DFlashTarget(Target):
-    def set_dflash_layers_to_capture(self, layer_ids: list[int]) -> None:
-        self.language_model.model.layers_to_capture = [i + 1 for i in layer_ids]
-
-
-class Eagle3Target(Target):
-    def set_eagle3_layers_to_capture(self, layer_ids: list[int] | None = None) -> None:
-        ids = [2] if layer_ids is None else layer_ids
-        self.language_model.model.layers_to_capture = [i + 1 for i in ids]
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(x, 10.0**self.i), residual + x
 
 
 class Gemma3TextModel(Body):
     """Layers return (output, residual) and a capture takes the output alone, as in SGLang's class of this name."""
 
     def __init__(self) -> None:
-        super().__init__(packed=False)
+        super().__init__()
         self.layers = torch.nn.ModuleList(ResidualLayer(i) for i in range(LAYERS))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, input_embeds: Any = None) -> Any:
@@ -120,92 +113,67 @@ class Gemma3TextModel(Body):
         return (hidden, captured) if captured else hidden
 
 
-class ResidualLayer(torch.nn.Module):
-    def __init__(self, i: int) -> None:
-        super().__init__()
-        self.i = i
+class Target(torch.nn.Module):
+    """A body in a language model. methods: those that set its layers, by name."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full_like(x, 10.0**self.i), residual + x
+    def __init__(self, body: Body | None = None, *methods: str) -> None:
+        super().__init__()
+        self.language_model = torch.nn.Module()
+        self.language_model.model = Body() if body is None else body
+        for method in methods:
+            setattr(self, method, self.capture)
+
+    def capture(self, layer_ids: list[int] | None = None) -> None:
+        self.language_model.model.layers_to_capture = [i + 1 for i in ([2] if layer_ids is None else layer_ids)]
+
+    def run(self, tokens: int = 2) -> tuple[Any, ...]:
+        return self.language_model.model(torch.zeros(tokens), torch.zeros(tokens))
+
+
+class Wrapper(Target):
+    """Calls its body for what the body lacks."""
+
+    def set_dflash_layers_to_capture(self, layer_ids: list[int]) -> None:
+        self.language_model.model.set_dflash_layers_to_capture([i + 1 for i in layer_ids])
+
+
+def of_language_model(method: str) -> Target:
+    """A wrapper without a method to capture."""
+    target = Target()
+    setattr(target.language_model, method, target.capture)
+    return target
 
 
 AFTER = [2.0, 12.0, 112.0, 1112.0, 11112.0]  # the residual stream after each layer
+LOOPED = [2.0, 24.0, 124.0, 1124.0]  # the first loop ends with a norm, which doubles 12
+TARGETS: dict[str, tuple[Callable[[], Target], list[float]]] = {
+    "dflash": (lambda: Target(Body(), DFLASH), AFTER),
+    "dflash, packed": (lambda: Target(Body(packed=True), DFLASH), AFTER),
+    "eagle3": (lambda: Target(Body(), EAGLE3), AFTER),
+    "eagle3, packed": (lambda: Target(Body(packed=True), EAGLE3), AFTER),
+    "captures without the residual": (lambda: Target(Gemma3TextModel(), EAGLE3), AFTER),
+    "returns more": (lambda: Target(MiMoV2(), DFLASH), AFTER),
+    "returns more, packed": (lambda: Target(MiMoV2(packed=True), DFLASH), AFTER),
+    "looped": (lambda: Target(LoopedBody(layers=2), DFLASH), LOOPED),
+    "asks its body": (Wrapper, AFTER),
+    "dflash of the language model": (lambda: of_language_model(DFLASH), AFTER),
+    "eagle3 of the language model": (lambda: of_language_model(EAGLE3), AFTER),
+}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("target_class", [DFlashTarget, Eagle3Target])
-@pytest.mark.parametrize("ids", [[0, 2, 3], [0, 2, 4], [4], [3, 0, 2], [4, 0, 2], [2, 4, 0]], ids=str)
-def test_the_features_are_the_residuals_after_the_layers_in_the_order_of_the_ids(
-    ids: list[int], target_class: type[Target], packed: bool
-) -> None:
-    target = target_class(packed)
-    ensure_capture(target, ids)
-    target.set_dflash_layers_to_capture(ids)
-    for _ in range(2):
-        hidden, features = target.run()
-        features = list(features.chunk(len(ids), -1)) if isinstance(features, torch.Tensor) else features
-        assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
-        assert hidden[0].tolist() == [2 * AFTER[-1]] * HIDDEN
-
-
-@pytest.mark.parametrize("ids", [[0, 2, 3], [0, 2, 4], [4, 0, 2]], ids=str)
-def test_the_residual_is_part_of_the_features_of_a_body_that_captures_without(ids: list[int]) -> None:
-    target = Eagle3Target()
-    target.language_model.model = Gemma3TextModel()
-    ensure_capture(target, ids)
-    target.set_dflash_layers_to_capture(ids)
-    for _ in range(2):
-        hidden, features = target.run()
-        assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
-        assert hidden[0].tolist() == [2 * AFTER[-1]] * HIDDEN
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("ids", [[0, 2, 3], [0, 2, 4], [4], [3, 0, 2], [4, 0, 2]], ids=str)
-def test_what_else_a_body_returns_stays_in_its_place(ids: list[int], packed: bool) -> None:
-    target = DFlashTarget()
-    target.language_model.model = MiMoV2(packed)
-    ensure_capture(target, ids)
-    target.set_dflash_layers_to_capture(ids)
-    hidden, before_norm, features = target.run()
-    features = list(features.chunk(len(ids), -1)) if isinstance(features, torch.Tensor) else features
-    assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
-    assert hidden[0].tolist() == [2 * AFTER[-1]] * HIDDEN and before_norm == "before the norm"
-
-
-@pytest.mark.parametrize("ids", [[0, 1], [1, 3], [3], [3, 1, 2]], ids=str)
-def test_the_last_layer_of_a_looped_body_is_that_of_its_last_loop(ids: list[int]) -> None:
-    target = DFlashTarget()
-    target.language_model.model = LoopedBody()
-    ensure_capture(target, ids)
-    target.set_dflash_layers_to_capture(ids)
-    _, features = target.run()
-    after = [2.0, 24.0, 124.0, 1124.0]  # the first loop ends with a norm, which doubles 12
-    assert [feature[1].tolist() for feature in features] == [[after[i]] * HIDDEN for i in ids]
-
-
-@pytest.mark.parametrize("ids", [[0, 2], [4, 0]], ids=str)
-def test_a_wrapper_that_calls_its_body_for_what_the_body_lacks_captures(ids: list[int]) -> None:
-    class Wrapper(Target):
-        def set_dflash_layers_to_capture(self, layer_ids: list[int]) -> None:
-            self.language_model.model.set_dflash_layers_to_capture([i + 1 for i in layer_ids])
-
-    ensure_capture(target := Wrapper(), ids)
-    target.set_dflash_layers_to_capture(ids)
-    _, features = target.run()
-    assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
-
-
-@pytest.mark.parametrize("method", ["set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"])
-@pytest.mark.parametrize("ids", [[0, 2], [4, 0]], ids=str)
-def test_the_language_model_of_a_wrapper_without_a_capture_method_captures(ids: list[int], method: str) -> None:
-    target = Target()
-    text = target.language_model
-    setattr(text, method, lambda ids: setattr(text.model, "layers_to_capture", [i + 1 for i in ids]))
-    ensure_capture(target, ids)
-    target.set_dflash_layers_to_capture(ids)
-    _, features = target.run()
-    assert [feature[1].tolist() for feature in features] == [[AFTER[i]] * HIDDEN for i in ids]
+@pytest.mark.parametrize(("make", "after"), TARGETS.values(), ids=TARGETS)
+def test_the_features_are_the_residuals_after_the_layers_in_the_order_of_the_ids(make, after):
+    last = len(after) - 1
+    for ids in ([0, 2, 3], [0, 2, last], [last], [3, 0, 2], [last, 0, 2], [2, last, 0], [0, 1]):
+        target = make()
+        ensure_capture(target, ids)
+        target.set_dflash_layers_to_capture(ids)
+        for _ in range(2):
+            hidden, *others, features = target.run()
+            features = list(features.chunk(len(ids), -1)) if isinstance(features, torch.Tensor) else features
+            assert [feature[1].tolist() for feature in features] == [[after[i]] * HIDDEN for i in ids], ids
+            assert hidden[0].tolist() == [2 * after[-1]] * HIDDEN
+            assert others == (["before the norm"] if isinstance(target.language_model.model, MiMoV2) else [])
 
 
 class AddsTens(torch.nn.Module):
@@ -219,12 +187,6 @@ class AddsTens(torch.nn.Module):
 
 def muse_glimmer() -> Any:
     """SGLang's own target, whose layer i adds 10 ** i."""
-    from sglang.srt.configs.muse_glimmer import MuseGlimmerConfig
-    from sglang.srt.models.muse_glimmer import MuseGlimmerForCausalLM
-
-    from tests.support import sglang_layers
-
-    sglang_layers.start_rank()
     kinds = dict(layer_types=["full_attention"] * LAYERS, no_rope_layers=[1] * LAYERS)
     sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
     target = MuseGlimmerForCausalLM(MuseGlimmerConfig(vocab_size=8, num_hidden_layers=LAYERS, **sizes, **kinds))
@@ -232,30 +194,33 @@ def muse_glimmer() -> Any:
     return target
 
 
-@pytest.mark.parametrize("ids", [[0, 2, 3], [0, 2, 4], [4], [3, 0, 2], [4, 0, 2]], ids=str)
 @pytest.mark.parametrize(("architecture", "by_output"), [("DFlash2DraftModel", True), ("DFlashDraftModel", False)])
 def test_muse_glimmers_layers_are_named_by_output_in_dflash2_drafts_and_by_input_in_older_ones(
-    ids: list[int], architecture: str, by_output: bool
+    architecture: str, by_output: bool
 ) -> None:
-    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+    before = [0.0, 1.0, 11.0, 111.0, 1111.0, 11111.0]
+    for ids in ([0, 2, 3], [0, 2, 4], [4], [3, 0, 2], [4, 0, 2]):
+        asked = spec_aux_hidden_state._map_muse_target_layer_ids(
+            target_hf_config=SimpleNamespace(model_type="muse_glimmer"),
+            draft_hf_config=SimpleNamespace(architectures=[architecture]),
+            layer_ids=ids,
+        )
+        target = muse_glimmer()
+        ensure_capture(target, ids, asked)
+        target.set_dflash_layers_to_capture(asked)
+        for _ in range(2):
+            _, features = target.model(None, torch.arange(2), None, torch.zeros(2, 16))
+            assert [feature[1, 0].item() for feature in features] == [before[i + by_output] for i in ids]
 
-    asked = spec_aux_hidden_state._map_muse_target_layer_ids(
-        target_hf_config=SimpleNamespace(model_type="muse_glimmer"),
-        draft_hf_config=SimpleNamespace(architectures=[architecture]),
-        layer_ids=ids,
-    )
-    target = muse_glimmer()
-    ensure_capture(target, ids, asked)
-    target.set_dflash_layers_to_capture(asked)
-    embeds = torch.zeros(2, 16)
-    for _ in range(2):
-        _, features = target.model(None, torch.arange(2), None, embeds)
-        before = [0.0, 1.0, 11.0, 111.0, 1111.0, 11111.0]
-        assert [feature[1, 0].item() for feature in features] == [before[i + by_output] for i in ids]
+
+def dflash_target(ids: list[int]) -> Target:
+    target = Target(Body(), DFLASH)
+    ensure_capture(target, ids)
+    return target
 
 
 def test_a_captured_last_layer_survives_later_writes_to_the_residual() -> None:
-    ensure_capture(target := DFlashTarget(), [4])
+    target = dflash_target([4])
     target.set_dflash_layers_to_capture([4])
     kept = []
     target.language_model.model.norm.register_forward_hook(lambda norm, args, out: kept.append(out[1]))
@@ -265,44 +230,30 @@ def test_a_captured_last_layer_survives_later_writes_to_the_residual() -> None:
 
 
 def test_an_idle_batch_that_skips_the_final_norm_has_empty_features() -> None:
-    ensure_capture(target := DFlashTarget(), [4, 0])
+    target = dflash_target([4, 0])
     target.set_dflash_layers_to_capture([4, 0])
     target.run()
     _, features = target.run(tokens=0)
     assert [feature.shape for feature in features] == [(0, HIDDEN), (0, HIDDEN)]
 
 
-def test_a_body_keeps_the_signature_that_prefill_graphs_read() -> None:
-    ensure_capture(target := DFlashTarget(), [4, 0])
-    assert "input_embeds" in inspect.signature(target.language_model.model.forward).parameters
+def test_a_forward_is_replaced_where_it_has_to_be_and_keeps_the_signature_that_prefill_graphs_read() -> None:
+    assert "input_embeds" in inspect.signature(dflash_target([4, 0]).language_model.model.forward).parameters
+    assert "forward" not in vars(dflash_target([0, 3]).language_model.model)
 
 
-def test_a_target_that_delivers_the_layers_itself_runs_its_own_forward() -> None:
-    ensure_capture(target := DFlashTarget(), [0, 3])
-    assert "forward" not in vars(target.language_model.model)
-
-
-def test_a_target_without_any_capture_method_is_refused_by_name() -> None:
+def test_a_target_that_cannot_capture_what_the_draft_expects_is_refused() -> None:
     with pytest.raises(CaptureError, match="target class Target: expected set_dflash_layers_to_capture or"):
         ensure_capture(Target(), [0])
-
-
-def test_a_body_that_cannot_be_found_is_refused_only_where_it_would_have_to_reorder() -> None:
-    ensure_capture(target := DFlashTarget(), [0, 1])
-    del target.language_model.model.layers_to_capture
+    target = dflash_target([0, 1])
+    del target.language_model.model.layers_to_capture  # a body that cannot be found
     ensure_capture(target, [0, 1])
-    with pytest.raises(CaptureError, match=r"target_layer_ids=\[1, 0\]: DFlashTarget captures in layer order"):
+    with pytest.raises(CaptureError, match=r"target_layer_ids=\[1, 0\]: Target captures in layer order"):
         ensure_capture(target, [1, 0])
-
-
-def test_other_layers_than_the_drafts_are_refused() -> None:
-    ensure_capture(target := DFlashTarget(), [0, 2])
+    target = dflash_target([0, 2])
     with pytest.raises(CaptureError, match=r"asks the target for \[1, 3\], the draft expects \[0, 2\]"):
         target.set_dflash_layers_to_capture([1, 3])
-
-
-def test_a_body_that_captures_too_little_is_refused_when_it_runs() -> None:
-    ensure_capture(target := DFlashTarget(), [4, 0])
+    target = dflash_target([4, 0])
     target.set_dflash_layers_to_capture([4, 0])
     target.language_model.model.layers_to_capture = []
     with pytest.raises(CaptureError, match=r"Body captured 0 of the layers \[0\]"):
@@ -323,64 +274,36 @@ class CausalAttention:
         return out.transpose(0, 1).reshape(len(q), -1)
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A tiny Qwen3 in SGLang and in transformers, with the output of each of the latter's layers."""
+@sglang_layers.cpu_only
+def test_sglangs_qwen3_hands_over_what_transformers_computes_after_these_layers(tmp_path, monkeypatch):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = target_config()
     tensors = target_tensors(config)
-    directory = write_checkpoint(tmp_path_factory.mktemp("capture") / "target", config, tensors)
+    directory = write_checkpoint(tmp_path / "target", config, tensors)
     reference = AutoModelForCausalLM.from_pretrained(directory)
     outputs: list[torch.Tensor] = []
     for layer in reference.model.layers:
         layer.register_forward_hook(lambda layer, args, out: outputs.append(out[0] if out.ndim == 3 else out))
-    input_ids = torch.arange(7, 19)
+    input_ids, rows = torch.arange(7, 19), torch.arange(12)
     with torch.no_grad():
         reference(input_ids[None])
-
-    sglang_layers.start_rank()
-    from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-
-    def make() -> Any:
-        with sglang_layers.defaults(torch.float32):
-            model = Qwen3ForCausalLM(AutoConfig.from_pretrained(directory))
-            model.load_weights((name, tensor) for name, tensor in tensors.items())
-        return model.to("cpu")
-
-    return SimpleNamespace(make=make, input_ids=input_ids, outputs=outputs)
-
-
-def run_qwen3(model: Any, input_ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-    rows = torch.arange(len(input_ids))
     batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=input_ids,
-        req_pool_indices=torch.zeros(1, dtype=torch.int64),
-        seq_lens=torch.tensor([len(rows)]),
-        out_cache_loc=rows,
-        seq_lens_sum=len(rows),
-    )
-    with torch.no_grad(), forward_context(ForwardContext(attn_backend=CausalAttention())):
-        return model.model(input_ids, rows, batch)
-
-
-@sglang_layers.cpu_only
-@pytest.mark.parametrize("method", ["set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"])
-@pytest.mark.parametrize("ids", [[1, 3], [0, 2, 4], [4, 0, 2]], ids=str)
-def test_sglangs_qwen3_hands_over_what_transformers_computes_after_these_layers(
-    qwen3: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ids: list[int], method: str
-) -> None:
-    model = qwen3.make()
-    if method == "set_eagle3_layers_to_capture":
-        monkeypatch.delattr(type(model), "set_dflash_layers_to_capture")
-    ensure_capture(model, ids)
-    model.set_dflash_layers_to_capture(ids)
-    _, features = run_qwen3(model, qwen3.input_ids)
-    assert len(features) == len(ids)
-    for feature, i in zip(features, ids, strict=True):
-        torch.testing.assert_close(feature, qwen3.outputs[i], rtol=1e-4, atol=1e-4)
+        forward_mode=ForwardMode.EXTEND, batch_size=1, input_ids=input_ids,
+        req_pool_indices=torch.zeros(1, dtype=torch.int64), seq_lens=torch.tensor([12]), out_cache_loc=rows,
+        seq_lens_sum=12,
+    )  # fmt: skip
+    for method in (DFLASH, EAGLE3):
+        if method == EAGLE3:
+            monkeypatch.delattr(Qwen3ForCausalLM, DFLASH)
+        for ids in ([1, 3], [0, 2, 4], [4, 0, 2]):
+            with sglang_layers.defaults(torch.float32):
+                model = Qwen3ForCausalLM(AutoConfig.from_pretrained(directory))
+                model.load_weights(iter(tensors.items()))
+            model.to("cpu")
+            ensure_capture(model, ids)
+            model.set_dflash_layers_to_capture(ids)
+            with torch.no_grad(), forward_context(ForwardContext(attn_backend=CausalAttention())):
+                _, features = model.model(input_ids, rows, batch)
+            for feature, i in zip(features, ids, strict=True):
+                torch.testing.assert_close(feature, outputs[i], rtol=1e-4, atol=1e-4)

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
+from dflash_sglang.checkpoint import VocabularySpec
+from dflash_sglang.kernels.head.fp8_linear import fp8_linear, fp8_linear_torch, quantise_rows
+from dflash_sglang.models.head import fp8_head
+from dflash_sglang.models.head.draft_head import DraftHead, build_draft_head
+from dflash_sglang.models.head.form import HeadFacts, choose_form
+from dflash_sglang.models.head.fp8_head import Fp8Head
+from dflash_sglang.models.head.target_head import TargetHead
 from tests.support import sglang_layers as layers
 from tests.support.fakes import Together
 from tests.support.start_up import refused
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rank() -> None:
-    layers.start_rank()
 
 
 def in_fp8(values: Tensor) -> Tensor:
@@ -46,15 +49,11 @@ def shard_of(weight: Tensor, ranks: int, i: int, together: Together, padding: in
 
 
 def unquantised(**changed: Any) -> Any:
-    from dflash_sglang.models.head.form import HeadFacts
-
     facts = dict(device="cuda", fp8_gemm=True, method=None, dtype=torch.bfloat16, nbytes=64 * MIB)
     return HeadFacts(**{**facts, **changed})
 
 
 def test_rows_and_weights_are_rounded_to_fp8_with_a_scale_each_and_multiplied_in_float32() -> None:
-    from dflash_sglang.kernels.head.fp8_linear import fp8_linear, quantise_rows
-
     # 2.1 * 448 / 4 = 235.2: steps of 16 from 128 on; 0.3 * 448 = 134.4.
     x, weight = torch.tensor([[4.0, 2.1, -1.0]]), torch.tensor([[1.0, 0.3, 0.5], [0.0, 0.0, 0.0]])
     rows, x_scale = quantise_rows(x)
@@ -77,10 +76,6 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
 ) -> None:
     """On shards that keep no token, too; the lowest id among equals, never padding; with the new weights after a
     refresh."""
-    from dflash_sglang.checkpoint import VocabularySpec
-    from dflash_sglang.models.head.draft_head import DraftHead
-    from dflash_sglang.models.head.fp8_head import Fp8Head
-
     spec = VocabularySpec(None, None, None, 1.0, 1.0, None)
     ids = None if kept is None else torch.tensor(kept)
     weights = [torch.cat([integers(20)] * 2) for _ in range(2)]  # every token has an equal
@@ -113,8 +108,6 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
 
 
 def test_a_head_of_many_rows_is_quantised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_sglang.models.head import fp8_head
-
     monkeypatch.setattr(fp8_head, "_ROWS_AT_A_TIME", 7)
     lm_head = nn.Linear(8, 30, bias=False)
     lm_head.weight.data = integers(30)
@@ -128,12 +121,6 @@ def test_a_head_of_many_rows_is_quantised_whole(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_capped_logits_of_a_tied_embedding_are_those_of_its_fp8_copy() -> None:
-    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    from dflash_sglang.checkpoint import VocabularySpec
-    from dflash_sglang.models.head.draft_head import build_draft_head
-    from dflash_sglang.models.head.fp8_head import Fp8Head
-
     with layers.defaults(torch.float32):
         table = VocabParallelEmbedding(300, 8).cpu()
     table.weight.data = torch.cat((integers(300), torch.full((len(table.weight) - 300, 8), 1e4)))
@@ -147,55 +134,41 @@ def test_capped_logits_of_a_tied_embedding_are_those_of_its_fp8_copy() -> None:
     assert bool((ids < 300).all())
 
 
-@pytest.mark.parametrize(
-    ("asked", "changed", "fp8", "why"),
-    [
-        ("auto", {}, True, "instead of 64.0 MiB on a rank"),
-        ("auto", {"dtype": torch.float16}, True, "instead of 64.0 MiB on a rank"),
-        ("auto", {"nbytes": 64 * MIB - 1}, False, "64.0 MiB on a rank, less than 64"),
-        ("auto", {"nbytes": 32 * MIB}, False, "32.0 MiB on a rank, less than 64"),
-        ("auto", {"fp8_gemm": False}, False, "this GPU has no fp8 GEMM"),
-        ("auto", {"dtype": torch.float32}, False, "it is in torch.float32"),
-        ("auto", {"method": "Fp8LinearMethod"}, False, "it is quantised already and served by Fp8LinearMethod"),
-        ("auto", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, False, "a CPU has no fp8 GEMM"),
-        ("auto", {"device": "cpu", "fp8_gemm": True}, False, "a CPU has no fp8 GEMM"),
-        ("fp8", {"nbytes": 1}, True, "draft_head asks for it"),
-        ("fp8", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, True, "draft_head asks for it"),
-        ("as_is", {}, False, "draft_head asks for it"),
-        ("as_is", {"method": "Fp8LinearMethod"}, False, "draft_head asks for it"),
-    ],
-    ids=str,
-)
-def test_what_is_asked_for_and_what_there_is_decide_on_the_copy(
-    asked: Any, changed: dict[str, Any], fp8: bool, why: str
-) -> None:
-    from dflash_sglang.models.head.form import choose_form
-
-    assert choose_form(asked, unquantised(**changed)) == (fp8, why)
+# fmt: off
+CHOICES: list[tuple[str, dict[str, Any], bool, str]] = [
+    ("auto", {}, True, "instead of 64.0 MiB on a rank"),
+    ("auto", {"dtype": torch.float16}, True, "instead of 64.0 MiB on a rank"),
+    ("auto", {"nbytes": 64 * MIB - 1}, False, "64.0 MiB on a rank, less than 64"),
+    ("auto", {"nbytes": 32 * MIB}, False, "32.0 MiB on a rank, less than 64"),
+    ("auto", {"fp8_gemm": False}, False, "this GPU has no fp8 GEMM"),
+    ("auto", {"dtype": torch.float32}, False, "it is in torch.float32"),
+    ("auto", {"method": "Fp8LinearMethod"}, False, "it is quantised already and served by Fp8LinearMethod"),
+    ("auto", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, False, "a CPU has no fp8 GEMM"),
+    ("auto", {"device": "cpu", "fp8_gemm": True}, False, "a CPU has no fp8 GEMM"),
+    ("fp8", {"nbytes": 1}, True, "draft_head asks for it"),
+    ("fp8", {"device": "cpu", "fp8_gemm": False, "dtype": torch.float32}, True, "draft_head asks for it"),
+    ("as_is", {}, False, "draft_head asks for it"),
+    ("as_is", {"method": "Fp8LinearMethod"}, False, "draft_head asks for it"),
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"method": "Method"}, "it is quantised already and served by Method"),
+    ({"fp8_gemm": False}, "this GPU has no fp8 GEMM"),
+    ({"dtype": torch.float32}, "it is in torch.float32"),
+]
+# fmt: on
 
 
 @refused("DFLASH_SGLANG_CONFIG draft_head fp8 beside a head that cannot be copied")
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"method": "Method"}, "draft_head='fp8': expected .*, but it is quantised already and served by Method"),
-        ({"fp8_gemm": False}, "draft_head='fp8': expected .*, but this GPU has no fp8 GEMM"),
-        ({"dtype": torch.float32}, "draft_head='fp8': expected .*, but it is in torch.float32"),
-    ],
-    ids=str,
-)
-def test_an_fp8_copy_that_cannot_be_made_is_refused(changed: dict[str, Any], says: str) -> None:
-    from dflash_sglang.models.head.form import choose_form
-
-    with pytest.raises(ValueError, match=rf"^{says}\. Set draft_head to 'auto' or 'as_is'\.$"):
-        choose_form("fp8", unquantised(**changed))
+def test_what_is_asked_for_and_what_there_is_decide_on_the_copy() -> None:
+    for asked, changed, fp8, why in CHOICES:
+        assert choose_form(asked, unquantised(**changed)) == (fp8, why), (asked, changed)
+    for changed, why in REFUSED:
+        says = rf"^draft_head='fp8': expected .*, but {why}\. Set draft_head to 'auto' or 'as_is'\.$"
+        with pytest.raises(ValueError, match=says):
+            choose_form("fp8", unquantised(**changed))
 
 
 def test_the_facts_of_a_head_are_those_of_a_ranks_rows() -> None:
-    from dflash_sglang.checkpoint import VocabularySpec
-    from dflash_sglang.models.head.draft_head import build_draft_head
-    from dflash_sglang.models.head.form import HeadFacts
-
     class Method:
         def apply(self, layer: Any, x: Tensor, bias: Any) -> Tensor:
             return x @ layer.weight.float().T
@@ -215,10 +188,6 @@ def test_the_facts_of_a_head_are_those_of_a_ranks_rows() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 15, 480, 2000])
 def test_the_gpus_gemm_gives_the_twins_logits_also_in_a_graph(rows: int) -> None:
-    from dflash_sglang.kernels.head.fp8_linear import fp8_linear_torch
-    from dflash_sglang.models.head.fp8_head import Fp8Head
-    from dflash_sglang.models.head.target_head import TargetHead
-
     tokens, hidden_size = 5003, 1024  # no multiple of 16, and padding rows that would win
     lm_head = nn.Linear(hidden_size, 5056, bias=False, dtype=torch.bfloat16, device="cuda")
     lm_head.weight.data[tokens:] = 100

@@ -11,71 +11,45 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import nn
 
+from dflash_sglang.checkpoint import VocabularySpec
 from dflash_sglang.kernels.head.pack_shard import Candidates, pack_best
-from tests.support import sglang_layers as layers
+from dflash_sglang.models.head import target_head
+from dflash_sglang.models.head.draft_head import DraftHead
+from dflash_sglang.models.head.target_head import TargetHead, find_embedding, find_head
 from tests.support.fakes import Together
 
 VALUES = (-3e38, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3e38)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rank() -> None:
-    layers.start_rank()
-
-
-@layers.cpu_only
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    shards=st.sampled_from([1, 2, 4]),
+    ranks=st.sampled_from([1, 2, 4]),
     vocabulary=st.integers(1, 40),
-    offset=st.sampled_from([0, 70_000, 2**31 - 100]),
+    offset=st.sampled_from([0, 70_000]),
     values=st.lists(st.sampled_from(VALUES), min_size=80, max_size=80),
 )
-@example(shards=2, vocabulary=2, offset=0, values=[-0.0, 0.0] * 40)
-def test_the_argmax_over_shards_is_the_argmax_over_the_vocabulary_with_ties_to_the_lowest_id(
-    shards, vocabulary, offset, values
+@example(ranks=2, vocabulary=2, offset=0, values=[-0.0, 0.0] * 40)
+def test_the_best_token_of_a_sharded_head_is_that_of_the_vocabulary_with_ties_to_the_lowest_id(
+    ranks, vocabulary, offset, values
 ):
-    from dflash_sglang.kernels.head.pack_shard import merge_shards, pack_shard
+    """The last shards may be short or empty."""
+    logits, together = torch.tensor(values).view(2, 40)[:, :vocabulary], Together(ranks)
+    rows = -(-vocabulary // ranks)
 
-    logits = torch.tensor(values).view(2, 40)[:, :vocabulary]
-    rows = -(-vocabulary // shards)  # the last shards may be short or empty
-    parts = [logits[:, i * rows : (i + 1) * rows] for i in range(shards)]
-    packed = torch.stack([pack_shard(part, offset + i * rows) for i, part in enumerate(parts)])
-    assert merge_shards(packed).tolist() == [offset + row.index(max(row)) for row in logits.tolist()]
+    def of_rank(rank: int) -> list[int]:
+        own = logits[:, rank * rows : (rank + 1) * rows]
+        head = nn.Linear(1, rows, bias=False)
+        head.tp_group = together.of(rank)
+        start = offset + rank * rows
+        head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=own.shape[1])
+        return TargetHead(head).best(own).tolist()
 
-
-class LastRank:
-    """The group of a rank whose peers' packed rows are known."""
-
-    def __init__(self, peers: list[torch.Tensor]) -> None:
-        self.peers = peers
-        self.world_size = len(peers) + 1
-
-    def all_gather_into_tensor(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        out.copy_(torch.cat((*self.peers, own)))
-
-
-@pytest.mark.parametrize(("ranks", "vocabulary", "rows"), [(2, 100, 64), (4, 100, 32), (4, 150_000, 37_504)])
-def test_a_sharded_head_proposes_ids_of_the_whole_vocabulary_and_never_padding(ranks, vocabulary, rows):
-    from dflash_sglang.kernels.head.pack_shard import pack_shard
-    from dflash_sglang.models.head.target_head import TargetHead
-
-    weight = torch.randn(vocabulary, 16)
-    hidden = torch.randn(30, 16)
-    weight[-1] = 10 * hidden[0]
-    start, padding = (ranks - 1) * rows, ranks * rows - vocabulary
-    peers = [pack_shard(hidden @ weight[i * rows :][:rows].T, i * rows) for i in range(ranks - 1)]
-    head = nn.Linear(16, rows, bias=False)
-    # Padding rows that would win.
-    head.weight.data = torch.cat((weight[start:], 100 * hidden.sign().repeat(2, 1)[:padding]))
-    head.tp_group = LastRank(peers)
-    head.shard_indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=vocabulary - start)
-    expected = (hidden @ weight.T).argmax(-1)
-    with torch.no_grad():
-        assert (rank := TargetHead(head)).best(rank.logits(hidden)).tolist() == expected.tolist()
-    assert expected[0] == vocabulary - 1
+    with ThreadPoolExecutor(ranks) as pool:
+        for found in pool.map(of_rank, range(ranks)):
+            assert found == [offset + row.index(max(row)) for row in logits.tolist()]
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,10 +65,6 @@ def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocab
 ):
     """In one gather, of as many numbers from each rank, though the last shards may be short or empty, or hold only
     rows beyond the target's vocabulary, which would win."""
-    from dflash_sglang.checkpoint import VocabularySpec
-    from dflash_sglang.models.head import target_head
-    from dflash_sglang.models.head.draft_head import DraftHead
-
     held = vocabulary + beyond
     rows = -(-held // ranks)
     # Sums of multiples of 1/16 are exact, so that equal tokens are equal in whatever shard.
@@ -153,8 +123,6 @@ def test_all_ranks_of_a_sharded_head_get_the_likeliest_tokens_of_the_whole_vocab
 )
 def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(rows, same_batch, count, into):
     """Ranks with no rows are IDLE."""
-    from dflash_sglang.models.head.target_head import TargetHead
-
     ranks = len(rows) * same_batch
     weight = torch.randn(ranks * 5, 8)
     hidden = [torch.randn(count, 8) for count in rows]
@@ -183,28 +151,14 @@ def test_a_head_sharded_over_data_parallel_ranks_gives_each_its_own_rows_tokens(
         torch.testing.assert_close(found.logprobs, logprobs)
 
 
-def test_a_quantised_head_proposes_through_its_quantisation_method():
-    from dflash_sglang.models.head.target_head import TargetHead
-
-    class Method:
-        def apply(self, layer, x, bias):
-            return x @ (layer.weight.float() * 0.1).T
-
+def test_a_head_of_a_type_that_no_method_serves_is_refused():
     head = nn.Module()
-    head.weight = nn.Parameter(torch.randint(-127, 127, (100, 16), dtype=torch.int8), requires_grad=False)
+    head.weight = nn.Parameter(torch.zeros(100, 16, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="torch.int8: expected float16, bfloat16 or float32"):
         TargetHead(head)
-    head.quant_method = Method()
-    hidden = torch.randn(5, 16)
-    expected = (hidden @ head.weight.float().T).argmax(-1)
-    assert TargetHead(head).likeliest(hidden, 1).ids[:, 0].tolist() == expected.tolist()
 
 
 def test_head_and_embedding_are_found_tied_nested_behind_lora_or_by_their_weight():
-    from sglang.srt.lora.layers import BaseLayerWithLoRA
-
-    from dflash_sglang.models.head.target_head import find_embedding, find_head
-
     def module(**children) -> nn.Module:
         made = nn.Module()
         for name, child in children.items():

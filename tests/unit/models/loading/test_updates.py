@@ -10,31 +10,31 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from torch import Tensor, nn
 
+from dflash_sglang.models.draft import DFlashDraftModel
+from dflash_sglang.patches import weight_updates
+from dflash_sglang.patches.weight_updates import select_runners
 from tests.engine.test_formats import Target, loaded
 from tests.support import quantised_drafts as drafts
 from tests.support import quantised_twins
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import FORMATS, KEPT
 from tests.support.tiny import draft_config, draft_tensors
-from training.quantise import SCHEMES
 
 pytestmark = layers.cpu_only
+WAYS = ("tensor", "distributed")
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Any:
-    layers.start_rank()
     with pytest.MonkeyPatch.context() as patch:
         quantised_twins.install(patch)
         # For the whole process, and for tensors of GPUs alone.
         patch.setattr(f"{UPDATER}.monkey_patch_torch_reductions", lambda: None)
-        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
-        from dflash_sglang.patches.weight_updates import select_runners
-
         hooked = functools.partial(select_runners, SchedulerWeightUpdaterManager._select_runners)
         patch.setattr(
             SchedulerWeightUpdaterManager, "_select_runners", lambda *args, **named: hooked(*args, **named)
@@ -57,8 +57,6 @@ class Head(nn.Module):
 
 def sglang_updater(model: Any) -> Any:
     """SGLang's own, of a runner with this model."""
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-
     return WeightUpdater(
         tp_rank=0,
         device="cpu",
@@ -76,10 +74,6 @@ class Server:
     """SGLang's manager of updates over runners with the updaters that a worker installs."""
 
     def __init__(self, draft: Any, refresh_head: bool = True) -> None:
-        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
-        from dflash_sglang.patches import weight_updates
-
         self.head, self.draft = Head(), draft
         self.copy = self.head.weight.clone()
         self.refreshed: list[str] = []
@@ -165,8 +159,7 @@ def named_as_by_target(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("begun", ["target", "all"])
-@pytest.mark.parametrize("way", ["tensor", "distributed"])
+@pytest.mark.parametrize(("way", "begun"), [("tensor", "all"), ("distributed", "target")])
 @pytest.mark.parametrize("make", [dense, in_fp8])
 def test_tensors_for_both_are_the_targets_unless_they_have_the_drafts_names(tmp_path, make, way, begun):
     """As an Engine sends them, which names no selector: layers of a target have the draft's shapes, too."""
@@ -196,21 +189,21 @@ def test_tensors_of_the_target_that_are_copied_by_name_leave_the_draft_as_it_was
     assert server.copy.tolist() == [1.0] * 4 and same(state(server.draft), before)
 
 
-@pytest.mark.parametrize("way", ["tensor", "distributed"])
-def test_tensors_of_the_target_among_those_of_the_draft_are_refused_with_the_selector_to_send(tmp_path, way):
-    server = Server(dense(tmp_path))
-    before = state(server.draft)
-    mixed = {"norm.weight": torch.ones(64), "model.layers.0.mlp.down_proj.weight": torch.ones(64, 128)}
-    server.begin("all")
-    for selector, unexpected in (("all", [*mixed][1:]), ("draft", ["weight"])):
-        success, message = server.send(
-            way, mixed | ({} if selector == "all" else {"weight": torch.ones(4)}), selector
-        )
-        assert not success and f"unexpected tensors {unexpected}" in message and "selector='target'" in message
-        assert "partially updated" not in message and same(state(server.draft), before)
-    assert server.send(way, {"weight": torch.ones(4)}, "target")[0]
-    server.end()
-    assert same(state(server.draft), before) and server.copy.tolist() == [1.0] * 4
+def test_tensors_of_the_target_among_those_of_the_draft_are_refused_with_the_selector_to_send(tmp_path):
+    of_target, head = "model.layers.0.mlp.down_proj.weight", {"weight": torch.ones(4)}
+    mixed = {"norm.weight": torch.ones(64), of_target: torch.ones(64, 128)}
+    for way in WAYS:
+        server = Server(dense(tmp_path))
+        before = state(server.draft)
+        server.begin("all")
+        for selector, tensors, unexpected in (("all", mixed, of_target), ("draft", mixed | head, "weight")):
+            success, message = server.send(way, tensors, selector)
+            assert not success and f"unexpected tensors ['{unexpected}']" in message
+            assert "selector='target'" in message and "partially updated" not in message
+            assert same(state(server.draft), before)
+        assert server.send(way, head, "target")[0]
+        server.end()
+        assert same(state(server.draft), before) and server.copy.tolist() == [1.0] * 4
 
 
 def test_a_quantised_draft_computes_between_the_requests_of_a_session(tmp_path):
@@ -234,42 +227,21 @@ def test_a_quantised_draft_computes_between_the_requests_of_a_session(tmp_path):
         server.end()
 
 
-def test_a_part_of_a_quantised_module_is_refused_before_its_request_changes_anything(tmp_path):
-    scheme = "fp8-dynamic"
-    server = Server(drafts.build(tmp_path, SCHEMES[scheme].config, drafts.checkpoint(scheme)))
-    before, new = state(server.draft), drafts.checkpoint(scheme, seed=99)
-    part = {name: new[name] for name in new if "norm" in name or ".v_proj." in name}
-    server.begin("draft")
-    success, message = server.send("tensor", part, "draft")
-    assert not success and "missing tensors ['layers.0.self_attn." in message
-    server.end()
-    assert same(state(server.draft), before)
-
-
-@pytest.mark.parametrize("way", ["tensor", "distributed"])
-def test_a_copy_of_the_targets_head_has_new_weights_once_at_the_end_of_a_session(tmp_path, way):
-    server = Server(dense(tmp_path))
-    server.begin("target")
-    for value in (1.0, 2.0):
-        assert server.send(way, {"weight": torch.full((4,), value)}, "target")[0]
-    assert server.refreshed == []
-    server.end()
-    assert server.refreshed == ["head"] and server.copy.tolist() == [2.0] * 4
-
-
-@pytest.mark.parametrize("way", ["tensor", "distributed"])
-def test_a_copy_follows_at_once_where_the_session_was_begun_for_the_draft_alone(tmp_path, way):
-    server = Server(dense(tmp_path))
-    server.begin("draft")
-    assert server.send(way, {"weight": torch.full((4,), 3.0)}, "target")[0]
-    assert server.refreshed == ["head"] and server.copy.tolist() == [3.0] * 4
-    server.end()
-    assert server.refreshed == ["head"]
-
-
-def test_a_copy_has_weights_that_were_written_past_sglang(tmp_path):
-    """By RDMA: a session in which nothing is sent."""
-    server = Server(dense(tmp_path))
+def test_a_copy_of_the_targets_head_follows_when_a_session_ends_and_at_once_in_one_of_the_draft(tmp_path):
+    for way in WAYS:
+        server = Server(dense(tmp_path))
+        server.begin("target")
+        for value in (1.0, 2.0):
+            assert server.send(way, {"weight": torch.full((4,), value)}, "target")[0]
+        assert server.refreshed == []
+        server.end()
+        assert server.refreshed == ["head"] and server.copy.tolist() == [2.0] * 4
+        server.begin("draft")
+        assert server.send(way, {"weight": torch.full((4,), 3.0)}, "target")[0]
+        assert server.refreshed == ["head"] * 2 and server.copy.tolist() == [3.0] * 4
+        server.end()
+        assert server.refreshed == ["head"] * 2
+    # Weights that were written past SGLang, by RDMA: a session in which nothing is sent.
     server.begin("target")
     server.head.weight.fill_(5.0)
     server.end()
@@ -298,23 +270,23 @@ class Updater:
         return True, "updated"
 
 
-@pytest.mark.parametrize("recapture", [False, True])
-def test_an_update_from_disk_keeps_the_graphs_and_says_so(tmp_path, caplog, recapture):
-    server = Server(dense(tmp_path))
-    server.target_updater._updater = inner = Updater(server.head)
-    before = state(server.draft)
-    request = SimpleNamespace(
-        model_path="other",
-        load_format="auto",
-        recapture_cuda_graph=recapture,
-        flush_cache=False,
-        weight_version=None,
-    )
-    with caplog.at_level(logging.INFO, logger="dflash_sglang"):
-        answer = server.manager.update_weights_from_disk(request)
-    assert answer.success and not inner.recaptured and server.copy.tolist() == [1.0] * 4
-    assert ("graphs are kept" in caplog.text) == recapture
-    assert "from other; the draft keeps its own." in caplog.text and same(state(server.draft), before)
+def test_a_whole_checkpoint_is_the_targets_and_keeps_the_graphs(tmp_path, caplog):
+    """From disk, which says so where SGLang would capture anew, or by IPC."""
+    for recapture in (False, True, None):
+        server = Server(dense(tmp_path))
+        server.target_updater._updater = inner = Updater(server.head)
+        before, common = state(server.draft), dict(flush_cache=False, weight_version=None)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="dflash_sglang"):
+            if recapture is None:
+                answer = server.manager.update_weights_from_ipc(SimpleNamespace(zmq_handles={}, **common))
+                assert answer.message.endswith("the draft keeps its own.")
+            else:
+                of_disk = dict(model_path="other", load_format="auto", recapture_cuda_graph=recapture)
+                answer = server.manager.update_weights_from_disk(SimpleNamespace(**of_disk, **common))
+                assert "from other; the draft keeps its own." in caplog.text
+        assert answer.success and not inner.recaptured and server.copy.tolist() == [1.0] * 4
+        assert ("graphs are kept" in caplog.text) == bool(recapture) and same(state(server.draft), before)
 
 
 def test_weights_that_move_fail_a_recapture_and_no_other_update(tmp_path):
@@ -326,20 +298,7 @@ def test_weights_that_move_fail_a_recapture_and_no_other_update(tmp_path):
     server.target_updater._captured = lambda: False  # nothing reads the old ones
     answer = server.target_updater.update_weights_from_disk("other", "auto", recapture_cuda_graph=True)
     assert answer == (True, "updated")
-
-
-def test_a_checkpoint_by_ipc_is_the_targets_and_reaches_its_copy(tmp_path):
-    server = Server(dense(tmp_path))
-    server.target_updater._updater = Updater(server.head)
-    before = state(server.draft)
-    request = SimpleNamespace(zmq_handles={}, flush_cache=False, weight_version=None)
-    answer = server.manager.update_weights_from_ipc(request)
-    assert answer.success and answer.message.endswith("the draft keeps its own.")
-    assert server.copy.tolist() == [1.0] * 4 and same(state(server.draft), before)
-
-
-def test_a_server_without_a_copy_of_the_head_keeps_its_graphs_too(tmp_path):
-    server = Server(dense(tmp_path), refresh_head=False)
+    server = Server(dense(tmp_path), refresh_head=False)  # no copy of the head
     server.target_updater._updater = inner = Updater(server.head)
     assert server.target_updater.update_weights_from_disk("other", "auto", None, True)[0] and not inner.recaptured
 
@@ -348,8 +307,6 @@ def test_a_server_without_a_copy_of_the_head_keeps_its_graphs_too(tmp_path):
 def test_an_update_after_a_release_of_the_weights_makes_the_draft_what_it_was(tmp_path, name):
     """--enable-memory-saver gives memory that was taken while the draft was loaded back with other content."""
     from safetensors.torch import load_file
-
-    from dflash_sglang.models.draft import DFlashDraftModel
 
     directory, taken = FORMATS[name](tmp_path), []
     bind = DFlashDraftModel.bind_target

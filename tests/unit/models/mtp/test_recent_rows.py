@@ -28,33 +28,46 @@ def text(length: int) -> list[int]:
     return [100 + position for position in range(length)]
 
 
-def prefill(rows: RecentRows, ids: list[int], start: int, end: int, sampled: int = 7, rid: str = "a") -> Prompt:
-    """Of the tokens from `start` to `end` of a prompt."""
+def prefill(
+    rows: RecentRows,
+    of: dict[int, list[int]],
+    starts: list[int],
+    ends: list[int],
+    sampled: list[int],
+    rid: str = "a",
+) -> Prompt:
+    """Of the tokens from `starts` to `ends` of prompts, by their row."""
     ran: list[Prompt] = []
     rows.bind(lambda batch, plan, positions, prompt: ran.append(prompt))
+    spans = list(zip(of.values(), starts, ends, strict=True))
     batch: Any = SimpleNamespace(
-        reqs=[SimpleNamespace(rid=rid, full_untruncated_fill_ids=array("q", ids))],
-        req_pool_indices=torch.tensor([ROW]),
-        req_pool_indices_cpu=torch.tensor([ROW]),
-        prefix_lens=[start],
-        extend_lens=[end - start],
-        input_ids=torch.tensor(ids[start:end]),
+        reqs=[SimpleNamespace(rid=f"{rid}{row}", full_untruncated_fill_ids=array("q", of[row])) for row in of],
+        req_pool_indices=torch.tensor([*of]),
+        req_pool_indices_cpu=torch.tensor([*of]),
+        prefix_lens=starts,
+        extend_lens=[end - start for start, end in zip(starts, ends, strict=True)],
+        input_ids=torch.tensor([token for ids, start, end in spans for token in ids[start:end]]),
     )
-    positions = torch.arange(start, end)
+    positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
     plan: Any = None
-    rows.write_prefill(features(positions), positions, plan, batch, torch.tensor([sampled]))
+    rows.write_prefill(features(positions), positions, plan, batch, torch.tensor(sampled))
     (prompt,) = ran
     return prompt
 
 
+def of_one(rows: RecentRows, ids: list[int], start: int, end: int, rid: str = "a") -> Prompt:
+    """A request at ROW."""
+    return prefill(rows, {ROW: ids}, [start], [end], [7], rid)
+
+
 def test_layers_read_the_tokens_behind_theirs_across_the_ends_of_chunks() -> None:
     rows, ids = recent(), text(8)
-    assert prefill(rows, ids, 0, 5).tokens.tolist() == [
+    assert of_one(rows, ids, 0, 5).tokens.tolist() == [
         [101, 102, 103, 104, 105],
         [102, 103, 104, 105, 106],
         [103, 104, 105, 106, 107],
     ]
-    assert prefill(rows, ids, 5, 8).tokens.tolist() == [[106, 107, 7], [107, 7, 7], [7, 7, 7]]
+    assert of_one(rows, ids, 5, 8).tokens.tolist() == [[106, 107, 7], [107, 7, 7], [7, 7, 7]]
 
 
 def test_proposals_that_are_not_kept_change_no_requests_tokens() -> None:
@@ -66,23 +79,9 @@ def test_proposals_that_are_not_kept_change_no_requests_tokens() -> None:
 
 
 def test_requests_of_one_prefill_read_their_own_tokens() -> None:
-    rows, ran = recent(), list[Prompt]()
-    rows.bind(lambda batch, plan, positions, prompt: ran.append(prompt))
-    batch: Any = SimpleNamespace(
-        reqs=[
-            SimpleNamespace(rid="a", full_untruncated_fill_ids=array("q", text(2))),
-            SimpleNamespace(rid="b", full_untruncated_fill_ids=array("q", [51, 52, 53, 54, 55])),
-        ],
-        req_pool_indices=torch.tensor([1, 3]),
-        req_pool_indices_cpu=torch.tensor([1, 3]),
-        prefix_lens=[0, 1],
-        extend_lens=[2, 3],
-        input_ids=torch.tensor([100, 101, 52, 53, 54]),
-    )
-    positions = torch.tensor([0, 1, 1, 2, 3])
-    plan: Any = None
-    rows.write_prefill(features(positions), positions, plan, batch, torch.tensor([8, 9]))
-    assert ran[0].tokens.tolist() == [[101, 8, 53, 54, 55], [8, 8, 54, 55, 9], [8, 8, 55, 9, 9]]
+    rows = recent()
+    read = prefill(rows, {1: text(2), 3: [51, 52, 53, 54, 55]}, [0, 1], [2, 4], [8, 9], "a")
+    assert read.tokens.tolist() == [[101, 8, 53, 54, 55], [8, 8, 54, 55, 9], [8, 8, 55, 9, 9]]
     assert rows.known_from[[1, 3]].tolist() == [0, 1]
 
 
@@ -91,7 +90,7 @@ def test_requests_of_one_prefill_read_their_own_tokens() -> None:
 )
 def test_a_window_starts_behind_a_prefix_that_the_cache_had(start: int, end: int, first: int, last: int) -> None:
     rows, requests = recent(), torch.tensor([ROW])
-    prefill(rows, text(end), start, end)
+    of_one(rows, text(end), start, end)
     rows.set_tokens(requests, torch.tensor([end]), torch.tensor([7]))
     window = rows.window(requests, torch.tensor([end]))
     assert window.tolist() == [list(range(first, first + ROWS))]
@@ -101,24 +100,18 @@ def test_a_window_starts_behind_a_prefix_that_the_cache_had(start: int, end: int
     assert rows.hidden_of(requests, window)[committed].tolist() == features(window[0, committed]).tolist()
 
 
-def test_a_window_reaches_into_the_chunk_before() -> None:
-    rows = recent()
-    prefill(rows, text(9), 0, 8)
-    prefill(rows, text(9), 8, 9)
-    assert rows.window(torch.tensor([ROW]), torch.tensor([9]))[:, 0].tolist() == [5]
-
-
-def test_a_window_does_not_reach_into_another_request() -> None:
-    rows = recent()
-    prefill(rows, text(9), 0, 8, rid="a")
-    prefill(rows, text(9), 8, 9, rid="b")  # at the same row, with a prefix that the cache had
-    assert rows.window(torch.tensor([ROW]), torch.tensor([9]))[:, 0].tolist() == [8]
+def test_a_window_reaches_into_the_chunk_before_and_not_into_another_request() -> None:
+    for rid, first in (("a", 5), ("b", 8)):  # at the same row, with a prefix that the cache had
+        rows = recent()
+        of_one(rows, text(9), 0, 8)
+        of_one(rows, text(9), 8, 9, rid)
+        assert rows.window(torch.tensor([ROW]), torch.tensor([9]))[:, 0].tolist() == [first]
 
 
 def test_windows_read_what_was_committed_and_no_rejected_row() -> None:
     """The window behind which a step proposes, and the one before, after steps of all widths."""
     rows, requests = recent(), torch.tensor([ROW])
-    prefill(rows, text(20), 0, 20)
+    of_one(rows, text(20), 0, 20)
     n, tokens = 20, text(20) + [7]  # the last token has no hidden state yet
     generator = torch.Generator().manual_seed(0)
     for step in range(400):
