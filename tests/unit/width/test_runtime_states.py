@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from dflash_sglang.drafting.block import longest_prefix
+from dflash_sglang.patches import attention_room, graph_captures
+from dflash_sglang.width import runtime_states
+from dflash_sglang.width.runtime_states import RuntimeState, RuntimeStates, sparse
 from tests.support.fakes import Settings
 
 
 @pytest.fixture(autouse=True)
 def without_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_sglang.width import runtime_states
-
     monkeypatch.setattr(runtime_states, "states_of_width", lambda runner, width: None)
 
 
@@ -29,26 +31,23 @@ class Garbage:
 
 
 def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_but_their_own(monkeypatch):
-    from dflash_sglang.patches import graph_captures
-    from dflash_sglang.width import runtime_states
-
     graph = Settings(enable_cudagraph_gc=False)
     seen: list[tuple[int, bool, bool, bool]] = []
     left: list[weakref.ref[Garbage]] = []
     kept = [[] for _ in range(1000)]
 
-    def built(runner: Any, width: int, sizes: list[int]) -> runtime_states.RuntimeState:
+    def built(runner: Any, width: int, sizes: list[int]) -> RuntimeState:
         left.append(weakref.ref(Garbage()))
         seen.append((width, gc.get_freeze_count() > len(kept), gc.isenabled(), graph.enable_cudagraph_gc))
-        return runtime_states.RuntimeState(None, None)
+        return RuntimeState(None, None)
 
-    monkeypatch.setattr(runtime_states.RuntimeState, "build", built)
+    monkeypatch.setattr(RuntimeState, "build", built)
     monkeypatch.setattr(graph_captures, "get_exec", lambda: SimpleNamespace(graph=graph))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
     model = SimpleNamespace(
         serve_blocks_of=lambda width: None, spec=SimpleNamespace(draft_rows=lambda width: width)
     )
-    served = runtime_states.RuntimeStates(runner, runner, model, 8, nullcontext)
+    served = RuntimeStates(runner, runner, model, 8, nullcontext)
     gc.unfreeze()
     with graph_captures.heap_left_alone():
         served.add(1, [1, 2])
@@ -57,52 +56,6 @@ def test_captures_leave_the_objects_that_were_there_to_no_collection_of_garbage_
     assert seen == [(width, True, False, True) for width in (1, 4, 4)]
     assert sorted(served._states) == [1, 4, 8]
     assert gc.get_freeze_count() == 0 and gc.isenabled() and not graph.enable_cudagraph_gc
-
-
-def test_more_widths_are_added_the_most_useful_first_until_memory_is_short() -> None:
-    from dflash_sglang.width.runtime_states import RuntimeStates as Built
-    from dflash_sglang.width.runtime_states import by_use, sparse
-
-    captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)]
-    assert sparse(captured) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64]
-    assert sparse([4, 8, 12, 28, 44, 52]) == [4, 8, 12, 52] and sparse([]) == []
-    assert by_use((1, 2, 4, 6, 8, 12, 16), 16) == [1, 4, 8, 2, 12, 6]
-    assert by_use((3, 16), 16) == [1, 3]
-
-    def added(free: float, reserve: float, price: float = 1.0) -> dict[int, float]:
-        built, left = object.__new__(Built), [free]
-        built._widest = 16
-        built._target = SimpleNamespace(decode_cuda_graph_runner=None)
-
-        def add(width: int, sizes: Any) -> None:
-            assert sizes == [], "nothing is captured"
-            left[0] -= price
-
-        built.add = add
-        return built.add_while_free((1, 2, 4, 8, 16), lambda: left[0], reserve)
-
-    assert added(100, 2) == {1: 1.0, 4: 1.0, 8: 1.0, 2: 1.0}
-    assert list(added(5.5, 2)) == [1, 4, 8]  # 2.5 are free, and the next one should take 1
-    assert list(added(1.0, 2)) == [1]  # plain decoding is always there
-
-
-def test_a_width_is_captured_at_batches_with_as_many_rows_as_a_whole_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from dflash_sglang.patches import graph_captures
-    from dflash_sglang.width import runtime_states
-
-    built = object.__new__(runtime_states.RuntimeStates)
-    built._widest, built._target = 16, Runner()
-    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda **_: 1)
-    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
-    assert built._sizes(1) == [1, 2, 4, 8, 14], "one batch of an octave within 64 rows"
-    assert built._sizes(2) == [8, 14] and built._sizes(4) == [4, 8, 14]
-    assert built._sizes(6) == [4, 8, 10, 12, 14] and built._sizes(12) == [2, 4, 5, 6, 8, 10, 12, 14]
-    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [3, 6, 12, 24, 48])
-    assert built._sizes(1) == [3, 6, 12, 24, 48] and built._sizes(2) == [12, 24, 48]
-    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [1, 2])
-    assert built._sizes(2) == [2] and built._sizes(8) == [2]
 
 
 class Runner:
@@ -119,6 +72,62 @@ class Runner:
 
     def decode_graph_gather_requirements(self) -> tuple[bool, bool]:
         return True, False
+
+
+def served(block: int = 16) -> Any:
+    states = object.__new__(RuntimeStates)
+    states._widest, states._target = block, Runner()
+    return states
+
+
+def test_more_widths_are_added_the_most_useful_first_until_memory_is_short(monkeypatch) -> None:
+    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: [])
+
+    def added(free: float, *widths: int) -> dict[int, float]:
+        states, left = served(), [free]
+        states.add = lambda width, sizes: left.append(left[-1] - 1.0)
+        return states.add_while_free(widths, lambda: left[-1], 2.0)
+
+    assert list(added(100, 1, 2, 4, 6, 8, 12, 16).items()) == [(width, 1.0) for width in (1, 4, 8, 2, 12, 6)]
+    assert list(added(100, 3, 16)) == [1, 3]
+    assert list(added(5.5, 1, 2, 4, 8, 16)) == [1, 4, 8]  # 2.5 are free, and the next one should take 1
+    assert list(added(1.0, 1, 2, 4, 8, 16)) == [1], "plain decoding is always there"
+    captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)]
+    assert sparse(captured) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64]
+    assert sparse([4, 8, 12, 28, 44, 52]) == [4, 8, 12, 52] and sparse([]) == []
+
+
+MANY = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("captured", "ranks", "block", "sizes"),
+    [
+        # As many rows as a whole block; one batch between two powers of two within 64 rows.
+        (MANY, 1, 16, {1: [1, 2, 4, 8, 14], 2: [8, 14], 4: [4, 8, 14], 6: [4, 8, 10, 12, 14]}),
+        (MANY, 1, 16, {12: [2, 4, 5, 6, 8, 10, 12, 14]}),
+        ([3, 6, 12, 24, 48], 1, 16, {1: [3, 6, 12, 24, 48], 2: [12, 24, 48]}),
+        ([1, 2], 1, 16, {2: [2], 8: [2]}),
+        # Ranks that cannot share rows evenly.
+        ([1, 2, 3, 5], 1, 8, {1: [1, 2, 3, 5]}),
+        ([1, 2, 3, 5], 2, 8, {1: [2, 4, 6]}),
+        ([1], 8, 8, {1: [8]}),
+        ([1, 2, 3, 4, 5], 8, 8, {6: [4]}),  # 8 would be 48 rows, of 40
+        ([1, 2], 8, 8, {6: None}),  # none has as many rows on all
+    ],
+)
+def test_a_width_is_captured_at_batches_whose_rows_are_worth_it_and_shared_evenly_by_ranks(
+    captured: list[int], ranks: int, block: int, sizes: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alignment(gathered_buffer_required: bool) -> int:
+        return ranks if gathered_buffer_required else 1
+
+    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", alignment)
+    monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: captured)
+    states, added = served(block), {}
+    states.add = added.__setitem__
+    states.add_while_free([*sizes, block], lambda: 9.0, 1.0)
+    assert {width: added.get(width) for width in sizes} == sizes and 1 in added
 
 
 class Graphs:
@@ -145,9 +154,6 @@ class Spec:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
-    from dflash_sglang.patches import attention_room, graph_captures
-    from dflash_sglang.width import runtime_states
-
     Graphs.settings = SimpleNamespace(bs=Graphs.capture_bs)
     graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=Graphs.settings)))
     spec = Spec()
@@ -164,13 +170,9 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
 def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
     monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
-    from dflash_sglang.width import runtime_states
-
     planned: list[Any] = []
     monkeypatch.setattr(runtime_states, "plan_windows", planned.append)
-    state = runtime_states.RuntimeState.build(
-        runner, 4, runtime_states.sparse(runtime_states.captured_sizes(runner))
-    )
+    state = RuntimeState.build(runner, 4, sparse(runtime_states.captured_sizes(runner)))
     assert state.attention == "of 103 tokens" and state.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
     assert planned == ["of 103 tokens"]
     assert Graphs.settings.bs is Graphs.capture_bs
@@ -178,56 +180,17 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
 
 def test_attention_backends_have_room_for_a_block_beyond_the_context(runner: Any) -> None:
     """FlashInfer's MLA graphs would write behind what they hold of a request, FlashAttention's read behind it."""
-    from dflash_sglang.drafting.block import longest_prefix
-    from dflash_sglang.patches.attention_room import init_attention_backends
-
     made: list[int] = []
-    init_attention_backends(lambda runner: made.append(runner.model_config.context_len), runner)
+    attention_room.init_attention_backends(lambda runner: made.append(runner.model_config.context_len), runner)
     assert made == [longest_prefix(runner) + 16] and runner.model_config.context_len == 100
     with pytest.raises(ZeroDivisionError):
-        init_attention_backends(lambda runner: 1 / 0, runner)
+        attention_room.init_attention_backends(lambda runner: 1 / 0, runner)
     assert runner.model_config.context_len == 100
-
-
-@pytest.mark.parametrize(
-    ("ranks", "block", "width", "captured", "sizes"),
-    [
-        (1, 8, 1, [1, 2, 3, 5], [1, 2, 3, 5]),
-        (2, 8, 1, [1, 2, 3, 5], [2, 4, 6]),
-        (8, 8, 1, [1], [8]),
-        (8, 8, 6, [1, 2, 3, 4, 5], [4]),  # 8 would be 48 rows, of 40
-        (8, 16, 16, [1, 2, 3], [1, 2, 3]),
-        (8, 8, 6, [1, 2], []),  # none has as many rows on all
-    ],
-)
-def test_batches_whose_rows_ranks_cannot_share_evenly_are_raised_to_the_next(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, block: int, width: int, captured: list[int], sizes: list[int]
-) -> None:
-    from dflash_sglang.patches import graph_captures
-    from dflash_sglang.width import runtime_states as widths
-
-    def alignment(gathered_buffer_required: bool) -> int:
-        return ranks if gathered_buffer_required else 1
-
-    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", alignment)
-    monkeypatch.setattr(widths, "captured_sizes", lambda runner: captured)
-    built = object.__new__(widths.RuntimeStates)
-    built._widest, built._target = block, Runner()
-    assert built._fitting(captured, width) == sizes
-    built._states = {}
-    added = []
-    monkeypatch.setattr(built, "add", lambda width, sizes: added.append(width), raising=False)
-    monkeypatch.setattr(built, "_sizes", lambda width: built._fitting(captured, width), raising=False)
-    if width not in (1, block):
-        built.add_while_free([width, block], lambda: 9.0, 1.0)
-        assert added == [1, width][: 1 + bool(sizes)], "plain decoding is always there"
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dflash_sglang.width import runtime_states
-
     class InParts:
         capture_num_tokens = (16, 32, 96)
 
@@ -235,12 +198,12 @@ def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_non
             return min(tokens, 6)
 
     monkeypatch.setattr(runtime_states, "DecodeCudaGraphRunner", InParts)
-    built = object.__new__(runtime_states.RuntimeStates)
-    built._widest, built._ragged = 16, runtime_states.RuntimeState(None, InParts())
+    built = served()
+    built._ragged = RuntimeState(None, InParts())
     assert built.verify_budgets(6) == [16, 32, 96] and built.verify_budgets(2) == [16, 32]
     assert built.verify_budgets(20) == [16, 32, 96, 128, 160, 192, 256, 320]
     assert built.captured_requests(32, 6) == 6 and built.captured_requests(32, 7) is None
     assert built.captured_requests(128, 6) is None
-    built._ragged = runtime_states.RuntimeState(None, None)
+    built._ragged = RuntimeState(None, None)
     assert built.verify_budgets(3) == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
     assert built.captured_requests(16, 1) is None
