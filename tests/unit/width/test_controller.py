@@ -17,7 +17,7 @@ from dflash_sglang.observe.step_split import StepSplit
 from dflash_sglang.verify.rows import Excluded, Shape
 from dflash_sglang.verify.step_clock import StepClock
 from dflash_sglang.width import controller
-from dflash_sglang.width.controller import MOST_IN_FLIGHT, WidthController
+from dflash_sglang.width.controller import MOST_IN_FLIGHT, NOTHING_EXCLUDED, WidthController
 from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.options import Kind
 from dflash_sglang.width.requests import Requests
@@ -125,14 +125,12 @@ def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
     )
 
 
-def launched(logprobs: Any = None, lens: Any = None, mass: Any = None, promised: Any = None) -> Any:
-    of_draft = dict(logprobs=logprobs, verified_lens=lens, mass=mass, promised=promised)
-    return SimpleNamespace(**of_draft, num_correct_drafts_per_req_cpu=None)
-
-
-def launch(widths: Any, batch: Any, *of_draft: Any) -> Any:
-    widths.next(batch)
-    result = launched(*of_draft)
+def launch(widths: Any, batch: Any, *of_draft: Any, excluded: Excluded = NOTHING_EXCLUDED) -> Any:
+    """A step and its result. of_draft: logprobs, verified rows, masses of nodes and promises, lists or None."""
+    widths.next(batch, excluded)
+    tensors = [None if of is None else torch.tensor(of) for of in (*of_draft, *[None] * (4 - len(of_draft)))]
+    named = dict(zip(("logprobs", "verified_lens", "mass", "promised"), tensors, strict=True))
+    result = SimpleNamespace(**named, num_correct_drafts_per_req_cpu=None)
     widths.returned(result)
     return result
 
@@ -176,7 +174,7 @@ def test_requests_are_told_of_the_proposals_that_were_verified() -> None:
     batch.reqs = reqs = [Req(), Req(retracted=True), Req(ended=True), Req()]
     told = []
     for lens in (None, None, [5, 2, 2, 5], None):
-        result = launch(widths, batch, None, None if lens is None else torch.tensor(lens))
+        result = launch(widths, batch, None, lens)
         batch.reqs = [*reqs]  # SGLang makes new lists, too
         come_back(widths, result, [0] * 4)
         told.append([req.spec_num_cap_tokens for req in reqs])
@@ -220,9 +218,7 @@ def test_what_a_step_may_be_and_what_the_draft_thought_of_it_comes_with_its_resu
         (Excluded(copies="sampled"), 64, logprobs, None, None, promised),
     ):
         batch.spec_info.chain = chain
-        widths.next(batch, excluded)
-        results.append(launched(*(None if of is None else torch.tensor(of) for of in of_draft)))
-        widths.returned(results[-1])
+        results.append(launch(widths, batch, *of_draft, excluded=excluded))
     for result in results:
         come_back(widths, result, [1])
     assert policy.may_be == [(True, True, 64), (True, False, 0), (False, False, 32), (True, True, 0)]
@@ -240,36 +236,18 @@ def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit()
     policy.requests.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
     results = [launch(widths, decoding(1, 2, context=70))]
     for slots, excluded in (((1, 2), Excluded("reported", "reported")), ((2,), Excluded(trees="pool_full"))):
-        widths.next(decoding(*slots, context=80), excluded)
-        widths.returned(launched())
-        results.append(widths._launched[-1].result)
+        results.append(launch(widths, decoding(*slots, context=80), excluded=excluded))
     results.append(launch(widths, decoding(2, context=9)))
     policy.requests.admit(np.array([1, 2]), 3)
     for result, accepted in zip(results, ([6, 2], [0, 1], [0], [0]), strict=True):
         come_back(widths, result, accepted)
     told = widths.observer.snapshot()
+    assert [of[2] for of in policy.told if of[0] == "choose"] == [70, 80, 80, 9]
     assert told["verified"] == [5, 5, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
     assert told["accepted"] == [3, 2] + [1] * 4 + [0] * 9
     whole = {"chosen": 1, "reported": 1, "pool_full": 1}
     assert told["shapes"] == {"whole": whole, "plain": {"chosen": 1}}
     assert widths.observer._causes.context_tokens == 239
-
-
-def test_a_step_of_other_ranks_has_no_result_to_wait_for() -> None:
-    widths, policy, _ = adaptive([8, 8, 8])
-    widths.next(decoding())
-    result = launch(widths, decoding(5, context=70))
-    widths.next(decoding())
-    come_back(widths, result, [7])
-    assert [told[:2] for told in policy.told] == [
-        ("choose", []),
-        ("verified", []),
-        ("choose", [5]),
-        ("choose", []),
-        ("verified", []),
-        ("verified", [7]),
-    ]
-    assert policy.told[2] == ("choose", [5], 70)
 
 
 def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_it() -> None:
@@ -284,7 +262,7 @@ def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_
     widths.verified([3, 3])  # equal to what came, and of no step
     clock.ends = 107.0
     come_back(widths, launch(widths, decoding(1, 2)), [0, 0])
-    assert [told for told in policy.told if told[0] != "choose"] == [
+    assert [told for told in policy.told if told[0] != "choose"] == [  # a step of other ranks has no result
         ("verified", [], None, 3),
         ("verified", [1, 1], None, 1),
         ("left out", "a step came back before the one that was launched before it"),
@@ -301,9 +279,9 @@ def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed
         clock.ends = 100.0 + step
         result = launch(widths, decoding(1))
     lost = ("left out", f"{MOST_IN_FLIGHT} steps were launched and none came back")
-    assert len(widths._launched) == MOST_IN_FLIGHT and policy.told.count(lost) == 2 * MOST_IN_FLIGHT
+    assert policy.told.count(lost) == 2 * MOST_IN_FLIGHT
     come_back(widths, result, [2])
-    assert policy.told[-1] == ("verified", [2], 1.0, 3 * MOST_IN_FLIGHT) and not widths._launched
+    assert policy.told[-1] == ("verified", [2], 1.0, 3 * MOST_IN_FLIGHT)
 
 
 def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:
