@@ -105,22 +105,6 @@ class Machine:
         return seconds * (self.outlier if random.random() < self.outliers else 1.0)
 
 
-@dataclass
-class BusyMachine(Machine):
-    """Its clock reads up to four times the truth for 10 to 60 steps, once in some hundreds: others use it too."""
-
-    _factor: float = field(default=1.0, init=False)
-    _left: int = field(default=0, init=False)
-
-    def read(self, seconds: float, random: np.random.Generator) -> float:
-        self._left -= 1
-        if self._left < 0:
-            begins = random.random() < 1 / 300
-            self._factor = random.uniform(1.0, 4.0) if begins else 1.0
-            self._left = int(random.integers(10, 60)) if begins else 0
-        return super().read(seconds, random) * self._factor
-
-
 def _h200(batch: int, width: int) -> float:
     if width == 1 and batch <= 64:
         return float(np.interp(batch, list(PLAIN_MS), list(PLAIN_MS.values()))) / 1e3
