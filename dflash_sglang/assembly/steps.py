@@ -53,8 +53,7 @@ from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.warmup.dummy_batches import Rehearsal
 from dflash_sglang.width import startup
 from dflash_sglang.width.controller import WidthController
-from dflash_sglang.width.group import Group
-from dflash_sglang.width.ranks import width_group
+from dflash_sglang.width.ranks import Group, width_group
 from dflash_sglang.width.runtime_states import RuntimeStates, most_requests
 
 logger = logging.getLogger(__name__)

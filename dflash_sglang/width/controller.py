@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.verify.step_result import StepResult
     from dflash_sglang.width.decider import Decision
-    from dflash_sglang.width.kinds import Kind
     from dflash_sglang.width.policy import Step, WidthPolicy
     from dflash_sglang.width.runtime_states import RuntimeStates
 
@@ -33,7 +32,7 @@ NOTHING_EXCLUDED = Excluded()
 MOST_IN_FLIGHT = 8  # steps that were launched and did not come back; overlap scheduling has at most two
 
 
-class _Launched(NamedTuple):
+class _Chosen(NamedTuple):
     """A decode step whose result is to come."""
 
     step: Step
@@ -41,8 +40,14 @@ class _Launched(NamedTuple):
     context_tokens: int  # of its requests together
     whole: str | None  # why it had to have the width of each request, or no trees
     reqs: Sequence[Req]  # at least its requests, in their order
-    result: StepResult
     start: Any  # end of the step before, as a `StepClock.mark`; None if none of its requests is in this one
+
+
+class _Launched(NamedTuple):
+    """The same when it was launched."""
+
+    chosen: _Chosen
+    result: StepResult
     end: Any
 
     def has(self, accepted: list[int]) -> bool:
@@ -68,23 +73,13 @@ class WidthController:
     ) -> None:
         """limit: sets what a step may commit of requests (`Acceptor.set_max_commit`). speaks: this rank logs."""
         self._policy, self._states, self._limit, self._clock = policy, states, limit, clock
+        self.learns, self.choices = policy.learns, policy.widths  # see `WidthPolicy`
         self._observer = observer
-        self._chosen: Step | None = None  # the latest step with requests
-        self._of_chosen: tuple[int, str | None, Sequence[Req]] = 0, None, ()  # its fields of `_Launched`
+        self._chosen: _Chosen | None = None  # the latest step with requests
         self._launched: deque[_Launched] = deque()
         self._last_end: Any = None  # of the latest step, unless a step of other ranks came after it
         self._new: set[int] = set()  # slots of requests that were admitted since
         self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
-
-    @property
-    def learns(self) -> bool:
-        """Whether results tell anything that decides."""
-        return self._policy.learns
-
-    @property
-    def choices(self) -> Sequence[int]:
-        """Widths that steps may have, ascending."""
-        return self._policy.widths
 
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
@@ -102,29 +97,29 @@ class WidthController:
 
     def next(self, batch: ScheduleBatch, excluded: Excluded = NOTHING_EXCLUDED) -> Decision:
         """The width of a decode step of this batch, or of other ranks' where it is empty."""
-        requests = len(batch.reqs)
-        slots = batch.req_pool_indices_cpu.numpy() if requests else np.zeros(0, np.int64)
-        context_tokens = batch.spec_info.committed_sum if requests else 0
-        longest = batch.spec_info.chain if requests and self._policy.chains and not excluded.copies else 0
-        step = self._policy.choose(slots, context_tokens, not excluded.ragged, not excluded.trees, longest)
-        if requests:
+        policy, requests = self._policy, len(batch.reqs)
+        if not requests:  # it has no result
+            step = policy.choose(np.zeros(0, np.int64), 0, not excluded.ragged, not excluded.trees, 0)
+            policy.verified(step, [])
+            self._last_end = None
+        else:
+            slots, context = batch.req_pool_indices_cpu.numpy(), batch.spec_info.committed_sum
+            longest = batch.spec_info.chain if policy.chains and not excluded.copies else 0
+            step = policy.choose(slots, context, not excluded.ragged, not excluded.trees, longest)
             if self._new.issuperset(slots.tolist()):
                 self._last_end = None
             whole = excluded.ragged
-            if whole is None and self._policy.budgets and self._policy.requests.floor(slots) > PLAIN:
+            if whole is None and policy.budgets and policy.requests.floor(slots) > PLAIN:
                 whole = "min_width"
-            if whole is None and requests <= self._policy.most_trees:
+            if whole is None and requests <= policy.most_trees:
                 whole = excluded.trees
-            self._chosen, self._of_chosen = step, (context_tokens, whole, batch.reqs)
-        else:  # it has no result
-            self._policy.verified(step, [])
-            self._last_end = None
-        decision = step.decision
-        self._states.use(decision.shape)
-        if self._speaks and not decision.probe:
-            self._log_change(decision.kind, requests)
+            most = policy.requests.most(slots)
+            self._chosen = _Chosen(step, most, context, whole, batch.reqs, self._last_end)
         self._new.clear()
-        return decision
+        self._states.use(step.decision.shape)
+        if self._speaks and not step.decision.probe:
+            self._log_change(step.decision, requests)
+        return step.decision
 
     def returned(self, result: StepResult) -> None:
         """The step that `next` was asked for last has been launched."""
@@ -132,10 +127,8 @@ class WidthController:
         if len(self._launched) == MOST_IN_FLIGHT:
             self._launched.popleft()
             self._policy.leave_out(f"{MOST_IN_FLIGHT} steps were launched and none came back")
-        end, step = self._clock.mark(), self._chosen
-        most = self._policy.requests.most(step.slots)
-        self._launched.append(_Launched(step, most, *self._of_chosen, result, self._last_end, end))
-        self._last_end = end
+        self._last_end = self._clock.mark()
+        self._launched.append(_Launched(self._chosen, result, self._last_end))
 
     def verified(self, accepted: list[int]) -> None:
         """A step with requests came back: accepted [n] proposals, the list itself that its result has. Steps
@@ -145,21 +138,21 @@ class WidthController:
             return
         while not (done := self._launched.popleft()).has(accepted):
             self._policy.leave_out("a step came back before the one that was launched before it")
-        seconds = None if done.start is None else self._clock.seconds(done.start, done.end)
-        of = done.result
+        chosen, of = done.chosen, done.result
+        seconds = None if chosen.start is None else self._clock.seconds(chosen.start, done.end)
         drafted = of.logprobs, of.verified_lens, of.mass, of.promised
         logprobs, lens, mass, promised = (None if of is None else of.numpy() for of in drafted)
-        self._policy.verified(done.step, accepted, seconds, logprobs, lens, mass, promised)
-        if len(accepted) == len(done.most):  # else the policy has left it out
-            width, _, nodes, chain = done.step.decision.shape
+        self._policy.verified(chosen.step, accepted, seconds, logprobs, lens, mass, promised)
+        if len(accepted) == len(chosen.most):  # else the policy has left it out
+            width, _, nodes, chain = chosen.step.decision.shape
             copied = None if promised is None else promised > 0
-            step = DoneStep(width, accepted, done.most, lens, done.whole, nodes, chain, copied)
-            self._observer.verified(step, done.context_tokens)
+            step = DoneStep(width, accepted, chosen.most, lens, chosen.whole, nodes, chain, copied)
+            self._observer.verified(step, chosen.context_tokens)
             more = step.proposals - (self._observer.block - 1)
             if more.any():
-                _count_proposals(done.reqs, more.tolist())
+                _count_proposals(chosen.reqs, more.tolist())
 
-    def _log_change(self, kind: Kind, requests: int) -> None:
+    def _log_change(self, decision: Decision, requests: int) -> None:
         """One line if the shape has changed, not more often than every `LOG_SECONDS`."""
         metrics = self._policy.metrics
         changes = metrics.changes - self._logged_changes
@@ -168,7 +161,7 @@ class WidthController:
         logger.info(
             "dflash_sglang verify width: %s at %d requests (%s; %d changes since the last line); estimated "
             "tokens/s by the table of step times: %.2f of those at width 1, %.2f of those at the whole block",
-            kind,
+            decision.kind,
             requests,
             metrics.last_change,
             changes,
@@ -193,7 +186,7 @@ def _count_proposals(reqs: Sequence[Req], more: Sequence[int]) -> None:
     """Adds how many proposals [n] a step verified beyond a whole block's, or below them, to what requests are told
     of (`patches.results.of_an_answer`). SGLang counts no step of a request that has ended or was retracted."""
     for req, of_step in zip(reqs, more, strict=False):
-        if req.finished_reason is None and not req.is_retracted:
+        if of_step and req.finished_reason is None and not req.is_retracted:
             req.spec_num_cap_tokens += of_step
 
 

@@ -1,20 +1,25 @@
-"""The decision of one step: what the rank that decides knows, and how it decides."""
+"""The decision of one step: what the rank that decides knows, and how it decides: the kind with the most committed
+tokens per second in the long run, hysteresis, and probes."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.verify.rows import Shape
-from dflash_sglang.width.choice import REASONS, Chooser
-from dflash_sglang.width.interruptions import Interruptions
-from dflash_sglang.width.kinds import Kind
-from dflash_sglang.width.options import Options
-from dflash_sglang.width.step_times import Sample, StepTimes
+from dflash_sglang.width.options import Kind, Options
+from dflash_sglang.width.step_times import Interruptions, StepTimes
+
+# By the simulation (docs/results/width-simulated.md, "The margin"): 0 to 5 % give 0.991 to 0.993 of the best.
+MARGIN = 0.02  # that another kind must promise more than the held one
+PROBE_BUDGET = 0.01  # share of the time that may be spent on steps of kinds that look worse
+LEAST_COST = 0.03  # of a step, that a probe is charged at least
+CAUTION = 4 / 3  # of the estimated cost that is charged: the kinds that get tried are those that were flattered
+REASONS = ("start", "hold", "probe", "load", "gain", "limit", "copy")
 
 
 class Decision(NamedTuple):
@@ -22,7 +27,7 @@ class Decision(NamedTuple):
 
     `width`: of the draft's blocks. `verify_budget`: tokens that a ragged step verifies of all requests together,
     else None. `tree_nodes`: of each request's tree, else None. `chain`: rows of each request's chain where these
-    are more than its block, else None. `reason` as in `choice.Choice`. `seconds`: of the
+    are more than its block, else None. `reason` as in `Choice`. `seconds`: of the
     step. `share`: proposals that are accepted, over those of a chain of `width`. `over_...`: committed
     tokens per second in the long run over those of chains of width 1 and of the widest width, as estimated.
     """
@@ -91,6 +96,80 @@ class Plan(NamedTuple):
     prefilled: int | None  # tokens that were prefilled before it; None: nothing was
 
 
+class Choice(NamedTuple):
+    """`kind` is an index.
+
+    `reason`: "start", "hold", "probe" (this kind for one step), "load" (another batch size), "gain" (more tokens
+    per second promised) or "limit" (what the requests allow). A `Decision` may also have "copy" (`Chains`).
+    """
+
+    kind: int
+    reason: str
+
+
+class Chooser:
+    """Chooses one kind per step; a deterministic function of its calls.
+
+    The kind that is held is left at once when the padded batch size or the kinds that the requests allow change,
+    and otherwise for one that promises `MARGIN` more.
+
+    Of an abandoned kind little is learnt. So each of the other kinds earns an equal part of `PROBE_BUDGET` of
+    the time. It is tried for one step when it has earned what that would cost: the time it takes beyond what the
+    held kind would need for the same tokens. What looks almost as good is tried often, what looks hopeless
+    seldom. By these estimates all probes together cost `PROBE_BUDGET` of the time, whatever they turn out to give.
+    """
+
+    def __init__(self, kinds: int):
+        self._held: int | None = None
+        self._situation: tuple[int, tuple[int, ...]] | None = None
+        self._earned = [0.0] * kinds
+
+    def choose(
+        self, bucket: int, allowed: Sequence[int], committed: Mapping[int, float], seconds: Mapping[int, float]
+    ) -> Choice:
+        """allowed: indices of one kind or more, the only ones looked at of `committed` and `seconds`, which a
+        step of every kind is expected to commit and to take."""
+        rates = {kind: committed[kind] / seconds[kind] for kind in allowed}
+        best = max(allowed, key=rates.__getitem__)
+        reason = self._reason((bucket, tuple(allowed)), best, rates)
+        self._situation = (bucket, tuple(allowed))
+        if reason != "hold" or self._held is None:
+            self._held = best
+            return Choice(best, reason)
+        probe = self._probe(self._held, rates, committed, seconds)
+        return Choice(self._held, reason) if probe is None else Choice(probe, "probe")
+
+    def _reason(self, situation: tuple[int, tuple[int, ...]], best: int, rates: dict[int, float]) -> str:
+        if self._held is None or self._situation is None:
+            return "start"
+        if best == self._held:
+            return "hold"
+        if self._held not in rates:
+            return "limit"
+        if situation != self._situation:
+            return "load" if situation[0] != self._situation[0] else "limit"
+        return "gain" if rates[best] > rates[self._held] * (1.0 + MARGIN) else "hold"
+
+    def _probe(
+        self, held: int, rates: dict[int, float], committed: Mapping[int, float], seconds: Mapping[int, float]
+    ) -> int | None:
+        """The kind to try in this step, if one has earned it."""
+        if len(rates) == 1 or not PROBE_BUDGET:
+            return None
+        part = PROBE_BUDGET * seconds[held] / (len(rates) - 1)
+        chosen, cost = None, 0.0
+        for kind in rates:
+            if kind == held:
+                continue
+            price = max(CAUTION * (seconds[kind] - committed[kind] / rates[held]), LEAST_COST * seconds[held])
+            self._earned[kind] = min(self._earned[kind] + part, price)  # waiting for its turn it saves no more
+            if self._earned[kind] >= price and (chosen is None or rates[kind] > rates[chosen]):
+                chosen, cost = kind, price
+        if chosen is not None:
+            self._earned[chosen] -= cost
+        return chosen
+
+
 class Decider:
     """Weighs what every kind commits against what it takes. Only rank 0 has one."""
 
@@ -105,10 +184,6 @@ class Decider:
         self._chooser = Chooser(len(kinds))
         self._width = self._widths[-1]  # of the latest decision that was no probe
 
-    def fit(self, samples: Iterable[Sample]) -> None:
-        """Start-up's steps."""
-        self.step_times.fit(samples)
-
     def decide(self, load: Load, options: Options, ragged: bool, trees: bool) -> tuple[Decision, Plan | None]:
         """options: of so many requests. ragged, trees: whether the step may be."""
         if not load.requests:
@@ -116,7 +191,10 @@ class Decider:
         times, context = self.step_times, load.context_tokens
         bucket = times.bucket(load.batch)
         committed = load.requests * load.steps_needed[0] / load.steps_needed  # of [options], in the long run
-        seconds, more = self._seconds(bucket, context, options)
+        # What a ragged step's tokens add to it by the table.
+        more = np.where(options.budget > 0, times.added(bucket, options.budget), 0.0)
+        base, factors = times.seconds(bucket, context), times.factors(bucket)
+        seconds = base[options.kind] + more * factors[options.kind]
         added = times.of_kind(0, 0, 0.0)
         spent = seconds + self.interruptions.once(added) * self.interruptions.share(committed)
         rates = committed / spent
@@ -143,13 +221,6 @@ class Decider:
         )
         prefilled = self.interruptions.step(float(committed[at]))
         return decision, Plan(bucket, choice.kind, context, float(more[at]), prefilled)
-
-    def _seconds(self, bucket: int, context: float, options: Options) -> tuple[np.ndarray, np.ndarray]:
-        """[options] seconds of a step, and what a ragged one's tokens add to them by the table."""
-        times = self.step_times
-        more = np.where(options.budget > 0, times.added(bucket, options.budget), 0.0)
-        base, factors = times.seconds(bucket, context), times.factors(bucket)
-        return base[options.kind] + more * factors[options.kind], more
 
     def _best(self, options: Options, rates: np.ndarray) -> dict[int, int]:
         """Of every kind that the batch could have, the option with the highest rate."""

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.width.confidence import Confidence
-from dflash_sglang.width.kinds import Kind
 
 TABULATE_EVERY = 4  # observed steps
+
+
+class Kind(NamedTuple):
+    """Which rows a step may verify, verify budgets aside: a chain of `width` rows for each request; or, `ragged`,
+    the likeliest rows of such chains; or a tree of `nodes` for each request, grown over a block of `width`; or a
+    chain of `chain` rows, a block and more of its copy."""
+
+    width: int
+    ragged: bool = False
+    nodes: int | None = None
+    chain: int | None = None
+
+    def __str__(self) -> str:
+        if self.chain:
+            return f"copy {self.chain}"
+        return f"tree {self.nodes}" if self.nodes else f"{'ragged ' * self.ragged}{self.width}"
+
+
+def kinds_of(widths: Sequence[int], ragged: bool, trees: Iterable[int]) -> list[Kind]:
+    """All that steps may have: the chains of these widths first, ascending as these are."""
+    of_parts = [Kind(width, ragged=True) for width in widths if ragged and width > PLAIN]
+    return [*map(Kind, widths), *of_parts, *(Kind(widths[-1], nodes=nodes) for nodes in sorted(trees))]
 
 
 class Options(NamedTuple):
@@ -29,10 +51,8 @@ class AllOptions:
     def __init__(self, kinds: Sequence[Kind], budgets: Sequence[int], confidence: Confidence):
         """budgets, ascending: how many tokens a ragged step may verify together."""
         self._kinds, self._budgets, self._confidence = list(kinds), np.array(budgets, np.int64), confidence
-        self._ragged = [number for number, kind in enumerate(kinds) if kind.ragged]
-        self._listed: dict[int, Options] = {}  # by requests, with shares of 1
         self._of_requests: dict[int, Options] = {}
-        self._shares: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of ragged kinds, as `Confidence.shares` says
+        self._shares: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by width, as `Confidence.shares` says
         self._tabulated = -TABULATE_EVERY
 
     def of(self, requests: int) -> Options:
@@ -40,37 +60,29 @@ class AllOptions:
         chain of its width."""
         if self._confidence.observed >= self._tabulated + TABULATE_EVERY:
             self._tabulated = self._confidence.observed
-            widths = [self._kinds[number].width for number in self._ragged]
-            self._shares = dict(zip(self._ragged, self._confidence.shares(widths), strict=True))
+            ragged = [kind.width for kind in self._kinds if kind.ragged]
+            self._shares = dict(zip(ragged, self._confidence.shares(ragged), strict=True))
             self._of_requests.clear()
         if requests not in self._of_requests:
-            self._of_requests[requests] = self._with_shares(requests)
+            self._of_requests[requests] = self._list(requests)
         return self._of_requests[requests]
 
-    def _with_shares(self, n: int) -> Options:
-        if n not in self._listed:
-            self._listed[n] = self._list(n)
-        options, first = self._listed[n], 0
-        share, rows = options.share.copy(), options.budget / max(n, 1)
-        for kind, end in zip(options.kind[options.last].tolist(), (options.last + 1).tolist(), strict=True):
-            if kind in self._shares:
-                share[first:end] = np.interp(rows[first:end], *self._shares[kind])
-            elif (nodes := self._kinds[kind].nodes) is not None:
-                share[first:end] = self._confidence.of_tree(nodes)
-            first = end
-        return options._replace(share=share)
-
     def _list(self, n: int) -> Options:
-        chain = np.zeros(1, np.int64)
-        budgets = [
-            self._budgets[(self._budgets >= n) & (self._budgets < n * kind.width)] if kind.ragged else chain
-            for kind in self._kinds
-        ]
-        counts = np.array([len(of_kind) for of_kind in budgets])
-        kind = np.repeat(np.arange(len(budgets)), counts)
-        widths = np.array([kind.width for kind in self._kinds])
+        budgets, shares = [], []
+        for kind in self._kinds:
+            budget, share = np.zeros(1, np.int64), np.ones(1)
+            if kind.ragged:
+                budget = self._budgets[(self._budgets >= n) & (self._budgets < n * kind.width)]
+                share = np.interp(budget / max(n, 1), *self._shares[kind.width])
+            elif kind.nodes is not None:
+                share[:] = self._confidence.of_tree(kind.nodes)
+            budgets.append(budget)
+            shares.append(share)
+        counts = np.array([len(budget) for budget in budgets])
+        kinds = np.repeat(np.arange(len(budgets)), counts)
+        widths = np.array([kind.width for kind in self._kinds])[kinds]
         last = counts.cumsum()[counts > 0] - 1
-        return Options(kind, widths[kind], np.concatenate(budgets), last, np.ones(len(kind)))
+        return Options(kinds, widths, np.concatenate(budgets), last, np.concatenate(shares))
 
 
 def least_budget(budgets: Sequence[int], requests: int, width: int) -> int | None:

@@ -9,18 +9,69 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_sglang.settings.width import PLAIN, WidthConfig
-from dflash_sglang.width.chains import Chains
+from dflash_sglang.verify.rows import Shape
 from dflash_sglang.width.confidence import Confidence
 from dflash_sglang.width.decider import Decider, Decision, Load, Plan
-from dflash_sglang.width.group import Group
-from dflash_sglang.width.kinds import Kind, kinds_of
-from dflash_sglang.width.metrics import WidthMetrics
-from dflash_sglang.width.options import AllOptions
-from dflash_sglang.width.requests import Requests
+from dflash_sglang.width.options import AllOptions, Kind, kinds_of
+from dflash_sglang.width.ranks import Group
+from dflash_sglang.width.requests import Chains, Requests
 
 logger = logging.getLogger(__name__)
 
 LEARNT_FROM = 256  # requests of a step; of more every second, third, ... in turn
+
+
+class WidthMetrics:
+    """Counters since start-up, by kind, and the last decision's estimates (docs/reference/metrics.md)."""
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self._kinds = list(kinds)
+        self.steps = [0] * len(kinds)
+        self.seconds = [0.0] * len(kinds)  # a step whose time was not measured counts with its estimate
+        self.tokens = [0] * len(kinds)  # verified
+        self.probes = [0] * len(kinds)
+        self.changes, self.last_change = 0, "start"
+        self.over_width_1 = self.over_block = 1.0
+        self.left_out = 0  # steps without a result, and results without a step
+
+    def chose(self, decision: Decision, requests: int) -> None:
+        """A step of so many requests of this rank was decided."""
+        kind = self._kinds.index(decision.kind)
+        self.steps[kind] += 1
+        self.tokens[kind] += decision.verify_budget or requests * (
+            decision.tree_nodes or decision.chain or decision.width
+        )
+        self.probes[kind] += decision.probe
+        if decision.reason not in ("hold", "probe", "copy"):
+            self.changes += decision.reason != "start"
+            self.last_change = decision.reason
+        self.over_width_1, self.over_block = decision.over_width_1, decision.over_block
+
+    def came_back(self, decision: Decision, seconds: float | None) -> None:
+        """The result of a step is there; `seconds`: of the step, if they were measured."""
+        self.seconds[self._kinds.index(decision.kind)] += decision.seconds if seconds is None else seconds
+
+    def snapshot(self) -> dict[str, Any]:
+        """For logs and gauges: sums by the width that was drafted, and steps by kind."""
+        by_kind: dict[str, Sequence[float]] = {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "verified_tokens": self.tokens,
+            "probes": self.probes,
+        }
+        by_width: dict[str, dict[int, float]] = {name: {} for name in by_kind}
+        for name, counts in by_kind.items():
+            for kind, count in zip(self._kinds, counts, strict=True):
+                by_width[name][kind.width] = by_width[name].get(kind.width, 0) + count
+        return {
+            **by_width,
+            "shapes": dict(zip(map(str, self._kinds), self.steps, strict=True)),
+            "changes": self.changes,
+            "last_change": self.last_change,
+            "estimated_over_width_1": self.over_width_1,
+            "estimated_over_block": self.over_block,
+            "left_out": self.left_out,
+        }
 
 
 class Step(NamedTuple):
@@ -78,7 +129,7 @@ class WidthPolicy:
         self.decider: Decider | None = None
         if self._fixed is None and self._group.decides:
             self.decider = Decider(self.kinds, buckets, self.trees)
-        # A rank whose requests are rank 0's has nothing to say, so it learns nothing of them.
+        # Whether results tell anything: not to a rank whose requests are rank 0's, which has nothing to say.
         self.learns = self.decider is not None or (self._fixed is None and self._group.gather is not None)
         self._held = self.widths[0], 1.0  # width of the latest step that was no probe, and its share
         self._steps = 0
@@ -111,17 +162,14 @@ class WidthPolicy:
         slots = np.array(slots, np.intp)
         if self._fixed is not None:
             decision, plan = self._fixed, None
-            if trees and 0 < len(slots) <= self.most_trees and self._free(slots):
+            known, few = self.requests, 0 < len(slots) <= self.most_trees
+            if trees and few and known.cap(slots) == known.block and known.floor(slots) == PLAIN:
                 decision = Decision(decision.width, tree_nodes=self.kinds[-1].nodes)
         else:
             decision, plan = self._decide(slots, context_tokens, ragged, trees, longest)
         self.metrics.chose(decision, len(slots))
         self._steps += 1
         return Step(self._steps - 1, slots, decision, plan)
-
-    def _free(self, slots: np.ndarray) -> bool:
-        """Whether one of these requests allows a whole block, and none asks for a width."""
-        return self.requests.cap(slots) == self.requests.block and self.requests.floor(slots) == PLAIN
 
     def _decide(
         self, slots: np.ndarray, context: int, ragged: bool, trees: bool, longest: int
@@ -131,15 +179,15 @@ class WidthPolicy:
         if self.learns:
             n, known = len(slots), self.requests
             options = self._options.of(n)
-            needed = known.work(slots, *self._held).steps_needed(options.width, options.share)
+            needed = known.steps_needed(slots, self._held, options.width, options.share)
             load = Load(n, n, float(context), known.cap(slots), known.floor(slots), needed)
             if group.gather is not None:
                 load = Load.from_rows(group.gather(load.row()))
             if self.decider is not None:
                 decision, plan = self.decider.decide(load, options, ragged, trees)
                 if 0 < longest <= known.most(slots).max() and self.chains.pay(slots):
-                    decision = decision._replace(width=known.block, verify_budget=None, tree_nodes=None)
-                    decision = decision._replace(chain=longest, reason="copy")
+                    shape = Shape(known.block, chain=longest)
+                    decision = Decision(*shape, "copy", *decision[5:])
                     plan = None  # the tables know nothing of such steps
         if group.broadcast is not None:
             decision = Decision.from_row(group.broadcast(decision.row()))

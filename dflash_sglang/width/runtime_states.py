@@ -159,7 +159,8 @@ class RuntimeStates:
         sizes = [
             size
             for size, larger in zip_longest(sizes, sizes[1:])
-            if larger is None or larger * width > TILE or _octave(size) != _octave(larger)
+            # Both lie after the same power of two otherwise.
+            if larger is None or larger * width > TILE or (size - 1).bit_length() != (larger - 1).bit_length()
         ]
         return self._fitting(sizes, width)
 
@@ -274,11 +275,6 @@ def sparse(sizes: Sequence[int]) -> list[int]:
 
     They take half as long to capture as SGLang's, and pad a step by a third at most."""
     return [size for size in sizes if size // (size & -size) in (1, 3, 5) or size == sizes[-1]]
-
-
-def _octave(size: int) -> int:
-    """The same for all sizes from after a power of two to the next."""
-    return (size - 1).bit_length()
 
 
 def by_use(widths: Iterable[int], served: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,10 +30,9 @@ from dflash_sglang.verify.graph_tail import VerifyTail, names_slots_alike
 from dflash_sglang.verify.recurrent import keeps_apart, kernel_of, only_one_width
 from dflash_sglang.verify.rows import Shape
 from dflash_sglang.verify.tree import TreeVerify
-from dflash_sglang.width.group import Group
-from dflash_sglang.width.kinds import Kind
-from dflash_sglang.width.options import least_budget
+from dflash_sglang.width.options import Kind, least_budget
 from dflash_sglang.width.policy import WidthPolicy
+from dflash_sglang.width.ranks import Group
 from dflash_sglang.width.runtime_states import RuntimeStates, captured_sizes, most_requests, sparse
 from dflash_sglang.width.step_times import Sample, StepTimes, startup_cells
 
@@ -67,9 +66,14 @@ def servable(config: WidthConfig, runner: ModelRunner, block: int) -> WidthConfi
                 "Leave it out.",
             )
         ])  # fmt: skip
-    if get_parallel().tp_rank == 0:
-        logger.info("dflash_sglang verify width: always the block's, %d: %s", block, reason)
+    _log("verify width: always the block's, %d: %s", block, reason)
     return WidthConfig(fixed=BLOCK)
+
+
+def _log(message: str, *values: object, level: int = logging.INFO) -> None:
+    """Writes one line for all ranks."""
+    if get_parallel().tp_rank == 0:
+        logger.log(level, f"dflash_sglang {message}", *values)
 
 
 def _only_the_block(runner: ModelRunner) -> str | None:
@@ -97,19 +101,13 @@ def add_widths(
         return config
     took = states.add_while_free(wanted, free, config.memory_reserve)
     served = tuple(width for width in wanted if width in took or width == block)
-    speaks = get_parallel().tp_rank == 0
-    if speaks:
-        left_out = sorted(set(wanted) - set(served))
-        logger.info("dflash_sglang verify widths: %s%s", served, _prices(took, left_out, config.memory_reserve))
-    if ragged:  # as dear as a width: the same forwards, of fewer requests or more
-        if free() - max(took.values(), default=0.0) >= config.memory_reserve:
-            states.add_ragged()
-        elif speaks:
-            logger.warning(
-                "dflash_sglang verify width: not ragged: its graphs would not leave %g GB free. Lower "
-                "memory_reserve, or --mem-fraction-static.",
-                config.memory_reserve,
-            )
+    _log("verify widths: %s%s", served, _prices(took, wanted, served, config.memory_reserve))
+    # A ragged step's graphs are as dear as a width's: the same forwards, of fewer requests or more.
+    if ragged and free() - max(took.values(), default=0.0) >= config.memory_reserve:
+        states.add_ragged()
+    elif ragged:
+        why = "its graphs would not leave %g GB free. Lower memory_reserve, or --mem-fraction-static."
+        _log(f"verify width: not ragged: {why}", config.memory_reserve, level=logging.WARNING)
     return replace(config, widths=served)
 
 
@@ -150,13 +148,8 @@ def without_misplaced_states(
                 "Choose another --linear-attn-decode-backend, or serve without speculation.",
             )
         ])  # fmt: skip
-    if get_parallel().tp_rank == 0:
-        logger.warning(
-            "dflash_sglang verify widths: left out %s: at these, %s does not keep the states of verified rows "
-            "where they are committed from",
-            misplaced,
-            kernel,
-        )
+    why = "at these, %s does not keep the states of verified rows where they are committed from"
+    _log(f"verify widths: left out %s: {why}", misplaced, kernel, level=logging.WARNING)
     states.drop(misplaced)
     if PLAIN in misplaced:  # a width that is always served
         return WidthConfig(fixed=BLOCK)
@@ -180,8 +173,8 @@ def can_be_ragged(config: WidthConfig, runner: ModelRunner, group: Group, full_b
     if config.fixed is not None:
         return False
     reason = full_blocks or _why_not_ragged(runner, group)
-    if reason is not None and get_parallel().tp_rank == 0:
-        logger.info("dflash_sglang verify width: not ragged: %s", reason)
+    if reason is not None:
+        _log("verify width: not ragged: %s", reason)
     return reason is None
 
 
@@ -218,9 +211,9 @@ def can_verify_trees(
     reason = no_candidates or _why_not_ragged(target, group) or why_no_trees(target)
     if reason is None and not names_slots_alike(target, draft):
         reason = "the KV pools name slots otherwise than req_to_token"
-    if reason is not None and get_parallel().tp_rank == 0:
+    if reason is not None:
         level = logging.INFO if config.trees == DEFAULT_TREES else logging.WARNING
-        logger.log(level, "dflash_sglang verify width: no trees: %s", reason)
+        _log("verify width: no trees: %s", reason, level=level)
     return reason is None
 
 
@@ -232,15 +225,12 @@ def add_trees(
     took: dict[int, float] = {}
     for nodes in sorted(config.trees):
         sizes, before = states.tree_sizes(nodes, most_requests(config.trees)), free()
-        if not sizes or before - max(took.values(), default=0.0) < config.memory_reserve:
-            continue
-        trees = verify.add(nodes, sizes[-1])
-        states.add_trees(trees, sizes, tail.of_trees(trees))
-        took[nodes] = before - free()
-    if get_parallel().tp_rank == 0:
-        served = ", ".join(f"{nodes} nodes up to {most} requests" for nodes, most in states.trees.items())
-        left_out = sorted(set(config.trees) - set(states.trees))
-        logger.info("dflash_sglang trees: %s%s", served, _prices(took, left_out, config.memory_reserve))
+        if sizes and before - max(took.values(), default=0.0) >= config.memory_reserve:
+            trees = verify.add(nodes, sizes[-1])
+            states.add_trees(trees, sizes, tail.of_trees(trees))
+            took[nodes] = before - free()
+    served = ", ".join(f"{nodes} nodes up to {most} requests" for nodes, most in states.trees.items())
+    _log("trees: %s%s", served, _prices(took, config.trees, states.trees, config.memory_reserve))
 
 
 def why_no_chains(config: WidthConfig, target: ModelRunner, group: Group) -> str | None:
@@ -268,15 +258,14 @@ def add_chains(
         if before - max(took.values(), default=0.0) >= reserve:
             states.add_chain(rows, requests)
             took[rows] = before - free()
-    if get_parallel().tp_rank == 0:
-        served = ", ".join(f"{rows} rows up to {most} requests" for rows, most in states.chains.items()) or "none"
-        left_out = sorted(set(chains) - set(states.chains))
-        note = f": {none_because}" if none_because is not None else _prices(took, left_out, reserve)
-        logger.info("dflash_sglang copies beyond blocks: %s%s", served, note)
+    served = ", ".join(f"{rows} rows up to {most} requests" for rows, most in states.chains.items()) or "none"
+    note = f": {none_because}" if none_because else _prices(took, chains, states.chains, reserve)
+    _log("copies beyond blocks: %s%s", served, note)
 
 
-def _prices(took: Mapping[int, float], left_out: Sequence[int], reserve: float) -> str:
-    """took: {width or nodes: GB}."""
+def _prices(took: Mapping[int, float], wanted: Iterable[int], served: Iterable[int], reserve: float) -> str:
+    """took: {width, nodes or rows: GB}, as the others."""
+    left_out = sorted(set(wanted) - set(served))
     note = f"; left out, to keep {reserve:g} GB free: {left_out}" if left_out else ""
     prices = ", ".join(f"{one}: {price:.3f}" for one, price in took.items())
     return f"{note}; memory that was added, in GB: {prices}"
@@ -301,7 +290,7 @@ def measure(policy: WidthPolicy, runner: ModelRunner, rehearsal: Rehearsal, grou
     samples = _rehearse(cells, policy.budgets or [], rehearsal, group)
     if policy.decider is None:
         return
-    policy.decider.fit(samples)
+    policy.decider.step_times.fit(samples)
     logger.info(
         "dflash_sglang verify widths: %d of %d cells measured in %.1f s; ms of a step by shape: %s",
         len({sample[:2] for sample in samples}),
@@ -319,21 +308,20 @@ def _rehearse(
     cells: batch, kind, context tokens. budgets: of ragged steps. A cell's steps are a pass apart, so that what
     else runs on the GPU for a second or two (another server that starts) slows few of both."""
     begin, measured, samples = time.perf_counter(), set(), []
-    for _ in range(PASSES):
-        for cell in cells:
-            requests, kind, context = cell
-            budget = least_budget(budgets, requests, kind.width) if kind.ragged else None
-            if kind.ragged and budget is None:
-                continue
-            elapsed = np.array([time.perf_counter() - begin])
-            if group.broadcast is not None:
-                elapsed = group.broadcast(elapsed)  # all ranks stop alike
-            if elapsed[0] > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
-                continue
-            each = min(max(context // requests, 1), rehearsal.longest)
-            seconds = rehearsal.seconds(requests, each, Shape(kind.width, budget, kind.nodes))
-            samples.append(Sample(requests, kind, requests * each, seconds))
-            measured.add(cell)
+    for cell in PASSES * list(cells):
+        requests, kind, context = cell
+        budget = least_budget(budgets, requests, kind.width) if kind.ragged else None
+        if kind.ragged and budget is None:
+            continue
+        elapsed = np.array([time.perf_counter() - begin])
+        if group.broadcast is not None:
+            elapsed = group.broadcast(elapsed)  # all ranks stop alike
+        if elapsed[0] > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
+            continue
+        each = min(max(context // requests, 1), rehearsal.longest)
+        seconds = rehearsal.seconds(requests, each, Shape(kind.width, budget, kind.nodes))
+        samples.append(Sample(requests, kind, requests * each, seconds))
+        measured.add(cell)
     return samples
 
 

@@ -2,7 +2,7 @@
 data-parallel attention, which tell it their loads, IDLE ranks included. C16, C20 and C21 with the width policy on.
 
 The width is drawn, so that nothing follows from the machine's times. What the policy makes of loads and times:
-`tests/unit/width/test_width_policy.py`.
+`tests/unit/width/test_policy.py`.
 """
 
 from __future__ import annotations

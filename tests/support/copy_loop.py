@@ -18,7 +18,7 @@ from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.kernels.block import find_copy as kernels
 from dflash_sglang.startup.copying import CHAINS
 from dflash_sglang.verify.rows import Shape
-from dflash_sglang.width.chains import Chains
+from dflash_sglang.width.requests import Chains
 
 BLOCK, LONG = 16, 64
 SECONDS = {BLOCK: 1.0, LONG: 1.07}

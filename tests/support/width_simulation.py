@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree_torch
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.settings.width import WidthConfig
-from dflash_sglang.width.group import Group
-from dflash_sglang.width.kinds import Kind
+from dflash_sglang.width.options import Kind
 from dflash_sglang.width.policy import WidthPolicy
+from dflash_sglang.width.ranks import Group
 from dflash_sglang.width.step_times import Sample, startup_cells
 
 BLOCK = 16
@@ -47,19 +47,6 @@ ROWS_MS = {
 TREE_MS = 0.25
 TREES = {16: 8, 32: 4, 64: 2}
 RECORD = Path("bench/records/pair.npz")
-
-
-class Policy(Protocol):
-    """Whoever chooses widths."""
-
-    def admit(
-        self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
-    ) -> None: ...
-    def prefill(self, tokens: int = 0) -> None: ...
-    def choose(self, slots: np.ndarray, context_tokens: int) -> Any: ...
-    def verified(
-        self, step: Any, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None
-    ) -> None: ...
 
 
 @dataclass
@@ -94,60 +81,28 @@ class Machine:
         row = self.table[int(np.searchsorted(self.buckets, batch))]
         return row + (context_tokens - CONTEXT * batch) * SECONDS_PER_CONTEXT_TOKEN
 
-    @property
-    def prefills(self) -> bool:
-        """Whether prefills take time."""
-        return self.launch + self.weights + self.prompt_token > 0.0
-
     def prefill_seconds(self, tokens: int) -> float:
         """Of so many prompt tokens together."""
-        return self.launch + max(self.weights, self.prompt_token * tokens)
-
-    def ragged_seconds(self, batch: int, context_tokens: float, width: int, tokens: int) -> float:
-        """Of a step that drafts at `width` (an index) and verifies `tokens` together."""
-        size = self.buckets[int(np.searchsorted(self.buckets, batch))]
-        full = size * self.widths[width]
-        saved = PLAIN_SHARE * (_drafted(full) - _drafted(min(tokens, full))) / 1e3
-        whole = float(self.seconds(batch, context_tokens)[width])
-        return (whole - saved) * (self.parts if tokens > batch else 1.0)
-
-    def tree_seconds(self, batch: int, context_tokens: float, nodes: int) -> float:
-        """Of a step that verifies a tree of each request: by what so many rows take more than the block's."""
-        over = [(by_rows[nodes] + TREE_MS) / by_rows[16] for by_rows in ROWS_MS.values()]
-        whole = float(self.seconds(batch, context_tokens)[-1])
-        return whole * float(
-            np.interp(self.buckets[int(np.searchsorted(self.buckets, batch))], list(ROWS_MS), over)
-        )
+        return self.launch + max(self.weights, self.prompt_token * tokens) if tokens else 0.0
 
     def kind_seconds(self, batch: int, context_tokens: float, kind: Kind, budget: int | None) -> float:
-        """Of a step of any kind; budget: tokens that a ragged one verifies together."""
-        width = list(self.widths).index(kind.width)
+        """Of a step of any kind; budget: tokens that a ragged one verifies together. A tree takes more than a
+        block by what so many rows take more."""
+        size = self.buckets[int(np.searchsorted(self.buckets, batch))]
+        seconds = float(self.seconds(batch, context_tokens)[list(self.widths).index(kind.width)])
         if kind.nodes is not None:
-            return self.tree_seconds(batch, context_tokens, kind.nodes)
+            over = [(by_rows[kind.nodes] + TREE_MS) / by_rows[16] for by_rows in ROWS_MS.values()]
+            return seconds * float(np.interp(size, list(ROWS_MS), over))
         if budget is not None:
-            return self.ragged_seconds(batch, context_tokens, width, budget)
-        return float(self.seconds(batch, context_tokens)[width])
+            full = size * kind.width
+            saved = PLAIN_SHARE * (_drafted(full) - _drafted(min(budget, full))) / 1e3
+            return (seconds - saved) * (self.parts if budget > batch else 1.0)
+        return seconds
 
     def read(self, seconds: float, random: np.random.Generator) -> float:
         if self.jitter:
             seconds *= max(1.0 + self.jitter * random.standard_normal(), 0.3)
         return seconds * (self.outlier if random.random() < self.outliers else 1.0)
-
-
-@dataclass
-class BusyMachine(Machine):
-    """Its clock reads up to four times the truth for 10 to 60 steps, once in some hundreds: others use it too."""
-
-    _factor: float = field(default=1.0, init=False)
-    _left: int = field(default=0, init=False)
-
-    def read(self, seconds: float, random: np.random.Generator) -> float:
-        self._left -= 1
-        if self._left < 0:
-            begins = random.random() < 1 / 300
-            self._factor = random.uniform(1.0, 4.0) if begins else 1.0
-            self._left = int(random.integers(10, 60)) if begins else 0
-        return super().read(seconds, random) * self._factor
 
 
 def _h200(batch: int, width: int) -> float:
@@ -164,48 +119,37 @@ def _drafted(tokens: int) -> float:
 
 
 class Draft:
-    """Conditional acceptance of every position by kind of request, cut at the width or given per width.
+    """Conditional acceptance of every position by kind of request, cut at the width.
 
-    It says of each proposal what its chance is. That is the same for all of a kind at a position, or, with
-    `spread`, drawn from a beta distribution of that mean whose parameters add up to it.
+    It says of each proposal what its chance is, to the power 1 / `sure`. That is the same for all of a kind at a
+    position, or, with `spread`, drawn from a beta distribution of that mean whose parameters add up to it.
     """
 
-    def __init__(
-        self,
-        *kinds: Sequence[float] | dict[int, Sequence[float]],
-        widths: Sequence[int] = WIDTHS,
-        spread: float | None = None,
-    ):
-        self.widths = list(widths)
-        self.kinds = len(kinds)
-        self.spread = spread
-        self._mean = [
-            [np.array((kind[width] if isinstance(kind, dict) else kind)[: width - 1]) for width in self.widths]
-            for kind in kinds
-        ]
-        # [kind][width][k]: chance that more than k are accepted
-        self._reach = [[mean.cumprod() for mean in of_kind] for of_kind in self._mean]
-        self.expected = np.array([[reach.sum() for reach in of_kind] for of_kind in self._reach])  # [kind, width]
+    def __init__(self, *kinds: Sequence[float], spread: float | None = None, sure: float = 1.0):
+        self.kinds, self.spread, self.sure = len(kinds), spread, sure
+        self._mean = np.array(kinds)  # [kind, proposals]
+        self._reach = self._mean.cumprod(axis=1)  # chance that more than k are accepted
+        self.expected = np.array([[reach[: width - 1].sum() for width in WIDTHS] for reach in self._reach])
 
-    def chances(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:
-        """[n, proposals] of those of requests of these kinds [n] at `widths[width]`."""
-        mean = np.array([of_kind[width] for of_kind in self._mean])[kinds]
-        return mean if self.spread is None else random.beta(self.spread * mean, self.spread * (1 - mean))
-
-    def accepted(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> np.ndarray:
-        """[n] accepted proposals, drawn, of requests of these kinds [n] at `widths[width]`."""
-        drawn, out = random.random(len(kinds)), np.empty(len(kinds), np.int64)
-        for kind, of_kind in enumerate(self._reach):
-            mine = kinds == kind
-            falling = of_kind[width][::-1]
-            out[mine] = len(falling) - np.searchsorted(falling, drawn[mine], side="right")
-        return out
+    def step(self, kinds: np.ndarray, width: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """What is said of the proposals of requests of these kinds [n, width - 1], logprobs, and how many are
+        accepted [n]."""
+        chances = self._mean[kinds, : width - 1]
+        if self.spread is None:
+            drawn, accepted = random.random(len(kinds)), np.empty(len(kinds), np.int64)
+            for kind, reach in enumerate(self._reach):
+                mine, falling = kinds == kind, reach[: width - 1][::-1]
+                accepted[mine] = len(falling) - np.searchsorted(falling, drawn[mine], side="right")
+        else:
+            chances = random.beta(self.spread * chances, self.spread * (1 - chances))
+            accepted = (random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
+        return np.log(chances.clip(1e-9)) / self.sure, accepted
 
 
 class Recorded:
     """The steps of a trained pair: `RECORD`, whose texts lie in a circle. A request goes on from where it is."""
 
-    kinds, spread = 1, None
+    kinds = 1
 
     def __init__(self) -> None:
         record = AcceptanceRecord.load(RECORD)
@@ -247,9 +191,7 @@ class Run:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    lost: float = (
-        0.0  # seconds that probes took beyond what the held width needs for the same tokens, by the truth
-    )
+    lost: float = 0.0  # seconds that probes took beyond what the held width needs for the same tokens
     widths: list[int] = field(default_factory=list)
     probes: list[bool] = field(default_factory=list)
     worth: list[float] = field(default_factory=list)  # rate of the chosen width over the best, in the long run
@@ -269,46 +211,27 @@ class Run:
 
     def settled(self, share: float = 0.97) -> int:
         """Steps until every later one, probes aside, is worth `share` of the best."""
-        poor = [
-            step
-            for step, (worth, probe) in enumerate(zip(self.worth, self.probes, strict=True))
-            if worth < share and not probe
-        ]
-        return poor[-1] + 1 if poor else 0
+        steps = enumerate(zip(self.worth, self.probes, strict=True), 1)
+        return max((step for step, (worth, probe) in steps if worth < share and not probe), default=0)
 
 
 class Fixed:
-    """Always one width."""
+    """Always one width, or trees, or ragged chains of so many rows of a request on average."""
 
-    def __init__(self, width: int):
-        self.width, self.probe, self.decision = width, False, self
+    probe = False
 
-    def admit(
-        self, slots: np.ndarray, max_widths: Sequence[int] | None = None, min_widths: Sequence[int] | None = None
-    ) -> None: ...
+    def __init__(self, width: int, nodes: int | None = None, rows: float = 0.0):
+        self.width, self.tree_nodes, self.rows, self.decision = width, nodes, rows, self
 
-    def prefill(self, tokens: int = 0) -> None: ...
+    def admit(self, *_: Any) -> None: ...
 
-    def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
-        return self
-
-    def verified(
-        self, step: Any, accepted: np.ndarray, seconds: float | None = None, *told: np.ndarray | None
-    ) -> None: ...
-
-
-class FixedKind(Fixed):
-    """Always one kind; `rows`: those of a request on average that a ragged one verifies."""
-
-    def __init__(self, kind: Kind, rows: float | None = None):
-        super().__init__(kind.width)
-        self.kind, self.rows, self.tree_nodes = kind, rows, kind.nodes
-        self.verify_budget: int | None = None
+    def prefill(self, tokens: int) -> None: ...
 
     def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
-        if self.rows is not None:
-            self.verify_budget = round(self.rows * len(slots))
+        self.verify_budget = round(self.rows * len(slots)) or None
         return self
+
+    def verified(self, *_: Any) -> None: ...
 
 
 class Oracle(Fixed):
@@ -347,46 +270,35 @@ def adaptive(
             seconds *= wrong[list(machine.buckets).index(batch), list(machine.widths).index(kind.width)]
         for _ in range(PASSES):
             samples.append(Sample(batch, kind, context, machine.read(seconds, random)))
-    policy.decider.fit(samples)
+    policy.decider.step_times.fit(samples)
     return policy
 
 
+@dataclass(eq=False)
 class Rank:
     """A closed loop of requests: whenever one ends another takes its place, as far as the concurrency asks."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        draft: Draft | Recorded,
-        *,
-        hard: float = 0.0,
-        tokens: int = 512,
-        prompt: int = 256,
-        uncached: int | None = None,
-        delay: int = 2,
-        timed: float = 0.7,
-        caps: Callable[[np.ndarray], Any] | None = None,
-        floors: Callable[[np.ndarray], Any] | None = None,
-        seed: int = 1,
-        clock: int = 0,
-        slots: int = 4096,
-    ):
-        """`hard`: share of requests of the draft's second kind; `tokens`, `prompt`: of a request, on average;
-        `uncached`: tokens of its prompt that are computed, all of them by default;
-        `delay`: steps after which a result is known; `timed`: share of steps whose time is measured (the others
-        had a prefill before them); `caps`, `floors`: max_width and min_width of requests by their kinds [n];
-        `clock`: what the times that it reads are drawn from."""
-        self.policy, self.draft = policy, draft
-        self.hard, self.tokens, self.prompt, self.delay, self.timed, self.caps, self.floors = (
-            hard, tokens, prompt, delay, timed, caps, floors,
-        )  # fmt: skip
-        self.uncached = prompt if uncached is None else uncached
-        self.random, self._arrivals = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
-        self.clock = np.random.default_rng(clock)
-        self._free = list(range(slots - 1, -1, -1))
-        self._kind, self._left, self._context = (np.zeros(slots, np.int64) for _ in range(3))
-        self._cap = np.full(slots, BLOCK, np.int64)
-        self._at = np.zeros(slots, np.int64)  # in the record
+    policy: Any
+    draft: Draft | Recorded
+    hard: float = 0.0  # share of requests of the draft's second kind
+    tokens: int = 512  # of an answer, on average
+    prompt: int = 256
+    uncached: int | None = None  # tokens of a prompt that are computed; None: all
+    delay: int = 2  # steps after which a result is known
+    timed: float = 0.7  # share of steps whose time is measured; the others had a prefill before them
+    caps: Callable[[np.ndarray], Any] | None = None  # max_width of requests by their kinds [n]
+    floors: Callable[[np.ndarray], Any] | None = None  # min_width
+    seed: int = 1
+    clock: Any = 0  # what the times that it reads are drawn from
+    slots: int = 4096
+
+    def __post_init__(self) -> None:
+        self.random, self._arrivals = map(np.random.default_rng, (self.seed, self.seed + 1000))
+        self.clock = np.random.default_rng(self.clock)
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._kind, self._left, self._context = (np.zeros(self.slots, np.int64) for _ in range(3))
+        self._cap = np.full(self.slots, BLOCK, np.int64)
+        self._at = np.zeros(self.slots, np.int64)  # in the record
         self._running = np.zeros(0, np.int64)
         self._step: Any = None  # the policy's
         self._late: list[tuple[Any, ...]] = []
@@ -415,7 +327,7 @@ class Rank:
         self._context[new] = self.prompt
         if isinstance(self.draft, Recorded):
             self._at[new] = drawn[:, 0] * len(self.draft.logprobs)
-        prompts = 0 if self._fresh else missing * self.uncached
+        prompts = 0 if self._fresh else missing * (self.prompt if self.uncached is None else self.uncached)
         if self._fresh:  # the first ones are found somewhere in the middle, and the long ones more often
             self._left[new] = self.tokens * np.sqrt(0.25 + 2.0 * drawn[:, 1])
             done = (self._left[new] * drawn[:, 2]).astype(np.int64)
@@ -444,19 +356,13 @@ class Rank:
         return self._step.decision
 
     def draft_step(self, width: int) -> Proposed:
-        """Of blocks of `widths[width]`."""
-        slots, steps = self._running, WIDTHS[width] - 1
+        """Of blocks of this width."""
+        slots = self._running
         if isinstance(self.draft, Recorded):
             at = self._at[slots]
             accepted, of_trees = self.draft.accepted_of[at], (self.draft.mass[at], self.draft.accepted_of_tree[at])
-            said = self.draft.logprobs[at, :steps]
-            return Proposed(said, np.minimum(accepted, steps), *of_trees)
-        chances = self.draft.chances(self._kind[slots], width, self.random)
-        if self.draft.spread is None:
-            accepted = self.draft.accepted(self._kind[slots], width, self.random)
-        else:
-            accepted = (self.random.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
-        said = np.log(chances.clip(1e-9))
+            return Proposed(self.draft.logprobs[at, : width - 1], np.minimum(accepted, width - 1), *of_trees)
+        said, accepted = self.draft.step(self._kind[slots], width, self.random)
         most = self._cap[slots] - 1
         said = np.where(np.arange(said.shape[1]) < most[:, None], said, -np.inf)
         return Proposed(said, np.minimum(accepted, most))
@@ -511,7 +417,7 @@ class Server:
         each = [concurrency] * len(self.ranks) if isinstance(concurrency, int) else concurrency
         while (steps is None or len(run.widths) < steps) and (seconds is None or run.seconds < seconds):
             prompts = max(rank.arrive(requests) for rank, requests in zip(self.ranks, each, strict=True))
-            prefilled = self.machine.prefill_seconds(prompts) if self.machine.prefills and prompts else 0.0
+            prefilled = self.machine.prefill_seconds(prompts)
             if prefilled:
                 run.seconds += prefilled
                 for rank in self.ranks:
@@ -530,8 +436,8 @@ class Server:
             assert len({decision.width for decision in decisions}) == 1, "ranks chose different widths"
             decision = decisions[0]
             width = widths.index(decision.width)
-            budget, nodes = getattr(decision, "verify_budget", None), getattr(decision, "tree_nodes", None)
-            drafted = [rank.draft_step(width) for rank in self.ranks]
+            budget, nodes = decision.verify_budget, decision.tree_nodes
+            drafted = [rank.draft_step(decision.width) for rank in self.ranks]
             taken, gained, lens, mass = times[width], committed[width], None, None
             accepted = [of.accepted for of in drafted]
             if budget is not None or nodes is not None or isinstance(self.ranks[0].draft, Recorded):
@@ -545,7 +451,7 @@ class Server:
                     mass, accepted = of_rank.mass[:, :nodes], [of_rank.accepted_of_tree[:, nodes - 1]]
                 gained = (accepted[0] + 1).sum()
                 if budget is not None and not isinstance(rank.draft, Recorded):
-                    reach = np.exp(of_rank.said.cumsum(axis=1))
+                    reach = np.exp(rank.draft.sure * of_rank.said.cumsum(axis=1))
                     gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
             for rank, of_rank, of in zip(self.ranks, drafted, accepted, strict=True):
                 read = self.machine.read(taken, rank.clock) + prefilled
@@ -568,15 +474,15 @@ def shared(said: np.ndarray, tokens: int) -> np.ndarray:
     return lens.numpy().astype(np.int64)
 
 
-def serve(policy: Policy, machine: Machine, draft: Draft | Recorded, **load: Any) -> Server:
+def serve(policy: Any, machine: Machine, draft: Draft | Recorded, **load: Any) -> Server:
     """A server of one rank."""
     return Server(machine, Rank(policy, draft, **load))
 
 
-def steady_mix(policy: Policy, concurrency: int, hard: float, seed: int, spread: float | None = None) -> Run:
+def steady_mix(policy: Any, concurrency: int, hard: float, seed: int, **draft: float) -> Run:
     """1000 steps of a mix of easy and hard requests with equal token budgets, after 400 in which the batch becomes
     what it stays: easy requests leave it early, and another of the same mix takes the place of any that does."""
-    server = serve(policy, QUIET, Draft(EASY, HARD, spread=spread), hard=hard, seed=seed, clock=seed)
+    server = serve(policy, QUIET, Draft(EASY, HARD, **draft), hard=hard, seed=seed, clock=seed)
     server.run(concurrency, steps=400)
     return server.run(concurrency, steps=1000)
 
@@ -585,7 +491,7 @@ PREFILLS = dict(launch=2e-3, weights=5.3e-3, prompt_token=24.6e-6)  # Qwen3-8B i
 CACHED = dict(prompt=256, uncached=32)  # what prefills have in common decides, not their tokens
 
 
-def between_prefills(policy: Policy, concurrency: int, answer: int, seed: int = 0) -> Run:
+def between_prefills(policy: Any, concurrency: int, answer: int, seed: int = 0) -> Run:
     """500 steps of requests with so many tokens on average, prefilled as others end, after 300 not counted."""
     machine = Machine(jitter=0.02, outliers=0.01, **PREFILLS)
     server = serve(policy, machine, Draft(GOOD), tokens=answer, timed=1.0, seed=seed, clock=seed, **CACHED)

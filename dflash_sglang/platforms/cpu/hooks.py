@@ -6,13 +6,15 @@ Each function below says what it stands in for and what happens without it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from dflash_sglang.platforms.cpu import adapters, dp, host_cache, threads
+from dflash_sglang.platforms.cpu import threads
 from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, murmur_hash32, softcap_
 
 SOURCE = HookSource(plugin_name="dflash_cpu", dist_name="dflash-sglang")
@@ -33,25 +35,27 @@ def register_hooks() -> None:
     """Registers the other hooks; `load_plugins()` or `HookRegistry.apply_hooks()` puts them in place."""
     from sglang.srt.layers.dp_attention import memcpy_cpu
 
+    from dflash_sglang.platforms.cpu.pools import copy_on_the_host
+
     replaced: Hooks = {  # Triton launches ("0 active drivers"), and operators that it would bring in
         "mem_cache.allocation.assign_req_to_token_pool_func": assign_req_to_token_pool,
         "layers.logits_processor.fused_softcap": softcap_,
         "layers.sampler.murmur_hash32": murmur_hash32,
         "layers.dp_attention.memcpy": memcpy_cpu,
-        "layers.dp_attention.mask_dp_pad_moe_topk_ids": dp.mask_dp_pad_moe_topk_ids,
+        "layers.dp_attention.mask_dp_pad_moe_topk_ids": mask_dp_pad_moe_topk_ids,
         "model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": keep_operators,
     }
     around: Hooks = {
         "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor": all_gather_over_gloo,
-        "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor": dp.reduce_scatter_over_gloo,
-        "distributed.parallel_state.GroupCoordinator.all_to_all_single": dp.all_to_all_over_gloo,
+        "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor": reduce_scatter_over_gloo,
+        "distributed.parallel_state.GroupCoordinator.all_to_all_single": all_to_all_over_gloo,
         "model_executor.model_runner.ModelRunner._extend_forward_kwargs": keep_dtype_of_input_embeds,
-        "model_executor.model_runner.ModelRunner.init_lora_manager": adapters.unpinned,
-        "lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch": adapters.unpinned,
+        "model_executor.model_runner.ModelRunner.init_lora_manager": unpinned,
+        "lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch": unpinned,
     }
     before: Hooks = {
         "disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": send_page_indices_at_once,
-        "mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache": host_cache.stand_in,
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache": copy_on_the_host,
     }
     _register(HookType.REPLACE, replaced)
     _register(HookType.AROUND, around)
@@ -78,12 +82,50 @@ def keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
 
 
-def all_gather_over_gloo(
-    original: Callable[..., None], group: Any, output: torch.Tensor, input: torch.Tensor
-) -> None:
+def all_gather_over_gloo(original: Callable[..., None], group: Any, output: Tensor, input: Tensor) -> None:
     """Stands in for the custom operator behind `all_gather_into_tensor`, which has no CPU kernel."""
     # Flat, because gloo takes no output of [ranks, *input.shape], which NCCL takes.
     torch.distributed.all_gather_into_tensor(output.view(-1), input.reshape(-1), group=group.device_group)
+
+
+def reduce_scatter_over_gloo(original: Callable[..., None], group: Any, output: Tensor, input: Tensor) -> None:
+    """Does the same for `reduce_scatter_tensor`, of the ranks' rows of data-parallel attention."""
+    group._reduce_scatter_tensor(output, input)
+
+
+def all_to_all_over_gloo(original: Callable[..., None], group: Any, output: Tensor, input: Tensor) -> None:
+    """Does the same for `all_to_all_single`, by which a decode server's ranks get their rows of the logits."""
+    group._all_to_all_single(output, input)
+
+
+def mask_dp_pad_moe_topk_ids(topk_ids: Tensor) -> None:
+    """Writes -1 to the rows of topk_ids [ranks * longest, k] that pad a rank's tokens to the longest rank's."""
+    from sglang.srt.layers.dp_attention import _DpGatheredBufferWrapper as buffer
+
+    counts, longest = buffer.get_dp_global_num_tokens_gpu(), buffer.get_local_dp_buffer_len()
+    if counts is None or not 0 < len(topk_ids) == len(counts) * longest:
+        return
+    padding = topk_ids.new_tensor(range(longest)) >= counts[:, None]
+    topk_ids[padding.view(-1)] = -1
+
+
+def unpinned(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Makes the small tables of LoRA adapters ordinary memory: to pin it takes a GPU."""
+    with _Unpinned():
+        original(*args, **kwargs)
+
+
+class _Unpinned(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is Tensor.pin_memory:
+            return args[0]
+        return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 def keep_dtype_of_input_embeds(
@@ -108,23 +150,24 @@ def send_page_indices_at_once(*_: Any, **__: Any) -> None:
     MooncakeKVSender.supports_host_tensor_indices = False
 
 
-def ignore_record_stream_on_cpu() -> None:
-    """Makes `Tensor.record_stream`, which refuses a `torch.cpu.Stream`, a no-op for CPU tensors."""
-    record_stream = torch.Tensor.record_stream
+def let_torch_be_on_a_cpu() -> None:
+    """Makes `Tensor.record_stream`, which refuses a `torch.cpu.Stream`, a no-op for CPU tensors, and
+    `torch.get_device_module()` the CPU's: torch names the accelerator that it was built for, if any.
 
-    def record_stream_on_devices(self: torch.Tensor, stream: Any) -> None:
+    Makes a batch's token counts ordinary memory, too: SGLang pins them, which takes a GPU, unless it runs its own
+    CPU engine. It then asks the attention for `get_cpu_graph_seq_len_fill_value`."""
+    from sglang.srt.model_executor import forward_batch_info
+
+    record_stream, get_device_module = Tensor.record_stream, torch.get_device_module
+
+    def record_stream_on_devices(self: Tensor, stream: Any) -> None:
         if self.device.type != "cpu":
             record_stream(self, stream)
-
-    torch.Tensor.record_stream = record_stream_on_devices
-
-
-def name_the_cpu_by_default() -> None:
-    """Makes `torch.get_device_module()` the CPU's: torch names the accelerator that it was built for, if any."""
-    get_device_module = torch.get_device_module
 
     @functools.wraps(get_device_module)  # torch's compiler reads __wrapped__
     def module(device: Any = None) -> Any:
         return get_device_module("cpu" if device is None else device)
 
+    Tensor.record_stream = record_stream_on_devices
     torch.get_device_module = module
+    forward_batch_info._is_cpu = True

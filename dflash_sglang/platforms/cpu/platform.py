@@ -21,11 +21,11 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
-from dflash_sglang.platforms.cpu import NAME, adapters
-from dflash_sglang.platforms.cpu.hooks import register_rank_hooks
+from dflash_sglang.platforms.cpu import NAME, hooks
 
 # SGLang turns CUDA graphs and Triton slot writers off by this name: the CPU attention is registered under it.
 ATTENTION_BACKEND = "torch_native"
+LORA_BACKEND = "torch_native"  # SGLang's torch operators
 # Tokens of the KV pools by default. SGLang would size them by the machine's memory, and clear all of it.
 TOKENS = 8192
 
@@ -47,7 +47,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         # A prefill server orders such a send after its forward by a CUDA event.
         os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
-        register_rank_hooks()
+        hooks.register_rank_hooks()
 
     def get_device(self, device_id: int = 0) -> str:
         """The default of `--device`; the in-tree CPU mixin's `torch.device` is not what SGLang parses."""
@@ -57,7 +57,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Names attention backend and size of the KV pools where the user did not, how the host's are copied, how
         a decode server keeps retracted requests, and what multiplies adapters.
 
-        SGLang's own backend for x86 needs AMX kernels, and its default copies are GPU kernels (`host_cache.py`),
+        SGLang's own backend for x86 needs AMX kernels, and its default copies are GPU kernels (`pools.py`),
         as are its adapters. Its default for retracted requests pins memory with the CUDA driver.
         """
         if server_args.attention_backend is None:
@@ -68,7 +68,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "page_first_direct"
-        server_args.lora_backend = adapters.BACKEND
+        server_args.lora_backend = LORA_BACKEND
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
@@ -90,7 +90,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Returns the KV pool class for `kind`; None keeps SGLang's."""
         if kind != "mha":
             return None
-        from dflash_sglang.platforms.cpu.pool import CpuMHATokenToKVPool
+        from dflash_sglang.platforms.cpu.pools import CpuMHATokenToKVPool
 
         return CpuMHATokenToKVPool
 
@@ -113,31 +113,20 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Registers the attention backend and the hooks; SGLang calls it once in each worker process."""
         from dflash_sglang.attention.torch_cpu import register
-        from dflash_sglang.platforms.cpu.dp import keep_counts_unpinned
-        from dflash_sglang.platforms.cpu.hooks import (
-            ignore_record_stream_on_cpu,
-            name_the_cpu_by_default,
-            register_hooks,
-        )
 
         register(ATTENTION_BACKEND)
-        register_hooks()
-        ignore_record_stream_on_cpu()
-        name_the_cpu_by_default()
-        keep_counts_unpinned()
+        hooks.register_hooks()
+        hooks.let_torch_be_on_a_cpu()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Applies the hooks where `load_plugins()` has not; turns the built-in draft's Triton kernel off."""
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
         from dflash_sglang.platforms.cpu import recurrent
-        from dflash_sglang.platforms.cpu.hooks import SOURCE
 
         config = getattr(model, "config", None)
         # SGLang gives the property to configs with recurrent layers.
         if config is not None and hasattr(config.get_text_config(), "mamba2_cache_params"):
-            recurrent.register(SOURCE)
-        HookRegistry.apply_hooks()
+            recurrent.register(hooks.SOURCE)
+        hooks.HookRegistry.apply_hooks()
         module: Any
         for module in model.modules():
             if getattr(module, "use_table_qk_norm_rope", False):

@@ -1,4 +1,4 @@
-"""Torch forms of SGLang's kernels for recurrent layers: convolution, delta rule, states.
+"""Torch forms of SGLang's kernels for recurrent layers: convolution, delta rule, states, gates.
 
 They take the kernels' arguments, of which those that SGLang's GDN backend leaves alone are not here, and write the
 same states. Every sequence runs token by token, in prefill as in decode and verify, so that a token's output does
@@ -7,20 +7,17 @@ not depend on how a sequence was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu, softplus
 
 from dflash_sglang.kernels.recurrent.replay import delta_rule, unit
-from dflash_sglang.platforms.cpu import gates, mamba2
-from dflash_sglang.platforms.cpu.gates import fused_gdn_gating
+from dflash_sglang.platforms.cpu.mamba2 import mamba_chunk_scan_combined, selective_state_update
 
 CHUNK = 64  # tokens between the states that prefill hands to the prefix cache
-_KERNELS = "sglang.kernels.ops."
 
 
 def register(source: HookSource) -> None:
@@ -32,30 +29,33 @@ def register(source: HookSource) -> None:
     # Its Mamba2 mixer imports convolutions by the device's maker: on a CPU none.
     mamba.causal_conv1d_fn_triton = causal_conv1d_fn
     mamba.causal_conv1d_update_triton = causal_conv1d_update
-    for module, function in (
-        ("mamba.causal_conv1d_triton", causal_conv1d_fn),
-        ("mamba.causal_conv1d_triton", causal_conv1d_update),
-        ("mamba.mamba_state_scatter_triton", track_mamba_states_all_layers),
-        ("mamba.mamba_state_scatter_triton", scatter_mamba_states_after_mtp_verify),
-        ("mamba.mamba_state_scatter_triton", fused_conv_window_scatter_with_mask),
-        ("mamba.mamba_state_scatter_triton", track_mamba_states_if_needed),
-        ("mamba.triton_ops.ssd_combined", mamba2.mamba_chunk_scan_combined),
-        ("mamba.triton_ops.ssu_dispatch", mamba2.selective_state_update),
-        ("attention.fla.chunk", chunk_gated_delta_rule),
-        ("attention.fla.fused_recurrent", fused_recurrent_gated_delta_rule_packed_decode),
-        ("attention.fla.fused_norm_gate", gates.rms_norm_gated),
-        ("attention.fla.layernorm_gated", gates.layernorm_fn),
-        ("attention.linear.fused_gdn_gating", gates.fused_gdn_gating),
-        ("attention.linear.fused_sigmoid_gating_recurrent", fused_sigmoid_gating_delta_rule_update),
-        ("attention.triton_gdn_fused_proj", gates.fused_qkvzba_split_reshape_cat),
-        ("attention.triton_gdn_fused_proj", gates.fused_qkvzba_split_reshape_cat_contiguous),
-        ("elementwise.elementwise", gates.fused_gate_sigmoid_mul_add),
-        ("elementwise.elementwise", gates.fused_sigmoid_mul),
-    ):
-        hook: Callable[..., Any] = function
-        target = f"{_KERNELS}{module}.{hook.__name__}"
-        if target not in HookRegistry._hooks:
-            HookRegistry.register(target, hook, HookType.REPLACE, source=source)
+    kernels: dict[str, tuple[Any, ...]] = {
+        "mamba.causal_conv1d_triton": (causal_conv1d_fn, causal_conv1d_update),
+        "mamba.mamba_state_scatter_triton": (
+            track_mamba_states_all_layers,
+            scatter_mamba_states_after_mtp_verify,
+            fused_conv_window_scatter_with_mask,
+            track_mamba_states_if_needed,
+        ),
+        "mamba.triton_ops.ssd_combined": (mamba_chunk_scan_combined,),
+        "mamba.triton_ops.ssu_dispatch": (selective_state_update,),
+        "attention.fla.chunk": (chunk_gated_delta_rule,),
+        "attention.fla.fused_recurrent": (fused_recurrent_gated_delta_rule_packed_decode,),
+        "attention.fla.fused_norm_gate": (rms_norm_gated,),
+        "attention.fla.layernorm_gated": (layernorm_fn,),
+        "attention.linear.fused_gdn_gating": (fused_gdn_gating,),
+        "attention.linear.fused_sigmoid_gating_recurrent": (fused_sigmoid_gating_delta_rule_update,),
+        "attention.triton_gdn_fused_proj": (
+            fused_qkvzba_split_reshape_cat,
+            fused_qkvzba_split_reshape_cat_contiguous,
+        ),
+        "elementwise.elementwise": (fused_gate_sigmoid_mul_add, fused_sigmoid_mul),
+    }
+    for module, functions in kernels.items():
+        for function in functions:
+            target = f"sglang.kernels.ops.{module}.{function.__name__}"
+            if target not in HookRegistry._hooks:
+                HookRegistry.register(target, function, HookType.REPLACE, source=source)
 
 
 def _convolve(
@@ -287,3 +287,59 @@ def fused_conv_window_scatter_with_mask(
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
     HybridLinearAttnBackend._scatter_speculative_state_with_mask(states, by_step, slots, steps, src_indices_raw)
+
+
+# ---- Pointwise kernels around gated delta nets ---------------------------------------------------------------
+
+
+def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """a, b [tokens, v_heads] -> log decay and beta, each [1, tokens, v_heads] float32."""
+    return (-A_log.float().exp() * softplus(a.float() + dt_bias.float()))[None], b.float().sigmoid()[None]
+
+
+def fused_qkvzba_split_reshape_cat_contiguous(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[tokens, q + k + v + z] and [tokens, b + a] -> qkv, z [tokens, num_heads_v, head_v], b, a."""
+    v_size = num_heads_v * head_v
+    qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - v_size, v_size], dim=-1)
+    b, a = mixed_ba.split(num_heads_v, dim=-1)
+    return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of Qwen3-Next, whose q, k, v, z and b, a lie key head after key head."""
+    shared = num_heads_v // num_heads_qk
+    by_head = mixed_qkvz.view(len(mixed_qkvz), num_heads_qk, -1)
+    q, k, v, z = by_head.split([head_qk, head_qk, shared * head_v, shared * head_v], dim=-1)
+    b, a = mixed_ba.view(len(mixed_ba), num_heads_qk, -1).split(shared, dim=-1)
+    qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
+    return qkv, z.reshape(-1, num_heads_v, head_v), b.flatten(1), a.flatten(1)
+
+
+def rms_norm_gated(
+    x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, activation: str, eps: float, **_: Any
+) -> Tensor:
+    return layernorm_fn(x, weight, bias, g, eps, activation)
+
+
+def layernorm_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, eps: float, activation: str = "swish", **_: Any
+) -> Tensor:
+    """RMS norm of x, gated with z."""
+    gate = {"swish": silu, "silu": silu, "sigmoid": torch.sigmoid}[activation]
+    return (rms_norm(x.float(), weight.shape, weight.float(), eps) * gate(z.float())).to(x.dtype)
+
+
+def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False) -> Tensor:
+    """attn_output [tokens, heads * head_dim], gate the same or [tokens, heads, head_dim]."""
+    return attn_output * gate.reshape(attn_output.shape).sigmoid()
+
+
+def fused_gate_sigmoid_mul_add(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+) -> None:
+    """Adds the shared expert's output [tokens, hidden], gated, to that of the routed experts, which is written."""
+    final_hidden_states += (hidden_states @ gate_weight).sigmoid()[:, None] * shared_output

@@ -11,7 +11,7 @@ from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.kernels.block import find_copy
 from dflash_sglang.sglang_names.scheduler import get_parallel
-from dflash_sglang.width.chains import Chains
+from dflash_sglang.width.requests import Chains
 from dflash_sglang.worker import DFlashWorker
 from tests.support.scheduler_hooks import note, recorded
 

@@ -14,9 +14,8 @@ import torch
 from dflash_sglang.drafting.row_reader import RowReader
 from dflash_sglang.sglang_names.scheduler import get_parallel
 from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.width import choice, startup
-from dflash_sglang.width.choice import Choice, Chooser
-from dflash_sglang.width.decider import Decider
+from dflash_sglang.width import decider, startup
+from dflash_sglang.width.decider import Choice, Chooser, Decider
 from dflash_sglang.width.step_times import StepTimes
 from tests.support.scheduler_hooks import note
 
@@ -57,7 +56,7 @@ def stretches() -> None:
 
 def probes() -> None:
     """Widths that look worse are tried for a tenth of the time."""
-    choice.PROBE_BUDGET = 0.1
+    decider.PROBE_BUDGET = 0.1
 
 
 def shares() -> None:

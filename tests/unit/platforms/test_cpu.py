@@ -11,16 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dflash_sglang.attention import dense
-from dflash_sglang.attention.torch_cpu import TorchCpuAttention, query_ranges
+from dflash_sglang.attention.torch_cpu import query_ranges
 from dflash_sglang.platforms import cpu
 from dflash_sglang.platforms.cpu import threads
-from dflash_sglang.platforms.cpu.dp import mask_dp_pad_moe_topk_ids
-from dflash_sglang.platforms.cpu.hooks import register_rank_hooks
+from dflash_sglang.platforms.cpu.hooks import mask_dp_pad_moe_topk_ids, register_rank_hooks
 from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, block_slots
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -50,24 +48,15 @@ def visible_keys(q: int, context: int, causal: bool, window: int | None) -> list
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=5),
-    uniform=st.booleans(),
-    causal=st.booleans(),
+    flags=st.tuples(*[st.booleans()] * 4),
     window=st.one_of(st.none(), st.integers(1, 12)),
     page_size=st.sampled_from([1, 4, 16]),
-    bfloat16=st.booleans(),
-    with_sinks=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_attention_equals_softmax_over_exactly_the_visible_keys(
-    requests: list[tuple[int, int]],
-    uniform: bool,
-    causal: bool,
-    window: int | None,
-    page_size: int,
-    bfloat16: bool,
-    with_sinks: bool,
-    seed: int,
+    requests: list[tuple[int, int]], flags: tuple[bool, ...], window: int | None, page_size: int, seed: int
 ) -> None:
+    uniform, causal, bfloat16, with_sinks = flags
     prefix_lens = [prefix for prefix, _ in requests]
     query_lens = [requests[0][1] if uniform else n for _, n in requests]
     lens = [p + n for p, n in zip(prefix_lens, query_lens, strict=True)]
@@ -103,98 +92,22 @@ def test_attention_equals_softmax_over_exactly_the_visible_keys(
     torch.testing.assert_close(got.double(), expected, atol=3e-2 if bfloat16 else 1e-5, rtol=1e-2)
 
 
-class Pool:
-    """A one-layer KV pool that stores what the backend writes."""
+def test_how_many_queries_a_request_has_after_which_prefix_in_every_mode() -> None:
+    """`test_visibility` shows what a layer's window and causality make of them."""
 
-    def __init__(self, slots: int, dim: int):
-        self.key, self.value = torch.zeros(slots, 1, dim), torch.zeros(slots, 1, dim)
+    def ranges(mode: ForwardMode, *lens: int, layout: Any = None, **more: Any) -> Any:
+        spec = SimpleNamespace(draft_token_num=4, ragged_verify_layout=layout)
+        batch = dict(forward_mode=mode, seq_lens=torch.tensor(lens), spec_info=spec)
+        return query_ranges(SimpleNamespace(**batch, **more))
 
-    dtype = torch.float32
-
-    def set_kv_buffer(self, layer: Any, loc: Any, k: torch.Tensor, v: torch.Tensor, *scales: None) -> None:
-        self.key[loc.loc], self.value[loc.loc] = k, v
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.key
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.value
-
-
-def seen_positions(prefix_len: int, queries: int, *, window: int | None = None, **batch: Any) -> list[list[int]]:
-    """The positions each query of one request reads, through the backend: value t is the t-th unit vector."""
-    attn_type = batch.pop("attn_type", AttentionType.DECODER)
-    total = prefix_len + queries
-    pool = Pool(total + 1, total)
-    slots = torch.arange(1, total + 1)
-    units = torch.eye(total)[:, None]
-    pool.value[slots[:prefix_len]] = units[:prefix_len]
-    backend = TorchCpuAttention(
-        SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=slots[None].int()), token_to_kv_pool=pool)
-    )
-    forward_batch = SimpleNamespace(req_pool_indices=torch.tensor([0]), out_cache_loc=slots[prefix_len:], **batch)
-    layer = SimpleNamespace(
-        layer_id=0,
-        is_cross_attention=False,
-        logit_cap=0.0,
-        tp_q_head_num=1,
-        qk_head_dim=total,
-        v_head_dim=total,
-        scaling=1.0,
-        attn_type=attn_type,
-        sliding_window_size=-1 if window is None else window - 1,
-        k_scale=None,
-        v_scale=None,
-    )
-    backend.init_forward_metadata(forward_batch)
-    zeros = torch.zeros(queries, 1, total)
-    out = backend.forward(zeros.flatten(1), zeros, units[prefix_len:], layer, forward_batch)
-    return [row.nonzero().flatten().tolist() for row in out]
-
-
-def block_batch(prefix_len: int, block: int) -> dict[str, Any]:
-    return dict(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        seq_lens=torch.tensor([prefix_len]),
-        spec_info=SimpleNamespace(draft_token_num=block, ragged_verify_layout=None),
-    )
-
-
-def test_every_query_of_a_non_causal_block_sees_the_context_and_the_last_block_position() -> None:
-    batch = block_batch(5, 4)
-    assert seen_positions(5, 4, attn_type=AttentionType.ENCODER_ONLY, **batch) == [list(range(9))] * 4
-    assert seen_positions(5, 4, **batch) == [list(range(q + 1)) for q in range(5, 9)]
-
-
-def test_requests_of_a_verify_have_as_many_queries_as_the_layout_says() -> None:
-    batch = SimpleNamespace(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        seq_lens=torch.tensor([5, 2]),
-        spec_info=SimpleNamespace(
-            draft_token_num=4, ragged_verify_layout=SimpleNamespace(verify_lens=torch.tensor([1, 3]))
-        ),
-    )
-    assert query_ranges(batch) == ([5, 2], [1, 3])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("context", [7, 8, 9, 80])
-def test_a_window_of_8_ends_where_the_reference_ends(context: int, causal: bool) -> None:
-    block = 12  # wider than the window: its right edge counts too
-    attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
-    seen = seen_positions(context, block, window=8, attn_type=attn_type, **block_batch(context, block))
-    assert seen == [visible_keys(q, context + block, causal, 8) for q in range(context, context + block)]
-
-
-def test_decode_and_extend_count_the_queries_in_seq_lens() -> None:
-    decode = dict(forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor([6]))
-    assert seen_positions(5, 1, **decode) == [list(range(6))]
-    extend = dict(
-        seq_lens=torch.tensor([8]), extend_prefix_lens=torch.tensor([5]), extend_seq_lens=torch.tensor([3])
-    )
-    expected = [list(range(q + 1)) for q in range(5, 8)]
-    assert seen_positions(5, 3, forward_mode=ForwardMode.EXTEND, **extend) == expected
-    assert seen_positions(5, 3, forward_mode=ForwardMode.MIXED, **extend) == expected
+    assert ranges(ForwardMode.TARGET_VERIFY, 5, 2) == ([5, 2], [4, 4])
+    ragged = SimpleNamespace(verify_lens=torch.tensor([1, 3]))
+    assert ranges(ForwardMode.TARGET_VERIFY, 5, 2, layout=ragged) == ([5, 2], [1, 3])
+    assert ranges(ForwardMode.DECODE, 6, 1) == ([5, 0], [1, 1])
+    for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+        extended = dict(extend_prefix_lens=torch.tensor([5, 0]), extend_seq_lens=torch.tensor([3, 1]))
+        assert ranges(mode, 8, 1, **extended) == ([5, 0], [3, 1])
+    assert ranges(ForwardMode.IDLE) == ([], [])
 
 
 def test_new_slots_go_to_their_own_requests_rows_and_a_block_reads_them_back() -> None:

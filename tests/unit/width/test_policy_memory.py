@@ -1,4 +1,4 @@
-"""WidthPolicy alone: what it keeps from step to step, and from one request of a slot to the next."""
+"""WidthPolicy alone: what it keeps from step to step, and from one request of a slot to the next; and copies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.width.policy import Step, WidthPolicy
 from dflash_sglang.width.step_times import Sample
+from tests.support import copy_loop
 
 BLOCK, LONG = 16, 64
 SURE, POOR = 0.99, 0.3  # chances that the draft gives each proposal
@@ -20,15 +21,18 @@ def policy(**more: Any) -> WidthPolicy:
     settings: dict[str, Any] = dict(trees={16: 4}, chains={32: 4, LONG: 2}, budgets=[4, 8, 16, 32, 64])
     out = WidthPolicy(WidthConfig(), BLOCK, [1, 2, 4], 9, **(settings | more))
     assert out.decider is not None
-    out.decider.fit(
+    out.decider.step_times.fit(
         [Sample(bs, kind, 100 * bs, 0.01 + 0.001 * bs * (kind.nodes or kind.width))
          for kind in out.kinds for bs in (1, 2, 4)]
     )  # fmt: skip
     return out
 
 
-def come_back(chosen: WidthPolicy, step: Step, share: float, right: float, seconds: float | None = 0.02) -> None:
-    """Result of a step of which every request accepts this share. right: chance that a copied token is."""
+def come_back(
+    chosen: WidthPolicy, step: Step, share: float, right: float, seconds: float | None = 0.02, accepted: Any = None
+) -> None:
+    """Result of a step of which every request accepts this share, or so many [n] proposals. right: chance that a
+    copied token is."""
     n, shape = len(step.slots), step.decision.shape
     logprobs = np.full((n, shape.width - 1), np.log(SURE if share > 0.5 else POOR), np.float32)
     lens = mass = None
@@ -36,9 +40,9 @@ def come_back(chosen: WidthPolicy, step: Step, share: float, right: float, secon
         lens = np.full(n, shape.budget // n)
     if shape.nodes is not None:
         mass = np.tile(-np.arange(shape.nodes, dtype=np.float32), (n, 1))
-    accepted = int(share * ((shape.chain or shape.width) - 1))
-    accepted = accepted if lens is None else min(accepted, int(lens[0]) - 1)
-    chosen.verified(step, [accepted] * n, seconds, logprobs, lens, mass, np.full(n, right, np.float32))
+    most = (shape.chain or shape.width if lens is None else int(lens[0])) - 1
+    of_each = [min(int(share * ((shape.chain or shape.width) - 1)), most)] * n if accepted is None else accepted
+    chosen.verified(step, of_each, seconds, logprobs, lens, mass, np.full(n, right, np.float32))
 
 
 def serve(
@@ -127,3 +131,79 @@ def test_a_batch_with_the_least_floor_has_whole_blocks_from_it_on():
         in_part = {shape for shape in shapes if shape.budget is not None or shape.nodes is not None}
         assert bool(in_part) == (floor == 1), shapes
         assert min(shape.width for shape in shapes) == floor
+
+
+# ---- Copies --------------------------------------------------------------------------------------------------
+
+
+def blocks(**more: Any) -> WidthPolicy:
+    """Of blocks of 16 rows, and of copies."""
+    out = policy(trees={}, budgets=None, **more)
+    out.admit(np.arange(9), None, [BLOCK] * 9)
+    return out
+
+
+def long_next(chosen: WidthPolicy, *slots: int, longest: int = LONG) -> bool:
+    step = chosen.choose(np.array(slots), 100, longest=longest)
+    assert step.decision.chain in (None, longest)
+    return step.decision.chain is not None
+
+
+def step_of(chosen: WidthPolicy, accepted: list[int], right: float, slots: list[int], longest: int = 0) -> None:
+    come_back(chosen, chosen.choose(np.array(slots), 100, longest=longest), 1.0, right, accepted=accepted)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "right", "pays"), [(15, SURE, True), (15, 0.0, False), (14, SURE, False), (15, 0.5, False)]
+)
+def test_a_request_whose_copy_came_true_to_the_end_of_a_block_gets_long_chains(accepted, right, pays):
+    chosen = blocks()
+    step_of(chosen, [accepted], right, [1])
+    assert long_next(chosen, 1) is pays and not long_next(chosen, 2)
+
+
+@pytest.mark.parametrize(("accepted", "goes_on"), [(16, False), (17, True), (63, True), (3, False)])
+def test_long_chains_go_on_while_they_give_a_tenth_more_than_blocks(accepted, goes_on):
+    chosen = blocks()
+    step_of(chosen, [15], SURE, [1])
+    step, steps = chosen.choose(np.array([1]), 100, longest=LONG), 0
+    while step.decision.chain is not None and steps < 100:
+        come_back(chosen, step, 1.0, SURE, accepted=[accepted])
+        step, steps = chosen.choose(np.array([1]), 100, longest=LONG), steps + 1
+    assert (steps == 100) is goes_on
+    assert goes_on or 5 < steps < 40, "they are left after some steps in which they gave nothing"
+    told = chosen.snapshot()
+    assert told["shapes"]["copy 64"] == steps + goes_on and told["changes"] == 0
+
+
+def test_one_request_that_copies_is_enough_for_a_batch_and_new_ones_begin_as_all_lately_were():
+    chosen = blocks()
+    step_of(chosen, [15, 5], SURE, [1, 2])
+    step_of(chosen, [63, 5], SURE, [1, 2], LONG)
+    assert long_next(chosen, 1, 2) and long_next(chosen, 1, 2, longest=32) and not long_next(chosen, 2)
+    assert not long_next(chosen, 1, longest=0)
+    for accepted, copies in ((3, False), (63, True)):
+        for _ in range(300):
+            step_of(chosen, [15 if copies else accepted], SURE, [1])
+        chosen.admit(np.array([4]))
+        assert long_next(chosen, 4) is copies
+
+
+@pytest.mark.parametrize(
+    ("widest", "longest", "chain"), [([64, 3], 64, True), ([63, 3], 64, False), ([16, 16], 32, False)]
+)
+def test_no_step_is_longer_than_the_widest_that_a_request_of_its_batch_allows(widest, longest, chain):
+    chosen = blocks()
+    chosen.admit(np.array([1, 2]), widest, [BLOCK] * 2)
+    for _ in range(3):
+        step_of(chosen, [15, 2], SURE, [1, 2])
+    assert long_next(chosen, 1, 2, longest=longest) is chain
+    assert chosen.requests.most(np.array([1, 2])).tolist() == widest
+    assert chosen.requests.cap(np.array([1, 2])) == BLOCK
+
+
+def test_long_chains_gain_on_copied_text_and_lose_nothing_on_other_text():
+    found = copy_loop.gains(8)
+    assert found["64"]["rewrite"] > 1.6 * found["block"]["rewrite"] > 2.0
+    assert found["64"]["edits"] > 1.08 * found["block"]["edits"] > 1.1
+    assert min(found["64"]["code"], found["64"]["prose"]) > 0.995

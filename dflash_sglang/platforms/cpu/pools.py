@@ -1,6 +1,6 @@
-"""Torch forms of what `--enable-hierarchical-cache` takes from CUDA: copies between the KV pools and the host's.
+"""The CPU platform's KV pool, and its copies between KV pools and the host's for `--enable-hierarchical-cache`.
 
-They are the copies of SGLang's `direct` I/O with its `page_first_direct` layout. `CpuPlatform` chooses both. The
+They are torch forms of SGLang's `direct` I/O with its `page_first_direct` layout. `CpuPlatform` chooses both. The
 device of these servers is the CPU: a hit from the host is a copy within its memory.
 """
 
@@ -10,10 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
 
-def stand_in(*_: Any, **__: Any) -> None:
+class CpuMHATokenToKVPool(MHATokenToKVPool):
+    """SGLang's pool, without the Triton kernel that moves slots, and what warms it up."""
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        self._kv_copy_config = None
+
+    def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """tgt_loc, src_loc [n]: slots. All are read before any is written."""
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[tgt_loc] = buffer[src_loc]
+
+
+def copy_on_the_host(*_: Any, **__: Any) -> None:
     """Puts the copies in place before the first host pool is built; without one nothing is imported."""
     from sglang.srt.mem_cache.pool_host import common, mamba, mha
 

@@ -1,0 +1,317 @@
+"""What the controller tells the width policy of a worker's steps: times, slots, limits, and results."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_sglang.observe.alarm import Alarm
+from dflash_sglang.observe.counts import Counts
+from dflash_sglang.observe.observer import Observer
+from dflash_sglang.verify.rows import Excluded, Shape
+from dflash_sglang.verify.step_clock import StepClock
+from dflash_sglang.width import controller
+from dflash_sglang.width.controller import MOST_IN_FLIGHT, NOTHING_EXCLUDED, WidthController
+from dflash_sglang.width.decider import Decision
+from dflash_sglang.width.options import Kind
+from dflash_sglang.width.requests import Requests
+
+BLOCK = 16
+
+
+class Policy:
+    """Records what it is told; chooses the widths that it is given."""
+
+    learns, budgets, most_trees = True, (16, 48), 1
+
+    def __init__(self, widths: list[Any]) -> None:
+        self.widths, self.told, self.may_be = widths, [], []
+        self.prefills, self.of_draft = [], []
+        self.requests, self.chains = Requests(BLOCK, 16), False
+        self.metrics = SimpleNamespace(changes=0, last_change="load", over_width_1=1.5, over_block=2.0)
+
+    def prefill(self, tokens: int) -> None:
+        self.prefills.append(tokens)
+
+    def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
+        self.told.append(("admit", slots.tolist(), most, least))
+
+    def choose(self, slots: np.ndarray, context: int, ragged: bool, trees: bool, longest: int) -> Any:
+        self.told.append(("choose", slots.tolist(), context))
+        self.may_be.append((ragged, trees, longest))
+        width = self.widths.pop(0)
+        decision = Decision(width, 48 if ragged else None)
+        if isinstance(width, Kind):
+            decision = Decision(BLOCK, None, width.nodes)
+        return SimpleNamespace(number=len(self.may_be), slots=slots, decision=decision)
+
+    def verified(self, step: Any, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
+        self.told.append(("verified", accepted, seconds, step.number))
+        self.of_draft.append([None if of is None else of.tolist() for of in of_draft])
+
+    def leave_out(self, why: str) -> None:
+        self.told.append(("left out", why))
+
+
+class Used(list):
+    """The shapes that were put to use."""
+
+    def use(self, shape: Shape) -> None:
+        self.append(shape.width if shape.nodes is None else f"tree {shape.nodes}")
+
+    def use_widest(self) -> None:
+        self.append("widest")
+
+
+class Clock:
+    """Of a device: `ends` says when what is launched next will end."""
+
+    ends = 100.0
+
+    def mark(self) -> float:
+        return self.ends
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+def adaptive(widths: list[Any]) -> tuple[Any, Policy, Clock]:
+    policy, clock, used, limits = Policy(widths), Clock(), Used(), []
+    counts, causes = Counts(BLOCK, ragged=True, chooses=True), SimpleNamespace(context_tokens=0)
+    observer: Any = Observer(counts, Alarm(BLOCK), causes, lambda: 1.5)
+    limit = lambda slots, most: limits.append((slots.tolist(), most.tolist()))  # noqa: E731
+    made: Any = WidthController(policy, used, limit, clock, observer)
+    made.used, made.observer, made.limits = used, observer, limits
+    return made, policy, clock
+
+
+class Req:
+    """What SGLang's has of proposals, and of a request that it counts no step of."""
+
+    def __init__(self, retracted: bool = False, ended: bool = False) -> None:
+        self.spec_num_cap_tokens, self.is_retracted = 0, retracted
+        self.finished_reason = "length" if ended else None
+
+
+def decoding(*slots: int, context: int = 0) -> Any:
+    rows = torch.tensor(slots, dtype=torch.int64)
+    return SimpleNamespace(
+        reqs=[Req() for _ in slots],
+        req_pool_indices_cpu=rows,
+        seq_lens_sum=None,  # where attention takes lengths from the GPU
+        spec_info=SimpleNamespace(committed_sum=context),
+    )
+
+
+def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
+    """A batch that prefills the requests in these slots, with what each has in its custom_params, and decodes
+    others."""
+    reqs = [
+        SimpleNamespace(to_finish=None, sampling_params=SimpleNamespace(custom_params=params))
+        for params in (*asked.values(), *[None] * len(decoded))
+    ]
+    rows = torch.tensor([*asked, *decoded], dtype=torch.int64)
+    return SimpleNamespace(
+        reqs=reqs,
+        req_pool_indices_cpu=rows,
+        decoding_reqs=reqs[len(asked) :] or None,
+        extend_lens=[10] * len(asked) + [1] * len(decoded),
+    )
+
+
+def launch(widths: Any, batch: Any, *of_draft: Any, excluded: Excluded = NOTHING_EXCLUDED) -> Any:
+    """A step and its result. of_draft: logprobs, verified rows, masses of nodes and promises, lists or None."""
+    widths.next(batch, excluded)
+    tensors = [None if of is None else torch.tensor(of) for of in (*of_draft, *[None] * (4 - len(of_draft)))]
+    named = dict(zip(("logprobs", "verified_lens", "mass", "promised"), tensors, strict=True))
+    result = SimpleNamespace(**named, num_correct_drafts_per_req_cpu=None)
+    widths.returned(result)
+    return result
+
+
+def come_back(widths: Any, result: Any, accepted: list[int]) -> None:
+    result.num_correct_drafts_per_req_cpu = accepted  # as SGLang does
+    widths.verified(accepted)
+
+
+def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_that_waited() -> None:
+    widths, policy, clock = adaptive([16, 8, 8, 4, 4, 4, 2])
+    results = []
+    for ends in (101.0, 103.0, 104.5):
+        clock.ends = ends
+        results.append(launch(widths, decoding(1, 2)))
+    come_back(widths, results.pop(0), [3, 0])
+    widths.prefill(prefilled({}))  # the host is busy with it when the steps before end
+    clock.ends = 110.0
+    for _ in range(2):
+        results.append(launch(widths, decoding(1, 2)))
+        come_back(widths, results.pop(0), [1, 1])
+        clock.ends += 2.0
+    widths.prefill(prefilled({2: None, 3: None}))
+    clock.ends = 120.0
+    results.append(launch(widths, decoding(1, 2, 3)))  # 1 has waited
+    widths.prefill(prefilled({5: None}))
+    clock.ends = 300.0  # the others have ended, the server had nothing to do
+    results.append(launch(widths, decoding(5)))
+    for result in results:
+        come_back(widths, result, [0] * (2 if result in results[:2] else 3 if result is results[2] else 1))
+    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, 5.5, 2.0, 8.0, None]
+    assert widths.used == [16, 8, 8, "widest", 4, 4, "widest", 4, "widest", 2]
+    assert policy.prefills == [0, 20, 10]
+
+
+def test_requests_are_told_of_the_proposals_that_were_verified() -> None:
+    widths, policy, _ = adaptive([1, 8, 8, Kind(BLOCK, nodes=32)])
+    slots = (1, 2, 3, 4)
+    policy.requests.admit(np.array(slots), 0, [BLOCK, BLOCK, BLOCK, 3])
+    batch = decoding(*slots)
+    batch.reqs = reqs = [Req(), Req(retracted=True), Req(ended=True), Req()]
+    told = []
+    for lens in (None, None, [5, 2, 2, 5], None):
+        result = launch(widths, batch, None, lens)
+        batch.reqs = [*reqs]  # SGLang makes new lists, too
+        come_back(widths, result, [0] * 4)
+        told.append([req.spec_num_cap_tokens for req in reqs])
+    assert told == [[-15, 0, 0, -15], [-23, 0, 0, -28], [-34, 0, 0, -41], [-34, 0, 0, -54]]
+
+
+def test_requests_that_another_server_has_prefilled_are_no_interruption() -> None:
+    """What a step takes after they arrive is known, unless the server had nothing to do before."""
+    widths, policy, clock = adaptive([16, 8, 8, 4])
+    results = []
+    for ends, slots in ((101.0, (1,)), (103.0, (1, 2)), (300.0, (5,))):
+        clock.ends = ends
+        widths.admit(prefilled({slots[-1]: {"dflash": {"max_width": 3}}}))
+        results.append((launch(widths, decoding(*slots)), len(slots)))
+    for result, requests in results:
+        come_back(widths, result, [0] * requests)
+    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, None]
+    assert policy.prefills == [] and widths.used == [16, 8, 8]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_mark_stands_where_the_device_was_whenever_the_host_asks_for_it(device: str) -> None:
+    clock = StepClock(device)
+    start = clock.mark()
+    torch.cuda._sleep(40_000_000) if device == "cuda" else time.sleep(0.02)  # at 2 GHz as long
+    end = clock.mark()
+    time.sleep(0.3)
+    assert 0.01 < clock.seconds(start, end) < 0.2
+    assert 0.2 < clock.seconds(end, clock.mark()) < 2.0
+
+
+def test_what_a_step_may_be_and_what_the_draft_thought_of_it_comes_with_its_result() -> None:
+    widths, policy, _ = adaptive([8, Kind(BLOCK, nodes=32), 8, 4, 8])
+    policy.chains, batch = True, decoding(1)
+    logprobs, lens, mass, promised = [[-0.5, -1.0]], [2], [[0.0, -0.5, -1.0]], [0.5]
+    results = []
+    for excluded, chain, *of_draft in (
+        (Excluded(copies=None), 64, logprobs, lens, None, None),
+        (Excluded(trees="adjusted"), 0, logprobs, None, mass, None),
+        (Excluded(ragged="reported", trees="reported"), 32, None, None, None, None),
+        (Excluded(copies="sampled"), 64, logprobs, None, None, promised),
+    ):
+        batch.spec_info.chain = chain
+        results.append(launch(widths, batch, *of_draft, excluded=excluded))
+    for result in results:
+        come_back(widths, result, [1])
+    assert policy.may_be == [(True, True, 64), (True, False, 0), (False, False, 32), (True, True, 0)]
+    assert widths.used == [8, "tree 32", 8, 4]
+    assert policy.of_draft == [
+        [logprobs, lens, None, None], [logprobs, None, mass, None], [None] * 4, [logprobs, None, None, promised]
+    ]  # fmt: skip
+    totals = widths.observer.counts.totals()
+    assert totals.accepted[0] == 4 and totals.accepted_drafts[0] == 3, "a copy is none of the draft's proposals"
+
+
+def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit() -> None:
+    """Requests' slots are given away before the result comes back."""
+    widths, policy, _ = adaptive([8, 4, 8, 1])
+    policy.requests.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
+    results = [launch(widths, decoding(1, 2, context=70))]
+    for slots, excluded in (((1, 2), Excluded("reported", "reported")), ((2,), Excluded(trees="pool_full"))):
+        results.append(launch(widths, decoding(*slots, context=80), excluded=excluded))
+    results.append(launch(widths, decoding(2, context=9)))
+    policy.requests.admit(np.array([1, 2]), 3)
+    for result, accepted in zip(results, ([6, 2], [0, 1], [0], [0]), strict=True):
+        come_back(widths, result, accepted)
+    told = widths.observer.snapshot()
+    assert [of[2] for of in policy.told if of[0] == "choose"] == [70, 80, 80, 9]
+    assert told["verified"] == [5, 5, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
+    assert told["accepted"] == [3, 2] + [1] * 4 + [0] * 9
+    whole = {"chosen": 1, "reported": 1, "pool_full": 1}
+    assert told["shapes"] == {"whole": whole, "plain": {"chosen": 1}}
+    assert widths.observer._causes.context_tokens == 239
+
+
+def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_it() -> None:
+    widths, policy, clock = adaptive([8, 4, 8, 4, 2])
+    results = []
+    for slots, ends in (((1, 2), 101.0), ((1, 2), 102.0), ((), 102.5), ((1, 2), 104.0)):
+        clock.ends = ends
+        results.append(launch(widths, decoding(*slots)) if slots else widths.next(decoding()))
+    come_back(widths, results[0], [1, 1])
+    come_back(widths, results[3], [3, 3])
+    come_back(widths, results[1], [7, 7])  # no step waits for it any more
+    widths.verified([3, 3])  # equal to what came, and of no step
+    clock.ends = 107.0
+    come_back(widths, launch(widths, decoding(1, 2)), [0, 0])
+    assert [told for told in policy.told if told[0] != "choose"] == [  # a step of other ranks has no result
+        ("verified", [], None, 3),
+        ("verified", [1, 1], None, 1),
+        ("left out", "a step came back before the one that was launched before it"),
+        ("verified", [3, 3], None, 4),  # it follows a step without requests
+        ("left out", "a result of 2 requests that no step waits for"),
+        ("left out", "a result of 2 requests that no step waits for"),
+        ("verified", [0, 0], 3.0, 5),
+    ]
+
+
+def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed() -> None:
+    widths, policy, clock = adaptive([8] * 3 * MOST_IN_FLIGHT)
+    for step in range(3 * MOST_IN_FLIGHT):
+        clock.ends = 100.0 + step
+        result = launch(widths, decoding(1))
+    lost = ("left out", f"{MOST_IN_FLIGHT} steps were launched and none came back")
+    assert policy.told.count(lost) == 2 * MOST_IN_FLIGHT
+    come_back(widths, result, [2])
+    assert policy.told[-1] == ("verified", [2], 1.0, 3 * MOST_IN_FLIGHT)
+
+
+def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:
+    widths, policy, _ = adaptive([16])
+    wide, one = {"min_width": 2**70, "max_width": 2**70}, {"min_width": 2, "max_width": 3}
+    batch = prefilled({4: None, 9: {"dflash": one}, 2: {"dflash": wide}, 7: {"other": 1}}, decoded=(1, 6))
+    widths.prefill(batch)
+    assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK], [1, 2, BLOCK, 1])]
+    assert policy.prefills == [42]
+    assert widths.limits == [([4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
+    batch.reqs[1].to_finish, batch.reqs[1].sampling_params.custom_params = "refused", {"dflash": 3}
+    widths.prefill(batch)
+    assert widths.limits[1][1] == [BLOCK] * 4
+    told = len(policy.told)
+    widths.prefill(prefilled({}))  # another rank's
+    widths.next(decoding())
+    assert policy.prefills[2:] == [0] and [of[0] for of in policy.told[told:]] == ["choose", "verified"]
+
+
+def test_changes_are_logged_once_in_ten_seconds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    widths, policy, _ = adaptive([16, 8, 4, 2])
+    for now, changes in ((0.0, 0), (1.0, 1), (5.0, 2), (11.5, 3)):
+        monkeypatch.setattr(controller, "time", SimpleNamespace(perf_counter=lambda now=now: now))
+        policy.metrics.changes = changes
+        widths.next(decoding(1))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(";")[0] for line in lines] == [
+        "dflash_sglang verify width: ragged 8 at 1 requests (load",
+        "dflash_sglang verify width: ragged 2 at 1 requests (load",
+    ]
+    assert "2 changes since the last line" in lines[1] and "1.50 of those at width 1, 2.00 of" in lines[1]
