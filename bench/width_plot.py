@@ -20,28 +20,21 @@ from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 FIXED = "fixed"
 
 
-def panels_of(
-    figures: Mapping[str, Any], fixed: Sequence[int], title: str
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """`plot.Panels` of the medians. figures: {concurrency: {name: {figure: [one value per round]}}}"""
+def lines_of(figures: Mapping[str, Any], fixed: Sequence[int]) -> list[dict[str, Any]]:
+    """Medians as `plot.draw` takes them. figures: {concurrency: {name: {figure: [one value per round]}}}"""
     named = {
         OURS: ("this package", OURS),
         BUILT_IN: ("built-in worker", BUILT_IN),
         PLAIN: ("no speculation", PLAIN),
     }
     named |= {f"{OURS}_{width}": (f"fixed width {width}", FIXED) for width in fixed}
-    lines: dict[str, dict[str, Any]] = {}
-    for name, (label, kind) in named.items():
-        points = [(int(at), measured[name]) for at, measured in figures.items() if name in measured]
-        points.sort(key=lambda point: point[0])
-        if points:
-            lines[label] = dict(
-                kind=kind,
-                concurrency=[at for at, _ in points],
-                tokens_per_second=[statistics.median(of["tokens_per_second"]) for _, of in points],
-                user_tokens_per_second=[statistics.median(of["tokens_per_second"]) / at for at, of in points],
-            )
-    return {title: lines}
+    lines: list[dict[str, Any]] = []
+    for name, (server, kind) in named.items():
+        for at in sorted((int(at) for at, measured in figures.items() if name in measured)):
+            rate = statistics.median(figures[str(at)][name]["tokens_per_second"])
+            median = dict(output_tokens_per_second=rate, user_tokens_per_second=rate / at)
+            lines.append(dict(server=server, kind=kind, concurrency=at, median=median))
+    return lines
 
 
 def main() -> None:
@@ -59,7 +52,7 @@ def main() -> None:
         figures: dict[str, Any] = {}
         for file in files:
             figures |= json.loads(Path(file).read_text())["figures"]
-        panels |= panels_of(figures, arguments.fixed, title)
+        panels[title] = lines_of(figures, arguments.fixed)
     plot.draw(panels, arguments.png, arguments.subject)
 
 

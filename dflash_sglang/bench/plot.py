@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.bench.table import groups
-
 MISSING = "bench.png is not drawn: matplotlib is not installed (pip install 'dflash_sglang[bench]')"
 STYLE = {
     "plain": ("0.5", "o"),
@@ -25,25 +23,6 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-# {title of a panel: {server: {kind, concurrency, tokens_per_second, user_tokens_per_second}}}, the last three as
-# lists of the same order, by concurrency.
-Panels = Mapping[str, Mapping[str, Mapping[str, Any]]]
-
-
-def series(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The panels of a document, one for each table."""
-    out: dict[str, dict[str, dict[str, Any]]] = {}
-    for title, figures in groups(document).items():
-        lines = out.setdefault(title, {})
-        for figure in figures:
-            empty: dict[str, Any] = dict(concurrency=[], tokens_per_second=[], user_tokens_per_second=[])
-            line = lines.setdefault(figure["server"], {"kind": figure["kind"], **empty})
-            line["concurrency"].append(figure["concurrency"])
-            line["tokens_per_second"].append(figure["median"]["output_tokens_per_second"])
-            line["user_tokens_per_second"].append(figure["median"]["user_tokens_per_second"])
-    return out
-
-
 def subject(document: Mapping[str, Any]) -> str:
     """The hardware and the models of a document."""
     gpu = document["versions"]["gpu"]
@@ -51,26 +30,30 @@ def subject(document: Mapping[str, Any]) -> str:
     return f"{where}; target {Path(document['target']).name}, draft {Path(document['draft']).name}"
 
 
-def draw(panels: Panels, path: Path, subject: str = "") -> None:
-    """Two pictures for each panel, below their subject. Lines have their names at their ends, beside the axes.
+def draw(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, subject: str) -> None:
+    """Draw two pictures for each panel below their subject, with the lines' names beside the axes.
 
-    Raises ImportError without matplotlib.
+    panels: figures of a document by title, such as `table.groups` gives. Raises ImportError without matplotlib.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2 * len(panels)), layout="constrained")
     figure.suptitle(subject, fontsize="medium")
     axes = figure.subplots(len(panels), 2, squeeze=False)
-    for (title, lines), (left, right) in zip(panels.items(), axes, strict=True):
+    for (title, figures), (left, right) in zip(panels.items(), axes, strict=True):
         drawn: list[str] = []  # widths of one kind differ in their lines
-        for server, line in lines.items():
-            color, marker = STYLE[line["kind"]]
-            dashes = DASHES[drawn.count(line["kind"]) % len(DASHES)]
-            drawn.append(line["kind"])
-            look = dict(label=server, color=color, marker=marker, linestyle=dashes)
-            left.plot(line["concurrency"], line["tokens_per_second"], **look)
-            right.plot(line["tokens_per_second"], line["user_tokens_per_second"], **look)
-        concurrency = sorted({at for line in lines.values() for at in line["concurrency"]})
+        for server in dict.fromkeys(one["server"] for one in figures):
+            points = [one for one in figures if one["server"] == server]
+            kind = points[0]["kind"]
+            color, marker = STYLE[kind]
+            look = dict(
+                label=server, color=color, marker=marker, linestyle=DASHES[drawn.count(kind) % len(DASHES)]
+            )
+            drawn.append(kind)
+            rates = [one["median"]["output_tokens_per_second"] for one in points]
+            left.plot([one["concurrency"] for one in points], rates, **look)
+            right.plot(rates, [one["median"]["user_tokens_per_second"] for one in points], **look)
+        concurrency = sorted({one["concurrency"] for one in figures})
         left.set_xscale("log", base=2)
         left.set_xticks(concurrency, [str(at) for at in concurrency])
         left.set_title(title, loc="left")

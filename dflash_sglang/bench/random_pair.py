@@ -23,9 +23,10 @@ The draft's share of a step follows from the layers: change those of the target 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,61 +161,6 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.bfloat16)
 
 
-def mlp(prefix: str, hidden: int, width: int) -> dict[str, torch.Tensor]:
-    return {
-        f"{prefix}.gate_proj.weight": matrix(width, hidden),
-        f"{prefix}.up_proj.weight": matrix(width, hidden),
-        f"{prefix}.down_proj.weight": matrix(hidden, width),
-    }
-
-
-def attention(prefix: str, config: Mapping[str, Any], gated: bool) -> dict[str, torch.Tensor]:
-    hidden, dim = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    return {
-        f"{prefix}.q_proj.weight": matrix(2 * queries if gated else queries, hidden),
-        f"{prefix}.k_proj.weight": matrix(keys, hidden),
-        f"{prefix}.v_proj.weight": matrix(keys, hidden),
-        f"{prefix}.o_proj.weight": matrix(hidden, queries),
-        f"{prefix}.q_norm.weight": ones(dim),
-        f"{prefix}.k_norm.weight": ones(dim),
-    }
-
-
-def delta_net(prefix: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    hidden, heads, dim = config["hidden_size"], config["linear_num_value_heads"], config["linear_value_head_dim"]
-    values, keys = heads * dim, config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    channels = 2 * keys + values
-    return {
-        f"{prefix}.in_proj_qkv.weight": matrix(channels, hidden),
-        f"{prefix}.in_proj_z.weight": matrix(values, hidden),
-        f"{prefix}.in_proj_b.weight": matrix(heads, hidden),
-        f"{prefix}.in_proj_a.weight": matrix(heads, hidden),
-        f"{prefix}.conv1d.weight": matrix(channels, config["linear_conv_kernel_dim"]).unsqueeze(1),
-        f"{prefix}.A_log": ones(heads),
-        f"{prefix}.dt_bias": ones(heads),
-        f"{prefix}.norm.weight": ones(dim),
-        f"{prefix}.out_proj.weight": matrix(hidden, values),
-    }
-
-
-def layer(prefix: str, config: Mapping[str, Any], number: int) -> dict[str, torch.Tensor]:
-    """The tensors of one decoder layer, with experts or as a delta net where the config says so."""
-    hidden, block = config["hidden_size"], f"{prefix}.mlp"
-    interval = config.get("full_attention_interval")
-    if interval is not None and (number + 1) % interval:
-        tensors = delta_net(f"{prefix}.linear_attn", config)
-    else:
-        tensors = attention(f"{prefix}.self_attn", config, gated=interval is not None)
-    tensors |= {f"{prefix}.{name}_layernorm.weight": ones(hidden) for name in ("input", "post_attention")}
-    if "num_experts" not in config:
-        return tensors | mlp(block, hidden, config["intermediate_size"])
-    tensors[f"{block}.gate.weight"] = matrix(config["num_experts"], hidden)
-    for i in range(config["num_experts"]):
-        tensors |= mlp(f"{block}.experts.{i}", hidden, config["moe_intermediate_size"])
-    return tensors
-
-
 def target_config(shape: Shape, layers: int | None) -> dict[str, Any]:
     if "num_experts" in shape.target:
         kind = dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[])
@@ -264,15 +210,22 @@ def save(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str,
 
 
 def target_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    tensors = {
-        "model.embed_tokens.weight": matrix(vocabulary, hidden),
-        "lm_head.weight": matrix(vocabulary, hidden),
-        "model.norm.weight": ones(hidden),
-    }
-    for i in range(config["num_hidden_layers"]):
-        tensors |= layer(f"model.layers.{i}", config, i)
-    return tensors
+    """The tensors of transformers' class for this config, each expert's by itself, as checkpoints have them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    shapes: dict[str, Sequence[int]] = {}
+    for name, tensor in model.state_dict().items():
+        layer, stacked, part = name.partition(".experts.")
+        if not stacked:
+            shapes[name] = tensor.shape
+            continue
+        experts, rows, columns = tensor.shape
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for expert, one in itertools.product(range(experts), parts):
+            shapes[f"{layer}.experts.{expert}.{one}.weight"] = (rows // len(parts), columns)
+    return {name: ones(*shape) if len(shape) == 1 else matrix(*shape) for name, shape in shapes.items()}
 
 
 def draft_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -332,15 +285,8 @@ def main() -> None:
     parser.add_argument("--config-only", action="store_true", help="no weights of the target")
     parser.add_argument("--head", choices=HEADS, default="plain", help="of the draft")
     parser.add_argument("--window", type=int, help="that every layer of the draft slides over")
-    arguments = parser.parse_args()
-    write_pair(
-        arguments.directory,
-        arguments.shape,
-        arguments.layers,
-        arguments.config_only,
-        arguments.head,
-        arguments.window,
-    )
+    options = parser.parse_args()
+    write_pair(options.directory, options.shape, options.layers, options.config_only, options.head, options.window)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def write(measured: dict[str, Any], out: Path, *before: Path) -> None:
     written[-1].write_text(text)
     print(f"\n{text}")
     if plot.can_draw():
-        plot.draw(plot.series(measured), out / "bench.png", plot.subject(measured))
+        plot.draw(table.groups(measured), out / "bench.png", plot.subject(measured))
         written.append(out / "bench.png")
     else:
         print(plot.MISSING)

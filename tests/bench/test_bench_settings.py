@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -47,36 +48,35 @@ def test_results_that_cannot_be_written_end_the_run_before_it_measures(tmp_path)
         run.measure(settings_of(out=tmp_path / "file"))
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_checkpoint_without_a_config_that_can_be_read_is_refused_by_name(role, content, tmp_path, capsys):
-    options = ["--target", *pair_of(tmp_path, [0, 1, 3])]
-    config = tmp_path / role / "config.json"
-    config.unlink()
-    if content is not None:
-        config.write_text(content)
-    assert main(["bench", *options]) == 2
-    said = capsys.readouterr().err
-    assert f"bench: --{role} {tmp_path / role}: expected the directory of a checkpoint (" in said
+def test_a_checkpoint_without_a_config_that_can_be_read_is_refused_by_name(tmp_path, capsys):
+    for number, (role, content) in enumerate(itertools.product(("target", "draft"), (None, "{", "[]"))):
+        (directory := tmp_path / str(number)).mkdir()
+        options = ["--target", *pair_of(directory, [0, 1, 3])]
+        config = directory / role / "config.json"
+        config.unlink()
+        if content is not None:
+            config.write_text(content)
+        assert main(["bench", *options]) == 2
+        said = capsys.readouterr().err
+        assert f"bench: --{role} {directory / role}: expected the directory of a checkpoint (" in said
 
 
-@pytest.mark.parametrize("field, value, expected", [
-    ("vocab_size", "320", "an integer >= 1"), ("max_position_embeddings", "many", "an integer >= 1"),
-    ("num_hidden_layers", 0, "an integer >= 1"), ("text_config", [1], "an object"),
-])  # fmt: skip
-@pytest.mark.parametrize("command", [["bench"], ["check", "--prompts", "p"]])
-def test_a_field_of_the_target_that_is_no_count_is_refused_by_name(
-    command, field, value, expected, tmp_path, monkeypatch, capsys
-):
+def test_a_field_of_the_target_that_is_no_count_is_refused_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     options = ["--target", *pair_of(tmp_path, [0, 1, 3])]
     config = tmp_path / "target" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
-    assert main([*command, *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    found = f"--target {tmp_path / 'target'}: target config {field}={value!r}: expected {expected}. Correct it."
-    assert line == f"dflash-sglang {command[0]}: {found}"
+    fields = json.loads(config.read_text())
+    for field, value, expected in (
+        ("vocab_size", "320", "an integer >= 1"), ("max_position_embeddings", "many", "an integer >= 1"),
+        ("num_hidden_layers", 0, "an integer >= 1"), ("text_config", [1], "an object"),
+    ):  # fmt: skip
+        config.write_text(json.dumps({**fields, field: value}))
+        for command in (["bench"], ["check", "--prompts", "p"]):
+            assert main([*command, *options]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            found = f"target config {field}={value!r}: expected {expected}. Correct it."
+            assert line == f"dflash-sglang {command[0]}: --target {tmp_path / 'target'}: {found}"
 
 
 def test_a_pair_that_is_mixed_up_is_refused(tmp_path, capsys):
@@ -85,11 +85,11 @@ def test_a_pair_that_is_mixed_up_is_refused(tmp_path, capsys):
     assert f"--target {draft}: expected a target, and it is a DFLASH draft. Target" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["5", "[]", "{}", '{"figures": 5}'])
-def test_a_file_that_no_run_wrote_is_not_drawn(text, tmp_path, capsys):
-    (tmp_path / "other.json").write_text(text)
-    assert main(["bench", "--redraw", str(tmp_path / "other.json"), "--out", str(tmp_path / "out")]) == 2
-    assert "expected a bench.json of an earlier run (it has no figures)" in capsys.readouterr().err
+def test_a_file_that_no_run_wrote_is_not_drawn(tmp_path, capsys):
+    for text in ("5", "[]", "{}", '{"figures": 5}'):
+        (tmp_path / "other.json").write_text(text)
+        assert main(["bench", "--redraw", str(tmp_path / "other.json"), "--out", str(tmp_path / "out")]) == 2
+        assert "expected a bench.json of an earlier run (it has no figures)" in capsys.readouterr().err, text
 
 
 def test_a_draft_that_another_worker_serves_is_refused(tmp_path):
@@ -190,15 +190,14 @@ def pair_of(tmp_path: Path, layers: list[int]) -> tuple[str, str, str]:
     return str(tmp_path / "target"), "--draft", str(tmp_path / "draft")
 
 
-@pytest.mark.parametrize("layers, gpu, reason", [
-    ([0, 1, 3], True, None),
-    ([0, 1, 4], True, "it cannot capture the output of the target's last layer, which the draft reads"),
-    ([0, 1, 3], False, "without this package SGLang serves no DFLASH on a CPU"),
-])  # fmt: skip
-def test_the_built_in_worker_is_left_out_with_a_reason_where_it_cannot_run(layers, gpu, reason, tmp_path):
-    settings = settings_of("--target", *pair_of(tmp_path, layers), "--together", gpu=gpu)
-    assert settings.skipped == (() if reason is None else (("built_in", reason),))
-    assert ("built_in" in settings.kinds) == (reason is None)
+def test_the_built_in_worker_is_left_out_with_a_reason_where_it_cannot_run(tmp_path):
+    last = "it cannot capture the output of the target's last layer, which the draft reads"
+    without = "without this package SGLang serves no DFLASH on a CPU"
+    for layers, gpu, reason in (([0, 1, 3], True, None), ([0, 1, 4], True, last), ([0, 1, 3], False, without)):
+        (directory := tmp_path / f"{layers[-1]}{gpu}").mkdir()
+        settings = settings_of("--target", *pair_of(directory, layers), "--together", gpu=gpu)
+        assert settings.skipped == (() if reason is None else (("built_in", reason),))
+        assert ("built_in" in settings.kinds) == (reason is None)
 
 
 @pytest.mark.parametrize("free, together", [(140_000, True), (60_000, False)])
@@ -223,13 +222,3 @@ def test_chat_without_a_template_is_refused_before_anything_starts(tmp_path: Pat
     with pytest.raises(BadSetting, match="--chat: expected a target with a chat template.*Leave out --chat"):
         settings_of(*options)
     assert settings_of("--chat").chat  # the packaged target has one
-
-
-@pytest.mark.parametrize("command", ["bench", "demo", "hot-vocab", "pair", "patches"])
-def test_an_unknown_option_shows_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture) -> None:
-    needed = ["--tokenizer", "a", "--text", "b", "--out", "c"] if command == "hot-vocab" else []
-    with pytest.raises(SystemExit):
-        main([command, *needed, "--no-such-option"])
-    said = capsys.readouterr().err
-    assert said.startswith(f"usage: dflash-sglang {command} [-h]")
-    assert said.endswith(f"dflash-sglang {command}: error: unrecognized arguments: --no-such-option\n")

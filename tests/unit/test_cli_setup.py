@@ -75,17 +75,21 @@ def test_an_environment_without_pip_is_made_again_and_a_whole_one_is_kept(projec
     assert setup(project, "no-such-python").stdout.splitlines()[0] == ".venv/bin/python -m pip install --quiet uv"
 
 
-@pytest.mark.parametrize("options", [
-    ["demo", "--prompt", "1"],
-    ["bench", "--concurrenc", "1"],
-    ["hot-vocab", "--tokenizer", "x", "--text", "x", "--out", "x", "--siz", "16"],
-    ["patches", "--sglan", "x"],
+NEEDED = {"hot-vocab": ["--tokenizer", "x", "--text", "x", "--out", "x"]}
+
+
+@pytest.mark.parametrize("command, option", [
+    ("demo", "--prompt"), ("bench", "--concurrenc"), ("hot-vocab", "--siz"), ("patches", "--sglan"),
+    ("pair", "--x"),
 ])  # fmt: skip
-def test_a_command_takes_no_abbreviated_option(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_or_abbreviated_option_ends_with_the_usage_of_its_subcommand(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(options)
+        main([command, *NEEDED.get(command, []), option, "1"])
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and f"unrecognized arguments: {options[-2]}" in said
+    assert ended.value.code == 2 and said.startswith(f"usage: dflash-sglang {command} [-h]")
+    assert said.endswith(f"dflash-sglang {command}: error: unrecognized arguments: {option} 1\n")
 
 
 def test_no_parser_takes_abbreviated_options() -> None:

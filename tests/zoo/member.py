@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from collections.abc import Callable, Mapping
@@ -70,10 +71,30 @@ class Member:
 ZOO: dict[str, Member] = {}
 
 
-def register(member: Member) -> Member:
-    assert member.name not in ZOO, member.name
-    ZOO[member.name] = member
-    return member
+def register(*members: Member) -> None:
+    for member in members:
+        assert member.name not in ZOO, member.name
+        ZOO[member.name] = member
+
+
+def config(config_class: str, *without: str, **fields: Any) -> Callable[[], Any]:
+    """Gives a transformers config of this class with TEXT's fields, but for `without`, and `fields`."""
+    text = {name: value for name, value in TEXT.items() if name not in without}
+    return _maker(config_class, {**text, **fields})
+
+
+def wrapped(config_class: str, text: dict[str, Any], vision: dict[str, Any], **fields: Any) -> Callable[[], Any]:
+    """Gives a transformers config of a text model behind a vision tower."""
+    return _maker(config_class, dict(text_config=text, vision_config=vision, **fields))
+
+
+def _maker(config_class: str, fields: dict[str, Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        import transformers
+
+        return getattr(transformers, config_class)(**copy.deepcopy(fields))
+
+    return make
 
 
 @functools.cache

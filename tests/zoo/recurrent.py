@@ -2,169 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tests.zoo import processors
-from tests.zoo.member import LAYERS, TEXT, Member, register
-from tests.zoo.vision import IMAGE_PROMPT, tower
+from tests.zoo.attention import EXPERTS, FULL, IMAGE_PROMPT, tower
+from tests.zoo.member import LAYERS, TEXT, Member, config, register, wrapped
 
 DELTA_NET: dict[str, Any] = dict(
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    linear_num_key_heads=2,
+    linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
     linear_num_value_heads=4,
-)
+)  # fmt: skip
 ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
+MROPE = dict(ROPE, mrope_section=[1, 1, 0], mrope_interleaved=True)
+TOWER = tower(2, deepstack_visual_indexes=[], num_position_embeddings=64)
+SHORT_CONVOLUTIONS = dict(conv_L_cache=3, layer_types=["conv", FULL, "conv", FULL, "conv"])
 
 
-def qwen35() -> Any:
-    """The text model of Qwen3.5 and Qwen3.6, dense."""
-    from transformers import Qwen3_5TextConfig
-
-    return _with_interval(Qwen3_5TextConfig(**TEXT, **DELTA_NET, rope_parameters=ROPE))
-
-
-def qwen35_vision() -> Any:
-    """Qwen3.5 and Qwen3.6 as they are released: the text model in a vision-language wrapper, M-RoPE positions."""
-    from transformers import Qwen3_5Config
-
-    rope = dict(**ROPE, mrope_section=[1, 1, 0], mrope_interleaved=True)
-    vision = tower(TEXT, depth=2, deepstack_visual_indexes=[], num_position_embeddings=64)
-    config = Qwen3_5Config(
-        text_config={**TEXT, **DELTA_NET, "rope_parameters": rope}, vision_config=vision, **processors.IMAGE_IDS
-    )
-    _with_interval(config.text_config)
-    return config
-
-
-def qwen3_next() -> Any:
-    """Qwen3-Next and Qwen3-Coder-Next: experts in every layer."""
-    from transformers import Qwen3NextConfig
-
-    return _with_interval(
-        Qwen3NextConfig(
-            **TEXT,
-            **DELTA_NET,
-            rope_parameters=ROPE,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-            num_experts=8,
-            num_experts_per_tok=2,
-        )
-    )
-
-
-def _with_interval(config: Any) -> Any:
+def with_interval(made: Callable[[], Any]) -> Callable[[], Any]:
     """As in the checkpoints on the hub: SGLang reads it in place of `layer_types`. Layer 3 attends fully."""
-    config.full_attention_interval = 4
-    return config
+
+    def make() -> Any:
+        out = made()
+        out.get_text_config().full_attention_interval = 4
+        return out
+
+    return make
+
+
+def qwen35(**changes: Any) -> Callable[[], Any]:
+    """The text model of Qwen3.5 and Qwen3.6, dense."""
+    return with_interval(config("Qwen3_5TextConfig", **{**DELTA_NET, "rope_parameters": ROPE, **changes}))
 
 
 def remembering(model: Any) -> None:
     """Slow decays: a state remembers tens to hundreds of tokens, so that a wrong one shows long after."""
-    import torch
-
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.copy_(torch.linspace(0.002, 0.1, parameter.numel()).log().view_as(parameter))
 
 
-def qwen35_wide() -> Any:
-    """Head sizes of the checkpoints on the hub, for which there are kernels of FlashInfer."""
-    config = qwen35()
-    config.head_dim = 64
-    config.linear_key_head_dim = config.linear_value_head_dim = 128
-    return config
-
-
-register(Member("Qwen3.5", "Qwen3_5ForCausalLM", qwen35, finish=remembering, prefix_grid=64))
-register(
-    Member(
-        "Qwen3.5 with vision",
-        "Qwen3_5ForConditionalGeneration",
-        qwen35_vision,
-        finish=remembering,
-        processor=processors.qwen3_vl,
-        image_prompt=IMAGE_PROMPT,
-        prefix_grid=64,
-    )
-)
-register(Member("Qwen3-Next", "Qwen3NextForCausalLM", qwen3_next, finish=remembering, prefix_grid=64))
-register(
-    Member(
-        "Qwen3.5, wide heads",
-        "Qwen3_5ForCausalLM",
-        qwen35_wide,
-        draft=dict(head_dim=64),
-        on_gpu_only="as Qwen3.5 but for the kernels that it takes on a GPU",
-        finish=remembering,
-        prefix_grid=64,
-    )
-)
-
-
-def lfm2() -> Any:
-    """Short convolutions: their state is the last two inputs. Layers 1 and 3 attend fully."""
-    from transformers import Lfm2Config
-
-    return Lfm2Config(**SHORT_CONVOLUTIONS, block_auto_adjust_ff_dim=False)
-
-
-def lfm2_moe() -> Any:
-    """The same with experts but in the first layer."""
-    from transformers import Lfm2MoeConfig
-
-    return Lfm2MoeConfig(
-        **SHORT_CONVOLUTIONS, num_dense_layers=1, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
-    )
-
-
-SHORT_CONVOLUTIONS: dict[str, Any] = dict(
-    **{key: value for key, value in TEXT.items() if key != "head_dim"},
-    conv_L_cache=3,
-    layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
-)
-
-# SGLang keeps their states wherever a prefix ends, and serves them without overlap, in pages of one token.
-register(Member("LFM2", "Lfm2ForCausalLM", lfm2))
-register(Member("LFM2-MoE", "Lfm2MoeForCausalLM", lfm2_moe))
-
-
-def nemotron_h() -> Any:
-    """Mamba2, attention and MLP as layers of their own, named as on the hub: SGLang does not know other names."""
-    from transformers import NemotronHConfig
-
-    class Published(NemotronHConfig):
-        def to_dict(self) -> dict[str, Any]:
-            fields = super().to_dict()
-            del fields["layers_block_type"]
-            return {**fields, "hybrid_override_pattern": "M*-M-", "mamba_n_groups": self.n_groups}
-
-    return Published(
-        **TEXT,
-        hybrid_override_pattern="M*-M-",
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        ssm_state_size=16,
-        n_groups=2,
-        chunk_size=64,
-    )
-
-
 def remembering_in_large_steps(model: Any) -> None:
     """As `remembering`. The time steps stay above transformers' `time_step_min`, which SGLang does not know."""
-    import torch
-
     remembering(model)
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
 
 
-register(
-    Member("Nemotron-H", "NemotronHForCausalLM", nemotron_h, finish=remembering_in_large_steps, prefix_grid=64)
-)
+def nemotron_h() -> Any:
+    """Mamba2, attention and MLP as layers of their own, named as on the hub: SGLang does not know other names."""
+    from transformers import NemotronHConfig
+
+    pattern = "M*-M-"
+
+    class Published(NemotronHConfig):
+        def to_dict(self) -> dict[str, Any]:
+            fields = super().to_dict()
+            del fields["layers_block_type"]
+            return {**fields, "hybrid_override_pattern": pattern, "mamba_n_groups": self.n_groups}
+
+    sizes = dict(mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=2, chunk_size=64)
+    return Published(**TEXT, hybrid_override_pattern=pattern, **sizes)
 
 
 def kimi_k3() -> Any:
@@ -203,7 +104,56 @@ def kimi_k3() -> Any:
     return Published(**shape)
 
 
+ON_A_GRID = dict(finish=remembering, prefix_grid=64)
+WIDE = dict(head_dim=64, linear_key_head_dim=128, linear_value_head_dim=128)
+
 register(
+    Member("Qwen3.5", "Qwen3_5ForCausalLM", qwen35(), **ON_A_GRID),
+    Member(  # as released: the text model in a wrapper, M-RoPE positions
+        "Qwen3.5 with vision",
+        "Qwen3_5ForConditionalGeneration",
+        with_interval(
+            wrapped("Qwen3_5Config", dict(TEXT, **DELTA_NET, rope_parameters=MROPE), TOWER, **processors.IMAGE_IDS)
+        ),
+        processor=processors.qwen3_vl,
+        image_prompt=IMAGE_PROMPT,
+        **ON_A_GRID,
+    ),
+    Member(  # and Qwen3-Coder-Next: experts in every layer
+        "Qwen3-Next",
+        "Qwen3NextForCausalLM",
+        with_interval(
+            config(
+                "Qwen3NextConfig",
+                rope_parameters=ROPE,
+                shared_expert_intermediate_size=32,
+                **DELTA_NET,
+                **EXPERTS,
+            )
+        ),
+        **ON_A_GRID,
+    ),
+    Member(  # head sizes of the checkpoints on the hub, for which there are kernels of FlashInfer
+        "Qwen3.5, wide heads",
+        "Qwen3_5ForCausalLM",
+        qwen35(**WIDE),
+        draft=dict(head_dim=64),
+        on_gpu_only="as Qwen3.5 but for the kernels that it takes on a GPU",
+        **ON_A_GRID,
+    ),
+    # Short convolutions, whose state is the last two inputs; layers 1 and 3 attend fully. SGLang keeps their
+    # states wherever a prefix ends, and serves them without overlap, in pages of one token.
+    Member(
+        "LFM2",
+        "Lfm2ForCausalLM",
+        config("Lfm2Config", "head_dim", block_auto_adjust_ff_dim=False, **SHORT_CONVOLUTIONS),
+    ),
+    Member(
+        "LFM2-MoE",
+        "Lfm2MoeForCausalLM",
+        config("Lfm2MoeConfig", "head_dim", num_dense_layers=1, **EXPERTS, **SHORT_CONVOLUTIONS),
+    ),
+    Member("Nemotron-H", "NemotronHForCausalLM", nemotron_h, finish=remembering_in_large_steps, prefix_grid=64),
     Member(
         "Kimi-K3",
         "KimiLinearForCausalLM",
@@ -214,5 +164,5 @@ register(
         on_gpu_only="SGLang's kernels of KDA are for GPUs",
         finish=remembering_in_large_steps,
         renamed={".block_sparse_moe.": ".mlp."},
-    )
+    ),
 )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,50 +105,32 @@ def comparison(dflash_outputs: list[list[int]], dtype: str = "float32") -> Compa
     return Comparison("dflash_sglang 9.9", "cpu", dtype, 4, dflash, plain)
 
 
-def test_both_servers_have_the_same_arguments_but_for_speculation() -> None:
-    for setup in (CPU, GPU):
-        plain = setup.flags("plain")
-        speculation = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "D"]
-        assert setup.flags("ours") == plain + speculation
-
-
-def test_the_servers_require_our_worker_and_use_the_cpu_platform_only_without_a_gpu(
+def test_the_servers_differ_in_speculation_and_use_the_cpu_platform_only_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    for setup, dtype in ((CPU, "float32"), (GPU, "bfloat16")):
+        speculation = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "D"]
+        assert setup.flags("ours") == setup.flags("plain") + speculation and dtype in setup.flags("plain")
     monkeypatch.setenv("A", "b")
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # a user's
     on_cpu, on_gpu = (setup.server("ours", tmp_path).environment for setup in (CPU, GPU))
-    assert on_cpu["DFLASH_SGLANG_REQUIRE"] == on_gpu["DFLASH_SGLANG_REQUIRE"] == "1"
-    assert on_cpu["A"] == "b"
+    assert on_cpu["DFLASH_SGLANG_REQUIRE"] == on_gpu["DFLASH_SGLANG_REQUIRE"] == "1" and on_cpu["A"] == "b"
     assert on_cpu["SGLANG_PLATFORM"] == "dflash_cpu" and on_cpu["OMP_NUM_THREADS"] == "3"
     assert "SGLANG_PLATFORM" not in on_gpu
-    assert "float32" in CPU.flags("plain") and "bfloat16" in GPU.flags("plain")
 
 
-def test_the_json_object_counts_identical_prompts_and_accepted_tokens() -> None:
-    same = comparison([[1, 2, 3, 4], [5, 6, 7, 8]]).as_json()
-    assert same["worker"] == "dflash_sglang 9.9"
-    assert same["identical"] is True and same["identical_prompts"] == 2
-    assert same["accept_length"] == 3.5  # 10 proposals and 4 bonus tokens in 4 verify steps
-    assert same["tokens_per_second"] == 8.0 and same["baseline_tokens_per_second"] == 2.0
-    assert same["speedup"] == 4.0
-    other = comparison([[1, 2, 3, 4], [5, 6, 7, 9]]).as_json()
-    assert other["identical"] is False and other["identical_prompts"] == 1
-
-
-def test_the_table_says_how_many_outputs_are_identical() -> None:
-    rows = comparison([[1, 2, 3, 4], [5, 6, 7, 9]]).as_table().splitlines()
-    assert rows[1].split() == ["tokens/s", "2.0", "8.0"]
-    assert rows[2].split() == ["accept", "length", "1.00", "3.50"]
-    assert rows[3].split()[-2:] == ["6", "4"]
-    assert rows[4].split() == ["speed-up", "4.00x"]
-    assert rows[5].endswith("no (1 of 2)")
-
-
-def test_prompts_are_spread_over_the_whole_list() -> None:
-    assert spread(["a", "b", "c", "d", "e", "f"], 3) == ["a", "c", "e"]
-    assert spread(["a", "b"], 2) == ["a", "b"]
+def test_the_report_counts_identical_prompts_and_accepted_tokens() -> None:
+    same, other = (comparison([[1, 2, 3, 4], [5, 6, 7, last]]) for last in (8, 9))
+    assert (same.identical, other.identical) == (True, False)
+    told = other.as_json()
+    assert told["worker"] == "dflash_sglang 9.9" and told["identical_prompts"] == 1 and told["speedup"] == 4.0
+    assert told["accept_length"] == 3.5  # 10 proposals and 4 bonus tokens in 4 verify steps
+    assert told["tokens_per_second"] == 8.0 and told["baseline_tokens_per_second"] == 2.0
+    rows = other.as_table().splitlines()
+    assert [row.split()[-2:] for row in rows[1:4]] == [["2.0", "8.0"], ["1.00", "3.50"], ["6", "4"]]
+    assert rows[4].split() == ["speed-up", "4.00x"] and rows[5].endswith("no (1 of 2)")
+    assert spread(["a", "b", "c", "d", "e", "f"], 3) == ["a", "c", "e"] and spread(["a", "b"], 2) == ["a", "b"]
 
 
 def test_pair_prints_two_directories_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,21 +152,16 @@ def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: 
             server.wait_ready(60)
 
 
-@pytest.mark.parametrize("sent, dies", [([], True), (['{"text": "a"}'], True), (['{"text": "a"}'], False)])
-def test_a_stream_that_does_not_end_with_done_has_failed(tmp_path: Path, sent: list[str], dies: bool) -> None:
-    with fake_server(tmp_path, streaming(sent, dies)) as server:
-        server.wait_ready(60)
-        events = []
-        with pytest.raises(ServerFailed, match=f"{BROKEN_OFF}: expected a stream that ends with .DONE."):
-            for event in server.stream(text="x"):
-                events.append(event)
-        assert [json.dumps(event) for event in events] == sent
-
-
-def test_a_whole_stream_gives_its_events(tmp_path: Path) -> None:
-    with fake_server(tmp_path, streaming(['{"text": "a"}', '{"text": "ab"}', "[DONE]"], dies=False)) as server:
-        server.wait_ready(60)
-        assert [event["text"] for event in server.stream(text="x")] == ["a", "ab"]
+def test_a_stream_gives_its_events_and_has_failed_where_it_does_not_end_with_done(tmp_path: Path) -> None:
+    a, ab, done = '{"text": "a"}', '{"text": "ab"}', "[DONE]"
+    for sent, dies in (([], True), ([a], True), ([a], False), ([a, ab, done], False)):
+        said = f"{BROKEN_OFF}: expected a stream that ends with .DONE."
+        events: list[str] = []
+        with fake_server(tmp_path, streaming(sent, dies)) as server:
+            server.wait_ready(60)
+            with nullcontext() if done in sent else pytest.raises(ServerFailed, match=said):
+                events += (json.dumps(event) for event in server.stream(text="x"))
+        assert done not in sent or events == [a, ab]
 
 
 @pytest.mark.parametrize("sent, said", [
@@ -231,16 +209,11 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_demo_leaves_no_process_behind(number: signal.Signals, code: int) -> None:
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "dflash_sglang.cli", "demo"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        # A test run in the background ignores SIGINT, and its children would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def test_a_demo_that_is_ended_leaves_no_process_behind() -> None:
+    """By SIGTERM; `test_bench_servers` has Ctrl-C."""
+    command = [sys.executable, "-m", "dflash_sglang.cli", "demo"]
+    silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    demo = subprocess.Popen(command, **silent, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
         while not (started := descendants(demo.pid)):
@@ -248,8 +221,8 @@ def test_an_interrupted_demo_leaves_no_process_behind(number: signal.Signals, co
             time.sleep(0.1)
         time.sleep(2)
         started = descendants(demo.pid)
-        demo.send_signal(number)
-        assert demo.wait(timeout=60) == code
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(timeout=60) == 143
         assert wait_until_ended(started) == []
     finally:
         demo.kill()

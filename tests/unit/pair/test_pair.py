@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from training.checkpoints import byte_tokenizer
 from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
 from training.known_answers import LEAST_GAP, continuation
-from training.reference import Result, Target, generate, plain_generate
+from training.reference import Target, generate, plain_generate
 
 RECORD = json.loads((Path(pair_directories()["draft"]).parent / "record.json").read_text())
 SUBSET = slice(2, None, 5)
@@ -24,20 +25,6 @@ NEW_TOKENS = 128
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Any, Any]:
     return load_pair()
-
-
-@pytest.fixture(scope="module")
-def prompts(pair: tuple[Any, Any, Any]) -> list[list[int]]:
-    return [pair[2].encode(text) for text in held_out_prompts()[SUBSET]]
-
-
-@pytest.fixture(scope="module")
-def decoded(pair: tuple[Any, Any, Any], prompts: list[list[int]]) -> dict[int, list[Result]]:
-    target, draft, _ = pair
-    return {
-        size: [generate(target, draft, ids, NEW_TOKENS, size, ignore_eos=True) for ids in prompts]
-        for size in (16, 8)
-    }
 
 
 def test_the_tokenizer_gives_every_text_back_byte_for_byte(pair: tuple[Any, Any, Any]) -> None:
@@ -51,63 +38,43 @@ def test_the_tokenizer_gives_every_text_back_byte_for_byte(pair: tuple[Any, Any,
         ids = tokenizer.encode(text)
         assert ids == list(text.encode())
         assert tokenizer.decode(ids) == text
-    specials = (
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        tokenizer.mask_token_id,
-    )
-    assert specials == (256, 257, 258, 259)
+    specials = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "mask")]
+    assert specials == [256, 257, 258, 259]
 
 
-def test_both_checkpoints_together_stay_within_15_megabytes() -> None:
+def test_the_files_are_small_and_in_the_published_layout_without_a_causality_flag() -> None:
     sizes = [f.stat().st_size for d in pair_directories().values() for f in Path(d).iterdir() if f.is_file()]
-    assert sum(sizes) == sum(RECORD["bytes"].values())
-    assert sum(sizes) <= 15_000_000
-
-
-def test_the_draft_config_is_the_published_layout_without_a_causality_flag() -> None:
-    config = json.loads((Path(pair_directories()["draft"]) / "config.json").read_text())
-    assert config["architectures"] == ["DFlashDraftModel"]
+    assert sum(sizes) == sum(RECORD["bytes"].values()) <= 15_000_000
+    target, config = (
+        json.loads((Path(pair_directories()[name]) / "config.json").read_text()) for name in ("target", "draft")
+    )
+    assert (target["architectures"], config["architectures"]) == (["Qwen3ForCausalLM"], ["DFlashDraftModel"])
     assert config["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
     assert (config["sliding_window"], config["block_size"], config["num_target_layers"]) == (128, 16, 5)
     assert config["dflash_config"] == {"mask_token_id": 259, "target_layer_ids": [0, 2, 4]}
-    assert not {"is_causal", "sliding_window_non_causal"} & set(config)
-    target = json.loads((Path(pair_directories()["target"]) / "config.json").read_text())
-    assert target["architectures"] == ["Qwen3ForCausalLM"]
+    assert not {"is_causal", "sliding_window_non_causal"} & set(config) and target["vocab_size"] % 64 == 0
     shared = ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings", "eos_token_id")
     assert [config[name] for name in shared] == [target[name] for name in shared]
-    assert target["vocab_size"] % 64 == 0
-
-
-def test_the_held_out_prompts_span_64_to_600_bytes_in_order() -> None:
     lengths = [len(text.encode()) for text in held_out_prompts()]
-    assert len(lengths) >= 64
-    assert (lengths[0], lengths[-1]) == (64, 600)
-    assert lengths == sorted(lengths)
+    assert lengths == sorted(lengths) and len(lengths) >= 64 and (lengths[0], lengths[-1]) == (64, 600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [16, 8])
-def test_the_reference_accept_length_is_the_recorded_one(decoded: dict[int, list[Result]], size: int) -> None:
-    recorded = RECORD["evaluation"][f"block_{size}"]
-    per_prompt = [result.mean_accept_length for result in decoded[size]]
-    expected = recorded["accept_length_per_prompt"][SUBSET]
-    assert sum(per_prompt) / len(per_prompt) == pytest.approx(sum(expected) / len(expected), rel=0.01)
-    assert recorded["accept_length"] >= 4.0
-    assert max(n for result in decoded[size] for n in result.accept_lengths) == size
-
-
-@pytest.mark.slow
-def test_the_reference_output_is_plain_greedy_decoding_token_for_token(
-    pair: tuple[Any, Any, Any], prompts: list[list[int]], decoded: dict[int, list[Result]]
+def test_the_reference_has_the_recorded_accept_length_and_plain_greedy_decodings_output(
+    pair: tuple[Any, Any, Any],
 ) -> None:
-    target, draft, _ = pair
-    for index, ids in enumerate(prompts):
-        plain = plain_generate(target, ids, NEW_TOKENS, ignore_eos=True)
-        assert [decoded[size][index].ids for size in (16, 8)] == [plain, plain]
+    target, draft, tokenizer = pair
+    prompts = [tokenizer.encode(text) for text in held_out_prompts()[SUBSET]]
+    plain = [plain_generate(target, ids, NEW_TOKENS, ignore_eos=True) for ids in prompts]
+    for size in (16, 8):
+        decoded = [generate(target, draft, ids, NEW_TOKENS, size, ignore_eos=True) for ids in prompts]
+        assert [result.ids for result in decoded] == plain
+        recorded = RECORD["evaluation"][f"block_{size}"]
+        expected = recorded["accept_length_per_prompt"][SUBSET]
+        assert fmean(one.mean_accept_length for one in decoded) == pytest.approx(fmean(expected), rel=0.01)
+        assert recorded["accept_length"] >= 4.0 and max(n for one in decoded for n in one.accept_lengths) == size
     for limit in (1, 2, 3, 18):
-        assert generate(target, draft, prompts[0], limit, ignore_eos=True).ids == decoded[16][0].ids[:limit]
+        assert generate(target, draft, prompts[0], limit, ignore_eos=True).ids == plain[0][:limit]
 
 
 @pytest.mark.slow
