@@ -294,7 +294,7 @@ def test_the_anchors_row_proposes_in_the_steps_of_the_reference_loop_and_padding
 ) -> None:
     """The trained pair, whose rows propose by the other layout; the target's head with rows that would win."""
     config, tensors, of_target = pair_tensors()
-    reference = AnchorFirst.from_weights({**config, "block_size": BLOCK}, tensors)
+    reference = AnchorFirst(ReferenceDraft.from_weights({**config, "block_size": BLOCK}, tensors).model)
     target, _, _ = load_pair()
     loops = [generate(target, reference, prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     del config["block_size"]
@@ -305,7 +305,7 @@ def test_the_anchors_row_proposes_in_the_steps_of_the_reference_loop_and_padding
     result, steps, log = decoded(TARGET, draft, speculative_dflash_block_size=BLOCK)
     assert f"block: {BLOCK} (trained {BLOCK})" in log and "proposals_from: the anchor's row" in log
     assert result == {"ids": plain["ids"], "steps": [len(loop.accept_lengths) for loop in loops]}
-    assert len(PROMPTS) * NEW_TOKENS >= 1.5 * steps
+    assert steps <= 1.1 * sum(result["steps"])
 
 
 # ---- On a GPU: pytest -m gpu tests/engine/test_formats.py -----------------------------------------------------

@@ -25,7 +25,8 @@ OWN_HEAD = "z-lab with its own head"
 MASK_FILE = "z-lab with mask_embedding.pt"
 MASK_TENSOR = "z-lab with a mask_embedding tensor"
 SINKS = "z-lab with attention sinks and a value scale"
-absolute, SMALL = torch.tensor(KEPT), {"vocab_size": 256, "dflash_config": {"mask_token_id": 3}}
+absolute, twice = torch.tensor(KEPT), torch.tensor([KEPT[0], KEPT[0], *KEPT[2:]])
+SMALL = {"vocab_size": 256, "dflash_config": {"mask_token_id": 3}}
 OTHER, TRAINED = "Serve the target that the draft was trained for.", "Use the one that was trained with this draft"
 
 # a format, fields of its config.json, its tensors (None removes) -> what ends start-up
@@ -60,6 +61,8 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (REDUCED, {}, {"d2t": torch.zeros(46)}, "draft tensor d2t='[46] torch.float32': expected [46] integers"),
     (REDUCED, {}, {"d2t": absolute}, "draft tensor d2t='rows to ids 0 to 360, 46 of them different': expected "
      "offsets: row + d2t[row] is one id of the target each, 0 to 319. Write target id - row into d2t, not the"),
+    (REDUCED, {}, {"d2t": twice - torch.arange(46)}, "draft tensor d2t='rows to ids 0 to 315, 45 of them "
+     "different': expected offsets"),
     (REDUCED, {}, {"t2d": torch.zeros(320, dtype=torch.bool).index_fill(0, absolute + 1, True)},
      'draft tensor d2t="unlike t2d at the target\'s id 0": expected the ids row + d2t[row] to be those that t2d '
      'marks. Write target'),
