@@ -76,7 +76,10 @@ def test_a_single_round_has_no_spread():
     measured["settings"]["rounds"] = 1
     for figure in measured["figures"]:
         figure["rounds"] = figure["rounds"][1:2]
+    built_in, ours = measured["figures"][2], measured["figures"][6]  # width 16, 1 at a time
+    built_in |= {name: ours[name] for name in ("rounds", "median")}
     text = table.markdown(measured)
+    assert rows_of(text)[5][1] == "ours, width 16" and rows_of(text)[5][-1] == "1.000"
     assert rows_of(text)[10][2] == "1100.0" and rows_of(text)[10][-2:] == ["2.750", "1.100"]
     assert "[" not in text and table.WITHIN not in text
     assert text.endswith("\n\nOne round: any difference may be chance.\n")
