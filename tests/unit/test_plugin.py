@@ -88,11 +88,12 @@ def decide(run: str, args: Any) -> Any:
 
 def test_what_we_do_not_serve_gets_the_built_in_worker_and_one_warning(pair, caplog) -> None:
     lilicorr = {"architectures": ["LiLiCorrDraftModel"], "dflash_config": {"lilicorr_num_layers": 2}}
-    for named, draft, overrides in (
-        ("dflash_config.projector_type='eagle'", pair.foreign, {}),
-        ("architectures='LiLiCorrDraftModel'", change(pair.foreign, lilicorr, {}), {}),
-        ("--device='npu'", pair.plain, {"device": "npu"}),
+    for named, draft, fields, overrides in (
+        ("dflash_config.projector_type='eagle'", pair.foreign, {}, {}),
+        ("architectures='LiLiCorrDraftModel'", pair.foreign, lilicorr, {}),
+        ("--device='npu'", pair.plain, {}, {"device": "npu"}),
     ):
+        change(draft, fields, {})
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
             assert decide("create_worker", arguments(draft, **overrides)) is BuiltInWorker

@@ -53,6 +53,7 @@ def test_the_launcher_names_who_died_also_while_it_dies_before_it_ends_the_other
     watchdog = SubprocessWatchdog(children[:3], ["scheduler_0", "scheduler_1", "detokenizer"])
     faults.stop_subprocess_watchdog(stops.append, watchdog)
     assert stops == [watchdog] and not caplog.records
+    watchdog = SubprocessWatchdog(children[:2], ["scheduler_0", "scheduler_1"])
     threading.Timer(0.1, children[1].kill).start()  # its peers complain sooner
     faults.stop_subprocess_watchdog(stops.append, watchdog)
     assert [record.message for record in caplog.records] == [
