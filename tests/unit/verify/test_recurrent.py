@@ -117,19 +117,6 @@ def written(states: torch.Tensor) -> dict[int, tuple[int, int]]:
     return found
 
 
-def test_the_state_after_the_last_committed_row_becomes_the_requests():
-    caches = commit([5, 70, 130], [1, 3, 8], slots=[9, 2, 17], track=None)
-    assert written(caches.temporal) == written(caches.conv[0]) == {9: (0, 0), 2: (1, 2), 17: (2, 7)}
-
-
-def test_the_state_at_a_boundary_goes_to_the_slot_of_the_prefix_cache():
-    """Prefixes of 60, commits of 3, 4, 5 and 8: the boundary at 64 is behind the fourth row, if committed."""
-    caches = commit([60] * 4, [3, 4, 5, 8], slots=[1, 2, 3, 4], track=[11, 12, 13, 14])
-    of_requests = {1: (0, 2), 2: (1, 3), 3: (2, 4), 4: (3, 7)}
-    assert written(caches.temporal) == {**of_requests, 12: (1, 3), 13: (2, 3), 14: (3, 3)}
-    assert written(caches.conv[0]) == written(caches.temporal)
-
-
 def test_a_request_whose_states_are_freed_keeps_nothing_for_the_prefix_cache():
     caches = commit([60, 60], [8, 8], slots=[1, 2], track=[-1, 12])
     assert written(caches.temporal) == {1: (0, 7), 2: (1, 7), 12: (1, 3)}
@@ -206,65 +193,59 @@ def test_a_kernel_whose_states_lie_at_another_distance_is_found(width, pitch):
     assert recurrent.keeps_apart(states, 1, step), "one request alone has no distance"
 
 
-def test_a_runner_without_recurrent_layers_keeps_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recurrent, "mambaish_config", lambda config: None)
-    assert recurrent.states_of_width(worker().model_runner, BLOCK) is None
-
-
 # ---- Where states cannot be committed ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def extra_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    mamba = SimpleNamespace(enable_mamba_extra_buffer=True, mamba_track_interval=32)
-    monkeypatch.setattr(recurrent, "get_exec", lambda: SimpleNamespace(mamba=mamba))
 
 
 def test_a_target_without_recurrent_layers_has_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recurrent, "mambaish_config", lambda config: None)
+    assert recurrent.states_of_width(worker().model_runner, BLOCK) is None
     assert RecurrentStates.from_target(worker(), BLOCK) is None
 
 
-def test_states_are_committed_where_boundaries_are_two_blocks_apart(extra_buffer):
-    assert isinstance(RecurrentStates.from_target(worker(), GRID // 2), RecurrentStates)
+BUFFER, OVERLAP, CACHE = "extra buffer", "overlap", "prefix cache"
 
 
-@pytest.mark.parametrize("off", ["overlap", "cache", None])
-def test_a_prefix_cache_without_a_buffer_of_states_needs_steps_one_after_the_other(monkeypatch, off):
-    monkeypatch.setattr(
-        recurrent, "get_exec", lambda: SimpleNamespace(mamba=SimpleNamespace(enable_mamba_extra_buffer=False))
+@pytest.mark.parametrize(
+    ("has", "block", "expected"),
+    [
+        ((BUFFER, OVERLAP, CACHE), GRID // 2, None),
+        ((CACHE,), BLOCK, None),
+        ((OVERLAP,), BLOCK, None),
+        ((OVERLAP, CACHE), BLOCK, "--disable-overlap-schedule=False: expected set: without a buffer"),
+        (
+            (BUFFER, OVERLAP, CACHE),
+            GRID // 2 + 1,
+            r"--mamba-track-interval=32: expected .* at least two blocks \(66 .*"
+            "Set --mamba-track-interval to a multiple of 64 from 128 on.",
+        ),
+    ],
+)
+def test_boundaries_need_a_buffer_of_states_or_steps_one_after_the_other(monkeypatch, has, block, expected):
+    mamba = SimpleNamespace(enable_mamba_extra_buffer=BUFFER in has, mamba_track_interval=32)
+    schedule, memory = (
+        dict(disable_overlap_schedule=OVERLAP not in has),
+        dict(disable_radix_cache=CACHE not in has),
     )
-    monkeypatch.setattr(
-        recurrent, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=off == "overlap")
-    )
-    monkeypatch.setattr(recurrent, "get_memory", lambda: SimpleNamespace(disable_radix_cache=off == "cache"))
-    if off is not None:
-        assert isinstance(RecurrentStates.from_target(worker(), BLOCK), RecurrentStates)
+    monkeypatch.setattr(recurrent, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    monkeypatch.setattr(recurrent, "get_schedule", lambda: SimpleNamespace(**schedule))
+    monkeypatch.setattr(recurrent, "get_memory", lambda: SimpleNamespace(**memory))
+    if expected is None:
+        assert isinstance(RecurrentStates.from_target(worker(), block), RecurrentStates)
         return
-    with pytest.raises(StartupError, match="--disable-overlap-schedule=False: expected set: without a buffer"):
-        RecurrentStates.from_target(worker(), BLOCK)
+    with pytest.raises(StartupError, match=expected):
+        RecurrentStates.from_target(worker(), block)
 
 
-def test_boundaries_closer_than_two_blocks_end_start_up(extra_buffer):
-    with pytest.raises(
-        StartupError, match=r"--mamba-track-interval=32: expected .* at least two blocks \(66 "
-    ) as e:
-        RecurrentStates.from_target(worker(), GRID // 2 + 1)
-    assert "Set --mamba-track-interval to a multiple of 64 from 128 on." in str(e.value)
-
-
-def test_an_attention_backend_that_commits_no_states_ends_start_up():
-    target = worker()
-    target.model_runner.attn_backend = SimpleNamespace()
-    with pytest.raises(StartupError, match="linear-attention backend='SimpleNamespace': expected one that keeps"):
-        RecurrentStates.from_target(target, BLOCK)
-
-
-def test_a_pool_without_a_state_per_row_ends_start_up():
-    target = worker()
-    target.model_runner.req_to_token_pool.mamba_pool.mamba_cache = SimpleNamespace()
-    with pytest.raises(StartupError, match="'a state pool without a state per verified row': expected one that"):
-        RecurrentStates.from_target(target, BLOCK)
+def test_what_commits_no_state_of_each_row_ends_start_up():
+    for part, found in (
+        ("attn_backend", "linear-attention backend='SimpleNamespace': expected one that keeps"),
+        ("mamba_cache", "'a state pool without a state per verified row': expected one that"),
+    ):
+        target = worker()
+        runner = target.model_runner
+        setattr(runner if part == "attn_backend" else runner.req_to_token_pool.mamba_pool, part, SimpleNamespace())
+        with pytest.raises(StartupError, match=found):
+            RecurrentStates.from_target(target, BLOCK)
 
 
 @pytest.fixture
@@ -290,53 +271,34 @@ def test_recurrent_layers_of_another_kind_get_the_built_in_worker(pair, caplog, 
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "nemotron_h"])
-def test_short_convolutions_and_mamba2_are_ours_on_every_device(pair, other_kind, model_type, device):
-    from dflash_sglang.startup import decisions
-
-    other_kind(model_type)
-    assert decisions.check_startup(arguments(pair.plain, device=device)) is None
-
-
-@pytest.mark.parametrize("model_type", ["kimi_k3", "kimi_linear"])
-def test_kda_is_ours_on_a_gpu(pair, other_kind, model_type):
-    from dflash_sglang.startup import decisions
-
-    other_kind(model_type)
-    assert decisions.check_startup(arguments(pair.plain, device="cuda")) is None
-    other = decisions.check_startup(arguments(pair.plain))
-    assert "KDA, for which SGLang has kernels on a GPU only" in str(other)
+GATED_DELTA_NETS = None  # by the config, whatever the model type
+GPU_ONLY = "KDA, for which SGLang has kernels on a GPU only"
+OTHER_RANKS = "--attn-dp-size=2: data-parallel attention over recurrent layers other than gated"
 
 
 @pytest.mark.matrix(target="GLM-5.3-Flash", draft="DFlash2", kv="any", outcome="built-in worker")
-def test_kda_beside_sparse_attention_gets_the_built_in_worker(pair, other_kind):
-    from dflash_sglang.startup import decisions
-
-    other_kind("glm5_next")
-    other = decisions.check_startup(arguments(pair.plain, device="cuda"))
-    assert "KDA beside sparse attention that pools its index keys" in str(other)
-
-
-def test_data_parallel_attention_over_other_kinds_gets_the_built_in_worker(pair, other_kind):
-    from dflash_sglang.startup import decisions
-
-    other_kind("lfm2")
-    other = decisions.check_startup(arguments(pair.plain, attn_dp_size=2))
-    assert str(other).startswith(
-        "--attn-dp-size=2: data-parallel attention over recurrent layers other than gated"
-    )
-
-
 @pytest.mark.parametrize(
-    "ranks", [dict(), dict(tp_size=2, attn_dp_size=2)], ids=["alone", "data-parallel attention"]
-)
-def test_a_target_with_gated_delta_nets_is_ours(pair, monkeypatch, ranks):
+    ("model_type", "flags", "reason"),
+    [
+        *((kind, {}, None) for kind in ("lfm2", "lfm2_moe", "nemotron_h")),
+        *((kind, dict(device="cuda"), None) for kind in ("lfm2", "lfm2_moe", "nemotron_h")),
+        ("lfm2", dict(attn_dp_size=2), OTHER_RANKS),
+        *((kind, dict(device="cuda"), None) for kind in ("kimi_k3", "kimi_linear")),
+        *((kind, {}, GPU_ONLY) for kind in ("kimi_k3", "kimi_linear")),
+        ("glm5_next", dict(device="cuda"), "KDA beside sparse attention that pools its index keys"),
+        (GATED_DELTA_NETS, {}, None),
+        (GATED_DELTA_NETS, dict(tp_size=2, attn_dp_size=2), None),
+    ],
+)  # fmt: skip
+def test_kinds_of_recurrent_layers_that_are_ours(pair, monkeypatch, other_kind, model_type, flags, reason):
     from dflash_sglang.startup import decisions
 
-    monkeypatch.setattr(decisions, "mambaish_config", lambda config: object())
-    monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: object())
-    assert decisions.check_startup(arguments(pair.plain, **ranks)) is None
+    if model_type is GATED_DELTA_NETS:
+        monkeypatch.setattr(decisions, "hybrid_gdn_config", lambda config: object())
+    else:
+        other_kind(model_type)
+    found = decisions.check_startup(arguments(pair.plain, **flags))
+    assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.matrix(

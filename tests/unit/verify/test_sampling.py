@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Ragged
@@ -232,57 +231,6 @@ def chi_square_bound(degrees: int, quantile: float = 3.0902) -> float:
     return degrees * (1 - 2 / (9 * degrees) + quantile * math.sqrt(2 / (9 * degrees))) ** 3
 
 
-class Launches(TorchDispatchMode):
-    """Counts what reaches the device: kernels in place of the Triton ones, and tensor operations."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        from dflash_sglang.kernels.sampled import tokens as sampled
-
-        super().__init__()
-        self.kernels: list[str] = []
-        self.operations: set[str] = set()
-        for name in ("chunk_stats_kernel", "verdict_kernel", "cut_kernel", "residual_kernel", "pick_kernel"):
-            monkeypatch.setattr(sampled, name, self._counting(name))
-
-    def _counting(self, name: str) -> Any:
-        class Kernel:
-            def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., None]:
-                assert all(isinstance(size, int) and size > 0 for size in grid)
-                return lambda *args, **kwargs: self.kernels.append(name)
-
-        return Kernel()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "filters,launches",
-    [
-        (dict(temperature=0.7), 4),
-        (dict(top_p=0.95), 10),
-        (dict(top_k=20), 10),
-        (dict(min_p=0.1), 5),
-        (dict(top_k=20, top_p=0.95, min_p=0.1), 11),
-    ],
-)
-def test_a_sampled_step_takes_few_launches_and_nothing_of_it_waits_for_the_device(filters, launches, monkeypatch):
-    """Its tensor operations are views and the allocation of its result: a CUDA graph can capture it."""
-    from dflash_sglang.kernels.sampled.tokens import Workspace
-    from dflash_sglang.verify.rejection import RejectionSampler
-
-    sampler = RejectionSampler(4, BLOCK, VOCAB, "cpu")
-    sampler._work = Workspace(4, BLOCK, VOCAB, "cpu")
-    info = sampling_info(4, **filters)
-    proposals = Proposals.certain(torch.zeros(4, BLOCK, dtype=torch.long))
-    logits = torch.zeros(4 * BLOCK, VOCAB)
-    with Launches(monkeypatch) as counted:
-        sampler.target_tokens(logits, info, proposals, kernels=True)
-    assert len(counted.kernels) == launches
-    assert counted.operations <= {"view", "slice", "empty"}
-
-
 @pytest.mark.parametrize("ragged", [None, [1, 3, 2, 2, 1, 3, 1]])
 def test_a_batch_larger_than_one_sequence_of_launches_takes_is_sampled_in_parts(monkeypatch, ragged):
     from dflash_sglang.kernels.sampled.tokens import RowFilters, SampledRows, Workspace
@@ -376,39 +324,6 @@ def test_drawn_proposals_give_greedy_requests_the_likeliest_candidate():
     assert (proposals.probs[32:] == 0.25).all()
 
 
-class Recorded:
-    """Stands in for SGLang's sampler: keeps what it was given."""
-
-    def __call__(self, logits_output: Any, info: Any, **kwargs: Any) -> Tensor:
-        self.info, self.positions = info, kwargs["positions"]
-        return logits_output.next_token_logits.argmax(-1).int()
-
-
-def test_every_row_has_its_requests_seed_parameters_and_position():
-    from dflash_sglang.verify.sampling import seeded_tokens
-
-    sampler = Recorded()
-    info = sampling_info(
-        2,
-        temperatures=torch.tensor([[0.5], [2.0]]),
-        top_ps=torch.tensor([0.9, 0.8]),
-        top_ks=torch.tensor([3, 4]),
-        min_ps=torch.tensor([0.1, 0.2]),
-        sampling_seed=torch.tensor([7, 9]),
-    )
-    positions, requests = torch.tensor([10, 11, 12, 40, 41]), torch.tensor([0, 0, 0, 1, 1])
-    logits = torch.eye(5, VOCAB)
-    assert seeded_tokens(logits, info, positions, sampler, requests).tolist() == [0, 1, 2, 3, 4]
-    rows = sampler.info
-    assert rows.temperatures.flatten().tolist() == [0.5] * 3 + [2.0] * 2
-    assert rows.top_ks.tolist() == [3] * 3 + [4] * 2
-    assert rows.sampling_seed.tolist() == [7] * 3 + [9] * 2
-    torch.testing.assert_close(rows.top_ps, torch.tensor([0.9] * 3 + [0.8] * 2))
-    torch.testing.assert_close(rows.min_ps, torch.tensor([0.1] * 3 + [0.2] * 2))
-    assert sampler.positions is positions
-    assert len(rows) == 5
-
-
 def test_bias_reaches_every_row_of_its_request_only():
     from dflash_sglang.verify.adjustments import Adjustments
     from dflash_sglang.verify.rows import Places
@@ -428,7 +343,8 @@ def test_bias_reaches_every_row_of_its_request_only():
 
 @pytest.mark.parametrize(("width", "lens"), [(BLOCK, [BLOCK, BLOCK]), (1, [1, 1]), (BLOCK, [1, 3])])
 def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, width, lens):
-    """Seeded requests, and blocks without proposals: the logits stay as they are for what reports them."""
+    """Seeded requests, whose parameters every row has, and blocks without proposals: the logits stay as they are
+    for what reports them."""
     from dflash_sglang.drafting.block import Rows
     from dflash_sglang.verify import target_tokens
     from dflash_sglang.verify.rows import VerifyRows
@@ -436,19 +352,26 @@ def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, wi
     monkeypatch.setattr(target_tokens, "get_dp_tp_group", mock.Mock())
     monkeypatch.setattr(target_tokens, "SpecTpSync", mock.Mock())
     given: list[Tensor] = []
-    seeds: list[int] = []
+    parameters: list[Tensor] = []
 
     def draw(output: Any, info: Any, positions: Tensor, **_: Any) -> Tensor:
         given.append(output.next_token_logits.clone())
         assert positions.tolist() == list(range(sum(lens)))
-        if width > 1:
-            seeds.extend(info.sampling_seed.tolist())
+        rows = (info.sampling_seed, info.top_ks, info.temperatures.flatten(), info.top_ps, info.min_ps)
+        parameters.extend(rows if width > 1 else ())
         return output.next_token_logits.mul_(2).argmax(dim=-1)  # as SGLang's, in place
 
     chooser = target_tokens.TargetTokens(mock.Mock(), mock.Mock(), mock.Mock(side_effect=draw), by_kernels=True)
     logits = torch.randn(sum(lens), VOCAB).bfloat16()
     before = logits.clone()
-    info = sampling_info(2, sampling_seed=torch.tensor([7, 9]) if width > 1 else None)
+    of_requests = dict(
+        sampling_seed=torch.tensor([7, 9]) if width > 1 else None,
+        top_ks=torch.tensor([3, 4]),
+        temperatures=torch.tensor([[0.5], [2.0]]),
+        top_ps=torch.tensor([0.25, 0.75]),
+        min_ps=torch.tensor([0.0, 0.125]),
+    )
+    info = sampling_info(2, **of_requests)
     block: Any = SimpleNamespace(size=width, batch_size=2)
     positions = torch.arange(sum(lens))
     ragged = Ragged(torch.tensor([0, 1, 4]), torch.tensor(lens, dtype=torch.int32), BLOCK)
@@ -456,5 +379,6 @@ def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch, wi
     of = VerifyRows(rows, mock.Mock(), width, width, ragged=ragged if sum(lens) < 2 * width else None)
     chosen = chooser.choose(logits, info, block, mock.Mock(), of)
     assert torch.equal(chosen, before.float().argmax(dim=-1))
-    assert width == 1 or seeds == [7] * lens[0] + [9] * lens[1]
+    for rows, of in zip(parameters, of_requests.values(), strict=width > 1):
+        assert rows.tolist() == of.flatten().repeat_interleave(torch.tensor(lens)).tolist()
     assert torch.equal(logits, before) and torch.equal(given[0], before.float())

@@ -116,12 +116,3 @@ def test_a_token_at_the_cut_is_in_however_the_cut_is_rounded() -> None:
     assert output.statuses[0, 0] == OK and output.token_ids[0, 0].tolist()[:3] == [0, 1, 2]
     ratio = output.selected_logprobs[0, 0] - torch.log(torch.tensor(1 / (1 + torch.e ** (1 / 0.8))))
     assert ratio.item() == pytest.approx(-0.001 / 0.8, abs=1e-5)
-
-
-def test_nothing_is_reported_where_nobody_asks() -> None:
-    from dflash_sglang.verify.sampling import sampling_mask_output
-
-    batch = info([12])
-    batch.sampling_mask_batch_indices = None
-    ids = torch.zeros(1, BLOCK, dtype=torch.int64)
-    assert sampling_mask_output(torch.zeros(BLOCK, VOCAB), batch, ids, torch.tensor([1]), kernels=True) is None
