@@ -173,37 +173,18 @@ class Penalties:
         found = [i for i, req in enumerate(batch.reqs) if is_penalised(req)]
         if not found:
             return None
-        slots = batch.req_pool_indices_cpu.tolist()
+        slots, device = batch.req_pool_indices_cpu.tolist(), self._counts.device
         reqs = [batch.reqs[i] for i in found]
-        device = self._counts.device
-        integers = async_h2d(
-            [
-                found,
-                [slots[i] for i in found],
-                [req.sampling_params.min_new_tokens for req in reqs],
-                [len(req.origin_input_ids) for req in reqs],
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
-        factors = async_h2d(
-            [
-                [req.sampling_params.frequency_penalty for req in reqs],
-                [req.sampling_params.presence_penalty for req in reqs],
-                [req.sampling_params.repetition_penalty for req in reqs],
-            ],
-            dtype=torch.float32,
-            device=device,
-        )
+        params = [req.sampling_params for req in reqs]
+        at_least = [of.min_new_tokens for of in params]
+        integers = [found, [slots[i] for i in found], at_least, [len(req.origin_input_ids) for req in reqs]]
+        index, rows, min_new_tokens, prompt_lens = async_h2d(integers, dtype=torch.int64, device=device)
+        penalties = [(of.frequency_penalty, of.presence_penalty, of.repetition_penalty) for of in params]
+        factors = async_h2d(penalties, dtype=torch.float32, device=device)
+        frequency, presence, repetition = factors.T[..., None, None]
+        never_first = self._ends[rows, None] if any(at_least) else None
         return PenalisedRequests(
-            integers[0],
-            integers[1],
-            factors[0, :, None, None],
-            factors[1, :, None, None],
-            factors[2, :, None, None],
-            integers[2],
-            integers[3],
-            self._ends[integers[1], None] if any(req.sampling_params.min_new_tokens for req in reqs) else None,
+            index, rows, frequency, presence, repetition, min_new_tokens, prompt_lens, never_first
         )
 
     def apply(
@@ -215,27 +196,22 @@ class Penalties:
         places: Places,  # of the blocks' rows among the logits
     ) -> None:
         """Penalise every row by the output tokens before it, the row's own input included."""
-        for part in requests.parts():
-            self._apply(logits, part, tokens, prefix_lens, places)
-
-    def _apply(
-        self, logits: Tensor, requests: PenalisedRequests, tokens: Tensor, prefix_lens: Tensor, places: Places
-    ) -> None:
-        """As `apply`. A row that stands for several is computed as often, each time alike."""
         block_size = tokens.shape[1]
-        at, offsets = places.rows[requests.index], places.offsets[requests.index]  # [n, block]
-        rows = logits[at]  # [n, block, vocab]
-        proposals = tokens[requests.index, 1:]  # [n, block - 1]
-        ids = proposals[:, None].expand(-1, block_size, -1)
-        raw = rows.gather(2, ids)
-        counts = self._counts[requests.counts, None]
-        _penalise(rows, counts, requests)
-        # Then again the few entries whose count grows within the block.
-        counts = counts.expand(-1, block_size, -1).gather(2, ids) + _occurrences(proposals, offsets)
-        rows.scatter_(2, ids, _penalise(raw, counts, requests))
-        num_outputs = (prefix_lens[requests.index] + 1 - requests.prompt_lens)[:, None] + offsets
-        _forbid_end(rows, requests, num_outputs)
-        logits[at] = rows
+        for part in requests.parts():
+            # A row that stands for several is computed as often, each time alike.
+            at, offsets = places.rows[part.index], places.offsets[part.index]  # [n, block]
+            rows = logits[at]  # [n, block, vocab]
+            proposals = tokens[part.index, 1:]  # [n, block - 1]
+            ids = proposals[:, None].expand(-1, block_size, -1)
+            raw = rows.gather(2, ids)
+            counts = self._counts[part.counts, None]
+            _penalise(rows, counts, part)
+            # Then again the few entries whose count grows within the block.
+            counts = counts.expand(-1, block_size, -1).gather(2, ids) + _occurrences(proposals, offsets)
+            rows.scatter_(2, ids, _penalise(raw, counts, part))
+            num_outputs = (prefix_lens[part.index] + 1 - part.prompt_lens)[:, None] + offsets
+            _forbid_end(rows, part, num_outputs)
+            logits[at] = rows
 
     def count(self, requests: PenalisedRequests, token_ids: Tensor, commit_lens: Tensor) -> None:
         """Add `token_ids[b, :commit_lens[b]]` of a batch, [bs, block] and [bs], to its requests' counts."""
