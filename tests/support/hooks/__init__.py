@@ -10,7 +10,7 @@ from importlib import import_module
 
 HOOKS = {
     "proposals": ("oracle", "proposals", "candidates"),
-    "mtp": ("mtp", "mtp_short", "freed"),
+    "mtp": ("mtp", "freed"),
     "widths": ("widths", "stretches", "probes", "shares", "shapes"),
     "trees": ("trees", "always trees", "grown"),
     "copies": ("copies", "always copies", "chains", "always chains"),
