@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from importlib import import_module
 
 HOOKS = {
-    "proposals": ("oracle", "proposals", "candidates"),
+    "proposals": ("oracle", "proposals"),
     "mtp": ("mtp", "freed"),
     "widths": ("widths", "stretches", "probes", "shares", "shapes"),
     "trees": ("trees", "always trees", "grown"),
