@@ -18,8 +18,8 @@ settings.load_profile("untimed")
 
 # Workers share the files (`--no-loadscope-reorder` keeps their order): those that take minutes come first, then
 # others with servers, so that what is left over at the end is short.
-LONGEST = """families zoo recurrent_serving disaggregated kits lossless mtp parallel collectives width_policy
-request_fields step_work draft_head demo plugin serving quantised""".split()
+LONGEST = """oracle families zoo trees_and_copies recurrent_serving disaggregated mtp parallel rank_steps
+collectives width_policy request_fields step_work draft_head demo plugin serving quantised kits""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

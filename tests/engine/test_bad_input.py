@@ -27,16 +27,14 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.soak import driver
 from tests.support.engines import RETRACTING, greedy_params, serve
-from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
 
 CONTEXT = 320
-PAIRS: dict[str, dict[str, Any]] = {
-    # With a prefix cache SGLang takes no embeddings.
-    "overlap": dict(disable_radix_cache=True, chunked_prefill_size=64),
-    "synchronous_pages_of_16_chunked": dict(disable_overlap_schedule=True, page_size=16, chunked_prefill_size=64),
-}
+# With a prefix cache SGLang takes no embeddings.
+FLAGS: dict[str, Any] = dict(
+    skip_tokenizer_init=None, context_length=CONTEXT, disable_radix_cache=True, chunked_prefill_size=64
+)
 PROMPT = list(b"def f(x):\n    return ")
 WIDTH = 256  # of the pair's embeddings
 ROW = [0.5] * WIDTH
@@ -136,7 +134,6 @@ REFUSED_WHOLE: dict[str, list[dict[str, Any]]] = {
         dict(positional_embed_overrides=value) for value in (5, 0, "x", [[[0.5]], [0]], {"embeds": 1})
     ],
 }
-# Of a server without a prefix cache.
 EMBEDS: list[Any] = [
     *([], [[]], [[[]]], [[], ROW]),
     *([ROW[1:]], [[*ROW, 0.5]], [ROW, ROW[1:]], [[0.5]], [[ROW], [ROW, ROW[1:]]]),
@@ -208,12 +205,12 @@ def embedded(rows: Any, **sampling: Any) -> dict[str, Any]:
     return dict(input_embeds=rows, sampling_params=greedy_params(8, **sampling))
 
 
-def refused(embeds: bool) -> dict[str, tuple[str, bytes]]:
-    """{what is wrong: the field that a message names, what is sent}; whole and as a stream. `embeds`: bad ones."""
+def refused() -> dict[str, tuple[str, bytes]]:
+    """{what is wrong: the field that a message names, what is sent}; whole and as a stream."""
     found = [(field, request(**sampling)) for field, cases in REFUSED.items() for sampling in cases]
     found += [(field, {**request(), **more}) for field, cases in REFUSED_WHOLE.items() for more in cases]
-    found += [("input_embeds", embedded(rows)) for rows in EMBEDS if embeds]
-    found += [("input_embeds", embedded([ROW]) | dict(session_params={"id": "none"})) for _ in range(embeds)]
+    found += [("input_embeds", embedded(rows)) for rows in EMBEDS]
+    found.append(("input_embeds", embedded([ROW]) | dict(session_params={"id": "none"})))
     return {
         f"{field}, {number}, stream={stream}": (field, json.dumps({**body, "stream": stream}).encode())
         for number, (field, body) in enumerate(found)
@@ -279,11 +276,11 @@ def send(server: Server, name: str, body: bytes) -> tuple[int, Any]:
         ) from error
 
 
-def harass(server: Server, refuses: bool = False, embeds: bool = False) -> dict[str, Any]:
+def harass(server: Server, refuses: bool = False) -> dict[str, Any]:
     """The server's answers to all bad requests, and meanwhile to good ones, again and again; `refuses`: what ends
-    others. embeds: some of the good ones are embeddings."""
+    others, and some of the good ones are embeddings."""
     good, over = neighbours(), threading.Event()
-    sent = [as_embeddings(one) if embeds and i % 2 else one for i, one in enumerate(good)]
+    sent = [as_embeddings(one) if refuses and i % 2 else one for i, one in enumerate(good)]
 
     def neighbour(first: int) -> list[tuple[int, list[int]]]:
         seen = []
@@ -297,7 +294,7 @@ def harass(server: Server, refuses: bool = False, embeds: bool = False) -> dict[
         beside = [pool.submit(neighbour, first) for first in range(3)]
         try:
             answers = {name: send(server, name, body) for name, body in dead_ends().items()}
-            bad = bodies() | ({name: body for name, (_, body) in refused(embeds).items()} if refuses else {})
+            bad = bodies() | ({name: body for name, (_, body) in refused().items()} if refuses else {})
             answers |= senders.map(lambda item: (item[0], send(server, *item)), bad.items())
         finally:
             over.set()
@@ -309,18 +306,15 @@ def harass(server: Server, refuses: bool = False, embeds: bool = False) -> dict[
         }
 
 
-@pytest.fixture(scope="module", params=in_full_but(PAIRS, "overlap", release=PAIRS.keys() - {"overlap"}))
-def servers(request: pytest.FixtureRequest) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def servers() -> dict[str, Any]:
     """What a server without speculation and ours gave, of the same flags, one after the other."""
-    flags = dict(skip_tokenizer_init=None, context_length=CONTEXT, **PAIRS[request.param])
-    embeds = "disable_radix_cache" in flags
     target, draft = (Path(pair_directories()[name]) for name in ("target", "draft"))
-    with serve(target, **flags) as server:
+    with serve(target, **FLAGS) as server:
         alone = [server.generate(**one)["output_ids"] for one in neighbours()]
         plain = harass(server)
-    with serve(target, draft, environment={"DFLASH_SGLANG_REQUIRE": "1", **RETRACTING}, **flags) as server:
-        ours = harass(server, refuses=True, embeds=embeds)
-    return {"plain": plain, "ours": ours, "alone": alone, "embeds": embeds}
+    with serve(target, draft, environment={"DFLASH_SGLANG_REQUIRE": "1", **RETRACTING}, **FLAGS) as server:
+        return {"plain": plain, "ours": harass(server, refuses=True), "alone": alone}
 
 
 def test_bad_requests_are_answered_as_without_speculation(servers):
@@ -335,7 +329,7 @@ def test_bad_requests_are_answered_as_without_speculation(servers):
 
 
 def test_requests_that_end_the_server_without_speculation_are_refused_by_field(servers):
-    for name, (field, body) in refused(servers["embeds"]).items():
+    for name, (field, body) in refused().items():
         status, answer = servers["ours"]["answers"][name]
         if b'"stream": true' in body and status == 200:
             (error,) = answer

@@ -21,7 +21,7 @@ from tests.engine.test_parallel import ask, continuations
 from tests.support.collectives import Collective, Step, all_ended, recorded, steps
 from tests.support.engines import greedy_params, serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 CHUNK = 16  # tokens that a rank prefills in one step
@@ -59,9 +59,7 @@ class Layout:
 # The draft's head is whole on each rank, or sharded: over all ranks, or over those with the same batch.
 LAYOUTS = (
     Layout(2, 2, True),
-    Layout(2, 4, False, proposals="drawn"),
-    Layout(2, 4, True),
-    Layout(4, 4, False),
+    Layout(4, 4, False, proposals="drawn"),
 )
 
 
@@ -85,15 +83,7 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
     return continuations(TARGET, prompts, NEW_TOKENS)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        LAYOUTS[0],
-        *(pytest.param(layout, marks=pytest.mark.release) for layout in LAYOUTS[1:-1]),
-        pytest.param(LAYOUTS[-1], marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
 ) -> Served:

@@ -49,6 +49,7 @@ def expected(pair: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "speculative, arguments",
     [

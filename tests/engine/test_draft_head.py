@@ -17,7 +17,7 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_weight_update import changed_copy, update_draft
 from tests.support import scheduler_hooks
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import greedy_params, kept, serve
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 NEW_TOKENS = 48
@@ -58,7 +58,7 @@ def test_a_server_with_an_fp8_head_is_lossless_and_drafts_by_the_copy_of_its_pre
 ) -> None:
     from dflash_sglang.kernels.head.fp8_linear import fp8_linear_torch, quantise_rows
 
-    with serve(TARGET) as plain:
+    with kept(TARGET) as plain:
         expected, _ = decode(plain)
     with serve(flipped_head) as plain:
         flipped, _ = decode(plain)
@@ -110,7 +110,7 @@ def test_the_copy_of_a_head_of_the_drafts_own_follows_its_updates(tmp_path: Path
 def test_two_ranks_draft_by_the_fp8_rows_of_a_token_map(tmp_path: Path) -> None:
     kept = sorted({*range(32, 127), 10, 256, 257, 258, 259})
     torch.save(kept, tmp_path / "map.pt")
-    with serve(TARGET) as plain:
+    with kept(TARGET) as plain:
         expected, _ = decode(plain)
     flags = dict(tp_size=2, speculative_token_map=str(tmp_path / "map.pt"))
     with serve(TARGET, DRAFT, environment=asked_for(), **flags) as server:

@@ -17,8 +17,10 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
-from tests.support.engines import RETRACTING, greedy_params, serve
+from tests.support.engines import RETRACTING, greedy_params, kept, serve
 from tests.support.kits import DRAFT, TARGET
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TEXT = list("\n".join(held_out_prompts()).encode())
 WINDOW, NEW_TOKENS, RUNNING = 32, 60, 4
@@ -60,7 +62,7 @@ def everything(server: Server) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    with serve(TARGET) as server:
+    with kept(TARGET) as server:
         return everything(server)
 
 
@@ -79,12 +81,10 @@ def all_sliding(directory: Path) -> Path:
     return directory / "draft"
 
 
-@pytest.mark.slow
 @pytest.mark.matrix(target="Qwen3", draft="z-lab, rows in rings", kv="model dtype", outcome="works")
 @pytest.mark.parametrize(
     ("arguments", "hooks", "config"),
     [
-        pytest.param(dict(chunked_prefill_size=24), "blindfold", {}, id="pages of 1, chunks of 24"),
         pytest.param(
             dict(page_size=16, chunked_prefill_size=512, enable_mixed_chunk=True, retraction=True),
             "blindfold",
@@ -92,21 +92,17 @@ def all_sliding(directory: Path) -> Path:
             id="pages of 16, mixed chunks, retraction",
         ),
         pytest.param(
-            dict(page_size=64, chunked_prefill_size=64, disable_overlap_schedule=True),
-            "blindfold",
-            {},
-            id="pages of 64, synchronous",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
             dict(graphs=True, chunked_prefill_size=24, max_running_requests=16),
             "blindfold,widths,shares,trees,host_lengths",
             {"width": {"trees": [16, 32]}},
             id="any rows in recorded graphs",
         ),
-        pytest.param(dict(tp_size=2), "blindfold", {}, id="two ranks", marks=pytest.mark.full),
+        pytest.param(dict(tp_size=2), "blindfold", {}, id="two ranks"),
         pytest.param(
-            dict(sliding=True, page_size=16), "blindfold", {}, id="a draft that slides", marks=pytest.mark.full
+            dict(sliding=True, page_size=64, chunked_prefill_size=64, disable_overlap_schedule=True),
+            "blindfold",
+            {},
+            id="a draft that slides, pages of 64, synchronous",
         ),
     ],
 )
@@ -155,13 +151,11 @@ def pools(tmp_path_factory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_later_turns_of_a_conversation_accept_as_much_as_with_a_whole_pool(pools):
     counts = pools["auto"][0]
     assert counts == pools["whole"][0] and 2 * sum(counts) < 3 * NEW_TOKENS
 
 
-@pytest.mark.slow
 def test_a_hit_that_no_ring_has_proposes_as_a_whole_pool_does_after_one_window(pools):
     rings, whole = pools["auto"][1], pools["whole"][1]
     both = rings.keys() & whole.keys()

@@ -10,6 +10,7 @@ from tests.support.kits import DRAFT, TARGET
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_whose_backend_ignores_causality_does_not_start(tmp_path):
     environment = scheduler_hooks.hooked(tmp_path, "causal")
     with pytest.raises(Exception, match="row 0 of a block does not see row 1's key") as caught:

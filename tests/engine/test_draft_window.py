@@ -22,7 +22,7 @@ from dflash_sglang.startup.serving_checks import window_problems
 from tests.kernels.test_window_rows import seen_columns
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support import sglang_layers as layers
-from tests.support.engines import greedy_params, serve
+from tests.support.engines import greedy_params, kept, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
 from tests.support.tiny import draft_config, draft_tensors
 from training.reference import ReferenceDraft
@@ -166,30 +166,24 @@ def windowed(
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    with serve(TARGET) as server:
+    with kept(TARGET) as server:
         return [answer["output_ids"] for answer in generate(server)]
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.matrix(target="Qwen3", draft="z-lab, an imposed window", kv="model dtype", outcome="works")
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(dict(speculative_draft_window_size=48), marks=pytest.mark.full),
-        pytest.param(dict(speculative_draft_window_size=48, any_width=True), marks=pytest.mark.full),
-        pytest.param(dict(speculative_draft_window_size=48, graphs=True), marks=pytest.mark.full),
+        dict(speculative_draft_window_size=48, any_width=True),
+        dict(speculative_draft_window_size=48, graphs=True, disable_overlap_schedule=True, page_size=64),
         dict(speculative_draft_window_size=128, speculative_draft_sink_size=5, page_size=16),
-        pytest.param(
-            dict(speculative_draft_window_size=100, page_size=64, disable_overlap_schedule=True),
-            marks=pytest.mark.full,
-        ),
     ],
     ids=[
-        "48",
         "48, blocks of any width",
-        "48, in recorded graphs",
+        "48, pages of 64, synchronous in recorded graphs",
         "128 and sinks, pages of 16",
-        "100, pages of 64, synchronous",
     ],
 )
 def test_a_windowed_draft_reads_nothing_outside_and_the_output_is_plain_decodings(plain, tmp_path, arguments):

@@ -36,7 +36,7 @@ from tests.unit.verify.test_sampling import chi_square_bound
 from tests.zoo import pair
 from training.reference import generate, plain_generate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 NEW_TOKENS = 48
 TOP_K, TEMPERATURE, DRAWS = 3, 1.6, 800
@@ -61,7 +61,6 @@ class Family(NamedTuple):
     use: float = 1.0  # tokens that a step commits, at least, of texts that no oracle knows
     lengths: int = 6  # numbers of accepted proposals that occur beside an oracle, at least
     often: float | None = None  # share of sampled outputs with two tokens of one step, at least; None: not asked
-    marks: tuple[pytest.MarkDecorator, ...] = (pytest.mark.full,)
 
 
 SELECTED = "\n  selector: rank 32 over 16 candidates\n  proposals: drawn\n"
@@ -85,9 +84,8 @@ FAMILIES: dict[str, Family] = {
         use=1.5,
         lengths=8,
         often=0.1,
-        marks=(),
     ),
-    "DSpark": Family(drafts.dspark_draft, (OF_SEVEN, MARKOV), ranks=1, often=0.1, marks=()),
+    "DSpark": Family(drafts.dspark_draft, (OF_SEVEN, MARKOV), ranks=1, often=0.1),
     "speculators DSpark, rnn": Family(
         lambda directory: drafts.dspark_draft(directory, "rnn", speculators=True),
         (OF_SEVEN, "\n  markov_head: rnn, rank 32\n"),
@@ -113,14 +111,11 @@ def rows() -> list[Any]:
         pytest.param(
             name,
             id=name,
-            marks=(
-                *family.marks,
-                pytest.mark.matrix(
-                    target="Qwen3",
-                    draft=name.partition(", ")[0] if "DSpark" in name or "Domino" in name else name,
-                    kv="model dtype" + ", two ranks" * (family.ranks == 2),
-                    outcome="works",
-                ),
+            marks=pytest.mark.matrix(
+                target="Qwen3",
+                draft=name.partition(", ")[0] if "DSpark" in name or "Domino" in name else name,
+                kv="model dtype" + ", two ranks" * (family.ranks == 2),
+                outcome="works",
             ),
         )
         for name, family in FAMILIES.items()
@@ -304,7 +299,6 @@ def test_whole_blocks_are_accepted_as_the_reference_loop_accepts_them(
     assert sum(lengths) / len(lengths) > 2
 
 
-@pytest.mark.full
 def test_ranks_with_batches_of_their_own_embed_their_own_walks(target_path, expected, tmp_path):
     """Data-parallel attention: greedy and sampled requests on one rank beside few and none on the other."""
     draft = spread(drafts.domino_draft(tmp_path / "bytes", shifted=False), tmp_path / "draft")
@@ -320,7 +314,6 @@ def test_ranks_with_batches_of_their_own_embed_their_own_walks(target_path, expe
     assert len(sampled["output_ids"]) == 3
 
 
-@pytest.mark.full
 @pytest.mark.matrix(target="Gemma 4", draft="DSpark of Gemma 4's layers", kv="model dtype", outcome="works")
 def test_a_draft_of_gemma_4s_layers_is_lossless_beside_gemma_4_at_every_width_and_accept_length(tmp_path):
     """Of random models."""

@@ -23,7 +23,6 @@ from dflash_sglang.warmup.first_requests import PROMPTS_ON_GPU, SAMPLINGS, SHORT
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
-from tests.support.rows import in_full_but
 from tests.zoo.member import pair
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
@@ -43,7 +42,6 @@ KINDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "overlap": dict(),
-    "synchronous_pages_of_16": dict(disable_overlap_schedule=True, page_size=16),
     "chunks_of_8": dict(chunked_prefill_size=8),
 }
 
@@ -85,7 +83,7 @@ def test_rehearsed_contexts_are_read_from_slots_that_have_memory(
     assert not table.any()
 
 
-@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """(name of the configuration, server that had no request, directory of its records)"""
     records = tmp_path_factory.mktemp("records")
@@ -115,6 +113,7 @@ def generate(server: Server, sampling: dict[str, Any], tokens: int = 60, **field
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_start_up_prefills_and_decodes_in_every_sampling_and_leaves_no_trace(served):
     name, _, records = served
     ran, samplings = rehearsed(records), [dict(sampling) for sampling in SAMPLINGS]
@@ -127,6 +126,7 @@ def test_start_up_prefills_and_decodes_in_every_sampling_and_leaves_no_trace(ser
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_first_requests_import_nothing_of_this_package_and_make_no_buffer(served):
     _, server, records = served
     for sampling in REQUESTS:
@@ -137,6 +137,7 @@ def test_first_requests_import_nothing_of_this_package_and_make_no_buffer(served
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_no_kind_of_request_makes_a_buffer_or_lets_one_grow(served):
     """Nor many of them at once: on a GPU it would be memory that the KV pools do not leave."""
     _, server, records = served
@@ -175,6 +176,7 @@ def test_requests_launch_no_kernel_of_triton_that_start_up_has_not(tmp_path, wid
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_steps_of_every_served_width_are_rehearsed(tmp_path):
     records = tmp_path / "records"
     records.mkdir()
@@ -190,7 +192,7 @@ def test_steps_of_every_served_width_are_rehearsed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy", "no_buffer"])
+@pytest.mark.parametrize("strategy", ["extra_buffer", "no_buffer"])
 def test_recurrent_targets_rehearse_steps_of_every_width_and_leave_no_states(tmp_path, strategy):
     records = tmp_path / "records"
     records.mkdir()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.soak import driver
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy, serve
 from tests.zoo import ZOO, pair
@@ -47,10 +48,24 @@ def one_pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.matrix(target="gpt-oss, hybrid pool", draft="z-lab", kv="model dtype", outcome="works")
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_proposals_beside_a_hybrid_pool_are_those_beside_one_pool(one_pool, tmp_path, page_size):
-    outputs, blocks = proposals(tmp_path / "hybrid", page_size=page_size)
+def test_proposals_beside_a_hybrid_pool_are_those_beside_one_pool(one_pool, tmp_path):
+    outputs, blocks = proposals(tmp_path / "hybrid", page_size=64)
     assert outputs == one_pool[0]
     assert blocks == one_pool[1]
     assert len(blocks) > 3 * NEW_TOKENS
     assert len({tuple(tokens) for _, tokens in blocks}) > 10
+
+
+def test_outputs_longer_than_the_sliding_pool_end_without_retraction_and_leave_no_slot(tmp_path):
+    """Of about 250 sliding slots: those behind a window are freed while a request decodes."""
+    flags = dict(ZOO[GPT_OSS].arguments, chunked_prefill_size=64, max_total_tokens=4096)
+    prompts, outputs = [[7, 8, 9], list(range(20, 80))], []
+    for paths, more in ((pair(GPT_OSS)[:1], {}), (pair(GPT_OSS), dict(swa_full_tokens_ratio=0.06))):
+        environment = {"SGLANG_SWA_EVICTION_INTERVAL": "1"}
+        with serve(*paths, environment=environment, **{**flags, **more}) as server:
+            outputs.append([greedy(server, [prompt], 500)[0] for prompt in prompts] + greedy(server, prompts, 300))
+            server.post("/flush_cache?timeout=60")
+            assert driver.held_tokens(server.url) == 0
+            log = server.log_text()
+    assert outputs[0] == outputs[1]
+    assert "SWAKVPool" in log and "KV cache pool is full. Retract requests" not in log

@@ -7,17 +7,17 @@ changes more than a number.
 On a GPU: `DFLASH_TEST_DEVICE=cuda pytest -m gpu tests/engine/test_kits.py` runs the same in bfloat16 with CUDA
 graphs.
 
-Run: abort_timeout (abort of all, running timeout), eval_accuracy (GSM8K's client, asking the pair's known
-answers), kl_divergence, pause_generation, spec_decoding, spec_server_kits (correctness, parity, logprob, penalty,
-feature; sampling mask on a GPU), streaming_session, unified_radix_cache_kit.
+Run: abort_timeout (abort of all, running timeout), kl_divergence, pause_generation, spec_server_kits (feature;
+sampling mask on a GPU), streaming_session, unified_radix_cache_kit.
 
 Left out:
 
 - basic_api_contract, basic_decode_correctness, basic_scheduler_stress, ebnf_constrained, json_constrained,
-  json_mode, matched_stop, regex_constrained, grammar of spec_server_kits: `test_request_fields` and
-  `test_lossless` ask for the same fields, and compare tokens
+  json_mode, matched_stop, regex_constrained; of spec_server_kits correctness, parity, logprob, penalty, grammar:
+  `test_request_fields` and `test_oracle` ask for the same fields, and compare tokens
+- spec_decoding: `test_serving` asks for the accept length of the reference loop
 - cache_hit: unified_radix_cache_kit and `radix_attention` of spec_server_kits count hits
-- the rest of eval_accuracy, lm_eval, mmmu_vlm, GSM8K in spec_server_kits and in unified_radix_cache_kit, the
+- eval_accuracy, lm_eval, mmmu_vlm, GSM8K in spec_server_kits and in unified_radix_cache_kit, the
   throughput of SpecPerfKit: data sets to download, and a target that could solve them
 - reasoning: a target that reasons; vlm_perf: images; perf_bench: no kit, helpers for figures of SGLang's machines
 - anthropic_messages: another form of the same HTTP requests, which no worker sees
@@ -33,32 +33,28 @@ Left out:
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import TestCase, mock
+from unittest import mock
 
 import pytest
 import requests
 from sglang.test import kl_test_utils
-from sglang.test import simple_eval_mixed_prefix_gsm8k as gsm8k
-from sglang.test.kits import eval_accuracy_kit, radix_cache_server_kit, streaming_session_kit
+from sglang.test.kits import radix_cache_server_kit, streaming_session_kit
 from sglang.test.kits import spec_server_kits as spec_kits
 from sglang.test.kits import unified_radix_cache_kit as unified_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin
 from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
-from sglang.test.kits.spec_decoding_kit import SpecDecodingMixin
 from sglang.test.server_fixtures import spec_eagle_fixture, streaming_session_fixture
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts
-from tests.support.kits import MOST_NEW_TOKENS, ON_GPU, PROMPTS, OnServer, Servers, fitted
-from training.known_answers import NEW_TOKENS
+from dflash_sglang.pair import held_out_prompts
+from tests.support.kits import MOST_NEW_TOKENS, ON_GPU, OnServer, Servers, fitted
 
-pytestmark = [pytest.mark.slow, pytest.mark.gpu if ON_GPU else pytest.mark.full]
+pytestmark = [pytest.mark.slow, pytest.mark.gpu if ON_GPU else pytest.mark.release]
 
 TEXT = OnServer.tokenizer.encode("\n".join(held_out_prompts()))
 KL_DIVERGENCE = 0.003 if ON_GPU else 1e-6  # of logprobs while decoding from those of a prefill
@@ -82,92 +78,9 @@ def requests_are_fitted() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def plain(servers: Servers) -> dict[str, str]:
-    """Outputs of a server without speculation, for the parity kit."""
-    server = servers.get("plain")
-    return {prompt: spec_kits._greedy(server.url, prompt) for prompt in TestParity.parity_prompts}
-
-
-@pytest.mark.skipif(ON_GPU, reason="bfloat16 rounds a verify forward and a decode forward differently")
-class TestParity(spec_kits.SpecParityKit, OnServer):
-    parity_prompts = [*spec_kits.SpecParityKit.parity_prompts, *PROMPTS.values(), *held_out_prompts()[::8]]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        """The kit would start its reference server here."""
-
-    @pytest.fixture(autouse=True)
-    def attached(self, plain: dict[str, str], servers: Servers) -> None:
-        self.parity_ref_outputs = plain
-        self.attach(servers.get(self.serves))
-
-
-class TestSpecDecoding(SpecDecodingMixin, OnServer):
-    accept_length_thres = 3.1
-    bs_1_speed_thres = 0.0  # tokens/s are for `bench.pair` to judge
-
-    def flush_cache_for_spec_benchmark(self) -> None:
-        """Waits until the server is idle, as other kits do."""
-        kl_test_utils._flush_cache(self.base_url)
-
-
-class TestKnownAnswers(eval_accuracy_kit.GSM8KMixin, OnServer):
-    """GSM8K's client over held-out prompts. An answer scores 1 where all of it is the known continuation."""
-
-    gsm8k_num_shots = 0
-    gsm8k_score_threshold = 0.75 if ON_GPU else 1.0  # bfloat16 rounds otherwise than the float32 of the answers
-
-    def setUp(self) -> None:
-        """The data set and its length; whole texts are compared in place of the last number in them."""
-        evaluate = eval_accuracy_kit._run_accuracy_eval
-        ours = dict(gsm8k_data_path=str(KNOWN_ANSWERS), max_tokens=NEW_TOKENS)
-        self.replace(eval_accuracy_kit, "_run_accuracy_eval", lambda case, **asked: evaluate(case, **asked | ours))
-        self.replace(gsm8k, "get_one_example", lambda lines, i, include_answer: lines[i]["question"])
-        self.replace(gsm8k, "get_answer_value", str)
-
-
-class TestSpecCorrectness(spec_kits.SpecCorrectnessKit, OnServer):
-    pass
-
-
-class TestSpecLogprob(spec_kits.SpecLogprobKit, OnServer):
-    logprob_match_delta = 0.5 if ON_GPU else 1e-3
-
-    def test_logprob_mixed(self) -> None:
-        """Prompts of a quarter of the kit's lengths: 50 to 500 tokens."""
-        check = spec_kits.run_logprob_check
-
-        def check_quarter(case: TestCase, arguments: tuple[int, ...]) -> None:
-            length, new_tokens, temperature, start, *rest = arguments
-            check(case, (length // 4, new_tokens, temperature, start // 4, *rest))
-
-        self.replace(spec_kits, "run_logprob_check", check_quarter)
-        super().test_logprob_mixed()
-
-
 @pytest.mark.skipif(not ON_GPU, reason="SGLang refuses these requests without its CUDA sampler")
 class TestSpecSamplingMask(spec_kits.SpecSamplingMaskKit, OnServer):
     pass
-
-
-class TestSpecPenalty(spec_kits.SpecPenaltyKit, OnServer):
-    def run_decode(self, sampling_params: dict[str, Any]) -> None:
-        """As the kit's fixture, which looks at the status alone; EOS comes as soon as `min_new_tokens` lets it."""
-        wait = sampling_params.get("min_new_tokens")
-        eos = {"ignore_eos": True} if wait is None else {"logit_bias": {str(self.tokenizer.eos_token_id): 100}}
-        answer = self.server.generate(
-            text="Human: Write a travel blog post to Hawaii.\n\nAssistant:",
-            sampling_params={"max_new_tokens": 48, "temperature": 0.7, **eos, **sampling_params},
-            return_logprob=True,
-            top_logprobs_num=5,
-            return_text_in_logprobs=True,
-            logprob_start_len=0,
-        )
-        logprobs = answer["meta_info"]["output_token_logprobs"]
-        self.assertEqual([token for _, token, _ in logprobs], answer["output_ids"])
-        self.assertTrue(all(math.isfinite(logprob) and logprob <= 0 for logprob, _, _ in logprobs))
-        self.assertEqual(len(logprobs), 48 if wait is None else wait + 1)
 
 
 class TestSpecFeature(spec_kits.SpecFeatureKit, OnServer):
@@ -195,7 +108,6 @@ class TestSpecFeature(spec_kits.SpecFeatureKit, OnServer):
         self.finished.append(1)
 
 
-@pytest.mark.release
 class TestKLDivergence(KLDivergenceMixin, OnServer):
     kl_div_thres = KL_DIVERGENCE
     kl_div_max_samples = 8
@@ -207,7 +119,6 @@ class TestKLDivergence(KLDivergenceMixin, OnServer):
         self.replace(kl_test_utils, "get_input_ids", lambda **_: prompts)
 
 
-@pytest.mark.release
 class TestUnifiedRadixTree(unified_kit.UnifiedRadixTreeTestMixin, OnServer):
     test_gsm8k = None
     kl_threshold = KL_DIVERGENCE
@@ -220,13 +131,11 @@ class TestUnifiedRadixTree(unified_kit.UnifiedRadixTreeTestMixin, OnServer):
         self.replace(unified_kit, "_random_suffixes", lambda n, length, seed: suffixes(n, length // 4, seed))
 
 
-@pytest.mark.release
 class TestAbortAll(AbortAllMixin, OnServer):
     abort_all_num_requests = 16
     abort_all_sleep = 0.4 if ON_GPU else 1.0
 
 
-@pytest.mark.release
 class TestPauseResume(PauseResumeInPlaceMixin, OnServer):
     pause_num_requests = 8
     pause_max_new_tokens = MOST_NEW_TOKENS if ON_GPU else 400
@@ -234,7 +143,6 @@ class TestPauseResume(PauseResumeInPlaceMixin, OnServer):
     pause_duration = 1.0
 
 
-@pytest.mark.release
 class TestStreamingSession(streaming_session_kit.StreamingSessionKitMixin, OnServer):
     def setUp(self) -> None:
         """Sessions that fit into the context and the pool; shorter waits before the server's health is asked."""
@@ -246,7 +154,6 @@ class TestStreamingSession(streaming_session_kit.StreamingSessionKitMixin, OnSer
         )
 
 
-@pytest.mark.release
 class TestAbortLeakRepro(streaming_session_kit.AbortLeakReproKitMixin, OnServer):
     serves = "ours, harried"
 
@@ -256,7 +163,6 @@ class TestAbortLeakRepro(streaming_session_kit.AbortLeakReproKitMixin, OnServer)
         self.replace(streaming_session_fixture, "ABORT_REPRO_ABORT_TOKENS", 4200)
 
 
-@pytest.mark.release
 class TestRunningTimeout(RunningTimeoutTwoWaveMixin, OnServer):
     serves = "ours, harried"
     running_timeout_max_new_tokens = MOST_NEW_TOKENS

@@ -146,82 +146,6 @@ def plain() -> list[dict[str, Any]]:
         return ask(server, requests(), together=False)
 
 
-@pytest.fixture(scope="module")
-def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("ranks")
-    arguments = {**RANKS, "watchdog_timeout": SHORT_WATCHDOG, "tp_size": 2, "skip_tokenizer_init": None}
-    with serve(TARGET, DRAFT, environment=watched(directory), **arguments) as server:
-        greedy = {"singly": ask(server, requests(), together=False)}
-        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
-        turns = next_turns(requests()[SAMPLED_PROMPT], sampled)
-        after_hit = ask(server, turns, together=True)
-        greedy["together, warm"] = ask(server, requests(), together=True)
-        server.post("/flush_cache?timeout=60")  # waits for the scheduler to be idle
-        greedy["together, cold"] = ask(server, requests() + turns, together=True)
-        cold = [greedy["together, cold"].pop() for _ in turns][::-1]
-        log = server.log_text()
-        end = lose(server, "scheduler_TP1", signal.SIGSTOP, long_request(), patience=PATIENCE)
-    return dict(
-        greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory, log=log, end=end
-    )
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Each has one query head of four, one of two KV heads that are there twice, and 80 of the head's rows."""
-    directory = tmp_path_factory.mktemp("four_ranks")
-    arguments = {**RANKS, "mem_fraction_static": 0.3, "tp_size": 4, "skip_tokenizer_init": None}
-    with serve(TARGET, DRAFT, environment=watched(directory), **arguments) as server:
-        greedy = ask(server, requests(), together=True)
-        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
-        end = lose(server, "scheduler_TP2", signal.SIGKILL, long_request(), patience=PATIENCE)
-    return dict(greedy=greedy, sampled=sampled, directory=directory, end=end)
-
-
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two launchers of one tensor-parallel rank each; at last the second one dies."""
-    directory = tmp_path_factory.mktemp("nodes")
-    arguments = {**RANKS, "mem_fraction_static": 0.4, "tp_size": 2, "skip_tokenizer_init": None}
-    with serve_on_nodes(2, TARGET, DRAFT, environment=watched(directory), **arguments) as (first, second):
-        greedy = ask(first, requests(), together=True)
-        sampled = ask(first, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
-        end = end_of(first, second.process.pid, signal.SIGKILL, long_request(), patience=PATIENCE)
-        second.process.wait(PATIENCE)
-    return dict(greedy=greedy, sampled=sampled, directory=directory, end=end)
-
-
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Random models that do not divide by two: one KV head, and a tied head of 32 tokens and 8.
-
-    Sampled requests get drawn proposals, greedy ones an oracle's. `expected` is the greedy output by transformers.
-    """
-    directory = tmp_path_factory.mktemp("uneven")
-    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
-    target, draft = tiny.make_pair(directory, target=shape, draft=shape)
-    ids = random.Random(0)
-    prompts = [[ids.randrange(4, 40) for _ in range(length)] for length in LENGTHS]
-    expected = continuations(target, prompts)
-    asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
-    environment = watched(directory, **{scheduler_hooks.HOOKS_ENV: "oracle", CONFIG_ENV: '{"proposals": "drawn"}'})
-    with serve(target, draft, environment=environment, tp_size=2, **RANKS) as server:
-        sampled = ask(server, sampled_requests(asked[SAMPLED_PROMPT]), together=True)
-        turns = next_turns(asked[SAMPLED_PROMPT], sampled)
-        after_hit = ask(server, turns, together=True)
-        server.post("/flush_cache?timeout=60")
-        cold = ask(server, turns, together=True)
-        for prompt, output in zip(prompts, expected, strict=True):
-            scheduler_hooks.record(directory, prompt, output)
-        greedy = {
-            "together": ask(server, asked, together=True),
-            "singly": ask(server, asked, together=False),
-        }
-    return dict(
-        expected=expected, greedy=greedy, sampled=sampled, after_hit=after_hit, cold=cold, directory=directory
-    )
-
-
 def continuations(target: Path, prompts: list[list[int]], max_new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
@@ -231,8 +155,19 @@ def continuations(target: Path, prompts: list[list[int]], max_new_tokens: int = 
     return [output[len(prompt) :] for prompt, output in zip(prompts, outputs, strict=True)]
 
 
+def walks(server: Server, greedy: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Sampled answers, and their next turns after a prefix hit and cold."""
+    sampled = ask(server, sampled_requests(greedy), together=True)
+    turns = next_turns(greedy, sampled)
+    after_hit = ask(server, turns, together=True)
+    server.post("/flush_cache?timeout=60")  # waits for the scheduler to be idle
+    cold = ask(server, turns, together=True)
+    return dict(sampled=sampled, after_hit=after_hit, cold=cold, directory=directory)
+
+
 @pytest.fixture(scope="module")
-def data_parallel() -> dict[str, Any]:
+def replicas() -> dict[str, Any]:
+    """What two data-parallel replicas answer, each by itself and together; at last one of them dies."""
     environment = {REQUIRE_ENV: "1", **NO_DUMPS}
     with serve(TARGET, DRAFT, environment=environment, dp_size=2, skip_tokenizer_init=None, **RANKS) as server:
         singly = [
@@ -247,107 +182,92 @@ def data_parallel() -> dict[str, Any]:
     return dict(singly=singly, together=together, sampled=sampled, log=log, end=end)
 
 
-def test_two_tensor_parallel_ranks_output_what_they_output_without_speculation(plain, tensor_parallel):
-    assert tensor_parallel["log"].count("worker active") == 1
-    for how, answers in tensor_parallel["greedy"].items():
-        assert essence(answers) == essence(plain), how
+def test_each_data_parallel_replica_outputs_what_plain_decoding_outputs(plain, replicas):
+    assert replicas["log"].count("worker active") == 2
+    for rank, answers in enumerate(replicas["singly"]):
+        assert {answer["meta_info"]["dp_rank"] for answer in answers} == {rank}
+        assert essence(answers) == essence(plain), f"replica {rank}"
+    assert {answer["meta_info"]["dp_rank"] for answer in replicas["together"]} == {0, 1}
+    assert essence(replicas["together"]) == essence(plain)
+    assert_sampled(replicas["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
 
 
-def test_two_ranks_verify_as_many_tokens_of_each_request_as_the_other(plain, tmp_path):
-    """The tokens that they share out follow from times that each of them measures."""
-    config = {CONFIG_ENV: '{"width": "auto"}', scheduler_hooks.HOOKS_ENV: "widths,oracle"}
-    with serve(
-        TARGET, DRAFT, environment=watched(tmp_path, **config), tp_size=2, skip_tokenizer_init=None, **RANKS
-    ) as server:
-        greedy = ask(server, requests(), together=True)
-        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
-        easy = ask(server, requests()[2:4], together=True)
-        for asked, answer in zip(requests()[2:4], plain[2:4], strict=True):
-            scheduler_hooks.record(tmp_path, asked["input_ids"], answer["output_ids"])
-        mixed = ask(server, requests()[:6], together=True)
-        (state,) = server.get("/server_info")["internal_states"]
-    assert essence(greedy) == essence(plain)
-    assert essence(mixed) == essence(plain[:6]) and essence(easy) == essence(plain[2:4])
-    whole = [answer for answer in (*greedy, *sampled, *mixed) if len(answer["output_ids"]) == NEW_TOKENS]
-    assert_same_tokens_on(range(2), dict(sampled=whole, directory=tmp_path))
-    told = state["dflash_width"]
-    assert sum(count > 0 for count in told["steps"].values()) >= 4
-
-
-def test_four_tensor_parallel_ranks_that_share_kv_heads_are_lossless(plain, four_ranks):
-    assert essence(four_ranks["greedy"]) == essence(plain)
-    assert_sampled(four_ranks["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
-    assert_same_tokens_on(range(4), four_ranks)
-
-
-def test_two_nodes_output_what_two_ranks_output_without_speculation(plain, two_nodes):
-    assert essence(two_nodes["greedy"]) == essence(plain)
-    assert_sampled(two_nodes["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
-    assert_same_tokens_on(range(2), two_nodes)
-
-
-def test_a_rank_that_dies_ends_the_server_and_is_named(four_ranks):
-    end = four_ranks["end"]
+def test_a_replica_that_dies_ends_the_server_and_is_named(replicas):
+    end = replicas["end"]
     assert end.seconds < 30 and end.left == []
-    assert re.search(r"scheduler_2 \(pid[ =]\d+\) (was ended by SIGKILL|crashed with exit code -9)", end.log)
+    assert re.search(r"sglang::scheduler_DP1 \(pid \d+\) was ended by SIGKILL\. The server ends\.", end.log)
 
 
-def test_a_rank_that_stops_ends_the_server_after_the_watchdogs_time_and_is_named(tensor_parallel):
-    end = tensor_parallel["end"]
+def test_two_ranks_are_lossless_and_commit_the_same_and_end_where_one_stops(plain, replicas, tmp_path):
+    """All ranks, which draw apart, keep the keys and values of the tokens that were answered. The server ends
+    after the watchdog's time and names the rank."""
+    arguments = {**RANKS, "watchdog_timeout": SHORT_WATCHDOG, "tp_size": 2, "skip_tokenizer_init": None}
+    with serve(TARGET, DRAFT, environment=watched(tmp_path), **arguments) as server:
+        singly = ask(server, requests(), together=False)
+        served = walks(server, requests()[SAMPLED_PROMPT], tmp_path)
+        together = ask(server, requests(), together=True)
+        assert server.log_text().count("worker active") == 1
+        end = lose(server, "scheduler_TP1", signal.SIGSTOP, long_request(), patience=PATIENCE)
+    assert essence(singly) == essence(together) == essence(plain)
+    assert_sampled(served["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_on_all_ranks(served)
+    assert sum(len(answer["output_ids"]) - 1 for answer in singly) >= 3 * steps(singly)
+    assert steps(singly) == pytest.approx(steps(replicas["singly"][0]), rel=0.02), "a shard is as good as a whole"
     # SGLang looks every half of it, and gives the launcher five seconds.
     assert SHORT_WATCHDOG <= end.seconds < 2 * SHORT_WATCHDOG + 30 and end.left == []
     assert "TP0] Scheduler watchdog timeout" in end.log
     assert re.search(r"scheduler_1 \(pid \d+\) is stopped\.", end.log)
 
 
-def test_a_replica_that_dies_ends_the_server_and_is_named(data_parallel):
-    end = data_parallel["end"]
+def test_four_ranks_are_lossless_and_commit_the_same_and_end_where_one_dies(plain, replicas, tmp_path):
+    """Each has one query head of four, one of two KV heads that are there twice, and 80 of the head's rows."""
+    arguments = {**RANKS, "mem_fraction_static": 0.3, "tp_size": 4, "skip_tokenizer_init": None}
+    with serve(TARGET, DRAFT, environment=watched(tmp_path), **arguments) as server:
+        greedy = ask(server, requests(), together=True)
+        sampled = ask(server, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        end = lose(server, "scheduler_TP2", signal.SIGKILL, long_request(), patience=PATIENCE)
+    assert essence(greedy) == essence(plain)
+    assert_sampled(sampled, plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_tokens_on(range(4), dict(sampled=sampled, directory=tmp_path))
+    assert steps(greedy) == pytest.approx(steps(replicas["singly"][0]), rel=0.02)
     assert end.seconds < 30 and end.left == []
-    assert re.search(r"sglang::scheduler_DP1 \(pid \d+\) was ended by SIGKILL\. The server ends\.", end.log)
+    assert re.search(r"scheduler_2 \(pid[ =]\d+\) (was ended by SIGKILL|crashed with exit code -9)", end.log)
 
 
-def test_a_node_that_dies_ends_the_other_with_an_error(two_nodes):
-    end = two_nodes["end"]
+def test_two_nodes_are_lossless_and_commit_the_same_and_end_where_one_dies(plain, tmp_path):
+    """Two launchers of one tensor-parallel rank each."""
+    arguments = {**RANKS, "mem_fraction_static": 0.4, "tp_size": 2, "skip_tokenizer_init": None}
+    with serve_on_nodes(2, TARGET, DRAFT, environment=watched(tmp_path), **arguments) as (first, second):
+        greedy = ask(first, requests(), together=True)
+        sampled = ask(first, sampled_requests(requests()[SAMPLED_PROMPT]), together=True)
+        end = end_of(first, second.process.pid, signal.SIGKILL, long_request(), patience=PATIENCE)
+        second.process.wait(PATIENCE)
+    assert essence(greedy) == essence(plain)
+    assert_sampled(sampled, plain[SAMPLED_PROMPT]["output_ids"])
+    assert_same_tokens_on(range(2), dict(sampled=sampled, directory=tmp_path))
     assert end.seconds < 30 and end.left == []
     assert re.search(r"TP0\] Scheduler hit an exception: (.|\n)*(Connection|closed|reset|remote)", end.log)
 
 
-def test_models_that_do_not_divide_by_the_ranks_are_lossless_at_every_accept_length(uneven):
-    for how, answers in uneven["greedy"].items():
-        assert [answer["output_ids"] for answer in answers] == uneven["expected"], how
-    accepted = accepted_proposals(answer for answers in uneven["greedy"].values() for answer in answers)
-    assert set(accepted) == set(range(8)), accepted
-
-
-def test_ranks_that_draw_apart_commit_the_same_sampled_tokens(plain, tensor_parallel):
-    assert_sampled(tensor_parallel["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
-    assert_same_on_all_ranks(tensor_parallel)
-
-
-def test_ranks_that_draw_their_proposals_apart_commit_the_same_sampled_tokens(uneven):
-    assert_sampled(uneven["sampled"], uneven["expected"][SAMPLED_PROMPT])
-    assert_same_on_all_ranks(uneven)
-
-
-def test_each_data_parallel_replica_outputs_what_plain_decoding_outputs(plain, data_parallel):
-    assert data_parallel["log"].count("worker active") == 2
-    for rank, answers in enumerate(data_parallel["singly"]):
-        assert replicas(answers) == {rank}
-        assert essence(answers) == essence(plain), f"replica {rank}"
-    assert replicas(data_parallel["together"]) == {0, 1}
-    assert essence(data_parallel["together"]) == essence(plain)
-    assert_sampled(data_parallel["sampled"], plain[SAMPLED_PROMPT]["output_ids"])
-
-
-def test_a_sharded_draft_is_accepted_as_often_as_a_whole_one(tensor_parallel, four_ranks, data_parallel):
-    sharded, whole = tensor_parallel["greedy"]["singly"], data_parallel["singly"][0]
-    assert steps(sharded) == pytest.approx(steps(whole), rel=0.02)
-    assert steps(four_ranks["greedy"]) == pytest.approx(steps(whole), rel=0.02)
-    assert sum(len(answer["output_ids"]) - 1 for answer in sharded) >= 3 * steps(sharded)
-
-
-def replicas(answers: list[dict[str, Any]]) -> set[int]:
-    return {answer["meta_info"]["dp_rank"] for answer in answers}
+def test_models_that_do_not_divide_by_the_ranks_are_lossless_at_every_accept_length(tmp_path):
+    """Random models with one KV head, and a tied head of 32 tokens and 8. Sampled requests get drawn proposals,
+    greedy ones an oracle's."""
+    shape = dict(num_key_value_heads=1, vocab_size=40, tie_word_embeddings=True)
+    target, draft = tiny.make_pair(tmp_path, target=shape, draft=shape)
+    ids = random.Random(0)
+    prompts = [[ids.randrange(4, 40) for _ in range(length)] for length in LENGTHS]
+    expected = continuations(target, prompts)
+    asked = [dict(input_ids=prompt, sampling_params=greedy_params(NEW_TOKENS)) for prompt in prompts]
+    environment = watched(tmp_path, **{scheduler_hooks.HOOKS_ENV: "oracle", CONFIG_ENV: '{"proposals": "drawn"}'})
+    with serve(target, draft, environment=environment, tp_size=2, **RANKS) as server:
+        served = walks(server, asked[SAMPLED_PROMPT], tmp_path)
+        for prompt, output in zip(prompts, expected, strict=True):
+            scheduler_hooks.record(tmp_path, prompt, output)
+        answers = [*ask(server, asked, together=True), *ask(server, asked, together=False)]
+    assert [answer["output_ids"] for answer in answers] == expected * 2
+    assert set(accepted := accepted_proposals(answers)) == set(range(8)), accepted
+    assert_sampled(served["sampled"], expected[SAMPLED_PROMPT])
+    assert_same_on_all_ranks(served)
 
 
 def assert_sampled(answers: list[dict[str, Any]], greedy: list[int]) -> None:
@@ -370,7 +290,7 @@ def assert_same_tokens_on(ranks: Sequence[int], served: dict[str, Any]) -> None:
     for answer in served["sampled"]:
         for rank in ranks:
             ids = committed(served["directory"], rank, answer["meta_info"]["id"])
-            assert ids[:NEW_TOKENS] == answer["output_ids"], f"rank {rank}"
+            assert ids[: len(answer["output_ids"])] == answer["output_ids"], f"rank {rank}"
 
 
 def assert_ranks_take_the_same_walks(
@@ -378,12 +298,8 @@ def assert_ranks_take_the_same_walks(
 ) -> None:
     """Of ranks that draw apart and are `watched`: greedy outputs are the expected ones, and sampled ones, before
     and after a prefix hit, are the same on all of them."""
-    sampled = ask(server, sampled_requests(asked[0]), together=True)
-    turns = next_turns(asked[0], sampled)
-    after_hit = ask(server, turns, together=True)
-    server.post("/flush_cache?timeout=60")
-    cold = ask(server, turns, together=True)
+    served = walks(server, asked[0], directory)
     greedy = ask(server, asked, together=True)
     assert [answer["output_ids"] for answer in greedy] == expected
-    assert_sampled(sampled, expected[0])
-    assert_same_on_all_ranks(dict(sampled=sampled, after_hit=after_hit, cold=cold, directory=directory))
+    assert_sampled(served["sampled"], expected[0])
+    assert_same_on_all_ranks(served)

@@ -8,7 +8,7 @@ the server where a step writes a state that belongs to no request of its batch, 
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -50,12 +50,6 @@ LAYOUT: dict[str, Any] = dict(
 FIRST = ((65, 0), (1, 1), (7, 1), (130, 1), (300, 1))  # tokens of the prompt, rank
 
 
-class Served(NamedTuple):
-    steps: list[tuple[Step, ...]]  # [steps][ranks]
-    answers: list[dict[str, Any]]
-    warm: list[dict[str, Any]]
-
-
 def first_turns() -> list[dict[str, Any]]:
     return [dict(request(random_ids(length, seed=length)), routed_dp_rank=rank) for length, rank in FIRST]
 
@@ -71,23 +65,19 @@ def on_their_ranks(first: list[Answered]) -> list[dict[str, Any]]:
     return [dict(asked, routed_dp_rank=rank) for asked, rank in zip(next_turns(first), ranks, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[Answered]:
-    """First turns, then next turns, of the same layout without speculation and without a prefix cache."""
+@pytest.mark.matrix(target="Qwen3.5, data-parallel attention", draft="z-lab", kv="model dtype", outcome="works")
+def test_output_equals_the_layouts_without_speculation_and_all_ranks_have_one_width_in_every_step(tmp_path):
+    """Beside idle ranks, and beside ranks whose request waits while another one prefills."""
     with serve(pair(TARGET)[0], disable_radix_cache=True, **LAYOUT) as server:
         first = answered(server, first_turns())
-        return first + answered(server, on_their_ranks(first))
-
-
-@pytest.fixture(scope="module")
-def served(plain: list[Answered], tmp_path_factory: pytest.TempPathFactory) -> Served:
-    directory = tmp_path_factory.mktemp("steps")
+        following = answered(server, on_their_ranks(first))
+    (tmp_path / "records").mkdir()
     environment = recorded(
-        directory,
+        tmp_path,
         **{
             CONFIG_ENV: json.dumps({"width": {"widths": WIDTHS}}),
             scheduler_hooks.HOOKS_ENV: "oracle,widths,sentinels",
-            scheduler_hooks.RECORDS_ENV: str(oracle_of(tmp_path_factory.mktemp("records"), plain)),
+            scheduler_hooks.RECORDS_ENV: str(oracle_of(tmp_path / "records", first + following)),
         },
     )
     alone, *others = first_turns()
@@ -98,39 +88,22 @@ def served(plain: list[Answered], tmp_path_factory: pytest.TempPathFactory) -> S
         next(beside)  # it decodes by now, and the other rank begins to prefill
         of_others = ask(server, others, together=True)
         answers += [list(beside)[-1], *of_others]
-        warm = ask(server, [asked for asked, _ in plain[len(FIRST) :]], together=True)
-        return Served(all_ended(directory, RANKS), answers, warm)
-
-
-def decodes(served: Served) -> list[tuple[Step, ...]]:
-    return [step for step in served.steps if any(of_rank.mode == "decode" for of_rank in step)]
-
-
-@pytest.mark.matrix(target="Qwen3.5, data-parallel attention", draft="z-lab", kv="model dtype", outcome="works")
-def test_output_equals_the_layouts_without_speculation(served, plain):
-    first = plain[: len(FIRST)]
-    assert_equal(served.answers, [first[0], *first])
-    assert_equal(served.warm, plain[len(FIRST) :])
-    assert_every_number_was_accepted(served.answers + served.warm)
-    assert [answer["meta_info"]["dp_rank"] for answer in served.answers] == [0, *(rank for _, rank in FIRST)]
-
-
-def test_next_turns_go_on_from_states_that_verify_wrote(served):
-    for (length, _), answer in zip(FIRST, served.warm[::2], strict=True):
+        warm = ask(server, [asked for asked, _ in following], together=True)
+        steps = all_ended(tmp_path, RANKS)
+    assert_equal(answers, [first[0], *first])
+    assert_equal(warm, following)
+    assert_every_number_was_accepted(answers + warm)
+    assert [answer["meta_info"]["dp_rank"] for answer in answers] == [0, *(rank for _, rank in FIRST)]
+    for (length, _), answer in zip(FIRST, warm[::2], strict=True):  # they go on from states that verify wrote
         assert answer["meta_info"]["cached_tokens"] >= (length + NEW_TOKENS - 1) // GRID * GRID
-
-
-def test_every_step_had_one_width_on_both_ranks_and_all_widths_occurred(served):
-    widths = [{of_rank.width for of_rank in step} for step in decodes(served)]
+    decodes = [step for step in steps if any(of_rank.mode == "decode" for of_rank in step)]
+    widths = [{of_rank.width for of_rank in step} for step in decodes]
     assert [number for number, of_step in enumerate(widths) if len(of_step) > 1] == []
     assert set.union(*widths) == set(WIDTHS)
-
-
-def test_a_rank_was_idle_beside_decoding_and_held_a_request_back_while_the_other_prefilled(served):
-    loads = {tuple(of_rank.requests for of_rank in step) for step in decodes(served)}
+    loads = {tuple(of_rank.requests for of_rank in step) for step in decodes}
     assert any(few == 0 < many for few, many in loads) and any(many == 0 < few for few, many in loads)
     assert any(0 < few < many for few, many in loads)
-    assert held_back([step[0] for step in served.steps]) > 0
+    assert held_back([step[0] for step in steps]) > 0
 
 
 def held_back(steps: list[Step]) -> int:

@@ -39,8 +39,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "kept_states_lazy_pages_of_16_chunked": dict(
         **KEPT, page_size=16, chunked_prefill_size=128, mamba_radix_cache_strategy="extra_buffer_lazy"
     ),
-    # Three requests fit: what a next turn goes on from is on the host.
-    "hierarchical_cache": dict(enable_hierarchical_cache=True, max_total_tokens=1024, hicache_ratio=4),
     "synchronous_pages_of_64_retracting": dict(disable_overlap_schedule=True, page_size=64, env=RETRACTING),
     "nemotron_h_chunked_retracting": dict(target="Nemotron-H", chunked_prefill_size=128, env=RETRACTING),
     # Without buffers, as SGLang serves short convolutions, the prefix cache keeps a state wherever a prefix ends.
@@ -155,12 +153,12 @@ def ours(request, tmp_path_factory) -> Iterator[Ours]:
         assert set(steps) == set(WIDTHS) and all(steps.values()), steps
 
 
-def ask_turns(server: Server, plain: list[Answered], at_once: int = len(LENGTHS)) -> list[dict[str, Any]]:
-    """First turns that stop one by one, then whole ones and after these the next turns, so many at a time."""
+def ask_turns(server: Server, plain: list[Answered]) -> list[dict[str, Any]]:
+    """First turns that stop one by one, then whole ones and after these the next turns, some at a time."""
     asked = [turn for turn, _ in plain]
     answers = [server.generate(**turn) for turn in asked[: len(LENGTHS)]]
     for turns in (asked[len(LENGTHS) : 2 * len(LENGTHS)], asked[2 * len(LENGTHS) :]):
-        answers += ask_at_once(server, turns, at_once)
+        answers += ask_at_once(server, turns, len(LENGTHS))
     return answers
 
 
@@ -178,8 +176,7 @@ def assert_every_number_was_accepted(answers: list[dict[str, Any]]) -> None:
 def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_verify_wrote(ours, request):
     server, _, plain = ours
     server.post("/flush_cache?timeout=60")
-    few = "hierarchical" in request.node.name  # requests beside a next turn would drive states off the host
-    answers = ask_turns(server, plain, 1 if few else len(LENGTHS))
+    answers = ask_turns(server, plain)
     assert_equal(answers, plain)
     assert all(len(output) < NEW_TOKENS for _, output in plain[: len(LENGTHS)])
     assert_every_number_was_accepted(answers)
@@ -189,8 +186,6 @@ def test_turns_of_a_conversation_equal_plain_decoding_cold_and_on_states_that_ve
     for length, answer in zip(LENGTHS, answers[2 * len(LENGTHS) :: 2], strict=True):
         cached = answer["meta_info"]["cached_tokens"]
         assert cached >= (length + NEW_TOKENS - 1) // grid * grid
-        if "hierarchical" in name:
-            assert answer["meta_info"]["cached_tokens_details"]["host"] == cached
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.soak import driver
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import ask_at_once, serve
-from tests.support.rows import in_full_but
 
 pytestmark = pytest.mark.slow
 
@@ -184,14 +183,10 @@ def pair() -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> dict[str, str]:
-    path = scheduler_hooks.install(tmp_path_factory.mktemp("hooks"))
-    return {"PYTHONPATH": path, scheduler_hooks.HOOKS_ENV: "seeds"}
-
-
-@pytest.fixture(scope="module")
-def plain(environment) -> dict[str, list[Any]]:
+def plain(tmp_path_factory) -> dict[str, list[Any]]:
     """{field: answers} of the server without speculation, and "" for the requests without any field."""
+    path = scheduler_hooks.install(tmp_path_factory.mktemp("hooks"))
+    environment = {"PYTHONPATH": path, scheduler_hooks.HOOKS_ENV: "seeds"}
     with serve(
         pair()[0],
         environment=environment,
@@ -206,21 +201,18 @@ def plain(environment) -> dict[str, list[Any]]:
         }
 
 
-WIDTHS = ("blocks of one width", "rows of any number in recorded graphs, mixed prefill")
-
-
-@pytest.fixture(scope="module", params=in_full_but(WIDTHS, WIDTHS[1], release=WIDTHS[:1]))
-def ours(request, environment, tmp_path_factory) -> Server:
-    environment = {**environment, "DFLASH_SGLANG_REQUIRE": "1", scheduler_hooks.HOOKS_ENV: "poison,seeds"}
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Server:
+    """Rows of any number in recorded graphs, and mixed prefill."""
+    hooks, config = "poison,seeds,widths,shares,trees", '{"width": {"trees": [16, 32]}}'
+    environment = recorded_graphs.recording(tmp_path_factory.mktemp("graphs"), hooks, **{CONFIG_ENV: config})
     arguments: dict[str, Any] = dict(
-        skip_tokenizer_init=None, enable_custom_logit_processor=True, tool_call_parser="qwen25"
+        skip_tokenizer_init=None,
+        enable_custom_logit_processor=True,
+        tool_call_parser="qwen25",
+        enable_mixed_chunk=True,
+        chunked_prefill_size=64,
     )
-    if request.param != "blocks of one width":
-        environment |= recorded_graphs.recording(tmp_path_factory.mktemp("graphs")) | {
-            CONFIG_ENV: '{"width": {"trees": [16, 32]}}',
-            scheduler_hooks.HOOKS_ENV: "poison,seeds,widths,shares,trees",
-        }
-        arguments |= dict(enable_mixed_chunk=True, chunked_prefill_size=64)
     with serve(*pair(), environment=environment, **arguments) as server:
         yield server
         print(server.log_tail(60))  # shown with a failure

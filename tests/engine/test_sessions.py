@@ -24,22 +24,19 @@ from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_recurrent_serving import random_ids
 from tests.support import scheduler_hooks
 from tests.support.engines import RETRACTING, greedy_params, serve
-from tests.support.rows import in_full_but
 from tests.zoo.member import pair
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 EVERY_WIDTH = {CONFIG_ENV: '{"width": {"widths": [1, 2, 3, 5, 8]}}'}  # another one in each step
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "width_1": dict(hooks="poison", env={CONFIG_ENV: '{"width": 1}'}),
     "synchronous_pages_of_16_retracting": dict(
         hooks="poison,oracle", disable_overlap_schedule=True, page_size=16, env=RETRACTING
     ),
-    "copies": dict(hooks="poison,copies", env={CONFIG_ENV: '{"copy": "block"}'}),
-    "recurrent": dict(recurrent=True, hooks="oracle,widths", env=EVERY_WIDTH),
-    "recurrent_synchronous_retracting": dict(
-        recurrent=True, hooks="oracle,widths", disable_overlap_schedule=True, env={**EVERY_WIDTH, **RETRACTING}
+    "copies_at_every_width": dict(
+        hooks="poison,copies,widths", env={CONFIG_ENV: '{"copy": "block", "width": {}}'}
     ),
+    "recurrent": dict(recurrent=True, hooks="oracle,widths", env=EVERY_WIDTH),
 }
 # (prompt tokens, new tokens, the output token that ends it or None) of each session's turns
 SESSIONS = [
@@ -55,7 +52,7 @@ Turn = tuple[dict[str, Any], Answer]  # what is asked in the session, what is an
 _names = count()
 
 
-@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "synchronous_pages_of_16_retracting"))
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
 def conversations(request, tmp_path_factory) -> Iterator[tuple[Server, list[list[Turn]]]]:
     """A server, and the turns of every session as they ought to be."""
     arguments = dict(CONFIGURATIONS[request.param])

@@ -17,7 +17,7 @@ from tests.support.engines import greedy, serve
 TARGET, DRAFT = (Path(pair.pair_directories()[name]) for name in ("target", "draft"))
 VERSION = "0.5.24.dev7"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def test_sglang_serve_with_another_version_string_runs_our_worker_and_says_so_in_one_line(tmp_path: Path) -> None:

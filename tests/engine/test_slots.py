@@ -19,6 +19,8 @@ from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
 from tests.support.tiny import make_pair
 
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
 CONTEXT = 100
 
 
@@ -46,16 +48,14 @@ def plain(tiny) -> list[Any]:
         return [outline(ask(server, *lengths, seed=i)) for i, lengths in enumerate(AT_THE_LIMIT)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_requests_at_the_context_limit_touch_only_their_own_slots(tiny, plain, page_size, tmp_path):
+def test_requests_at_the_context_limit_touch_only_their_own_slots(tiny, plain, tmp_path):
     environment = scheduler_hooks.hooked(tmp_path, "sentinels")
     with serve(
         *tiny,
         environment=environment,
         context_length=CONTEXT,
         max_total_tokens=1600,
-        page_size=page_size,
+        page_size=16,
         allow_auto_truncate=True,
     ) as server:
         for i, lengths in enumerate(AT_THE_LIMIT):
@@ -68,7 +68,6 @@ def test_requests_at_the_context_limit_touch_only_their_own_slots(tiny, plain, p
         assert outline(ask(server, *AT_THE_LIMIT[0])) == plain[0]
 
 
-@pytest.mark.slow
 def test_a_prompt_that_cannot_fit_is_refused_and_releases_its_slots(tiny):
     with serve(
         *tiny, environment={"DFLASH_SGLANG_REQUIRE": "1"}, context_length=CONTEXT, max_total_tokens=400

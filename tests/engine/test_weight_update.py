@@ -16,7 +16,7 @@ from dflash_sglang.demo.server import Server
 from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support.engines import serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 PROMPTS = [list(text.encode()) for text in held_out_prompts()[:6]]

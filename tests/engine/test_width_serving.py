@@ -18,19 +18,14 @@ from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.settings.width import DEFAULT_TREES
 from tests.support import scheduler_hooks
-from tests.support.engines import accepted_proposals, greedy_params, serve
-from tests.support.rows import in_full_but
+from tests.support.engines import accepted_proposals, greedy_params, kept, serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 BUCKETS = (1, 2, 4, 8, 16, 32, 48)
 MANY = 12
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "overlap": dict(),
-    "synchronous_pages_of_16": dict(disable_overlap_schedule=True, page_size=16, chunked_prefill_size=64),
-}
 
 
 def prompts() -> list[list[int]]:
@@ -70,16 +65,16 @@ def assert_all_shapes_are_drawn(server: Server, prompts: list[list[int]]) -> Non
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    with serve(TARGET) as server:
+    with kept(TARGET) as server:
         return [answer["output_ids"] for answer in ask(server, [request(prompt, 160) for prompt in prompts()])]
 
 
-@pytest.fixture(scope="module", params=in_full_but(CONFIGURATIONS, "overlap"))
-def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(server, directory of its records)"""
     records, config = tmp_path_factory.mktemp("records"), json.dumps({"width": {"highest_min_width": 16}})
     environment = scheduler_hooks.hooked(records, "rehearsals,probes", **{CONFIG_ENV: config})
-    arguments = dict(enable_metrics=True, decode_log_interval=1, **CONFIGURATIONS[request.param])
+    arguments = dict(enable_metrics=True, decode_log_interval=1)
     with serve(TARGET, DRAFT, environment=environment, **arguments) as server:
         yield server, records
         print(server.log_tail(40))
@@ -140,42 +135,17 @@ def test_a_request_is_drafted_for_no_further_than_it_allows_and_others_are_not_h
         assert info["spec_accept_rate"] == info["spec_num_correct_drafts"] / of and "spec_cap_length" not in info
 
 
-def test_requests_that_all_allow_one_token_are_decoded_plainly(ours, plain):
-    server, _ = ours
-    before = told(server)["steps"]
-    answers = ask(server, [request(prompt, 40, 1) for prompt in prompts()[:3]])
-    assert [answer["output_ids"] for answer in answers] == [ids[:40] for ids in plain[:3]]
-    after = told(server)["steps"]
-    assert {width for width in after if after[width] > before[width]} == {"1"}
-
-
-@pytest.mark.parametrize("least, most, widths", [(4, 4, {"4"}), (16, 16, {"16"}), (9, None, {"12", "16"})])
-def test_requests_that_ask_for_a_width_get_it_in_every_step(ours, plain, least, most, widths):
-    server, _ = ours
-    before = told(server)["steps"]
-    answers = ask(server, [request(prompt, 40, most, least) for prompt in prompts()])
-    assert [answer["output_ids"] for answer in answers] == [ids[:40] for ids in plain]
-    after = told(server)["steps"]
-    used = {width for width in after if after[width] > before[width]}
-    assert used and used <= widths
-
-
-def test_a_request_that_would_widen_the_steps_of_others_too_far_is_refused(ours):
-    server, _ = ours
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        server.generate(**request(prompts()[4], 40, None, 17))
-    assert refused.value.code == 400
-    assert "min_width=17: expected at most 16 on this server" in refused.value.read().decode()
-
-
-@pytest.mark.parametrize("value", [0, "4", 1.5, True])
-def test_a_request_that_allows_something_else_is_refused_and_others_go_on(ours, plain, value):
+def test_a_width_that_no_request_may_have_is_refused_and_others_go_on(ours, plain):
     server, _ = ours
     good = [request(prompt, 40) for prompt in prompts()[:3]]
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(ask, server, good)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            server.generate(**request(prompts()[4], 40, value))
-        assert refused.value.code == 400
-        assert "max_width" in refused.value.read().decode()
+        for most, least, said in (
+            *((value, None, "max_width") for value in (0, "4", 1.5, True)),
+            (None, 17, "min_width=17: expected at most 16 on this server"),
+        ):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                server.generate(**request(prompts()[4], 40, most, least))
+            assert refused.value.code == 400, (most, least)
+            assert said in refused.value.read().decode()
         assert [answer["output_ids"] for answer in others.result()] == [ids[:40] for ids in plain[:3]]

@@ -26,9 +26,17 @@ from safetensors.torch import load_file, save_file
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from tests.engine.test_mtp import COMMON, NEW_TOKENS, Noted, commits_of, noted, prompts
-from tests.engine.test_mtp_groups import TYPES_OF_GROUPS
-from tests.engine.test_mtp_widths import CONFIG, HOOKS
+from tests.engine.test_mtp import (
+    COMMON,
+    CONFIG,
+    HOOKS,
+    NEW_TOKENS,
+    TYPES_OF_GROUPS,
+    Noted,
+    commits_of,
+    noted,
+    prompts,
+)
 from tests.gpu.test_width_gpu import TIE, gaps
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve

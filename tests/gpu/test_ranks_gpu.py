@@ -15,7 +15,7 @@ import torch
 
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from tests.engine.test_rank_shapes import FORMS, RANKS, SETTINGS, assert_same_rows
+from tests.engine.test_rank_steps import FORMS, RANKS, SETTINGS, assert_same_rows
 from tests.engine.test_width_serving import DRAFT, TARGET, ask, prompts, request
 from tests.gpu.test_width_gpu import FLAGS, NEW_TOKENS, assert_plain_decodings
 from tests.support import scheduler_hooks

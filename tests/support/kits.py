@@ -20,7 +20,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.pair import pair_directories
 from tests.support.engines import RETRACTING, serve
 
 ON_GPU = os.environ.get("DFLASH_TEST_DEVICE", "cpu") == "cuda"
@@ -36,7 +36,6 @@ DEVICE_ENVIRONMENT = {"SGLANG_PLATFORM": ""}
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 RUNNING_TIMEOUT = {"SGLANG_REQ_RUNNING_TIMEOUT": "1" if ON_GPU else "8"}
 SERVERS: dict[str, dict[str, Any]] = {
-    "plain": dict(),
     "ours": dict(draft=DRAFT, chunked_prefill_size=128, enable_streaming_session=True),
     "ours, harried": dict(
         draft=DRAFT,
@@ -117,31 +116,14 @@ class OnServer(TestCase):
         self.enterContext(mock.patch.object(owner, name, value))
 
 
-def answerable(answer: str) -> str:
-    """A prompt that the target continues with `answer`."""
-    line = f"        self.assertEqual(f(), {answer!r})\n"
-    return 4 * line + line[: line.index(answer)]
-
-
-PROMPTS = {
-    "Q: What is the capital of France?\nA:": answerable("paris"),
-    "Q: What is 12 multiplied by 12? Reply with just the number.\nA: 144\n"
-    "Q: What is 17 multiplied by 23? Reply with just the number.\nA:": answerable("391"),
-    "Q: The three primary colors are red, blue, and ___. Fill in the blank.\nA:": answerable("yellow"),
-    "Generate a simple JSON with name, age, and city:": answerable('{"name": "ann", "age": 21, "city": "rome"}'),
-    "Briefly explain what gravity is.": held_out_prompts()[3],
-}
-
-
 def fitted(body: Any, key: str = "") -> Any:
-    """A kit's JSON body with prompts, token ids and lengths that the target can serve."""
+    """A kit's JSON body with texts, token ids and lengths that the target can serve."""
     if isinstance(body, dict):
         return {name: fitted(value, name) for name, value in body.items()}
     if isinstance(body, list):
         return [fitted(item, key) for item in body]
     if isinstance(body, str):
-        text = PROMPTS.get(body, body)
-        return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT // 2] + text[-LONGEST_TEXT // 2 :]
+        return body if len(body) <= LONGEST_TEXT else body[: LONGEST_TEXT // 2] + body[-LONGEST_TEXT // 2 :]
     if key in ("input_ids", "token_ids_logprob") and body is not None and body >= VOCABULARY:
         return body % BYTES
     if key == "max_new_tokens":

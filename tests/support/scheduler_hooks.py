@@ -27,7 +27,6 @@ from tests.support import hooks
 HOOKS_ENV = "DFLASH_TEST_HOOKS"
 RECORDS_ENV = "DFLASH_TEST_RECORDS"
 PLANTED = "planted"  # begins the rid of a request one of whose rows is to differ
-TREE_REQUESTS = 5  # the most requests whose blocks come with candidates, under the hook "candidates"
 
 
 def hooked(directory: Path, hooks: str, *modules: str, **environment: str) -> dict[str, str]:

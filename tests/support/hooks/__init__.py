@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from importlib import import_module
 
 HOOKS = {
-    "proposals": ("oracle", "proposals", "candidates"),
-    "mtp": ("mtp", "mtp_short", "freed"),
+    "proposals": ("oracle", "proposals"),
+    "mtp": ("mtp", "freed"),
     "widths": ("widths", "stretches", "probes", "shares", "shapes"),
     "trees": ("trees", "always trees", "grown"),
     "copies": ("copies", "always copies", "chains", "always chains"),

@@ -72,7 +72,7 @@ def chains(always: bool = False) -> None:
         ids, slots = (of.view(block.batch_size, -1) for of in (chains.ids, chains.slots))
         for row, (req, prefix) in enumerate(zip(batches[0].reqs, block.prefix_lens.tolist(), strict=True)):
             prompt = list(req.origin_input_ids)
-            if output := recorded(prompt):
+            if output := recorded(prompt, req.rid):
                 start = prefix + 1 - len(prompt)
                 known = output[start + block.size - 1 : start + ids.shape[1] - 1]
                 if draws.random() < 0.5 and known:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from dflash_sglang.drafting.mtp.source import MtpSource
-from dflash_sglang.models.mtp.recent_rows import RecentRows
 from tests.support.scheduler_hooks import note, recorded
 
 
@@ -49,18 +48,6 @@ def mtp() -> None:
         return tokens
 
     MtpSource.__init__, MtpSource.propose, MtpSource._choose = with_place, noting, chosen
-
-
-def mtp_short() -> None:
-    """Windows of the layers are one row shorter."""
-    window = RecentRows.window
-
-    def shorter(self: Any, *args: Any) -> Any:
-        if len(self._offsets) == self.size // 3:
-            self.rows, self._offsets = self.rows - 1, self._offsets[:-1]
-        return window(self, *args)
-
-    RecentRows.window = shorter
 
 
 def freed() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.proposer import Proposer
-from tests.support.scheduler_hooks import TREE_REQUESTS, note, recorded
+from tests.support.scheduler_hooks import note, recorded
 
 
 def oracle() -> None:
@@ -53,23 +53,3 @@ def proposals() -> None:
         return proposals
 
     Proposer.propose = noting
-
-
-def candidates() -> None:
-    """The widest blocks of up to `TREE_REQUESTS` requests, as graphs pad them, come with candidates for trees.
-
-    Requests, prefix lengths, tokens, logprobs and candidates of every block go to candidates.jsonl.
-    """
-    init, propose = Proposer.__init__, Proposer.propose
-
-    def for_trees(self: Any, *args: Any, **settings: Any) -> None:
-        init(self, *args, **{**settings, "tree_requests": TREE_REQUESTS})
-
-    def noting(self: Any, batch: Any, block: Any) -> Any:
-        proposals = propose(self, batch, block)
-        best = proposals.best and [of.tolist() for of in proposals.best]
-        row = [block.prefix_lens.tolist(), proposals.tokens.tolist(), proposals.logprobs.tolist(), best]
-        note("candidates.jsonl", [[req.rid for req in batch.reqs], *row])
-        return proposals
-
-    Proposer.__init__, Proposer.propose = for_trees, noting

@@ -86,18 +86,22 @@ def shares() -> None:
 
 def shapes() -> None:
     """Of every step with requests, its form and a hash of its rows go to shapes.RANK.jsonl: ids, positions, slots,
-    of ragged chains how many a request has, of trees the parents."""
+    of ragged chains how many a request has, of trees the parents. Then the block's width, and of ragged chains the
+    rows of each request by its rid."""
     verify = Verifier.verify
 
     def noting(self: Any, batch: Any, block: Any, proposals: Any, rows: Any, *arguments: Any) -> Any:
-        parts = [*rows.rows]
+        parts, lens = [*rows.rows], dict[str, int]()
         if rows.ragged is not None:
             parts.append(rows.ragged.lens)
+            lens = dict(zip([req.rid for req in batch.reqs], rows.ragged.lens.tolist(), strict=False))
         if rows.paths is not None:
             parts.append(rows.paths.tree.parents)
         form = "ragged" if rows.ragged is not None else "chain" if rows.paths is None else "tree"
         digest = hashlib.sha256(str([of.tolist() for of in parts]).encode()).hexdigest()
-        note(f"shapes.{get_parallel().tp_rank}.jsonl", [form, len(batch.reqs), rows.size, digest])
+        note(
+            f"shapes.{get_parallel().tp_rank}.jsonl", [form, len(batch.reqs), rows.size, digest, block.size, lens]
+        )
         return verify(self, batch, block, proposals, rows, *arguments)
 
     Verifier.verify = noting
