@@ -319,12 +319,15 @@ def test_penalties_act_on_the_run_of_tokens_that_ragged_rows_accept(ours, plain)
 
 @on(IN_GRAPHS)
 def test_steps_have_every_shape(ours):
-    """Of six requests, so many at once; trees and chains are the wider the fewer they are."""
+    """Of six requests, so many at once; trees and chains are the wider the fewer they are. A round of 200 steps
+    may draw one of 19 shapes never."""
     before = told(ours.server)["shapes"]
-    for at_once in (6, 4, 2):
+    for at_once in 5 * (6, 4, 2):
         asked = [request(text, max_new_tokens=150) for text in repeating()[:6]]
         ask_at_once(ours.server, asked, at_once)
-    steps = {shape: count - before[shape] for shape, count in told(ours.server)["shapes"].items()}
+        steps = {shape: count - before[shape] for shape, count in told(ours.server)["shapes"].items()}
+        if all(steps.values()):
+            break
     assert {shape.rpartition(" ")[0] for shape in steps} == {"", "ragged", "tree", "copy"}
     assert all(steps.values()), steps
 
