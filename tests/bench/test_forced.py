@@ -136,6 +136,7 @@ def test_sglangs_variable_forces_one_length_on_all_requests_of_a_step(
     assert float(np.mean(lengths)) == pytest.approx(mean, abs=0.12)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_server_has_the_length_of_sglangs_variable_and_answers_with_the_fixed_token() -> None:
     environment = {"SGLANG_SIMULATE_ACC_LEN": "3.5"}  # which SGLang reads when it is imported

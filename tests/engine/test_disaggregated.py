@@ -34,7 +34,7 @@ TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 NEW_TOKENS = 64
 TEXT: dict[str, Any] = dict(skip_tokenizer_init=None, enable_custom_logit_processor=True)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def prompts(count: int = 8) -> list[list[int]]:
@@ -151,7 +151,7 @@ ALIEN = "a prefill server without dflash_sglang: expected one that sends context
 OTHER = " on the decode server: expected the same draft on both. "
 
 
-@pytest.mark.parametrize("message", [ALIEN, pytest.param(OTHER, marks=pytest.mark.full)], ids=["none", "weights"])
+@pytest.mark.parametrize("message", [ALIEN, OTHER], ids=["none", "weights"])
 def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(
     expected, apart, tmp_path, environment, message
 ):
@@ -174,7 +174,6 @@ def test_a_decode_server_refuses_another_draft_by_name_and_stays_up(
     assert output_and_steps(apart.ask(**asked()[0])) == expected[0]
 
 
-@pytest.mark.full
 def test_a_prefill_server_refuses_a_decode_server_without_speculation_which_another_serves(expected, tmp_path):
     with serve_apart(TARGET, DRAFT, tmp_path, decode=BARE) as apart:
         refused, of_decode = apart.ask_both(**asked()[0])
@@ -185,7 +184,6 @@ def test_a_prefill_server_refuses_a_decode_server_without_speculation_which_anot
             assert not plain.wrote_elsewhere()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("prefill", [BARE, dict(environment=BUILT_IN_WORKER)], ids=["no draft", "built-in worker"])
 def test_a_decode_server_that_takes_any_prefill_server_is_right_and_in_more_steps_without_context(
     tmp_path, prefill
@@ -204,7 +202,6 @@ def test_a_decode_server_that_takes_any_prefill_server_is_right_and_in_more_step
         assert answers == alone
 
 
-@pytest.mark.full
 def test_retracted_requests_and_their_adapters_act_as_on_one_server(expected, tmp_path, environment):
     """In another layout than above. The pool begins as NaN, and rows of a retracted request are others' before it
     goes on."""
@@ -241,7 +238,6 @@ KINDS: dict[str, tuple[Pairs, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 }  # fmt: skip
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_path, kind):
     """A random draft has nothing accepted, so its proposals are compared, token by token."""
@@ -274,7 +270,6 @@ def test_every_kind_of_target_and_draft_proposes_what_it_does_on_one_server(tmp_
     assert len(proposed) > 20 and proposed_apart == proposed
 
 
-@pytest.mark.full
 def test_data_parallel_ranks_of_both_servers_output_what_one_server_does(expected, tmp_path):
     decode = dict(environment={CONFIG_ENV: '{"width": {}}'})
     flags = {**RANKS, "decode_log_interval": 1, **dict(tp_size=2, dp_size=2, enable_dp_attention=True)}
