@@ -105,7 +105,7 @@ def test_trees_and_accepted_paths_are_the_reference_loops(tmp_path, settings, no
     texts, text = prompts()[:4], prompts()[0]
     apart = [dict(request(text, 20), rid="bias"), dict(request(text, 20), rid="logprobs", return_logprob=True)]
     apart[0]["sampling_params"]["logit_bias"] = {"7": -100}
-    apart.append(dict(request(text, 20, 4, 4), rid="width"))
+    apart.append(dict(request(text, 20, 4), rid="width"))
     with (
         trees(tmp_path, [nodes], "grown")
         if not settings
