@@ -108,8 +108,8 @@ def test_the_copy_of_a_head_of_the_drafts_own_follows_its_updates(tmp_path: Path
 @pytest.mark.full
 @pytest.mark.slow
 def test_two_ranks_draft_by_the_fp8_rows_of_a_token_map(tmp_path: Path) -> None:
-    kept = sorted({*range(32, 127), 10, 256, 257, 258, 259})
-    torch.save(kept, tmp_path / "map.pt")
+    tokens = sorted({*range(32, 127), 10, 256, 257, 258, 259})
+    torch.save(tokens, tmp_path / "map.pt")
     with kept(TARGET) as plain:
         expected, _ = decode(plain)
     flags = dict(tp_size=2, speculative_token_map=str(tmp_path / "map.pt"))
@@ -117,4 +117,4 @@ def test_two_ranks_draft_by_the_fp8_rows_of_a_token_map(tmp_path: Path) -> None:
         outputs, steps = decode(server)
         line = head_line(server)
     assert outputs == expected and steps < len(outputs) * NEW_TOKENS / 3
-    assert line.startswith(f"{len(kept)} tokens ({tmp_path / 'map.pt'}), fp8 (draft_head asks for it")
+    assert line.startswith(f"{len(tokens)} tokens ({tmp_path / 'map.pt'}), fp8 (draft_head asks for it")
