@@ -144,6 +144,18 @@ def test_samples_from_trees_follow_the_plain_servers_distribution_and_greedy_req
     assert sum(map(len, grown(tmp_path).values())) > 1000
 
 
+def test_a_pool_that_has_no_slots_for_a_tree_serves_chains(tmp_path):
+    """At their end two requests need 2 * (170 + 16 + 16) slots, and with trees of 64 nodes 2 * (170 + 16 + 64)."""
+    texts = [text[:20] for text in prompts()[:2]]
+    flags = dict(max_total_tokens=420, max_running_requests=2, chunked_prefill_size=64)
+    with kept(TARGET) as server:
+        plain = greedy_outputs(server, texts, 150)
+    with trees(tmp_path, [64], "grown,sentinels", **flags) as server:
+        assert greedy_outputs(server, texts, 150) == plain
+        assert state(server)["dflash_acceptance"]["shapes"]["whole"]["pool_full"] > 0
+    assert grown(tmp_path)
+
+
 def test_trees_leave_the_slots_that_a_prompt_in_progress_counts_on(tmp_path):
     """Parts of prompts of 300 tokens run with decode steps of up to three other requests, in a pool of 640. Where
     it has no slots for trees, steps have chains."""
@@ -163,7 +175,6 @@ def test_trees_leave_the_slots_that_a_prompt_in_progress_counts_on(tmp_path):
         plain = outputs(server)
     with trees(tmp_path, [16, 32, 64], "grown,sentinels", **flags) as server:
         assert outputs(server) == plain
-        assert state(server)["dflash_acceptance"]["shapes"]["whole"]["pool_full"] > 0
     assert grown(tmp_path)
 
 
