@@ -318,18 +318,17 @@ def test_penalties_act_on_the_run_of_tokens_that_ragged_rows_accept(ours, plain)
 
 
 @on(IN_GRAPHS)
-def test_steps_have_every_shape(ours):
-    """Of six requests, so many at once; trees and chains are the wider the fewer they are. A round of 200 steps
-    may draw one of 19 shapes never."""
+def test_steps_have_every_form(ours):
+    """Of six requests, so many at once; trees and chains are the wider the fewer they are. Which widths and sizes
+    are drawn is up to chance."""
     before = told(ours.server)["shapes"]
-    for at_once in 5 * (6, 4, 2):
+    for at_once in (6, 4, 2):
         asked = [request(text, max_new_tokens=150) for text in repeating()[:6]]
         ask_at_once(ours.server, asked, at_once)
-        steps = {shape: count - before[shape] for shape, count in told(ours.server)["shapes"].items()}
-        if all(steps.values()):
-            break
-    assert {shape.rpartition(" ")[0] for shape in steps} == {"", "ragged", "tree", "copy"}
-    assert all(steps.values()), steps
+    forms: Counter[str] = Counter()
+    for shape, count in told(ours.server)["shapes"].items():
+        forms[shape.rpartition(" ")[0]] += count - before[shape]
+    assert forms.keys() == {"", "ragged", "tree", "copy"} and min(forms.values()) > 5, forms
 
 
 @on(IN_GRAPHS)
