@@ -87,9 +87,11 @@ def test_a_running_server_whose_draft_has_swapped_layer_ids_is_found_out(files, 
 def test_the_packaged_pair_is_fine_and_as_good_as_its_record(files, capsys):
     given = ["--prompts", f"{files}/prompts.json", "--baseline", f"{files}/baseline.json"]
     code, found = checked(files, capsys, "--draft", str(DRAFT), *given)
-    slow = [one for one in found["reasons"] if "break-even" in one]  # on a machine that does other things as well
+    # Where the machine does other things as well, answers may take longer than plain decoding's.
+    slow = found["accept_length_interval"][1] < found["accept_length"] / found["speed_over_plain"]
     assert code == 0 and found["verdict"] == ("weak on these prompts" if slow else "fine")
-    assert found["reasons"] == slow and bool(found["likely_causes"]) == bool(slow)
+    assert len(found["reasons"]) == slow and bool(found["likely_causes"]) == slow
+    assert all("is below break-even" in reason for reason in found["reasons"])
     assert found["equal_outputs"] == found["prompts"] == 16 and found["dtype"] == "float32"
     record = json.loads((files / "baseline.json").read_text())
     assert found["accept_length"] == pytest.approx(record["accept_length"], rel=0.02)

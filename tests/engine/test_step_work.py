@@ -14,9 +14,10 @@ from dflash_sglang.bench import profile
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
-from tests.support import recorded_graphs, step_work
+from tests.support import recorded_graphs, step_moves, step_work
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from tests.support.step_moves import Moves
 from tests.support.step_work import Work
 from tests.support.tiny import make_pair
 
@@ -45,19 +46,23 @@ def ending_late(server: Server, directory: Path, stop_tokens: int) -> tuple[Any,
     return work.calls, work.operators, work.from_host
 
 
-@pytest.mark.slow
 @pytest.mark.full
-def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_nothing(tmp_path):
-    """In graphs; whatever number of stop tokens a request names."""
+@pytest.mark.slow
+@pytest.mark.parametrize("captured", [True, pytest.param(False, marks=pytest.mark.release)])
+def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_nothing(tmp_path, captured):
+    """With graphs, overlap scheduling and copies, and without; whatever number of stop tokens a request names."""
     target, draft = make_pair(tmp_path, target=dict(vocab_size=VOCAB), draft=dict(vocab_size=VOCAB))
     for part_of_tokenizer in TARGET.glob("tokenizer*"):  # without one SGLang refuses min_new_tokens
         shutil.copy(part_of_tokenizer, target)
-    environment = step_work.recorded(tmp_path) | recorded_graphs.recording(tmp_path, "", "support.step_work")
-    environment[CONFIG_ENV] = json.dumps({"copy": "block"})
+    environment = step_work.recorded(tmp_path)
+    if captured:
+        environment |= recorded_graphs.recording(tmp_path, "", "support.step_work")
+        environment[CONFIG_ENV] = json.dumps({"copy": "block"})
     with serve(
         target,
         draft,
         environment=environment,
+        disable_overlap_schedule=not captured,
         max_running_requests=16,
         min_free_slots_delay=1,
         random_seed=1,
@@ -76,7 +81,22 @@ def test_a_step_makes_the_same_calls_for_one_request_and_for_many_and_waits_for_
         assert together and not any(prefill.waits for prefill in together), together
         few, many = (ending_late(server, tmp_path, stop_tokens) for stop_tokens in (10, 20_000))
         assert few == many
-    assert {replay.requests for replay in recorded_graphs.replays(tmp_path)} >= {1, 16}
+    assert not captured or {replay.requests for replay in recorded_graphs.replays(tmp_path)} >= {1, 16}
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_greedy_step_in_graphs_gathers_and_stages_nothing_and_copies_to_the_host_once(tmp_path):
+    target, draft = make_pair(tmp_path)
+    # On a CPU copies are looked for by operations that gather. They are one more copy to the host.
+    environment = recorded_graphs.recording(tmp_path, "", "support.step_moves", **{CONFIG_ENV: '{"copy": "off"}'})
+    with serve(
+        target, draft, environment=environment, max_running_requests=16, min_free_slots_delay=1, random_seed=1
+    ) as server:
+        for requests in (1, 5, 16):
+            ask(server, requests, **GREEDY)
+            assert step_moves.steps(tmp_path, requests)[-1] == Moves(requests, gathers=0, staged=0, to_host=1)
+    assert {replay.role for replay in recorded_graphs.replays(tmp_path)} == {"draft", "target"}
 
 
 @pytest.mark.gpu
