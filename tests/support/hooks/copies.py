@@ -17,7 +17,7 @@ from tests.support.scheduler_hooks import note, recorded
 
 
 def copies(always: bool = False) -> None:
-    """With copy: block: whether a match of any length is copied is drawn.
+    """With copy: block: whether a match of any length is copied is drawn, but for one that cannot come true.
 
     Steps check that the tokens of slots are those of the requests. A rank's blocks with their copies go to
     copies.RANK.jsonl.
@@ -27,7 +27,7 @@ def copies(always: bool = False) -> None:
     file = f"copies.{get_parallel().tp_rank}.jsonl"
 
     def worth(right: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-        return (torch.rand(right.shape, generator=generator) < 0.5) | always
+        return ((torch.rand(right.shape, generator=generator) < 0.5) | always) & (right > 0)
 
     def then_look(self: Any, batch: Any, *args: Any) -> Any:
         Proposer.copies = self._copies
@@ -51,7 +51,7 @@ def copies(always: bool = False) -> None:
 
 
 def always_copies() -> None:
-    """As `copies`, but every match is copied."""
+    """As `copies`, but every match that may come true is copied."""
     copies(always=True)
 
 
