@@ -24,7 +24,7 @@ def copies(always: bool = False) -> None:
     file = f"copies.{get_parallel().tp_rank}.jsonl"
 
     def worth(right: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-        return ((torch.rand(right.shape, generator=generator) < 0.5) | always) & (right > 0)
+        return (torch.rand(right.shape, generator=generator) < 0.5) & (right > 0) | always
 
     def then_look(step: Any, self: Any, batch: Any, *args: Any) -> Any:
         of_worker[:] = [self._copies]
@@ -50,7 +50,7 @@ def copies(always: bool = False) -> None:
 
 
 def always_copies() -> None:
-    """As `copies`, but every match that may come true is copied."""
+    """As `copies`, but every match is copied."""
     copies(always=True)
 
 
