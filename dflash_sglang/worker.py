@@ -56,10 +56,7 @@ class DFlashWorker(PrefillWorker):
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
     def alloc_memory_pool(
-        self,
-        memory_pool_config: Any = None,
-        req_to_token_pool: Any = None,
-        token_to_kv_pool_allocator: Any = None,
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
     ) -> None:
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         parts = steps.build_step(self._draft, self.target_worker, self._tables, self._reservation, self._config)

@@ -10,11 +10,7 @@ from dataclasses import replace as with_fields
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
 from dflash_sglang.patches.apply import replaced
-from dflash_sglang.sglang_names.scheduler import (
-    ModelRunner,
-    get_cuda_graph_batch_size_alignment,
-    get_exec,
-)
+from dflash_sglang.sglang_names.scheduler import ModelRunner, get_cuda_graph_batch_size_alignment, get_exec
 
 
 def captured_at(sizes: Sequence[int]) -> AbstractContextManager[None]:

@@ -93,10 +93,7 @@ def _capture_method(target_model: torch.nn.Module) -> Callable[[list[int]], None
 
 
 def _checked(
-    expected: tuple[int, ...],
-    set_layers: Callable[[list[int]], None],
-    ids: list[int],
-    layer_ids: Sequence[int],
+    expected: tuple[int, ...], set_layers: Callable[[list[int]], None], ids: list[int], layer_ids: Sequence[int]
 ) -> None:
     if tuple(layer_ids) != expected:
         raise CaptureError(
