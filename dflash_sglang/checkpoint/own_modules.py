@@ -20,13 +20,13 @@ from dflash_sglang.checkpoint.files import UNPACKED_DTYPES, TensorFacts
 
 MASK_EMBEDDING = "mask_embedding"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
-# Read here, not by the loader of the weights; the latter belong to training, or guess what walks give.
-VOCABULARY_TENSORS = ("d2t", "t2d")
-TRAINING_TENSORS = (
+_VOCABULARY = ("d2t", "t2d")  # read here, not by the loader of the weights
+NOT_LOADED = (
+    *_VOCABULARY,
     *("verifier_lm_head.weight", "verifier_norm.weight"),
     *("confidence_head.proj.weight", "confidence_head.proj.bias"),
 )
-
+"""Those after the first belong to training, or guess what walks give."""
 TABLES = ("embed_tokens", "markov_head.markov_w1", "markov_head.markov_w2")
 """Modules that are read row by row. Those of a checkpoint in NVFP4 are dense once they are loaded."""
 
@@ -61,7 +61,7 @@ def own_modules(directory: Path, tensors: Mapping[str, TensorFacts]) -> OwnModul
     Raises DraftConfigError for a mask_embedding.pt that is no tensor.
     """
     facts = {name.removeprefix("model."): fact for name, fact in tensors.items()}
-    small = _read(directory, facts.keys() & {*VOCABULARY_TENSORS, MASK_EMBEDDING})
+    small = _read(directory, facts.keys() & {*_VOCABULARY, MASK_EMBEDDING})
     return OwnModules(
         head=_module(facts, "lm_head"),
         embedding=_module(facts, "embed_tokens"),

@@ -6,16 +6,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.families import Family
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
-from dflash_sglang.checkpoint.shapes import layer_shapes
+from dflash_sglang.checkpoint.shapes import STACKED, dense_shapes, layer_shapes
 from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
 from dflash_sglang.models.convolution import ConvolvedLayer
@@ -24,7 +25,7 @@ from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import build_draft_head
 from dflash_sglang.models.head.target_head import find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer, Quantisation, rms_norm
-from dflash_sglang.models.loading.stacking import STACKED, still_missing
+from dflash_sglang.models.loading.stacking import still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
 from dflash_sglang.settings.plugin_config import DraftHeadForm
 from dflash_sglang.sglang_names.scheduler import (
@@ -67,21 +68,16 @@ class DFlashDraftModel(BorrowingDraft):
         self.spec = spec = DraftSpec.from_config(draft_config(path, revision), Flags.of(get_spec()))
         base = f"{prefix}." if prefix else ""
         self.num_features = len(spec.target_layer_ids)
-        self.fc = ReplicatedLinear(
-            self.num_features * spec.hidden_size,
-            spec.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{base}fc",
-        )
-        self.hidden_norm = rms_norm(spec, spec.hidden_size)
+        hidden, features = spec.hidden_size, self.num_features * spec.hidden_size
+        self.fc = ReplicatedLinear(features, hidden, bias=False, quant_config=quant_config, prefix=f"{base}fc")
+        self.hidden_norm = rms_norm(spec, hidden)
         self.layers = nn.ModuleList(
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
-        self.norm = rms_norm(spec, spec.hidden_size)
+        self.norm = rms_norm(spec, hidden)
         if spec.domino is not None:
-            self.prefix_gru = PrefixGRU(spec.hidden_size, spec.domino.state_size)
-            self.embed_proj = embed_proj(spec.domino, spec.hidden_size, spec.vocab_size)
+            self.prefix_gru = PrefixGRU(hidden, spec.domino.state_size)
+            self.embed_proj = embed_proj(spec.domino, hidden, spec.vocab_size)
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
 
@@ -236,28 +232,11 @@ class DFlashDraftModel(BorrowingDraft):
 
         Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape.
         """
-        if self._loaded:
-            load_update(self, self.checkpoint_shapes, weights)
-        else:
-            load_checkpoint(self, self.checkpoint_shapes, weights)
-            self._loaded = True
-
-    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By checkpoint name, of whole tensors that are not packed. Scalars, and what belongs to a quantisation
-        alone, are their loaders' to judge."""
-        shapes = {
-            name: tuple(parameter.shape)
-            for name, parameter in self.named_parameters()
-            if not hasattr(parameter, "weight_loader") and parameter.numel() > 1
-        }
-        for name, module in self.named_modules():
-            if isinstance(module, ReplicatedLinear):
-                shapes[f"{name}.weight"] = (module.output_size, module.input_size)
-            elif isinstance(module, VocabParallelEmbedding):  # a head is one, too
-                shapes[f"{name}.weight"] = (module.org_vocab_size, self.spec.hidden_size)
-            elif isinstance(module, GemmaRMSNorm):
-                shapes[f"{name}.weight"] = tuple(module.weight.shape)
-        return {**shapes, **layer_shapes(self.spec)}
+        hidden, shapes = self.spec.hidden_size, dense_shapes(self.spec) | layer_shapes(self.spec)
+        own = [name for name in ("lm_head", "embed_tokens") if hasattr(self, name)]
+        shapes |= {f"{name}.weight": (getattr(self, name).org_vocab_size, hidden) for name in own}
+        (load_update if self._loaded else load_checkpoint)(self, shapes | {MASK_EMBEDDING: (hidden,)}, weights)
+        self._loaded = True
 
 
 def _one_scale(of_draft: float, of_target: float, target_model: nn.Module) -> float:
@@ -268,6 +247,12 @@ def _one_scale(of_draft: float, of_target: float, target_model: nn.Module) -> fl
             "input_embedding_scale, or serve the target that the draft was trained for."
         )
     return of_draft * of_target
+
+
+def under_its_names(model: type[DFlashDraftModel], family: Family) -> list[type[DFlashDraftModel]]:
+    """A class for each architecture of the family: SGLang finds a model by the name of its class."""
+    others = (name for name in family.architectures if name != model.__name__)
+    return [model, *(type(name, (model,), {}) for name in others)]
 
 
 EntryClass = [DFlashDraftModel]

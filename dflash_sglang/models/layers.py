@@ -45,25 +45,17 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.value_scale = spec.attention_value_scale
+        hidden, heads, bias = spec.hidden_size, (spec.num_heads, spec.num_kv_heads), spec.attention_bias
         self.qkv_proj = QKVParallelLinear(
-            spec.hidden_size,
-            spec.head_dim,
-            spec.num_heads,
-            spec.num_kv_heads,
-            bias=spec.attention_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
+            hidden, self.head_dim, *heads, bias=bias, quant_config=quant_config, prefix=f"{prefix}.qkv_proj"
         )
         self.num_heads: int = self.qkv_proj.num_heads
         self.num_kv_heads: int = self.qkv_proj.num_kv_heads
         self.q_size = self.num_heads * spec.head_dim
         self.kv_size = self.num_kv_heads * spec.head_dim
+        columns = spec.num_heads * spec.head_dim
         self.o_proj = RowParallelLinear(
-            spec.num_heads * spec.head_dim,
-            spec.hidden_size,
-            bias=spec.attention_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.o_proj",
+            columns, hidden, bias=bias, quant_config=quant_config, prefix=f"{prefix}.o_proj"
         )
         self.q_norm = rms_norm(spec, spec.head_dim)
         self.k_norm = rms_norm(spec, spec.head_dim)
@@ -183,19 +175,12 @@ class DraftMLP(nn.Module):
 
     def __init__(self, spec: DraftSpec, quant_config: Quantisation, prefix: str) -> None:
         super().__init__()
+        hidden, size = spec.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            spec.hidden_size,
-            [spec.intermediate_size] * 2,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
+            hidden, [size, size], bias=False, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj"
         )
         self.down_proj = RowParallelLinear(
-            spec.intermediate_size,
-            spec.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.down_proj",
+            size, hidden, bias=False, quant_config=quant_config, prefix=f"{prefix}.down_proj"
         )
         self.act_fn = SiluAndMul() if spec.swiglu_clamp is None else ClampedSwiglu(spec.swiglu_clamp)
 
