@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from dflash_sglang.assembly import lines, steps
-from dflash_sglang.drafting.base import ProposalSource
 from dflash_sglang.drafting.block import Block, BlockBuilder
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
-from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.proposals import Proposals, ProposalSource
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.patches import arrivals
 from dflash_sglang.prefill_worker import PrefillWorker

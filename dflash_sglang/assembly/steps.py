@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dflash_sglang.assembly.loading import LoadedDraft
 from dflash_sglang.attention.visibility import check_visibility
-from dflash_sglang.checkpoint.causes import PairFacts
-from dflash_sglang.drafting.base import Changed, ProposalSource
+from dflash_sglang.checkpoint.in_words import PairFacts
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.mtp.source import MtpSource
+from dflash_sglang.drafting.proposals import Changed, ProposalSource
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 from dflash_sglang.drafting.rings import DraftRings, RingContext
 from dflash_sglang.drafting.step_slots import StepSlots
@@ -24,12 +24,11 @@ from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.base import ContextWriter
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.mtp.recent_rows import RecentRows
-from dflash_sglang.observe.alarm import Alarm
-from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.alarm import Alarm, Causes
 from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
+from dflash_sglang.patches.attention_room import plan_windows
 from dflash_sglang.patches.flash3 import spare_launches
-from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import FORCED_ENV, PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import SIMULATE_ACC_LEN, ModelRunner, TpModelWorker, get_parallel

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dflash_sglang.checkpoint import family_specs
-from dflash_sglang.checkpoint.anchor import anchor_field
 from dflash_sglang.checkpoint.families import DFLASH2, DOMINO, DSPARK, GEMMA4, LAGUNA, family_of
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
@@ -18,6 +17,7 @@ from dflash_sglang.checkpoint.fields import (
     as_float,
     as_int,
     class_default,
+    shown,
 )
 from dflash_sglang.checkpoint.gemma4 import gemma4_fields
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
@@ -27,6 +27,10 @@ from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_specul
 from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
 
 QWEN3_HEAD_DIM = 128  # of transformers' Qwen3 where a config has none
+# Fields that say whether a block proposes from its first row on, the row of the last committed token (the anchor),
+# and where they may stand beside the top level.
+_FROM_ANCHOR = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
+_PLACES = ("dflash_config", "eagle_config", "text_config", "transformer_layer_config")
 
 
 @dataclass(frozen=True)
@@ -239,3 +243,28 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
         fix = "Add quantization_config.quant_method to the draft's config.json."
         raise DraftConfigError("quantization_config", quantization, "an object with a quant_method", fix)
     return method
+
+
+def anchor_field(config: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """(path, value) of the one of _FROM_ANCHOR in a raw config.json of any format, None without one.
+
+    Raises DraftConfigError for a value that is not true or false, and for two that contradict each other.
+    """
+    said = list(_said(config))
+    for found in said:
+        if as_bool(found) != said[0][1]:
+            expected = (
+                f"{said[0][0]}={shown(said[0][1])} to say the same: whether the row of the last committed token "
+                "proposes, too"
+            )
+            fix = "Keep the one that the draft was trained with in its config.json."
+            raise DraftConfigError(found[0], found[1], expected, fix)
+    return said[0] if said else None
+
+
+def _said(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of every name in every place; null is absent."""
+    nested = ((f"{place}.", config.get(place)) for place in _PLACES)
+    for path, fields in (("", config), *nested):
+        given = fields if isinstance(fields, Mapping) else {}
+        yield from ((path + name, given[name]) for name in _FROM_ANCHOR if given.get(name) is not None)

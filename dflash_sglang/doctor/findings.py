@@ -19,7 +19,7 @@ from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, head_tokens, own_modules
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.doctor import launch, sizes, tokens
-from dflash_sglang.models.head.form import HeadFacts, choose_form
+from dflash_sglang.models.head.draft_head import HeadFacts, choose_form
 from dflash_sglang.patches.contract import states
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view

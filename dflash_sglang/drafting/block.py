@@ -11,7 +11,7 @@ import torch
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
-from dflash_sglang.patches.graph_inputs import GraphInputs
+from dflash_sglang.patches.graphs import GraphInputs
 from dflash_sglang.settings.width import PLAIN
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_d
 from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
 from dflash_sglang.checkpoint.shapes import STACKED, dense_shapes, layer_shapes
-from dflash_sglang.models.block_embedding import BlockEmbedding
-from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
+from dflash_sglang.models.borrowed import BlockEmbedding, Borrowed, BorrowingDraft
 from dflash_sglang.models.convolution import ConvolvedLayer
 from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges

@@ -1,8 +1,9 @@
-"""The decoder layer of a DFlash draft on SGLang's layers: attention, MLP and their residual stream."""
+"""The decoder layer of a DFlash draft on SGLang's layers: attention, its RoPE, MLP and their residual stream."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import math
+from typing import Any, TypeAlias
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
@@ -10,17 +11,49 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, get_rope
 from sglang.srt.model_loader.weight_utils import sharded_weight_loader
 from sglang.srt.utils.common import set_weight_attrs
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.draft_spec import SwigluClamp
-from dflash_sglang.models.rope import draft_rope
 from dflash_sglang.sglang_names.scheduler import ForwardBatch, swiglu_oai_split, table_qk_norm_rope_
 
 Quantisation: TypeAlias = QuantizationConfig | None
+
+
+def draft_rope(spec: DraftSpec) -> RotaryEmbedding:
+    """One module per spec and dtype, shared by the layers; `_ensure_cos_sin_cache_length` extends its table."""
+    return get_rope(
+        spec.head_dim,
+        rotary_dim=spec.rope.rotary_dim,
+        max_position=spec.max_position_embeddings,
+        base=spec.rope.theta,
+        is_neox_style=spec.rope.is_neox,
+        rope_scaling=None if spec.rope.scaling is None else _as_sglang_reads(spec.rope.scaling),
+    )
+
+
+def _as_sglang_reads(scaling: dict[str, Any]) -> dict[str, Any]:
+    """The scaling in the terms of `get_rope`."""
+    if scaling["rope_type"] in ("llama3", "proportional"):
+        return scaling
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        # SGLang's own linear table is extended unscaled. Of llama3's frequencies those whose wavelength exceeds
+        # the original length are divided by the factor: with a length of 1, all of them.
+        one = dict(original_max_position_embeddings=1, low_freq_factor=1.0, high_freq_factor=1.0)
+        return {"rope_type": "llama3", "factor": factor, **one}
+    yarn = {**scaling, "factor": factor}
+    magnitude = yarn.pop("attention_factor", None)
+    if magnitude is not None or not (yarn.get("mscale") and yarn.get("mscale_all_dim")):
+        yarn.pop("mscale", None)
+        yarn.pop("mscale_all_dim", None)
+    if magnitude is not None:
+        # SGLang multiplies attn_factor with the magnitude that it derives from the factor.
+        yarn["attn_factor"] = magnitude / (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
+    return yarn
 
 
 def rms_norm(spec: DraftSpec, size: int) -> RMSNorm | GemmaRMSNorm:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
-from dflash_sglang.checkpoint.anchor import anchor_field
+from dflash_sglang.checkpoint.draft_spec import anchor_field
 from dflash_sglang.checkpoint.families import (
     DFLASH2,
     LAGUNA,

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 from dflash_sglang.attention.trees import serve_trees
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.patches import runtime_state
-from dflash_sglang.patches.attention_room import room_for_blocks
+from dflash_sglang.patches.attention_room import plan_windows, room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
-from dflash_sglang.patches.flashinfer_windows import plan_windows
-from dflash_sglang.patches.graph_captures import by_tokens, captured_at, shared_evenly
-from dflash_sglang.patches.graph_inputs import leave_in_place
+from dflash_sglang.patches.graphs import by_tokens, captured_at, leave_in_place, shared_evenly
 from dflash_sglang.patches.replayed_states import move_states_in_forward
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner, get_spec

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.kernels.head.pack_shard import Candidates
-from dflash_sglang.models.block_embedding import BlockEmbedding
-from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
+from dflash_sglang.models.borrowed import BlockEmbedding, Borrowed, BorrowingDraft
 from dflash_sglang.models.head.target_head import TargetHead, find_embedding
 from dflash_sglang.models.layers import Quantisation
 from dflash_sglang.models.loading.stacking import load_shard, stacked, still_missing
