@@ -247,15 +247,11 @@ def agree(draft: LoadedDraft, target: ModelRunner, config: PluginConfig) -> None
         of_target = target.model_config
         layers = TargetFacts.from_config(of_target.hf_text_config).num_layers
         if config.prefill == "any" and draft.model.spec.num_layers >= layers:
-            raise StartupError([_any_problem(draft.model.spec.num_layers, layers)])
+            expected = (
+                f"'same' with a draft of {draft.model.spec.num_layers} layers beside a target of {layers}: SGLang "
+                "takes KV that comes without a draft's for that of a part of the layers"
+            )
+            raise StartupError([Problem(f"{CONFIG_ENV} prefill", "any", expected, "Leave it out.")])
         heads = [(one.get_total_num_kv_heads(), one.head_dim) for one in (of_target, model)]
         agreement.compare_with(line, config.prefill, alike=heads[0] == heads[1])
         retracted_rows.keep(target.token_to_kv_pool_allocator, draft.runner.token_to_kv_pool)
-
-
-def _any_problem(draft_layers: int, target_layers: int) -> Problem:
-    expected = (
-        f"'same' with a draft of {draft_layers} layers beside a target of {target_layers}: SGLang takes KV that "
-        "comes without a draft's for that of a part of the layers"
-    )
-    return Problem(f"{CONFIG_ENV} prefill", "any", expected, "Leave it out.")

@@ -99,7 +99,6 @@ def build_step(
     if rings is not None:
         assert isinstance(draft.context_kv, ContextKV)
         context = RingContext(draft.context_kv, rings)
-    mask = draft.model.spec.mask_token_id  # None: of a source that reads no row of the block
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
     if tables.acceptor.answers is not None:
@@ -107,28 +106,13 @@ def build_step(
     copies = _copies(draft, target, slots.longest, config)
     if copies is not None:
         source = Changed(source, copies.propose)
-    return StepParts(
-        reservation,
-        BlockBuilder(
-            target,
-            runner,
-            block_size,
-            0 if mask is None else mask,
-            slots,
-            in_place=mask is not None
-            and names_slots_alike(target, runner)
-            and not is_imposed()
-            and rings is None
-            and not draft.model.spec.has_row_less,
-            draft_slots=None if rings is None else rings.assign_block,
-        ),
-        source,
-        Verifier(target_worker, block_size, logits, tables, tail),
-        tail,
-        context,
-        rings,
-        copies,
-    )
+    mask, assign = draft.model.spec.mask_token_id, None if rings is None else rings.assign_block
+    alike = names_slots_alike(target, runner) and not is_imposed() and rings is None
+    # Without a mask token the source reads no row of the block.
+    in_place = mask is not None and alike and not draft.model.spec.has_row_less
+    blocks = BlockBuilder(target, runner, block_size, mask or 0, slots, in_place, assign)
+    verifier = Verifier(target_worker, block_size, logits, tables, tail)
+    return StepParts(reservation, blocks, source, verifier, tail, context, rings, copies)
 
 
 def _copies(draft: LoadedDraft, target: ModelRunner, longest: int, config: PluginConfig) -> Copies | None:
@@ -145,18 +129,11 @@ def _copies(draft: LoadedDraft, target: ModelRunner, longest: int, config: Plugi
 
 def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | None) -> ProposalSource:
     if isinstance(draft.context_kv, RecentRows):
-        return MtpSource(
-            draft.runner, draft.model, draft.context_kv, draft.parallel_layout, drawn=draft.draws_proposals
-        )
-    return Proposer(
-        draft.runner,
-        draft.model,
-        draft.block_size,
-        draft.parallel_layout,
-        drawn=draft.draws_proposals,
-        tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
-        window=window,
-    )
+        recent, layout = draft.context_kv, draft.parallel_layout
+        return MtpSource(draft.runner, draft.model, recent, layout, drawn=draft.draws_proposals)
+    of_trees = 0 if why_no_candidates(draft.model) else most_requests(config.width.trees)
+    of_draft = draft.runner, draft.model, draft.block_size, draft.parallel_layout
+    return Proposer(*of_draft, drawn=draft.draws_proposals, window=window, tree_requests=of_trees)
 
 
 def _rings(

@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_sglang.checkpoint import family_specs
 from dflash_sglang.checkpoint.families import DFLASH2, DOMINO, DSPARK, GEMMA4, LAGUNA, family_of
+from dflash_sglang.checkpoint.family_specs import VocabularySpec, vocabulary
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
     DraftConfigError,
@@ -24,7 +25,6 @@ from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
 from dflash_sglang.checkpoint.left_out import LAYER_INPUTS, NO_FLAGS, VLLM_PLACES, Flags, refuse_left_out
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
-from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
 
 QWEN3_HEAD_DIM = 128  # of transformers' Qwen3 where a config has none
 # Fields that say whether a block proposes from its first row on, the row of the last committed token (the anchor),
@@ -44,21 +44,7 @@ class SwigluClamp:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A DFlash draft as its checkpoint describes it.
-
-    ``speculators``: whether it is in the speculators format, else in z-lab's.
-    ``block_size``: trained block length, the last token and a proposal of each row that has one.
-    ``has_row_less``: whether the draft reads all rows of a block but the last, because every row proposes the
-    token after its own. ``target_layer_ids``: 0-based target layers whose outputs are the features, in the order
-    in which `fc` was trained on them. ``mask_token_id``: id in the embedding table. ``attention_value_scale``:
-    factor on V, or None.
-    ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax. ``convolution``:
-    around attention and MLP of every layer, or None.
-    ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
-    activation differs from SwiGLU, or None.
-    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
-    ``domino``, ``laguna``: what makes it a draft of that family, or None.
-    """
+    """A DFlash draft as its checkpoint describes it."""
 
     architecture: str
     hidden_size: int
@@ -71,21 +57,24 @@ class DraftSpec:
     vocab_size: int
     max_position_embeddings: int
     attention_bias: bool
-    gemma_norms: bool
-    swiglu_clamp: SwigluClamp | None
-    block_size: int
-    has_row_less: bool
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
+    gemma_norms: bool  # norms scale by 1 + weight, else by the weight
+    swiglu_clamp: SwigluClamp | None  # how the MLP's activation differs from SwiGLU
+    block_size: int  # trained: the last token, and a proposal of each row that has one
+    has_row_less: (
+        bool  # reads all rows of a block but the last, because every row proposes the token after its own
+    )
+    mask_token_id: int  # in the embedding table
+    target_layer_ids: tuple[int, ...]  # 0-based; their outputs are the features, in the order `fc` was trained on
     num_target_layers: int | None
     layers: tuple[LayerAttention, ...]
     rope: RopeSpec
-    attention_value_scale: float | None
-    quantization: str | None
-    speculators: bool
+    attention_value_scale: float | None  # factor on V
+    quantization: str | None  # the checkpoint's method (`fp8`, `compressed-tensors`, ...)
+    speculators: bool  # in the speculators format, else in z-lab's
     vocabulary: VocabularySpec
-    attention_sinks: bool
-    convolution: family_specs.ConvolutionSpec | None
+    attention_sinks: bool  # each head of a layer has a sink, one more logit in its softmax
+    convolution: family_specs.ConvolutionSpec | None  # around attention and MLP of every layer
+    # What makes it a draft of that family.
     dflash2: family_specs.DFlash2Spec | None
     dspark: family_specs.DSparkSpec | None
     domino: family_specs.DominoSpec | None

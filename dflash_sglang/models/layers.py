@@ -152,17 +152,9 @@ class DraftAttention(nn.Module):
 
     def _norm_rope_in_place(self, qk: Tensor, positions: Tensor, num_q_heads: int) -> None:
         """qk [T, >= (num_q_heads + num_kv_heads) * head_dim]: query heads, then key heads, then anything."""
-        table_qk_norm_rope_(
-            qk,
-            positions,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            self.rotary_emb.cos_sin_cache,
-            num_q_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.k_norm.variance_epsilon,
-        )
+        tables = self.q_norm.weight, self.k_norm.weight, self.rotary_emb.cos_sin_cache
+        sizes = num_q_heads, self.num_kv_heads, self.head_dim
+        table_qk_norm_rope_(qk, positions, *tables, *sizes, self.k_norm.variance_epsilon)
 
 
 def _sinks(num_heads: int) -> nn.Parameter:

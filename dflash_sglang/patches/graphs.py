@@ -1,4 +1,5 @@
-"""SGLang's graphs: captured at which sizes, by requests or by tokens, and what a step finds in their inputs."""
+"""SGLang's graphs: captured at which sizes, by requests or by tokens, what a step finds in their inputs, and which
+of them a runner runs next, with which attention backend and recurrent states."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace as with_fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
@@ -19,6 +20,9 @@ from dflash_sglang.sglang_names.scheduler import (
     get_cuda_graph_batch_size_alignment,
     get_exec,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 def captured_at(sizes: Sequence[int]) -> AbstractContextManager[None]:
@@ -84,3 +88,21 @@ def _unless_in_place(slot: Any, forward_batch: Any, context: Any) -> torch.Tenso
     del context
     source = getattr(forward_batch, slot.name)
     return None if source.data_ptr() == slot.buffer.data_ptr() else source
+
+
+def run_on(runner: ModelRunner, attention: Any, graphs: Any, recurrent: Any = None) -> None:
+    """From the next forward on.
+
+    graphs: SGLang's decode graph runner, its eager runner, or None. recurrent: a form of the target's
+    `MambaPool.SpeculativeState`, or None for a runner without recurrent layers."""
+    replace("runtime-attention", runner, attention)
+    replace("runtime-graphs", runner, graphs)
+    if recurrent is not None:
+        replace("runtime-recurrent", runner.req_to_token_pool.mamba_pool, recurrent)
+
+
+def keeping(runner: ModelRunner, recurrent: Any) -> AbstractContextManager[None]:
+    """Graphs that are captured meanwhile keep the states of verified rows in `recurrent`, if it is not None."""
+    if recurrent is None:
+        return nullcontext()
+    return replaced("runtime-recurrent", runner.req_to_token_pool.mamba_pool, recurrent)
