@@ -164,13 +164,9 @@ def config_draft_model(original: Callable[[Any], None], config: Any) -> None:
 def _tell_of_dflash(server_args: Any) -> None:
     """For a launch with an algorithm that is SGLang's own: says so where this package would serve the draft."""
     algorithm = (server_args.speculative_algorithm or "").upper()
+    readers = {"DSPARK": _instead_of_dspark, "EAGLE": _instead_of_eagle, "NEXTN": _instead_of_eagle}
     try:
-        if algorithm == "DSPARK":
-            instead = _instead_of_dspark(server_args)
-        elif algorithm in ("EAGLE", "NEXTN"):
-            instead = _instead_of_eagle(server_args)
-        else:
-            return
+        instead = readers[algorithm](server_args) if algorithm in readers else None
     except (OSError, ValueError):  # a config.json that SGLang reports, or that this package does not serve
         return
     if instead is not None:

@@ -40,7 +40,7 @@ from dflash_sglang.sglang_names.launcher import (
     transformers_wrapper,
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
-from dflash_sglang.startup.fit_checks import config_problems, draft_problems, pool_problems
+from dflash_sglang.startup.fit_checks import draft_problems, pool_problems
 from dflash_sglang.startup.launch_checks import launch_problems
 from dflash_sglang.startup.mtp_checks import mtp_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
@@ -70,7 +70,8 @@ def check_startup(server_args: Any) -> Foreign | None:
         if other is not None and cfg.speculative_draft_model_path is not None:
             _refuse_what_no_worker_reads(cfg, other, server_args)
     except DraftConfigError as error:
-        raise StartupError([*problems, *config_problems(error)]) from error
+        refused = (Problem(f"draft config {of.field}", of.value, of.expected, of.fix) for of in error.all)
+        raise StartupError([*problems, *refused]) from error
     return other
 
 

@@ -64,20 +64,19 @@ def shape_problems(spec: DraftSpec, tensors: Mapping[str, TensorFacts]) -> Itera
         shape = layers.get(own, shapes.get(own, found.shape))
         if found.dtype not in UNPACKED_DTYPES or found.shape == shape:
             continue  # packed: the loader knows the quantisation's layout
+        said, fix = ", which config.json describes", _AGREE
         if own in layers:
-            expected = (
-                f"{list(shape)}: hidden_size {spec.hidden_size}, intermediate_size {spec.intermediate_size}, "
+            said = (
+                f": hidden_size {spec.hidden_size}, intermediate_size {spec.intermediate_size}, "
                 f"{spec.num_heads} heads and {spec.num_kv_heads} key-value heads of {spec.head_dim}"
             )
-            of_layers.append(Problem(f"draft tensor {name}", list(found.shape), expected, _AGREE))
         elif own == "fc.weight":
-            ids = spec.target_layer_ids
-            expected = f"{list(shape)}: [hidden_size, {len(ids)} target layers x hidden_size]"
-            fix = f"Make {spec.named_layer_ids(ids)[0]} name the layers the checkpoint was trained on."
-            others.append(Problem(f"draft tensor {own}", list(found.shape), expected, fix))
-        else:
-            expected = f"{list(shape)}, which config.json describes"
-            others.append(Problem(f"draft tensor {own}", list(found.shape), expected, _AGREE))
+            said = f": [hidden_size, {len(spec.target_layer_ids)} target layers x hidden_size]"
+            named, _ = spec.named_layer_ids(spec.target_layer_ids)
+            fix = f"Make {named} name the layers the checkpoint was trained on."
+        field = f"draft tensor {name if own in layers else own}"
+        problem = Problem(field, list(found.shape), f"{list(shape)}{said}", fix)
+        (of_layers if own in layers else others).append(problem)
     rest = f" {len(of_layers) - MOST} more tensors do not fit." if len(of_layers) > MOST else ""
     yield from (replace(problem, fix=f"{_AGREE}{rest}") for problem in of_layers[:MOST])
     yield from others
