@@ -155,15 +155,9 @@ def _sizes(
 def _rings(cfg: Any, config: PluginConfig, spec: DraftSpec, block: int) -> tuple[int | None, int | None]:
     """(rings for the requests that may run at most, tokens of a ring), (None, None) where the pool is smaller or
     there are none."""
-    shape = ring_shape(
-        spec,
-        config,
-        block,
-        cfg.page_size or 1,
-        cfg.speculative_draft_window_size,
-        cfg.speculative_draft_sink_size,
-        needs_whole_pool(cfg.enable_hierarchical_cache, cfg.disaggregation_mode),
-    )
+    flags = cfg.speculative_draft_window_size, cfg.speculative_draft_sink_size
+    whole_for = needs_whole_pool(cfg.enable_hierarchical_cache, cfg.disaggregation_mode)
+    shape = ring_shape(spec, config, block, cfg.page_size or 1, *flags, whole_for)
     if isinstance(shape, str):
         return None, None
     rings = shape.rings(max(1, (cfg.max_running_requests or DEFAULT_REQUESTS) // cfg.attn_dp_size))

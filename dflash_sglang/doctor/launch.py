@@ -9,9 +9,8 @@ import io
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,8 +51,7 @@ def refusal(field: str, text: str) -> dict[str, str]:
     return {"field": field, "text": text}
 
 
-@dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(NamedTuple):
     """The directories of target and draft on this machine, and the target's tensors by name."""
 
     target: Path

@@ -99,9 +99,7 @@ class BlockBuilder:
             return torch.empty(rows, dtype=torch.int64, device=self._req_to_token.device)
 
         rows = max_requests * block_size
-        self._own = GraphInputs(
-            buffer(rows), buffer(rows), buffer(rows), buffer(max_requests), buffer(max_requests)
-        )
+        self._own = GraphInputs(*map(buffer, (rows, rows, rows, max_requests, max_requests)))
         self._tensors, self._rows = self._views(self._own, 0, block_size)
 
     def build(self, batch: ScheduleBatch, width: int) -> Block:

@@ -83,12 +83,9 @@ def serve_trained_block(server_args: Any) -> None:
     if cfg.speculative_dflash_block_size is not None or cfg.speculative_num_draft_tokens is not None:
         return
     config = draft_config(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
-    if holds_mtp(config):
-        block = MtpSpec.from_config(config).block_size
-        declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=block)
-        return
-    spec = DraftSpec.from_config(config, Flags.of(cfg))
-    if spec.draft_rows(spec.block_size) != spec.block_size:
+    of_target = holds_mtp(config)
+    spec = MtpSpec.from_config(config) if of_target else DraftSpec.from_config(config, Flags.of(cfg))
+    if of_target or spec.draft_rows(spec.block_size) != spec.block_size:
         declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=spec.block_size)
 
 

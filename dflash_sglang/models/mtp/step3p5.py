@@ -86,12 +86,8 @@ class Step3p5MTPDraftModel(BorrowingDraft):
         """Borrows the target's embedding; once, after loading. recent: what windows' rows read."""
         self._heads = [TargetHead(layer.lm_head) for layer in self.layers]
         self._recent = recent
-        self.borrowed = Borrowed(
-            embedding=BlockEmbedding(find_embedding(target_model)),
-            head=self._heads[0],
-            head_copy=None,
-            head_form=f"{len(self._heads)} of its own, as_is",
-        )
+        embedding, form = BlockEmbedding(find_embedding(target_model)), f"{len(self._heads)} of its own, as_is"
+        self.borrowed = Borrowed(embedding, self._heads[0], head_copy=None, head_form=form)
         return self.borrowed
 
     def chooses(self, count: int, choose: Callable[[int, Candidates], Tensor]) -> None:
