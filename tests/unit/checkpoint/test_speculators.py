@@ -250,10 +250,10 @@ def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens:
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.models.dflash2 import DFlash2DraftModel
     from dflash_sglang.models.draft import DFlashDraftModel
-    from dflash_sglang.models.dspark import Qwen3DSparkModel
+    from dflash_sglang.models.dspark import DSparkDraftModel
 
     spec = DraftSpec.from_config(read_config(directory))
-    plain = DFlashDraftModel if spec.dspark is None else Qwen3DSparkModel
+    plain = DFlashDraftModel if spec.dspark is None else DSparkDraftModel
     with layers.defaults(torch.float32):
         model = (plain if spec.dflash2 is None else DFlash2DraftModel)(layers.hf_config(directory))
         model.load_weights(load_file(directory / "model.safetensors").items())

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.drafting import proposer as module
 from dflash_sglang.drafting.row_reader import RowReader
+from dflash_sglang.models.dflash2 import CandidateSelector
 from dflash_sglang.models.head.target_head import TargetHead
-from dflash_sglang.models.selector import CandidateSelector
 from dflash_sglang.verify.rejection import NOT_COMMITTED
 from tests.support import sglang_layers as layers
 from tests.support.reference_dflash2 import dflash2_config

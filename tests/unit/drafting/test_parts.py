@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_sglang.checkpoint import VocabularySpec
-from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
+from dflash_sglang.checkpoint.family_specs import DRAWN_FROM
 from dflash_sglang.drafting.block import Block, Rows
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates

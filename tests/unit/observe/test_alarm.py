@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from dflash_sglang.checkpoint import DraftSpec, read_config
-from dflash_sglang.checkpoint.causes import PairFacts
+from dflash_sglang.checkpoint.in_words import PairFacts
 from dflash_sglang.checkpoint.mtp import MtpSpec
-from dflash_sglang.observe.alarm import CHANCE, FELL, NONE, SILENCE, STAYS, WINDOW, Alarm, Raised, Window
-from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.alarm import CHANCE, FELL, NONE, SILENCE, STAYS, WINDOW, Alarm, Causes, Raised, Window
 from dflash_sglang.observe.counts import Totals
 from dflash_sglang.pair import pair_directories
 from tests.zoo import step3p5

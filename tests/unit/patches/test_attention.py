@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_sglang.patches import attention_room
-from dflash_sglang.patches.flashinfer_windows import plan_windows
+from dflash_sglang.patches.attention_room import plan_windows
 
 
 def flashinfer_sees(context: int, block: int, window: int, planned: bool) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_sglang.requests.checks import request_error
-from dflash_sglang.requests.misplaced import misplaced
+from dflash_sglang.requests.limits import misplaced
 from dflash_sglang.settings.width import WidthConfig
 
 NATIVE, OPENAI = "sampling_params.custom_params", "custom_params"

@@ -15,7 +15,6 @@ from dflash_sglang.checkpoint.families import mixed_up
 from dflash_sglang.checkpoint.fields import DraftConfigError
 from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
-from dflash_sglang.patches import mtp_config
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from tests.support.start_up import hook_launcher, resolved, tells
@@ -33,7 +32,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hook_launcher(monkeypatch)
     original = ModelConfig._config_draft_model
-    monkeypatch.setattr(ModelConfig, "_config_draft_model", lambda of: mtp_config.config_draft_model(original, of))
+    monkeypatch.setattr(ModelConfig, "_config_draft_model", lambda of: hooks.config_draft_model(original, of))
 
 
 def changed(checkpoint: Path, directory: Path, **fields: Any) -> Path:

@@ -44,9 +44,8 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     from dflash_sglang.assembly.lines import GB, memory_line
     from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
+    from dflash_sglang.models.head.copies import Fp8Head, HotRows
     from dflash_sglang.models.head.draft_head import HeadCopy
-    from dflash_sglang.models.head.fp8_head import Fp8Head
-    from dflash_sglang.models.head.hot_rows import HotRows
     from dflash_sglang.verify.adjustments import Adjustments
     from dflash_sglang.verify.tables import Tables
 

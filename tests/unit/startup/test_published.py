@@ -204,7 +204,7 @@ def test_a_published_draft_is_read_as_it_was_trained_or_refused(name: str, tmp_p
 
 def rope_magnitude(directory: Path) -> float:
     """The factor on cosines and sines, of which the first row has position 0's."""
-    from dflash_sglang.models.rope import draft_rope
+    from dflash_sglang.models.layers import draft_rope
     from tests.support import sglang_layers as layers
 
     layers.start_rank()

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from dflash_sglang.drafting.block import longest_prefix
-from dflash_sglang.patches import attention_room, graph_captures
+from dflash_sglang.patches import attention_room, graphs
 from dflash_sglang.width import runtime_states
 from dflash_sglang.width.runtime_states import RuntimeState, RuntimeStates, sparse
 from tests.support.fakes import Settings
@@ -86,7 +86,7 @@ def test_a_width_is_captured_at_batches_whose_rows_are_worth_it_and_shared_evenl
     def alignment(gathered_buffer_required: bool) -> int:
         return ranks if gathered_buffer_required else 1
 
-    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", alignment)
+    monkeypatch.setattr(graphs, "get_cuda_graph_batch_size_alignment", alignment)
     monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: captured)
     states, added = served(block), {}
     states.add = added.__setitem__
@@ -121,8 +121,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     graph = SimpleNamespace(graph=Settings(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 7, 8]))))
     Graphs.settings = graph.graph
     spec = Spec()
-    monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
-    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
+    monkeypatch.setattr(graphs, "get_exec", lambda: graph)
+    monkeypatch.setattr(graphs, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
     for module in (runtime_states, attention_room):
         monkeypatch.setattr(module, "get_spec", lambda: spec)
     monkeypatch.setattr(runtime_states, "DecodeCudaGraphRunner", Graphs)
