@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -157,12 +156,16 @@ def test_both_processes_refuse_a_draft_that_does_not_fit_and_where_we_are_requir
         decide(run, arguments(pair.plain))
 
 
-def test_a_capture_that_is_named_after_dflash_runs_no_worker(pair: SimpleNamespace) -> None:
-    seen: list[Any] = []
+def test_other_algorithms_and_captures_that_are_named_after_dflash_are_not_looked_at(
+    pair: SimpleNamespace,
+) -> None:
     named = dict(device="cuda", speculative_draft_model_path=None, enable_return_aux_hidden_states=True)
-    capture = arguments(pair.plain, **named)
-    hooks.handle_speculative_decoding(seen.append, capture)
-    assert seen == [capture]
+    others = [SimpleNamespace(speculative_algorithm=name) for name in ("EAGLE3", None)]
+    seen: list[Any] = []
+    for asked in (launches := [arguments(pair.plain, **named), *others]):
+        hooks.handle_speculative_decoding(seen.append, asked)
+    assert seen == launches
+    assert hooks.create_worker(built_in, Algorithm(dflash=False), SimpleNamespace()) is BuiltInWorker
 
 
 def test_a_config_that_sglang_is_told_to_read_elsewhere_is_left_to_it(tmp_path: Path) -> None:
@@ -170,14 +173,6 @@ def test_a_config_that_sglang_is_told_to_read_elsewhere_is_left_to_it(tmp_path: 
     given = {"_configuration_file": "plain.json", "trust_remote_code": False}
     parsed = hooks.parse_config(lambda parser, model, **more: (model, more), None, tmp_path, **given)
     assert parsed == (tmp_path, given)
-
-
-def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:
-    seen = []
-    assert hooks.create_worker(built_in, Algorithm(dflash=False), SimpleNamespace()) is BuiltInWorker
-    hooks.handle_speculative_decoding(seen.append, other := SimpleNamespace(speculative_algorithm="EAGLE3"))
-    hooks.handle_speculative_decoding(seen.append, none := SimpleNamespace(speculative_algorithm=None))
-    assert seen == [other, none]
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("lstm", False)])
@@ -230,36 +225,49 @@ def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watch
     assert {WORKER_TARGET, ARGUMENTS_TARGET, CONFIG_TARGET} < hooked.keys()
 
 
-def test_activation_is_light() -> None:
-    """Every SGLang process activates the plugin; only the scheduler may pay for models and kernels."""
-    code = (
-        "import sys, dflash_sglang.plugin; dflash_sglang.plugin.activate();"
-        "heavy = ('dflash_sglang.sglang_names.scheduler', 'dflash_sglang.sglang_names.launcher', "
-        "'dflash_sglang.models', 'dflash_sglang.worker', 'sglang.srt.models', 'sglang.srt.managers.scheduler');"
-        "print([name for name in sys.modules if name.startswith(heavy)])"
+# Prints a line of each of its children: what activation imports, and how it ends in processes that have SGLang.
+PROCESSES = """
+import os, sys
+
+def in_a_child(code, **environment):
+    if os.fork() == 0:
+        os.environ.update(environment)
+        try:
+            exec(code)
+        except SystemExit as end:
+            print(str(end).partition("\\n")[0])
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+
+in_a_child(LIGHT)
+import sglang.srt.speculative.spec_info
+for broken, require in BROKEN:
+    in_a_child(
+        broken + "; from sglang.srt.plugins import load_plugins; load_plugins(); print('built-in')",
+        DFLASH_SGLANG_REQUIRE=require, SGLANG_PLUGINS="dflash_sglang",
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "[]", done.stderr[-2000:]
-
-
+"""
+HEAVY = ("dflash_sglang.sglang_names.scheduler", "dflash_sglang.sglang_names.launcher", "dflash_sglang.models",
+         "dflash_sglang.worker", "sglang.srt.models", "sglang.srt.managers.scheduler")  # fmt: skip
+LIGHT = (
+    f"import dflash_sglang.plugin; dflash_sglang.plugin.activate(); "
+    f"print([name for name in sys.modules if name.startswith({HEAVY})])"
+)
 NO_METHOD = "del sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 NO_IMPORT = "sys.modules['dflash_sglang.checkpoint.families'] = None"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("breakage", "require"), [(NO_METHOD, "1"), (NO_IMPORT, "1"), (NO_METHOD, "0")])
-def test_required_ends_every_process_whose_plugin_is_broken(breakage: str, require: str) -> None:
-    """Where it is not required, SGLang runs without."""
-    code = (
-        f"import sys, sglang.srt.speculative.spec_info; {breakage}\n"
-        "from sglang.srt.plugins import load_plugins; load_plugins(); print('built-in')"
-    )
-    environment = {**os.environ, "DFLASH_SGLANG_REQUIRE": require, "SGLANG_PLUGINS": "dflash_sglang"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    ends = require == "1"
-    assert done.returncode == ends and ("built-in" in done.stdout) != ends
-    assert ("DFLASH_SGLANG_REQUIRE=1: dflash_sglang cannot be activated" in done.stderr) == ends
+def test_activation_is_light_and_ends_every_process_whose_plugin_is_broken_where_it_is_required() -> None:
+    """Every SGLang process activates the plugin; only the scheduler may pay for models and kernels."""
+    broken = [(NO_METHOD, "1"), (NO_IMPORT, "1"), (NO_METHOD, "0")]
+    program = f"LIGHT, BROKEN = {LIGHT!r}, {broken}\n{PROCESSES}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    imported, *ended, without = done.stdout.splitlines()
+    assert (imported, without) == ("[]", "built-in"), done.stderr[-2000:]
+    said = "DFLASH_SGLANG_REQUIRE=1: dflash_sglang cannot be activated"
+    assert len(ended) == 2 and all(line.startswith(said) for line in ended)
 
 
 def test_sglang_gathers_nothing_for_a_decode_step_but_lengths_that_a_backend_wants_on_the_host() -> None:
