@@ -12,9 +12,8 @@ from transformers import AutoConfig, Qwen3Config
 from dflash_sglang.checkpoint import DraftSpec, LayerAttention, RopeSpec
 from dflash_sglang.checkpoint.families import foreign
 from dflash_sglang.checkpoint.left_out import Flags
-from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, PluginConfigError
 from dflash_sglang.settings.width import WidthConfig
-from tests.support.draft_formats import speculators_config
 from tests.support.reference_dflash2 import dflash2_config
 from tests.support.reference_dspark import dspark_config
 from tests.support.tiny import draft_config
@@ -132,14 +131,14 @@ def test_a_field_is_read_from_each_of_its_places() -> None:
         assert read_as(spec(**fields), expected) == expected, fields
 
 
-def test_the_published_layout_of_dflash2_is_read() -> None:
-    sizes = {"taps": 2, "group_size": 16, "selector_rank": 12, "selector_top_k": 5, "block_size": 8}
-    shapes = {"logit_multiplier": 1, "logit_softcap": None, "embedding_scale": 1}
-    read = DraftSpec.from_config(dflash2_config())
-    assert read_as(read, sizes | shapes) == sizes | shapes and not any(layer.causal for layer in read.layers)
-    scaled = {"output_multiplier": 2, "final_logit_softcapping": 30.0, "input_embedding_scale": 8.0}
-    read = DraftSpec.from_config(dflash2_config(final_logit_softcapping=15.0, dflash_config=scaled))
-    assert read_as(read, shapes) == {"logit_multiplier": 2, "logit_softcap": 30, "embedding_scale": 8}
+def test_a_dflash2_scales_as_its_own_object_says() -> None:
+    for scaled, expected in (
+        ({}, {"logit_multiplier": 1, "logit_softcap": None, "embedding_scale": 1}),
+        ({"output_multiplier": 2, "final_logit_softcapping": 30.0, "input_embedding_scale": 8.0},
+         {"logit_multiplier": 2, "logit_softcap": 30, "embedding_scale": 8}),
+    ):  # fmt: skip
+        read = DraftSpec.from_config(dflash2_config(final_logit_softcapping=15.0, dflash_config=scaled))
+        assert read_as(read, expected) == expected and not any(layer.causal for layer in read.layers)
 
 
 def test_without_a_head_dim_it_is_transformers() -> None:
@@ -199,13 +198,6 @@ def test_the_anchors_row_proposes_by_either_name_in_every_place(family: str) -> 
                 assert (read.anchor_proposes, read.block_size, read.draft_rows(5)) == (first, 8 + first, 5 - first)
 
 
-def test_the_anchors_row_proposes_in_the_speculators_format_too() -> None:
-    config = speculators_config(draft_config())
-    for fields in ({"sample_from_anchor": True}, {"dflash_config": {"query_zero_predicts_next": True}}):
-        read = DraftSpec.from_config({**config, "sample_from_anchor": None, **fields})
-        assert (read.anchor_proposes, read.block_size, read.draft_rows(9)) == (True, 9, 8)
-
-
 # ---- The rotary embedding ----------------------------------------------------------------------------------
 
 LINEAR = {"rope_type": "linear", "factor": 2}
@@ -242,13 +234,6 @@ def test_rope_is_read_from_every_spelling() -> None:
         assert spec(**fields).rope == RopeSpec(*expected), fields
 
 
-def test_a_speculators_draft_rotates_the_whole_head_wherever_a_factor_stands() -> None:
-    config = speculators_config(draft_config())
-    for decoder, top in (({"rope_parameters": {"rope_theta": 1e4, **QUARTER}}, {}), (QUARTER, {}), ({}, QUARTER)):
-        nested = {"transformer_layer_config": {**config["transformer_layer_config"], **decoder}}
-        assert DraftSpec.from_config({**config, **top, **nested}).rope.rotary_dim == 16
-
-
 # Fields of a config -> what it means, where transformers' class fills in what they leave out.
 GPT_OSS_YARN = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
@@ -277,48 +262,37 @@ def test_a_rope_that_is_left_out_is_the_one_of_the_models_class() -> None:
 
 # ---- The plugin's settings ---------------------------------------------------------------------------------
 
-WIDTHS = ("4", '"block"', '"auto"', '{"trees": [16]}')
-
 
 def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
     path = tmp_path / "plugin.json"
     path.write_text(json.dumps({"context_kv": "per_layer"}))
-    assert PluginConfig.from_env({}) == PluginConfig(context_kv="auto")
-    assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": ' {"context_kv": "stacked"} '}).context_kv == "stacked"
-    assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": str(path)}).context_kv == "per_layer"
-    widths = [PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": f'{{"width": {value}}}'}).width for value in WIDTHS]
-    assert widths == [
-        WidthConfig(fixed=4),
-        WidthConfig(fixed="block"),
-        WidthConfig(),
-        WidthConfig(trees=(16,)),
-    ]
-    assert PluginConfig().width == WidthConfig()
-    heads = [PluginConfig.from_mapping(settings).draft_head for settings in ({}, {"draft_head": "as_is"})]
-    assert heads == ["auto", "as_is"]
-
-
-@pytest.mark.parametrize(("source", "message"), [
-    ('{"context_kvs": "auto"}', "unknown key 'context_kvs'. Known keys: context_kv"),
-    ('{"context_kv": "fast"}', "context_kv='fast'.*expected one of auto, stacked, per_layer"),
-    ('{"draft_head": "int8"}', "draft_head='int8'.*expected one of auto, as_is, fp8"),
-    ('{"context_kv": 1}', r"context_kv=1 \(int\)"),
-    ('{"context_kv": ["auto"]}', r"context_kv=\['auto'\] \(list\)"),
-    ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
-    ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*'block' for that, or 'tree N'"),
-    ('{"width": {"ragged": true}}', "width: unknown key 'ragged'. Known keys: widths, fixed"),
-    ('{"width": {"trees": [1]}}', r"width: trees=1 \(int\): expected whole numbers from 2 to 64"),
-    ('{"width": {"reserve": 1}}', "width: unknown key 'reserve'. Known keys: widths, fixed"),
-    ("{", "is not JSON"),
-    ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),
-])  # fmt: skip
-def test_a_plugin_config_outside_the_schema_is_an_error_that_names_the_key(source: str, message: str) -> None:
-    with pytest.raises(PluginConfigError, match=message):
-        PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": source})
-
-
-def test_proposals_are_drawn_by_default_where_the_draft_has_a_joint_distribution() -> None:
+    for source, expected in (
+        (None, PluginConfig(context_kv="auto", draft_head="auto", width=WidthConfig(), proposals="auto")),
+        (' {"context_kv": "stacked"} ', PluginConfig(context_kv="stacked")),
+        (str(path), PluginConfig(context_kv="per_layer")),
+        ('{"width": 4}', PluginConfig(width=WidthConfig(fixed=4))),
+        ('{"width": "block"}', PluginConfig(width=WidthConfig(fixed="block"))),
+        ('{"width": "auto"}', PluginConfig()),
+        ('{"width": {"trees": [16]}}', PluginConfig(width=WidthConfig(trees=(16,)))),
+        ('{"draft_head": "as_is"}', PluginConfig(draft_head="as_is")),
+    ):
+        assert PluginConfig.from_env({} if source is None else {CONFIG_ENV: source}) == expected, source
     for setting, plain, selector in (("auto", False, True), ("argmax", False, False), ("drawn", True, True)):
         config = PluginConfig.from_mapping({"proposals": setting})
         assert (config.draws(joint=False), config.draws(joint=True)) == (plain, selector)
-    assert PluginConfig().proposals == "auto"
+
+
+def test_a_plugin_config_outside_the_schema_is_an_error_that_names_the_key() -> None:
+    for source, message in (
+        ('{"context_kvs": "auto"}', "unknown key 'context_kvs'. Known keys: context_kv"),
+        ('{"context_kv": "fast"}', "context_kv='fast'.*expected one of auto, stacked, per_layer"),
+        ('{"draft_head": ["fp8"]}', r"draft_head=\['fp8'\] \(list\).*expected one of auto, as_is, fp8"),
+        ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
+        ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*'block' for that, or 'tree N'"),
+        ('{"width": {"ragged": true}}', "width: unknown key 'ragged'. Known keys: widths, fixed"),
+        ('{"width": {"trees": [1]}}', r"width: trees=1 \(int\): expected whole numbers from 2 to 64"),
+        ("{", "is not JSON"),
+        ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),
+    ):
+        with pytest.raises(PluginConfigError, match=message):
+            PluginConfig.from_env({CONFIG_ENV: source})
