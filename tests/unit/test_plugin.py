@@ -25,11 +25,6 @@ from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.start_up import change, fake_views
 from tests.support.tiny import draft_config, make_pair, write_checkpoint
 
-WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-ARGUMENTS_TARGET = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
-CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
-
-
 # Fields of drafts of other families, and how each is named.
 FOREIGN: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"architectures": [name]}, f"architectures={name!r}") for name in FOREIGN_ARCHITECTURES),
@@ -38,7 +33,6 @@ FOREIGN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size=2"),
     ({"dflash_config": {"selector_rank": 256}}, "dflash_config.selector_rank=256"),
     ({"dflash_config": {"lilicorr_num_layers": 2}}, "dflash_config.lilicorr_num_layers=2"),
-    ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
     ({"speculators_model_type": "domino"}, "speculators_model_type='domino'"),
     ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config={'algorithm': 'dflash'}"),
     ({"architectures": ["Qwen3DSparkModel"], "markov_head_type": "lstm"}, "markov_head_type='lstm'"),
@@ -110,7 +104,6 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, str], str, str], ...] = (
     (dict(speculative_draft_sink_size=4), {}, "", "--speculative-draft-sink-size=4: expected 0 or more, and"),
     (dict(kv_cache_dtype="nvfp4"), {}, "", "--kv-cache-dtype='nvfp4': expected for the draft one of"),
     (E5M2, {}, "", "--speculative-draft-kv-cache-dtype='fp8_e5m2': expected a format that the draft's attention"),
-    (dict(enable_watermark=True), {}, "", "--enable-watermark=True: expected unset with DFLASH"),
     (dict(tp_size=2, attn_dp_size=2), {COORDINATED: "1"}, "", f"{COORDINATED}=True: expected unset"),
     ({}, {}, "is_local_attention_model",
      "architectures=['Qwen3ForCausalLM']: expected a target whose layers attend to the whole context or a window"),
@@ -175,22 +168,20 @@ def test_a_config_that_sglang_is_told_to_read_elsewhere_is_left_to_it(tmp_path: 
     assert parsed == (tmp_path, given)
 
 
-@pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("lstm", False)])
 def test_a_launch_with_dspark_is_told_of_the_algorithm_that_serves_its_draft_here(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, seen = dspark_config(markov_head_type=kind), []
-    draft = write_checkpoint(tmp_path / "draft", config, dspark_tensors(config))
-    asked = SimpleNamespace(
-        speculative_algorithm="DSPARK",
-        speculative_draft_model_path=str(draft),
-        speculative_draft_model_revision=None,
-    )
-    with caplog.at_level(logging.INFO, logger="dflash_sglang"):
-        hooks.handle_speculative_decoding(seen.append, asked)
-    assert seen == [asked]
-    line = "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
-    assert (line in caplog.text) == is_told
+    caplog.set_level(logging.INFO, logger="dflash_sglang")
+    for kind, is_told in (("vanilla", True), ("lstm", False)):
+        config, seen = dspark_config(markov_head_type=kind), []
+        draft = dict(speculative_draft_model_revision=None, speculative_draft_model_path=str(tmp_path / kind))
+        write_checkpoint(tmp_path / kind, config, dspark_tensors(config))
+        caplog.clear()
+        hooks.handle_speculative_decoding(
+            seen.append, asked := SimpleNamespace(speculative_algorithm="DSPARK", **draft)
+        )
+        line = "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
+        assert seen == [asked] and (line in caplog.text) == is_told
 
 
 def test_a_missing_symbol_is_named_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +197,7 @@ def test_a_missing_symbol_is_named_with_its_module(monkeypatch: pytest.MonkeyPat
 # ---- Activation --------------------------------------------------------------------------------------------
 
 
-def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watchdogs(
+def test_activate_registers_an_around_hook_for_each_patch_of_every_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -216,13 +207,9 @@ def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watch
     monkeypatch.setattr(apply, "_wanted", [])
     plugin.activate()
     assert {source for *_, source in registered} == {("dflash_sglang", "dflash-sglang")}  # as the log names it
-    hooked = {target: (hook.__name__, kind) for target, hook, kind, _ in registered}
-    assert hooked == {
-        patch.target: (patch.by.rpartition(".")[2], HookType.AROUND)
-        for patch in PATCHES
-        if patch.process == "every"
-    }
-    assert {WORKER_TARGET, ARGUMENTS_TARGET, CONFIG_TARGET} < hooked.keys()
+    hooked = {(target, hook.__name__, kind) for target, hook, kind, _ in registered}
+    wanted = [patch for patch in PATCHES if patch.process == "every"]
+    assert hooked == {(patch.target, patch.by.rpartition(".")[2], HookType.AROUND) for patch in wanted}
 
 
 # Prints a line of each of its children: what activation imports, and how it ends in processes that have SGLang.

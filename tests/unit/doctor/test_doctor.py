@@ -87,7 +87,6 @@ def test_every_problem_is_listed_at_once_and_the_exit_code_is_1(examined: Any) -
 
 @pytest.mark.parametrize(("flags", "variable", "field", "text"), [
     ((), ("DFLASH_SGLANG_CONFIG", "{"), "DFLASH_SGLANG_CONFIG", "DFLASH_SGLANG_CONFIG='{' is not JSON"),
-    ((), ("DFLASH_SGLANG_FOO", "1"), "DFLASH_SGLANG_FOO", "DFLASH_SGLANG_FOO='1': unknown variable"),
     ((), None, "sglang", "patch: another source"),
     (("--device=cpu",), ("DFLASH_SGLANG_CONFIG", ""), "--device", "--device='cpu': expected a GPU"),
 ])  # fmt: skip
@@ -133,9 +132,7 @@ UNREADABLE: list[tuple[list[str], dict[str, str], str]] = [  # flags, changed ro
     (["--no-such-flag", "3"], {}, "unrecognized arguments: --no-such-flag 3$"),
     (["--speculative-algorithm=EAGLE"], {}, "--speculative-algorithm EAGLE: expected DFLASH"),
     ([], {"draft": PAIR["target"], "target": PAIR["draft"]}, f"--target {PAIR['draft']}: {SWAPPED}"),
-    ([], {"draft": PAIR["target"]}, f"--target {PAIR['target']}: {BOTH}"),
     ([], {"target": PAIR["draft"]}, f"--target {PAIR['draft']}: {BOTH}"),
-    ([], {"target": "/no/such"}, rf"--target /no/such: {NOT_THERE}.*\(OSError: no such directory\). Correct it.$"),
     ([], {"draft": "/no/such"}, rf"--draft /no/such: {NOT_THERE}.*\(OSError: no such directory\). Correct it.$"),
     ([], {"draft": "nobody/such"}, f"--draft nobody/such: {NOT_THERE}.*{NO_DOWNLOAD}$"),
 ]
@@ -270,12 +267,7 @@ def test_tokens_that_differ_are_counted_and_shown(tmp_path: Path) -> None:
     assert found.mask_token == "<mask>" and not found.mask_is_ordinary
     assert tokens.compare(target, target, 1) == tokens.Vocabularies(0, None, (), "b", True)
 
-
-def test_a_tokenizer_that_cannot_be_read_is_not_compared(tmp_path: Path) -> None:
-    target, draft = tokenizer(tmp_path / "target", {"a": 0}, {}), tmp_path / "draft"
-    draft.mkdir()
-    for text in (None, "", "[]", '{"model": {"vocab": 5}}', '{"model": {"vocab": {"a": "b"}}}'):
-        if text is not None:
-            (draft / "tokenizer.json").write_text(text)
-        found = tokens.compare(target, draft, 0)
-        assert found.differing is None and found.why_not is not None and found.mask_token == "a", text
+    for text in ("", "[]", '{"model": {"vocab": 5}}', '{"model": {"vocab": {"a": "b"}}}'):
+        (draft / "tokenizer.json").write_text(text)
+        found = tokens.compare(target, draft, 3)
+        assert found.differing is None and found.why_not is not None and found.mask_token == "<mask>", text
