@@ -57,28 +57,8 @@ def test_rows_of_a_target_that_scales_them_are_taken_as_they_are_stored(tmp_path
 
 # ---- Every proposal --------------------------------------------------------------------------------------------
 
-DECODER = dict(
-    model_type="qwen3",
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-    layer_types=["full_attention"] * 2,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-)
-CONFIG = dict(
-    speculators_model_type="dflash",
-    architectures=["DFlashDraftModel"],
-    aux_hidden_state_layer_ids=[2, 4, 5],
-    block_size=BLOCK,
-    draft_vocab_size=320,
-    mask_token_id=3,
-)
+FULL = ["full_attention"] * 2
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DFLASH2_NAMES = dict(speculators_model_type="dflash2", architectures=["DFlash2DraftModel"])
 SIZES = dict(conv_kernel_size=3, conv_group_size=4, selector_rank=12, selector_top_k=5)
 DFLASH2: dict[str, Any] = {**DFLASH2_NAMES, **SIZES}
@@ -123,8 +103,12 @@ DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 def written(fields: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:
     """config.json with `fields` and a decoder with `decoder`; None removes."""
-    nested = {key: value for key, value in {**DECODER, **decoder}.items() if value is not None}
-    top = {**CONFIG, **fields, "transformer_layer_config": nested}
+    zlab = draft_config(rope_theta=None, rope_parameters=ROPE, layer_types=FULL, sliding_window=None)
+    top = speculators_config(zlab, aux_hidden_state_layer_ids=[2, 4, 5], sliding_window_non_causal=None)
+    unsaid = ("projector_type", "sample_from_anchor", "speculators_config", "auto_map")
+    top |= {**dict.fromkeys(unsaid), **fields}
+    nested = {**top.pop("transformer_layer_config"), **decoder}
+    top["transformer_layer_config"] = {key: value for key, value in nested.items() if value is not None}
     return json.loads(json.dumps({key: value for key, value in top.items() if value is not None}))
 
 

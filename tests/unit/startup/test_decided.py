@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,39 +154,37 @@ def test_large_dense_drafts_are_read_in_fp8_and_the_reason_is_told_why_others_ar
         assert says in str(reason(**facts)), facts
 
 
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """Server arguments of a large draft on a Hopper GPU -> (what is declared of them, what is logged)."""
-    declared: dict[str, Any] = {}
+def test_whatever_was_asked_for_stands_and_fp8_is_asked_for_as_by_the_flag(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a large draft on a Hopper GPU."""
     monkeypatch.setattr(fp8_drafts, "resolving_view", lambda args: args)
     monkeypatch.setattr(fp8_drafts, "draft_config", lambda path, revision: draft_config(**LARGE))
     monkeypatch.setattr(fp8_drafts, "weights_directory", lambda path, revision, download_dir: path)
     monkeypatch.setattr(fp8_drafts, "tensor_facts", lambda directory: matrices())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
-    monkeypatch.setattr(fp8_drafts, "declare_resolution", lambda args, source, **fields: declared.update(fields))
-    unset = ("download_dir", "speculative_draft_model_quantization", "speculative_dflash_block_size")
+    declare = mock.Mock()
+    monkeypatch.setattr(fp8_drafts, "declare_resolution", declare)
+    caplog.set_level(logging.INFO, logger="dflash_sglang")
+    method, explicit = "speculative_draft_model_quantization", "_speculative_draft_quantization_explicitly_set"
+    unset = ("download_dir", method, "speculative_dflash_block_size")
     unset += ("speculative_num_draft_tokens", "speculative_draft_window_size")
     values = dict.fromkeys(unset) | dict(device="cuda", dtype="auto", tp_size=1, attn_dp_size=1, attn_cp_size=1)
-    values |= dict(speculative_draft_model_path="draft", speculative_draft_model_revision="main")
-
-    def launched(explicit: bool = False, **overrides: Any) -> tuple[dict[str, Any], str]:
-        given = {**values, **overrides, "_speculative_draft_quantization_explicitly_set": explicit}
-        with caplog.at_level(logging.INFO, logger="dflash_sglang"):
-            fp8_drafts.quantise_where_shorter(SimpleNamespace(**given))
-        return declared, caplog.text
-
-    return launched
-
-
-def test_whatever_was_asked_for_stands_and_fp8_is_asked_for_as_by_the_flag(launch: Any) -> None:
-    assert launch(explicit=True) == ({}, "")  # unquant
-    assert launch(explicit=True, speculative_draft_model_quantization="awq") == ({}, "")
-    assert launch(speculative_draft_model_quantization="fp8") == ({}, "")  # --quantization fp8
-    assert launch(device="cpu") == ({}, "")
-    declared, log = launch(tp_size=8, attn_dp_size=2)  # shared by many ranks
-    assert declared == {} and "as they are, not in fp8: its linear layers have" in log
-    declared, log = launch()
-    assert declared == dict(
-        speculative_draft_model_quantization="fp8", _speculative_draft_quantization_explicitly_set=True
-    )
-    assert "in fp8; --speculative-draft-model-quantization unquant keeps them as they are" in log
+    values |= {
+        "speculative_draft_model_path": "draft",
+        "speculative_draft_model_revision": "main",
+        explicit: False,
+    }
+    for changed, says in (
+        ({explicit: True}, ""),  # unquant
+        ({explicit: True, method: "awq"}, ""),
+        ({method: "fp8"}, ""),  # --quantization fp8
+        ({"device": "cpu"}, ""),
+        ({"tp_size": 8, "attn_dp_size": 2}, "as they are, not in fp8: its linear layers have"),  # of many ranks
+        ({}, "in fp8; --speculative-draft-model-quantization unquant keeps them as they are"),
+    ):
+        assert not declare.called
+        caplog.clear()
+        fp8_drafts.quantise_where_shorter(SimpleNamespace(**{**values, **changed}))
+        assert says in caplog.text and bool(says) == bool(caplog.text), changed
+    assert declare.call_args.kwargs == {method: "fp8", explicit: True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,9 @@ def test_what_is_served_on_a_gpu() -> None:
     # a dense draft may be quantised while it is loaded
     assert problems(None) == problems(None, "fp8") == problems(None, "fp8", inherited=True) == []
     # ModelOpt's formats by the names that they are published under
-    for method in ("modelopt", None, "modelopt_fp8"):
-        assert problems({"quant_method": method, "quant_algo": "FP8"}) == []
-    for method in ("modelopt", None, "modelopt_fp4"):
-        for algorithm in ("W4A16_NVFP4", "NVFP4"):
-            quantisation = {"quant_method": method, "quant_algo": algorithm, "group_size": 16}
-            assert problems(quantisation, capability=(8, 0)) == []
+    for method, algorithm in itertools.product(("modelopt", None), ("FP8", "W4A16_NVFP4", "NVFP4")):
+        quantisation = {"quant_method": method, "quant_algo": algorithm, "group_size": 16}
+        assert problems(quantisation, capability=(8, 0)) == []
 
 
 @pytest.mark.matrix(
@@ -120,10 +118,15 @@ def test_a_quantisation_that_cannot_be_served_is_refused() -> None:
     message="draft config quantization_config=...: expected an unquantised draft on --device cpu",
 )
 def test_quantised_weights_need_a_gpu() -> None:
-    (problem,) = problems(SCHEMES["awq"].config, device="cpu")
-    assert f"{FIELD}='awq'" in problem and "need a CUDA GPU" in problem
-    (problem,) = problems(None, "fp8", device="cpu")
-    assert problem.startswith(f"{FLAG}='fp8'") and f"Set {FLAG} unquant" in problem
+    for found, expected, fix in (
+        (
+            problems(AWQ, device="cpu"),
+            f"{FIELD}='awq': expected an unquantised draft on --device cpu",
+            "a CUDA GPU",
+        ),
+        (problems(None, "fp8", device="cpu"), f"{FLAG}='fp8': expected", f"Set {FLAG} unquant"),
+    ):
+        assert len(found) == 1 and found[0].startswith(expected) and fix in found[0]
 
 
 def test_a_method_that_only_reads_checkpoints_is_no_flag_for_a_dense_draft() -> None:
