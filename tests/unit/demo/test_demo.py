@@ -16,8 +16,8 @@ import pytest
 
 from dflash_sglang.cli import main, spread
 from dflash_sglang.demo import launch
-from dflash_sglang.demo.measure import Run
-from dflash_sglang.demo.report import Comparison
+from dflash_sglang.demo.measure import Run, stream_text
+from dflash_sglang.demo.report import SHOWN_PROMPT, Comparison, ending
 from dflash_sglang.demo.run import Setup
 from dflash_sglang.demo.server import Server, ServerFailed, free_port
 from dflash_sglang.pair import pair_directories
@@ -231,16 +231,12 @@ def test_pair_prints_its_two_directories(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_demo_shows_whole_lines() -> None:
-    from dflash_sglang.demo.measure import stream_text
-    from dflash_sglang.demo.report import SHOWN_PROMPT, ending
-
-    def shown(*texts: str) -> list[str]:
+    for texts, shown in (
+        (["a", "ab\nc", "ab\ncd\n  e", "ab\ncd\n  ef"], ["ab\n", "cd\n"]),
+        (["a", "abc"], ["abc\n"]),
+    ):
         written: list[str] = []
-        stream = lambda **_: ({"text": text} for text in texts)  # noqa: E731
-        stream_text(SimpleNamespace(stream=stream), "prompt", 8, written.append)
-        return [piece for piece in written if piece]
-
-    assert shown("a", "ab\nc", "ab\ncd\n  e", "ab\ncd\n  ef") == ["ab\n", "cd\n"]
-    assert shown("a", "abc") == ["abc\n"]
-    assert ending("\n\n  def f(") == "  def f("
+        server = SimpleNamespace(stream=lambda texts=texts, **_: ({"text": text} for text in texts))
+        stream_text(server, "prompt", 8, written.append)
+        assert [piece for piece in written if piece] == shown
     assert ending("x" * SHOWN_PROMPT + "\n  def f(x):\n    re") == "  def f(x):\n    re"

@@ -192,10 +192,7 @@ def test_a_flag_gives_the_block_to_server_doctor_and_commands_alike(tmp_path: Pa
 NOT_OURS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"speculators_model_type": "domino"}, {}, "draft config speculators_model_type='domino'"),
     ({"speculators_model_type": "dspark"}, {}, "draft config architectures='DFlashDraftModel'"),
-    ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
-    ({"architectures": ["DSparkDraftModel"]}, {}, "draft config architectures='DSparkDraftModel'"),
     ({"architectures": ["DFlash2DraftModel"]}, {}, "draft config architectures='DFlash2DraftModel'"),
-    ({"speculators_model_type": "dflash2"}, {}, "draft config architectures='DFlashDraftModel'"),
     ({}, {"device": "npu"}, "--device='npu'"),
 ]  # fmt: skip
 
