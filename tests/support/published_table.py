@@ -1,6 +1,6 @@
 """The table of published drafts, as a page of the docs: python -m tests.support.published_table
 
-Made of `published/`, whose readings `tests/unit/startup/test_published.py` shows.
+Made of `published/`, whose readings `tests/unit/doctor/test_published.py` shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ python -m sglang.launch_server --model-path Qwen/Qwen3-8B --speculative-algorith
 --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16
 ```
 
-Made by `python -m tests.support.published_table`. `tests/unit/startup/test_published.py` reads each config.json \
+Made by `python -m tests.support.published_table`. `tests/unit/doctor/test_published.py` reads each config.json \
 as its row says. "config read": `verbatim`; `fields`, those that decide, as published; or `described`, made of \
 what its authors say. "layers": `full`, or the window of sliding layers; `c` marks causal ones. Random weights of \
 the sizes of `z-lab/Qwen3-8B-DFlash-b16` were served on an H200 (`bench --shapes qwen3-8b`), of no other.
