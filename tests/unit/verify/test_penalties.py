@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +31,7 @@ def request(parameters: dict[str, Any], prompt: int, outputs: list[int]) -> Any:
     )
 
 
-def batch_of(reqs: list[Any], slots: list[int], mixed_with: list[Any] | None = None) -> Any:
+def batch_of(reqs: list[Any], slots: list[int]) -> Any:
     from dflash_sglang.verify.adjustments import is_penalised
 
     prepared = torch.zeros(len(reqs), VOCAB) if any(map(is_penalised, reqs)) else None
@@ -40,8 +39,8 @@ def batch_of(reqs: list[Any], slots: list[int], mixed_with: list[Any] | None = N
         reqs=reqs,
         req_pool_indices_cpu=torch.tensor(slots),
         seq_lens=torch.tensor([len(r.origin_input_ids) + len(r.output_ids) for r in reqs]),
-        decoding_reqs=mixed_with,
-        forward_mode=SimpleNamespace(is_mixed=lambda: mixed_with is not None),
+        decoding_reqs=None,
+        forward_mode=SimpleNamespace(is_mixed=lambda: False),
         sampling_info=SimpleNamespace(acc_additive_penalties=prepared, acc_scaling_penalties=None),
     )
 
@@ -139,36 +138,7 @@ def places(lens: list[int], block: int, ragged: bool = True) -> Any:
     return VerifyRows(Rows(ids, ids, ids), Any, block, block, ragged=of).places(len(lens), block)
 
 
-@settings(deadline=None, max_examples=30)
-@given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_ragged_rows_have_what_the_same_rows_of_blocks_have(lens):
-    """As grammars' masks, made for whole blocks."""
-    of_blocks = torch.arange(len(lens) * 4 * 2).view(-1, 2)
-    expected = torch.cat([block[:length] for block, length in zip(of_blocks.split(4), lens, strict=True)])
-    assert torch.equal(places(lens, 4).of_blocks(of_blocks, sum(lens)), expected)
-    assert torch.equal(chains(len(lens), 4).of_blocks(of_blocks, len(of_blocks)), of_blocks)
-
-
 PENALISED = dict(frequency_penalty=1.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0)
-PLAIN = dict(PENALISED, frequency_penalty=0.0)
-
-
-def counted(penalties: Any, batch: Any) -> list[list[int]]:
-    return penalties._counts[penalties.penalised(batch).counts].tolist()
-
-
-def test_a_row_of_req_to_token_given_to_another_request_starts_from_nothing():
-    from dflash_sglang.verify.adjustments import Penalties
-
-    penalties = Penalties(ROWS, VOCAB, "cpu")
-    first = batch_of([request(PENALISED, 3, [7, 7])], [4])
-    penalties.begin(first)
-    assert counted(penalties, first) == [[0, 0, 0, 0, 0, 0, 0, 2, 0]]
-    penalties.begin(batch_of([request(PLAIN, 3, [])], [4]))
-    penalties.begin(batch_of([request(PENALISED, 3, [8])], [9]))
-    other = batch_of([request(PENALISED, 3, []), request(PENALISED, 2, [1])], [4, 6])
-    penalties.begin(other)
-    assert counted(penalties, other) == [[0] * VOCAB, [0, 1, 0, 0, 0, 0, 0, 0, 0]]
 
 
 def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alone():
@@ -193,22 +163,6 @@ def test_a_row_given_to_another_request_forbids_the_tokens_that_end_that_one_alo
         logits, penalties.penalised(both), torch.tensor([[0, 0], [0, 0]]), torch.tensor([2, 2]), chains(2, 2)
     )
     assert [row.isneginf().sum().item() for row in logits] == [3, 3, 5, 5]
-
-
-def test_a_decoding_request_in_a_mixed_batch_keeps_its_counts():
-    from dflash_sglang.verify.adjustments import Penalties
-
-    penalties = Penalties(ROWS, VOCAB, "cpu")
-    decoding = request(PENALISED, 3, [])
-    batch = batch_of([decoding], [1])
-    penalties.begin(batch)
-    penalties.count(penalties.penalised(batch), torch.tensor([[6, 6, 2]]), torch.tensor([2]))
-    mixed = batch_of([request(PENALISED, 5, [3]), decoding], [8, 1], mixed_with=[decoding])
-    penalties.begin(mixed)
-    penalties.before_prefill(mixed)
-    assert counted(penalties, mixed)[1] == [0, 0, 0, 0, 0, 0, 2, 0, 0]
-    assert mixed.sampling_info.acc_additive_penalties[1, 6] == pytest.approx(-2.0)
-    assert mixed.sampling_info.acc_additive_penalties[0, 3] == pytest.approx(-1.0)
 
 
 def test_every_request_of_a_large_batch_is_penalised():
