@@ -165,21 +165,6 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_
     assert policy.prefills == [0, 20, 10]
 
 
-def test_requests_are_told_of_the_proposals_that_were_verified() -> None:
-    widths, policy, _ = adaptive([1, 8, 8, Kind(BLOCK, nodes=32)])
-    slots = (1, 2, 3, 4)
-    policy.requests.admit(np.array(slots), 0, [BLOCK, BLOCK, BLOCK, 3])
-    batch = decoding(*slots)
-    batch.reqs = reqs = [Req(), Req(retracted=True), Req(ended=True), Req()]
-    told = []
-    for lens in (None, None, [5, 2, 2, 5], None):
-        result = launch(widths, batch, None, lens)
-        batch.reqs = [*reqs]  # SGLang makes new lists, too
-        come_back(widths, result, [0] * 4)
-        told.append([req.spec_num_cap_tokens for req in reqs])
-    assert told == [[-15, 0, 0, -15], [-23, 0, 0, -28], [-34, 0, 0, -41], [-34, 0, 0, -54]]
-
-
 def test_requests_that_another_server_has_prefilled_are_no_interruption() -> None:
     """What a step takes after they arrive is known, unless the server had nothing to do before."""
     widths, policy, clock = adaptive([16, 8, 8, 4])
@@ -227,26 +212,6 @@ def test_what_a_step_may_be_and_what_the_draft_thought_of_it_comes_with_its_resu
     ]  # fmt: skip
     totals = widths.observer.counts.totals()
     assert totals.accepted[0] == 4 and totals.accepted_drafts[0] == 3, "a copy is none of the draft's proposals"
-
-
-def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit() -> None:
-    """Requests' slots are given away before the result comes back."""
-    widths, policy, _ = adaptive([8, 4, 8, 1])
-    policy.requests.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
-    results = [launch(widths, decoding(1, 2, context=70))]
-    for slots, excluded in (((1, 2), Excluded("reported", "reported")), ((2,), Excluded(trees="pool_full"))):
-        results.append(launch(widths, decoding(*slots, context=80), excluded=excluded))
-    results.append(launch(widths, decoding(2, context=9)))
-    policy.requests.admit(np.array([1, 2]), 3)
-    for result, accepted in zip(results, ([6, 2], [0, 1], [0], [0]), strict=True):
-        come_back(widths, result, accepted)
-    told = widths.observer.snapshot()
-    assert [of[2] for of in policy.told if of[0] == "choose"] == [70, 80, 80, 9]
-    assert told["verified"] == [5, 5, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
-    assert told["accepted"] == [3, 2] + [1] * 4 + [0] * 9
-    whole = {"chosen": 1, "reported": 1, "pool_full": 1}
-    assert told["shapes"] == {"whole": whole, "plain": {"chosen": 1}}
-    assert widths.observer._causes.context_tokens == 239
 
 
 def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_it() -> None:

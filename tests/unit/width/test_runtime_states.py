@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-from dflash_sglang.drafting.block import longest_prefix
 from dflash_sglang.patches import attention_room, graph_captures
 from dflash_sglang.width import runtime_states
 from dflash_sglang.width.runtime_states import RuntimeState, RuntimeStates, sparse
@@ -140,16 +139,6 @@ def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
     assert state.attention == "of 103 tokens" and state.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
     assert planned == ["of 103 tokens"]
     assert Graphs.settings.cuda_graph_config.decode.bs == [1, 2, 7, 8]
-
-
-def test_attention_backends_have_room_for_a_block_beyond_the_context(runner: Any) -> None:
-    """FlashInfer's MLA graphs would write behind what they hold of a request, FlashAttention's read behind it."""
-    made: list[int] = []
-    attention_room.init_attention_backends(lambda runner: made.append(runner.model_config.context_len), runner)
-    assert made == [longest_prefix(runner) + 16] and runner.model_config.context_len == 100
-    with pytest.raises(ZeroDivisionError):
-        attention_room.init_attention_backends(lambda runner: 1 / 0, runner)
-    assert runner.model_config.context_len == 100
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
