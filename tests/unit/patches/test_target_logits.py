@@ -122,21 +122,6 @@ def test_a_verify_gives_each_rank_its_shard_and_ranks_find_best_tokens_and_whole
             assert torch.equal(whole, expected) and whole.dtype == torch.float32
 
 
-@pytest.mark.parametrize("mode,captured", [("TARGET_VERIFY", True), ("TARGET_VERIFY", False), ("EXTEND", True)])
-def test_logits_of_a_whole_head_are_sglangs(mode, captured):
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    hidden, head = random_rows(torch.bfloat16), make_head(VOCAB + 28, torch.bfloat16)
-    runner, buffer = target(head, make_processor()), make_buffer() if captured else None
-    of_target = TargetLogits(runner)
-    logits = logits_of(runner, hidden, buffer, mode)
-    assert logits.dtype == torch.float32 and logits.shape == (CAPTURED, VOCAB)
-    assert torch.equal(logits, (hidden @ head.weight.T)[:, :VOCAB].float())
-    assert (logits is buffer) == captured
-    assert of_target.whole(logits) is logits
-    assert of_target.best(logits).tolist() == logits.argmax(-1).tolist()
-
-
 def test_a_verify_alone_leaves_out_the_gather():
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -154,20 +139,6 @@ def test_a_verify_alone_leaves_out_the_gather():
     for mode, gathers in (("TARGET_VERIFY", False), ("EXTEND", True), ("IDLE", True)):
         metadata = SimpleNamespace(forward_mode=ForwardMode[mode], next_token_logits_buffer=None)
         assert processor._get_logits(None, None, metadata) is gathers
-
-
-@pytest.mark.parametrize("setting", ["do_tensor_parallel_all_gather_dp_attn", "use_tp_lm_head_all_to_all"])
-def test_whole_logits_stay_as_they_are(setting):
-    """Of a head that data-parallel ranks share, and after SGLang's all-to-all."""
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    runner = sharded(None, 0, **{setting: True})
-    own = runner.model.logits_processor._get_logits
-    of_target = TargetLogits(runner)
-    assert runner.model.logits_processor._get_logits == own
-    logits = torch.randn(3, VOCAB)
-    assert of_target.whole(logits) is logits
-    assert of_target.best(logits).tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("setting", ["final_logit_softcapping", "use_fp32_lm_head", "use_fp32_lm_head_output"])

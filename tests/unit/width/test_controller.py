@@ -81,12 +81,11 @@ class Clock:
 
 
 def adaptive(widths: list[Any]) -> tuple[Any, Policy, Clock]:
-    policy, clock, used, limits = Policy(widths), Clock(), Used(), []
+    policy, clock, used = Policy(widths), Clock(), Used()
     counts, causes = Counts(BLOCK, ragged=True, chooses=True), SimpleNamespace(context_tokens=0)
     observer: Any = Observer(counts, Alarm(BLOCK), causes, lambda: 1.5)
-    limit = lambda slots, most: limits.append((slots.tolist(), most.tolist()))  # noqa: E731
-    made: Any = WidthController(policy, used, limit, clock, observer)
-    made.used, made.observer, made.limits = used, observer, limits
+    made: Any = WidthController(policy, used, lambda slots, most: None, clock, observer)
+    made.used, made.observer = used, observer
     return made, policy, clock
 
 
@@ -108,20 +107,14 @@ def decoding(*slots: int, context: int = 0) -> Any:
     )
 
 
-def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
-    """A batch that prefills the requests in these slots, with what each has in its custom_params, and decodes
-    others."""
+def prefilled(asked: dict[int, Any]) -> Any:
+    """A batch that prefills the requests in these slots, with what each has in its custom_params."""
     reqs = [
         SimpleNamespace(to_finish=None, sampling_params=SimpleNamespace(custom_params=params))
-        for params in (*asked.values(), *[None] * len(decoded))
+        for params in asked.values()
     ]
-    rows = torch.tensor([*asked, *decoded], dtype=torch.int64)
-    return SimpleNamespace(
-        reqs=reqs,
-        req_pool_indices_cpu=rows,
-        decoding_reqs=reqs[len(asked) :] or None,
-        extend_lens=[10] * len(asked) + [1] * len(decoded),
-    )
+    rows = torch.tensor([*asked], dtype=torch.int64)
+    return SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, decoding_reqs=None, extend_lens=[10] * len(asked))
 
 
 def launch(widths: Any, batch: Any, *of_draft: Any, excluded: Excluded = NOTHING_EXCLUDED) -> Any:
@@ -246,23 +239,6 @@ def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed
     assert policy.told.count(lost) == 2 * MOST_IN_FLIGHT
     come_back(widths, result, [2])
     assert policy.told[-1] == ("verified", [2], 1.0, 3 * MOST_IN_FLIGHT)
-
-
-def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:
-    widths, policy, _ = adaptive([16])
-    wide, one = {"min_width": 2**70, "max_width": 2**70}, {"min_width": 2, "max_width": 3}
-    batch = prefilled({4: None, 9: {"dflash": one}, 2: {"dflash": wide}, 7: {"other": 1}}, decoded=(1, 6))
-    widths.prefill(batch)
-    assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK], [1, 2, BLOCK, 1])]
-    assert policy.prefills == [42]
-    assert widths.limits == [([4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
-    batch.reqs[1].to_finish, batch.reqs[1].sampling_params.custom_params = "refused", {"dflash": 3}
-    widths.prefill(batch)
-    assert widths.limits[1][1] == [BLOCK] * 4
-    told = len(policy.told)
-    widths.prefill(prefilled({}))  # another rank's
-    widths.next(decoding())
-    assert policy.prefills[2:] == [0] and [of[0] for of in policy.told[told:]] == ["choose", "verified"]
 
 
 def test_changes_are_logged_once_in_ten_seconds(
