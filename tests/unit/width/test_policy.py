@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.width import decider
 from dflash_sglang.width.decider import Decision
-from dflash_sglang.width.options import Kind, kinds_of
+from dflash_sglang.width.options import Kind
 from dflash_sglang.width.ranks import Group, OneStepLate
-from dflash_sglang.width.step_times import Interruptions, startup_cells
+from dflash_sglang.width.step_times import Interruptions
 from tests.support.width_simulation import (
     BUCKETS,
     EASY,
@@ -219,19 +219,6 @@ def test_long_contexts_widen_the_block() -> None:
 # ---- Start-up's table ----------------------------------------------------------------------------------------
 
 
-def test_start_up_measures_few_cells() -> None:
-    chains = kinds_of(WIDTHS, False, [])
-    cells = startup_cells(BUCKETS, chains, {})
-    assert len(cells) == 49 and max(batch * kind.width for batch, kind, _ in cells) <= 8192
-    assert {(batch, context) for batch, _, context in cells if context} == {(16, 16 * 4096)}
-    every = startup_cells(BUCKETS, kinds_of(WIDTHS, True, TREES), TREES)
-    assert [cell for cell in every if cell[1] in chains] == cells
-    assert {kind.width for _, kind, _ in every if kind.ragged} == {2, 16}
-    assert {(batch, kind.nodes) for batch, kind, _ in every if kind.nodes} == {
-        *((batch, 16) for batch in (1, 2, 4, 8)), *((batch, 32) for batch in (1, 2, 4)), (1, 64), (2, 64)
-    }  # fmt: skip
-
-
 def test_the_time_of_every_width_is_known_within_a_tenth_and_requests_can_ask_for_each() -> None:
     for most in (32, 4096):
         machine, policy = Machine(), adaptive(Machine(), most)
@@ -249,18 +236,6 @@ def test_the_time_of_every_width_is_known_within_a_tenth_and_requests_can_ask_fo
 
 
 # ---- Requests' limits ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "floor, cap, narrowest, widest",
-    [(1, 5, 1, 4), (5, 16, 6, 16), (1000, 1000, 16, 16), (5, 5, 4, 4), (2, 3, 2, 2)],
-)
-def test_widths_lie_between_what_a_request_asks_for_and_what_every_one_allows(floor, cap, narrowest, widest):
-    asked = dict(caps=lambda kinds: np.full(len(kinds), cap), floors=lambda kinds: np.full(len(kinds), floor))
-    run = serve(adaptive(QUIET, 64, ragged=True), QUIET, DRAFTS["poor"], **asked).run(64, steps=300)
-    assert min(run.widths) == narrowest and max(run.widths) <= widest
-    # With a poor draft the narrowest are the best: the wider ones, where there are any, are only probed.
-    assert max(run.held) <= max(narrowest, 4) and any(run.probes) == (narrowest < widest)
 
 
 def drive(policy: Any, slots: np.ndarray, steps: int, chances: Any, **may: Any) -> list[Decision]:
@@ -303,13 +278,6 @@ def test_requests_that_are_not_drafted_for_do_not_vote_for_a_wide_block() -> Non
         server.run(64, steps=50)
         widths.append(np.median(server.run(64, steps=50).held))
     assert widths[0] >= 4 and widths[1] <= 2
-
-
-def test_a_fixed_width_is_kept_costs_no_probe_and_counts_no_prefills() -> None:
-    policy = adaptive(QUIET, 8, WidthConfig(fixed=8))
-    policy.prefill(100)
-    run = serve(policy, QUIET, DRAFTS["poor"]).run(8, steps=60)
-    assert set(run.widths) == {8} and not any(run.probes) and policy.snapshot()["steps"] == {8: 60}
 
 
 # ---- Ragged steps --------------------------------------------------------------------------------------------
@@ -428,17 +396,6 @@ def test_results_without_a_step_and_steps_without_a_result_cost_one_line_and_no_
     assert policy.metrics.left_out == 2 and len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("fixed", [None, 8])
-def test_a_server_goes_on_when_results_are_lost_and_learns_from_those_that_come(fixed: int | None) -> None:
-    policy = adaptive(QUIET, 32, WidthConfig(fixed=fixed))
-    server = serve(policy, QUIET, DRAFTS["poor"])
-    told, policy.verified = policy.verified, lambda *_: None
-    server.run(32, steps=50)
-    policy.verified = told
-    run = server.run(32, steps=300)
-    assert set(run.widths) == {8} if fixed else np.mean(run.worth[100:]) >= 0.96
-
-
 def test_the_metrics_say_what_was_done_and_what_it_is_worth() -> None:
     policy = adaptive(QUIET, 128)
     server = serve(policy, QUIET, DRAFTS["good"], timed=1.0, delay=1)
@@ -506,16 +463,6 @@ def group_of(ranks: int, requests: int, *, loads: bool = True, **load: Any) -> S
         )
         for rank in range(ranks)
     ))  # fmt: skip
-
-
-def test_sixty_four_ranks_with_requests_of_their_own_choose_one_width_and_a_good_one() -> None:
-    server = group_of(64, 64, hard=0.5)
-    uneven = [64 * (rank % 4) // 3 for rank in range(64)]  # a quarter of them idle
-    run = server.run(uneven, steps=50)
-    assert run.widths[0] == 16, "the widest, before anything is known"
-    assert np.mean(run.worth[20:]) >= 0.95
-    few = server.run([int(rank == 5) for rank in range(64)], steps=30)
-    assert np.mean(few.worth[20:]) >= 0.9 and min(few.held[20:]) >= 4
 
 
 def test_ranks_choose_alike_within_what_the_requests_of_any_of_them_ask_for() -> None:
