@@ -38,7 +38,7 @@ VOCAB, STEPS, REQUESTS, WIDTH = 7, 2, 20_000, 4
 class Walker:
     """Draws walks of two tokens after a last one; rows depend on that token alone, as a block's do."""
 
-    def __init__(self, drawn: bool = True) -> None:
+    def __init__(self) -> None:
         nested = dict(selector_rank=6, selector_top_k=WIDTH)
         spec = DraftSpec.from_config(dflash2_config(vocab_size=VOCAB, dflash_config=nested)).dflash2
         generator = torch.Generator().manual_seed(17)
@@ -49,7 +49,7 @@ class Walker:
         self.rows = torch.randn(VOCAB, STEPS, 8, generator=generator)
         self.head = TargetHead(nn.Linear(8, VOCAB, bias=False))
         self.head.lm_head.weight.data = torch.randn(VOCAB, 8, generator=generator)
-        self._proposals = RowReader(self.head, self.selector, REQUESTS, STEPS, drawn, "cpu")
+        self._proposals = RowReader(self.head, self.selector, REQUESTS, STEPS, True, "cpu")
 
     def propose(self, last: Tensor, temperature: float, greedy: bool = False) -> Any:
         tokens = torch.zeros(len(last), STEPS + 1, dtype=torch.long)
@@ -62,23 +62,6 @@ class Walker:
 
     def hidden(self, last: Tensor) -> Tensor:
         return self.rows[last]
-
-    @torch.no_grad()
-    def likeliest(self, last: int, chances: bool = False) -> list[Any]:
-        """Tokens, or what each has among its candidates."""
-        walk, of_step = [], []
-        for row in self.rows[last]:
-            step = self._step(walk[-1] if walk else last, row, 1.0)
-            walk.append(max(step, key=step.__getitem__))
-            of_step.append(step[walk[-1]])
-        return of_step if chances else walk
-
-    def _step(self, before: int, row: Tensor, temperature: float) -> dict[int, float]:
-        s = self.selector
-        logits, ids = (self.head.lm_head.weight @ row).topk(WIDTH)
-        context = s.predecessor_codebook[before] * (s.hidden_projection.weight @ row)
-        scores = logits + s.successor_codebook[ids] @ context
-        return dict(zip(ids.tolist(), (scores / temperature).softmax(-1).tolist(), strict=True))
 
 
 @works

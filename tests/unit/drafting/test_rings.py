@@ -56,12 +56,11 @@ class Server:
             request.slots.append(self.free.pop(0))
         self.table[request.row, :length] = torch.tensor(request.slots[:length])
 
-    def prefill(self, row: int, prefix: Request | None, hit: int, more: int, chunk: int = 1000) -> Request:
+    def prefill(self, row: int, prefix: Request | None, hit: int, more: int, chunk: int) -> None:
         tokens, slots = ([], []) if prefix is None else (prefix.tokens[:hit], prefix.slots[:hit])
         request = self.running[row] = Request(row, tokens + self.new_tokens(more), slots)
         while request.known < len(request.tokens):
             self.chunk(request, min(chunk, len(request.tokens) - request.known))
-        return request
 
     def chunk(self, request: Request, tokens: int) -> None:
         begin, end = request.known, request.known + tokens
@@ -80,8 +79,8 @@ class Server:
         self.pool.rows[slots] = torch.tensor(request.tokens)[positions]
         request.known = end
 
-    def step(self) -> dict[int, int]:
-        """Draft and verify a block of every running request; the tokens that each block saw, by row."""
+    def step(self) -> list[int]:
+        """Draft and verify a block of every running request; the tokens that each block saw."""
         requests = list(self.running.values())
         rows = torch.tensor([request.row for request in requests])
         prefixes = torch.tensor([request.known for request in requests])
@@ -108,15 +107,14 @@ class Server:
             self.pool.rows[drafted[i, :accepted]] = torch.arange(self.token, self.token + accepted)
             request.tokens += self.new_tokens(accepted)
             request.known += accepted
-        return {request.row: int(length) for request, length in zip(requests, seen.prefix_lens, strict=True)}
+        return seen.prefix_lens.tolist()
 
-    def finish(self, row: int) -> Request:
+    def finish(self, row: int) -> None:
         """Its committed tokens stay in the prefix cache; the slots of others are free."""
         request = self.running.pop(row)
         self.free += request.slots[request.known :]
         del request.slots[request.known :]
         self.cached.append(request)
-        return request
 
     def evict(self) -> None:
         gone = self.cached.pop(self.random.randrange(len(self.cached)))
@@ -139,8 +137,7 @@ def test_blocks_read_their_own_tokens_whatever_happened_before(page):
         server.prefill(row, prefix, hit, server.random.randint(1, 150), server.random.choice((7, 50, 1000)))
         for _ in range(server.random.randrange(3)):
             known = [request.known for request in server.running.values()]
-            seen = server.step().values()
-            saw_less += sum(of < min(all_of, WINDOW) for of, all_of in zip(seen, known, strict=True))
+            saw_less += sum(of < min(all_of, WINDOW) for of, all_of in zip(server.step(), known, strict=True))
     assert 10 < saw_less, "every prefix was found: the rings are too many for this test"
 
 

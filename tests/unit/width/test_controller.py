@@ -89,18 +89,10 @@ def adaptive(widths: list[Any]) -> tuple[Any, Policy, Clock]:
     return made, policy, clock
 
 
-class Req:
-    """What SGLang's has of proposals, and of a request that it counts no step of."""
-
-    def __init__(self, retracted: bool = False, ended: bool = False) -> None:
-        self.spec_num_cap_tokens, self.is_retracted = 0, retracted
-        self.finished_reason = "length" if ended else None
-
-
 def decoding(*slots: int, context: int = 0) -> Any:
     rows = torch.tensor(slots, dtype=torch.int64)
     return SimpleNamespace(
-        reqs=[Req() for _ in slots],
+        reqs=[SimpleNamespace(spec_num_cap_tokens=0, is_retracted=False, finished_reason=None) for _ in slots],
         req_pool_indices_cpu=rows,
         seq_lens_sum=None,  # where attention takes lengths from the GPU
         spec_info=SimpleNamespace(committed_sum=context),

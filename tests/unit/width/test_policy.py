@@ -509,13 +509,3 @@ def test_ranks_choose_alike_whatever_their_clocks_their_prefills_and_lost_result
         rank.policy.verified = lambda step, accepted, *more, told=told: told(step, accepted[:-1], *more)
     server.run(64, steps=70)
     assert [rank for rank in server.ranks if rank.policy.metrics.left_out > 50] == list(losing)
-
-
-def test_a_decision_is_the_same_for_the_ranks_that_are_told_of_it() -> None:
-    for decision in (
-        Decision(4, None, None, None, "probe", 0.5, 1.0, 1.5, 2.0),
-        Decision(6, 48, None, None, "limit", 0.25, 0.75, 3.0, 4.0),
-        Decision(16, None, 32, None, "gain", 0.25, 1.25, 3.0, 4.0),
-        Decision(16, None, None, 64, "copy", 0.0, 1.0, 3.0, 4.0),
-    ):
-        assert Decision.from_row(decision.row()) == decision
