@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-from dflash_sglang.patches import graph_captures
+from dflash_sglang.patches import attention_room, graph_captures
 from dflash_sglang.width import runtime_states
 from dflash_sglang.width.runtime_states import RuntimeState, RuntimeStates, sparse
+from tests.support.fakes import Settings
 
 
 class Runner:
     """SGLang's model runner, as far as graphs are concerned."""
+
+    attn_backend, model_config = "block's", SimpleNamespace(context_len=100)
+    decode_cuda_graph_runner: Any
+
+    def _get_attention_backend(self) -> str:
+        return f"of {self.model_config.context_len} tokens"
 
     def decode_graph_gather_requirements(self) -> tuple[bool, bool]:
         return True, False
@@ -72,6 +83,44 @@ def test_a_width_is_captured_at_batches_whose_rows_are_worth_it_and_shared_evenl
     states.add = added.__setitem__
     states.add_while_free([*sizes, block], lambda: 9.0, 1.0)
     assert {width: added.get(width) for width in sizes} == sizes and 1 in added
+
+
+class Graphs:
+    """SGLang's graphs."""
+
+    settings = Settings(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 7, 8])))
+    capture_bs = [1, 2, 7, 8]
+
+    def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
+        self.made = (self.settings.cuda_graph_config.decode.bs, attn_backend, speculative_num_draft_tokens)
+
+
+class Spec:
+    """SGLang's settings of speculative decoding."""
+
+    speculative_num_draft_tokens = 16
+
+    @contextmanager
+    def override(self, speculative_num_draft_tokens: int) -> Iterator[None]:
+        self.speculative_num_draft_tokens = speculative_num_draft_tokens
+        yield
+        del self.speculative_num_draft_tokens
+
+
+def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes_over_attention_with_windows(monkeypatch) -> None:
+    spec, planned, runner = Spec(), list[Any](), Runner()
+    runner.decode_cuda_graph_runner = object.__new__(Graphs)
+    monkeypatch.setattr(graph_captures, "get_exec", lambda: SimpleNamespace(graph=Graphs.settings))
+    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
+    for module in (runtime_states, attention_room):
+        monkeypatch.setattr(module, "get_spec", lambda: spec)
+    monkeypatch.setattr(runtime_states, "states_of_width", lambda runner, width: None)
+    monkeypatch.setattr(runtime_states, "DecodeCudaGraphRunner", Graphs)
+    monkeypatch.setattr(runtime_states, "plan_windows", planned.append)
+    state = RuntimeState.build(runner, 4, sparse(runtime_states.captured_sizes(runner)))
+    assert state.attention == "of 103 tokens" and state.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
+    assert planned == ["of 103 tokens"]
+    assert Graphs.settings.cuda_graph_config.decode.bs == [1, 2, 7, 8]
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(
