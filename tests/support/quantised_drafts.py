@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,11 @@ DTYPE = torch.float32 if layers.DEVICE == "cpu" else torch.bfloat16
 
 def checkpoint(scheme: str, seed: int = 1, **overrides: Any) -> dict[str, Tensor]:
     """A random draft's tensors in a scheme."""
+    return dict(_checkpoint(scheme, seed, **overrides))
+
+
+@functools.cache
+def _checkpoint(scheme: str, seed: int, **overrides: Any) -> dict[str, Tensor]:
     config = draft_config(**{**SHAPE, **overrides})
     weights = {n: t.bfloat16().float() for n, t in draft_tensors(config, seed).items()}
     read = None

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_sglang.checkpoint.files import fingerprint
 from tests.support.tiny import make_pair
@@ -108,43 +107,6 @@ def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_i
         manager.register_to_bootstrap()
 
 
-def test_requests_of_a_decode_server_with_other_buffers_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And over nixl it registers: what SGLang raises would end the thread that all decode servers ask."""
-    from sglang.srt.disaggregation.common.conn import CommonKVSender
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
-
-    from dflash_sglang.patches import agreement
-
-    prepared, sent, failures = list[Any](), list[Any](), dict[int, str]()
-    monkeypatch.setattr(NixlKVManager, "_prepare_payload_xfer", lambda manager, peer: prepared.append(peer))
-    monkeypatch.setattr(
-        CommonKVSender, "send", lambda sender, *c, **more: sent.append((sender.bootstrap_room, c, more))
-    )
-    agreement.refuse_peers_without_draft("mooncake")
-    manager = NixlKVManager.__new__(NixlKVManager)
-    manager.kv_args = SimpleNamespace(kv_data_ptrs=[1, 2, 3, 4])
-    alike, bare = SimpleNamespace(dst_kv_ptrs=[5, 6, 7, 8]), SimpleNamespace(dst_kv_ptrs=[5, 6])
-    manager._prepare_payload_xfer(bare)
-    agreement.refuse_peers_without_draft("nixl")
-    for peer in (alike, bare):
-        manager._prepare_payload_xfer(peer)
-    assert prepared == [bare, alike]
-    manager.decode_kv_args_table = {"alike": alike, "bare": bare}
-    manager.transfer_infos = {1: {"alike": None, "dummy": None}, 2: {"alike": None, "bare": None}}
-    manager.conclude_failure = lambda bootstrap_room, failure_reason: failures.update(
-        {bootstrap_room: failure_reason}
-    )
-    for room in (1, 2, 3):  # nobody waits for the third any more
-        sender = CommonKVSender.__new__(CommonKVSender)
-        sender.kv_mgr, sender.bootstrap_room = manager, room
-        sender.send("pages", state_indices=None)
-    assert sent == [(room, ("pages",), dict(state_indices=None)) for room in (1, 3)]
-    assert failures == {
-        2: "DFLASH: 2 KV buffers on the decode server, 4 on the prefill server: expected as many. "
-        "Serve decode with the same draft."
-    }
-
-
 def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(tmp_path: Any) -> None:
     one, again, other = (make_pair(tmp_path / str(seed), seed=seed % 2)[1] for seed in (0, 2, 1))
     (again / "model.safetensors").rename(again / "weights.safetensors")
@@ -152,32 +114,6 @@ def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(t
     config = (one / "config.json").read_text()
     (one / "config.json").write_text(config.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
     assert fingerprint(one) != fingerprint(again)
-
-
-class Rows:
-    """A pool of five rows, and its allocator."""
-
-    def __init__(self, first: int) -> None:
-        self.rows = torch.arange(first, first + 5)
-
-    def get_cpu_copy(self, slots: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.rows[slots]
-
-    def load_cpu_copy(self, copies: torch.Tensor, slots: torch.Tensor, **_: Any) -> None:
-        self.rows[slots] = copies
-
-
-def test_rows_of_both_pools_are_kept_of_a_retracted_request() -> None:
-    from dflash_sglang.patches import retracted_rows
-
-    target, draft = Rows(10), Rows(20)
-    retracted_rows.keep(allocator := target, draft)
-    before = [pool.rows.clone() for pool in (target, draft)]
-    copies = allocator.get_cpu_copy(torch.tensor([4, 1]), mamba_indices=None)
-    target.rows.zero_(), draft.rows.zero_()
-    allocator.load_cpu_copy(copies, torch.tensor([2, 3]), mamba_indices=None)
-    for pool, rows in zip((target, draft), before, strict=True):
-        assert pool.rows.tolist() == [0, 0, rows[4], rows[1], 0]
 
 
 class RunningBatch:
@@ -195,28 +131,22 @@ class RunningBatch:
         return "retracted"
 
 
-@pytest.mark.parametrize("role", ["DECODE", "NULL"])
 @pytest.mark.parametrize("left", [["a", "b"], []])
-def test_a_decode_server_takes_the_result_of_the_running_step_before_it_retracts(
-    role: str, left: list[str]
-) -> None:
+def test_a_decode_server_takes_the_result_of_the_running_step_before_it_retracts(left: list[str]) -> None:
     from dflash_sglang.patches import retracted_rows
 
     done = list[Any]()
     batch = RunningBatch(left, done)
     scheduler = SimpleNamespace(
-        disaggregation_mode=retracted_rows.DisaggregationMode[role],
+        disaggregation_mode=retracted_rows.DisaggregationMode.DECODE,
         result_queue=deque([("batch", "result")]),
         last_batch="batch",
         process_batch_result=lambda *result: done.append(result),
         new_token_ratio_tracker=SimpleNamespace(current=0.5),
     )
     answer = retracted_rows.update_running_batch(lambda _, batch: batch.retract_decode(), scheduler, batch)
-    if role == "NULL":
-        assert done == ["retract"] and scheduler.result_queue and scheduler.last_batch
-    else:
-        assert done == [("batch", "result"), "filter", *(["retract"] if left else [])]
-        assert not scheduler.result_queue and scheduler.last_batch is None
-        assert answer == (([], 0.5, []) if not left else "retracted")
+    assert done == [("batch", "result"), "filter", *(["retract"] if left else [])]
+    assert not scheduler.result_queue and scheduler.last_batch is None
+    assert answer == ("retracted" if left else ([], 0.5, []))
     done.clear()
     assert batch.retract_decode() == "retracted" and done == ["retract"]  # elsewhere as SGLang does
