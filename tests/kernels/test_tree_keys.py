@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,7 +100,7 @@ def chain(nodes: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kv_heads, group", [(2, 1), (2, 3), (2, 4), (1, 8)])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_node_attends_to_its_prefix_and_its_ancestors(twin, device, kv_heads, group, data):
     nodes = data.draw(st.integers(1, 40), "nodes")
