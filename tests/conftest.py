@@ -8,12 +8,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.support import sglang_layers  # noqa: E402, F401  it names the platform before a test module imports SGLang
 
-# Time says nothing on a busy machine: the first example imports SGLang.
-settings.register_profile("untimed", deadline=None)
+# Time says nothing on a busy machine: the first example imports SGLang. Examples may share a test's fixtures.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("untimed")
 
 # Workers share the files (`--no-loadscope-reorder` keeps their order): those that take minutes come first, then

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang.kernels.block import accept as kernels
@@ -69,7 +69,7 @@ def walked(tokens, target, parents):
         path += children
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_the_front(twin, device, data):
     bs, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 17))

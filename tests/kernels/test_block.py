@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang.kernels.block import accept as accept_kernels
@@ -12,7 +12,7 @@ from dflash_sglang.kernels.block import prepare_block as block_kernels
 
 MASK = 259
 PLACE = 1
-each_twin = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+each_twin = settings(max_examples=40)
 
 
 def on(device, *values):

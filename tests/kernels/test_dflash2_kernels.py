@@ -22,8 +22,9 @@ def conv_inputs(block: int, taps: int, group_size: int, blocks: int = 3) -> tupl
     return rows, projected[:, 1], torch.randn(taps, HIDDEN, generator=generator)
 
 
-@pytest.mark.parametrize("block", [5, 8, 16])
-@pytest.mark.parametrize(("taps", "group_size"), [(2, 16), (2, 1), (3, 4), (1, 48), (6, 12)])
+@pytest.mark.parametrize(
+    ("block", "taps", "group_size"), [(5, 6, 12), (8, 2, 1), (8, 3, 4), (16, 2, 16), (16, 1, 48)]
+)
 def test_the_convolution_equals_the_loop(twin, device, block, taps, group_size):
     inputs = conv_inputs(block, taps, group_size)
     convolve = getattr(conv_kernels, f"grouped_conv_{twin}")
@@ -53,7 +54,7 @@ def test_the_convolution_rounds_once(twin, device):
 
 
 def walk_inputs(
-    rank: int, width: int, steps: int, requests: int = 3, dtype: torch.dtype = torch.float32
+    rank: int, width: int, steps: int, dtype: torch.dtype = torch.float32, requests: int = 3
 ) -> tuple[Codebooks, Lattice, Tensor]:
     generator = torch.Generator().manual_seed(rank * 100 + width)
 
@@ -84,13 +85,28 @@ def to(device: str, codebooks: Codebooks, lattice: Lattice, anchors: Tensor) -> 
     )
 
 
-@pytest.mark.parametrize("steps", [4, 7, 15])
-@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16), (300, 3), (1, 1), (16, 32)])
-def test_the_likeliest_walk_equals_the_loop(twin, device, rank, width, steps):
-    inputs = walk_inputs(rank, width, steps)
+@pytest.mark.parametrize(
+    ("rank", "width", "steps", "form"),
+    [
+        (12, 5, 4, ""), (12, 5, 15, ""), (256, 16, 7, ""), (300, 3, 4, ""), (300, 3, 15, ""), (1, 1, 7, ""),
+        (16, 32, 4, ""), (256, 16, 15, "bfloat16"), (12, 5, 7, "gated"), (256, 16, 7, "gated"),
+        (300, 3, 7, "gated"), (1, 2, 7, "gated"), (12, 5, 4, "rows alone"), (256, 16, 4, "rows alone"),
+        (300, 3, 4, "rows alone"),
+    ],
+)  # fmt: skip
+def test_the_likeliest_walk_equals_the_loop(twin, device, rank, width, steps, form):
+    """Edges of both tokens and the row; gated, by a part of a wider matrix; or of the row and the next token."""
+    inputs = walk_inputs(rank, width, steps, dtype=torch.bfloat16 if form == "bfloat16" else torch.float32)
     codebooks, lattice, anchors = inputs
-    expected, probs = walk_loop(*codebooks[:2], *lattice, anchors)
-    on_device = to(device, *inputs)
+    gate = None
+    if form == "gated":
+        wide = torch.randn(rank, rank + 8, generator=torch.Generator().manual_seed(9)) * rank**-0.5
+        gate, codebooks = wide[:, 8:], codebooks._replace(gate=wide.to(device)[:, 8:])
+    predecessor, successor = codebooks[:2]
+    if form == "rows alone":
+        predecessor, codebooks = torch.ones_like(predecessor), codebooks._replace(predecessor=None)
+    expected, probs = walk_loop(predecessor, successor, *lattice, anchors, gate=gate)
+    on_device = to(device, codebooks, lattice, anchors)
     logprobs = torch.full((len(anchors), steps), -7.0, device=device)
     assert getattr(walk_kernels, f"selector_walk_{twin}")(*on_device, logprobs) is None
     tokens = on_device[-1]
@@ -103,43 +119,11 @@ def test_the_likeliest_walk_equals_the_loop(twin, device, rank, width, steps):
         )
 
 
-@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16), (300, 3), (1, 2)])
-def test_a_gate_weighs_the_predecessor_by_the_row_and_by_itself(twin, device, rank, width):
-    """A gate that is part of a wider matrix."""
-    codebooks, lattice, anchors = walk_inputs(rank, width, 7)
-    wide = torch.randn(rank, rank + 8, generator=torch.Generator().manual_seed(9)) * rank**-0.5
-    gate = wide.to(device)[:, 8:]
-    first, *others = to(device, codebooks, lattice, anchors)
-    logprobs = torch.zeros(len(anchors), 7, device=device)
-    getattr(walk_kernels, f"selector_walk_{twin}")(first._replace(gate=gate), *others, logprobs)
-    for request, (token, *walk) in enumerate(others[-1].tolist()):
-        for step, taken in enumerate(walk):
-            before, ids = codebooks.predecessor[token], lattice.candidates[request, step]
-            row = torch.sigmoid(lattice.hidden[request, step] + wide[:, 8:] @ before)
-            scores = lattice.logits[request, step] + codebooks.successor[ids] @ (before * row)
-            assert taken == ids[scores.argmax()]
-            expected = scores.log_softmax(-1).max()
-            torch.testing.assert_close(logprobs[request, step].cpu(), expected, rtol=1e-4, atol=1e-4)
-            token = taken
-
-
-@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16), (300, 3)])
-def test_without_predecessors_rows_are_what_edges_are_scored_with(twin, device, rank, width):
-    codebooks, lattice, anchors = to(device, *walk_inputs(rank, width, 4))
-    ones = torch.ones_like(codebooks.successor)
-    walk, taken, chances = getattr(walk_kernels, f"selector_walk_{twin}"), [], []
-    for predecessor in (None, ones):
-        logprobs = torch.zeros(len(anchors), 4, device=device)
-        walk(codebooks._replace(predecessor=predecessor), lattice, anchors, logprobs)
-        taken.append(anchors[:, 1:].clone())
-        chances.append(logprobs)
-    assert torch.equal(*taken) and torch.equal(*chances)
-    assert taken[0].tolist() != lattice.candidates.gather(2, lattice.logits.argmax(-1)[..., None])[..., 0].tolist()
-
-
-@pytest.mark.parametrize(("rank", "width"), [(12, 5), (256, 16)])
-def test_a_drawn_walk_keeps_the_probabilities_of_the_steps_it_took(twin, device, rank, width):
-    inputs = walk_inputs(rank, width, 7)
+@pytest.mark.parametrize(
+    ("rank", "width", "dtype"), [(12, 5, torch.float32), (256, 16, torch.float32), (256, 16, torch.bfloat16)]
+)
+def test_a_drawn_walk_keeps_the_probabilities_of_the_steps_it_took(twin, device, rank, width, dtype):
+    inputs = walk_inputs(rank, width, 7, dtype=dtype)
     codebooks, lattice, anchors = inputs
     generator = torch.Generator().manual_seed(4)
     noise = torch.empty(3, 7, width).exponential_(generator=generator)
@@ -172,20 +156,3 @@ def test_equal_scores_take_the_first_candidate_and_what_is_no_number_stays_in_bo
     walked = on_device[-1][:, 1:].tolist()
     assert walked[0] == lattice.candidates[0, :, 0].tolist()
     assert all(token in ids for token, ids in zip(walked[1], lattice.candidates[1].tolist(), strict=True))
-
-
-@pytest.mark.parametrize("drawn", [False, True])
-def test_walks_of_bfloat16_codebooks_agree_between_twins(triton_runs, device, drawn):
-    inputs = to(device, *walk_inputs(256, 16, 15, requests=8, dtype=torch.bfloat16))
-    draw = None
-    if drawn:
-        noise = torch.empty_like(inputs[1].logits).exponential_()
-        draw = Draw(torch.full((8,), 0.9, device=device), torch.arange(8, device=device) % 2 == 0, noise)
-    walked, found = [], []
-    for walk in (walk_kernels.selector_walk_torch, walk_kernels.selector_walk_triton):
-        logprobs = None if drawn else torch.zeros(8, 15, device=device)
-        probs = walk(*inputs, logprobs, draw)
-        found.append(probs if drawn else logprobs)
-        walked.append(inputs[-1].clone())
-    assert torch.equal(*walked)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang.kernels.block import find_copy as kernels
 from dflash_sglang.kernels.head.pack_shard import Candidates
 
 BLOCK, ROWS, WIDTH = 8, 6, 96
-PROPERTY = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Case(NamedTuple):
@@ -93,7 +92,7 @@ texts = st.lists(
 
 
 @pytest.mark.parametrize("page", [1, 16, 32])
-@settings(max_examples=20, **PROPERTY)
+@settings(max_examples=20)
 @given(texts=texts, seed=st.integers(0, 99))
 def test_the_longest_match_is_found_and_of_equals_the_latest(twin, device, page, texts, seed):
     assert find(twin, new_case(texts, device, page, seed=seed)) == [plain_match(text) for text in texts]
@@ -116,7 +115,7 @@ def test_tokens_of_other_requests_and_of_rows_that_were_rejected_are_not_found(t
     assert find(twin, case) == [(0, 0), (0, 0)]
 
 
-@settings(max_examples=40, **PROPERTY)
+@settings(max_examples=40)
 @given(texts=texts, seed=st.integers(0, 99), width=st.sampled_from([1, 2, 5, BLOCK]))
 def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, texts, seed, width):
     case = new_case(texts, device, width=width, seed=seed)
@@ -142,7 +141,7 @@ def test_a_copy_is_the_text_after_its_match_and_goes_on_in_itself(twin, device, 
 
 
 @pytest.mark.parametrize("longest", [BLOCK + 6, 4 * BLOCK])
-@settings(max_examples=40, **PROPERTY)
+@settings(max_examples=40)
 @given(texts=texts.map(lambda of: [repeated(9), *(text[:60] + [1] for text in of[1:])]), seed=st.integers(0, 99))
 def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, device, longest, texts, seed):
     rows = longest - 3

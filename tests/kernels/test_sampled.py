@@ -138,7 +138,7 @@ def commit_what_the_definition_commits(of: Batch, work: Workspace, got: Tensor) 
         ("temperature", 3, 16, 41, 1.0, 4, False),
         ("top-p", 3, 3, 30, 2.0, 1, False),
         ("min-p", 4, 4, 40, 2.0, 3, False),
-        ("top-k", 4, 16, 40, 1.0, 3, False),
+        ("top-k", 4, 4, 40, 1.0, 3, False),
         ("all", 2, 16, 40, 1.0, 3, True),
         ("all", 2, 2, 2000, 0.02, 1, False),
     ],
@@ -148,10 +148,10 @@ def test_the_kernels_commit_what_the_definition_commits(
 ):
     """Filters of every kind side by side, over several chunks of a vocabulary that they do not divide; in a
     workspace for blocks of the `widest` width."""
-    requests = min(len(PARAMETERS[of]), 5) if vocab < 100 else 3
+    requests = min(len(PARAMETERS[of]), 5) if vocab < 100 else 2
     one = to(device, batch(of, requests, block, vocab, scale, width, renormalised))
     work = Workspace(requests + 1, widest, vocab, device, chunk=16 if vocab < 100 else 1024)
-    steps = range(3 if vocab < 100 else 1)
+    steps = range(1 if vocab > 100 else 3 if device == "cuda" or of == "temperature" else 2)
     commit_lens = [commit_what_the_definition_commits(one, work, by_kernels(one, work)) for _ in steps]
     assert vocab > 100 or torch.stack(commit_lens).max() > 1
 
@@ -163,7 +163,6 @@ def test_the_kernels_commit_what_the_definition_commits(
         ("top-p", 3, (1, 5, 1, 1, 4)),
         ("all", 3, (5, 2, 1, 4, 3)),
         ("all", 1, (1, 1, 1, 1, 1)),
-        ("top-k", 1, (2, 5, 4, 3, 1)),
     ],
 )
 def test_a_request_whose_first_rows_are_verified_commits_what_so_short_a_block_would(
@@ -172,7 +171,7 @@ def test_a_request_whose_first_rows_are_verified_commits_what_so_short_a_block_w
     """By kernels and by the definition, with the same random numbers; rows are packed request after request."""
     whole = to(device, batch(of, 5, 5, 41, 2.0, width))
     part, work = whole.cut(list(lens)), Workspace(6, 7, 41, device, chunk=16)
-    for _ in range(4):
+    for _ in range(4 if device == "cuda" else 1):
         got = by_kernels(part, work)
         commit_what_the_definition_commits(part, work, got)
         coins = work.uniforms.view(-1)[: 5 * 6].view(5, 6)
@@ -191,7 +190,7 @@ def test_a_request_whose_first_rows_are_verified_commits_what_so_short_a_block_w
             assert torch.equal(expected.clamp(min=0), got[one, :rows])
 
 
-@pytest.mark.parametrize("of", ["temperature", "top-p", "all"])
+@pytest.mark.parametrize("of", ["temperature", "all"])
 def test_rows_that_are_no_numbers_commit_tokens_of_the_vocabulary(of, device, triton_runs):
     """The next step embeds them and counts them, before SGLang says that the logits were none."""
     one = to(device, batch(of, 4, 3, 41, 2.0))
@@ -226,8 +225,7 @@ def test_logits_as_masks_biases_and_bfloat16_leave_them_are_filtered_and_drawn_f
     assert commit_lens[4] == 1
 
 
-@pytest.mark.parametrize("of,width", [("temperature", 1), ("all", 3)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of,width,dtype", [("temperature", 1, torch.float16), ("all", 3, torch.bfloat16)])
 def test_narrow_logits_in_wider_rows_are_sampled_from_as_in_float32(of, width, dtype, device, triton_runs):
     logits, filters, proposals, _ = batch(of, 3, 3, 41, 2.0, width)
     rows = torch.full((len(logits), 48), float("inf"), dtype=dtype)

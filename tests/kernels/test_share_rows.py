@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_sglang.kernels.block import share_rows as kernels
@@ -24,7 +23,7 @@ def shared(twin: str, device: str, logprobs: list[list[float]], rows: int, slots
     return lens.tolist(), starts.tolist()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(data=st.data())
 def test_the_rows_of_a_step_are_the_likeliest_of_the_batch(twin, device, data):
     bs, steps = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 16))
@@ -43,7 +42,7 @@ def test_the_rows_of_a_step_are_the_likeliest_of_the_batch(twin, device, data):
     assert not verified or not left or min(verified) >= max(left)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), bs=st.sampled_from([1, 5, 31, 64]), share=st.floats(0, 1))
 def test_the_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, share):
     generator = torch.Generator().manual_seed(seed)
@@ -58,8 +57,3 @@ def test_the_kernel_equals_its_torch_twin(triton_runs, device, seed, bs, share):
 def test_of_equal_proposals_those_of_the_first_requests_are_verified(twin, device):
     assert shared(twin, device, [[0.0, -1.0], [0.0, -1.0], [0.0, -1.0]], 5, 3)[0] == [2, 2, 1]
     assert shared(twin, device, [[-1.0, 0.0], [0.0, -1.0], [-2.0, 0.0]], 6, 4)[0] == [3, 2, 1, 0]
-
-
-@pytest.mark.parametrize("rows, lens", [(2, [1, 1]), (8, [4, 4])])
-def test_the_fewest_rows_are_the_last_tokens_and_the_most_are_whole_blocks(twin, device, rows, lens):
-    assert shared(twin, device, [[-1.0, -2.0, float("-inf")], [-1.0, -9.0, 0.0]], rows, 2)[0] == lens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,10 +20,14 @@ def path(parents: list[int], node: int) -> list[int]:
     return [] if node < 0 else [*path(parents, parents[node]), node]
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one query [dim] to keys and values [any, dim], in float64: the output [dim] and the LSE."""
-    scores = keys.double() @ query.double() * SCALE
-    return torch.softmax(scores, dim=0) @ values.double(), scores.logsumexp(dim=0)
+def attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """queries [rows, heads, dim], keys and values [slots, kv_heads, dim], visible [rows, slots]: in float64 the
+    output [rows, heads, dim], which is nothing where nothing is visible, and the LSE [heads, rows]."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (of.double().repeat_interleave(group, dim=1) for of in (keys, values))
+    scores = torch.einsum("ihd,jhd->hij", queries.double(), keys) * SCALE
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(dim=-1), values), scores.logsumexp(dim=-1)
 
 
 class Batch:
@@ -42,56 +46,36 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         nodes, heads = len(parents[0]), kv_heads * group
         rows = len(parents) * nodes
-        self.parents = parents
         # Queries lie in rows with keys and values, and the first row is not theirs.
-        projected = self.projected = torch.randn(rows + 1, (heads + 2 * kv_heads) * dim, generator=generator).to(
-            dtype
-        )
-        self.queries = projected[1:, : heads * dim].view(rows, heads, dim)
-        self.keys, self.values = torch.randn(2, SLOTS, kv_heads, dim, generator=generator).to(dtype)
+        projected = torch.randn(rows + 1, (heads + 2 * kv_heads) * dim, generator=generator)
+        self.projected = projected.to(dtype)
+        self.queries = self.projected[1:, : heads * dim].view(rows, heads, dim)
+        keys, values = torch.randn(2, SLOTS, kv_heads, dim, generator=generator).to(dtype)
         free = iter(torch.randperm(SLOTS, generator=generator).tolist())
-        self.before = [[next(free) for _ in range(length)] for length in lengths]
-        self.slots = [[0 if length < 0 else next(free) for _ in range(nodes)] for length in lengths]
-
-    def prefix(self) -> Prefix:
-        """What FlashAttention would give; nothing in `out` where a prefix is empty."""
-        rows, heads, _ = self.queries.shape
-        out = torch.full(self.queries.shape, torch.nan, dtype=self.queries.dtype)
-        lse = torch.full((heads, rows), -torch.inf)
-        for row, head, request, kv_head in self.each():
-            if before := self.before[request]:
-                found = attention(
-                    self.queries[row, head], self.keys[before, kv_head], self.values[before, kv_head]
-                )
-                out[row, head], lse[head, row] = found[0].to(out.dtype), found[1].float()
-        return Prefix(out, lse)
-
-    def each(self) -> list[tuple[int, int, int, int]]:
-        """Row, head, request and KV head of each query."""
-        (rows, heads), kv_heads = self.queries.shape[:2], self.keys.shape[1]
-        nodes = len(self.parents[0])
-        return [(r, h, r // nodes, h * kv_heads // heads) for r in range(rows) for h in range(heads)]
+        self.before = torch.zeros(rows, SLOTS, dtype=torch.bool)
+        self.visible, above, slots = self.before.clone(), [], []
+        for request, (of_request, length) in enumerate(zip(parents, lengths, strict=True)):
+            of_rows = slice(request * nodes, (request + 1) * nodes)
+            self.before[of_rows, [next(free) for _ in range(length)]] = True
+            slots.append([0 if length < 0 else next(free) for _ in range(nodes)])
+            paths = [path(of_request, node) for node in range(nodes)]
+            for row, of_node in zip(self.visible[of_rows], paths, strict=True):
+                row[[slots[-1][node] for node in of_node]] = True
+            bits = (sum(1 << node for node in of_node) for of_node in paths)
+            above.append([mask - (mask >> 63 << 64) for mask in bits])
+        self.tree = TreeKeys(keys, values, torch.tensor(slots), torch.tensor(above))
 
     def expected(self) -> Tensor:
-        out, nodes = torch.empty(self.queries.shape, dtype=torch.float64), len(self.parents[0])
-        for row, head, request, kv_head in self.each():
-            above = path(self.parents[request], row % nodes)
-            seen = self.before[request] + [self.slots[request][node] for node in above]
-            out[row, head], _ = attention(
-                self.queries[row, head], self.keys[seen, kv_head], self.values[seen, kv_head]
-            )
-        return out
-
-    def tree(self) -> TreeKeys:
-        masks = [[sum(1 << j for j in path(of, i)) for i in range(len(of))] for of in self.parents]
-        signed = [[mask - (1 << 64) if mask >> 63 else mask for mask in of] for of in masks]
-        return TreeKeys(self.keys, self.values, torch.tensor(self.slots), torch.tensor(signed))
+        return attention(self.queries, *self.tree[:2], self.before | self.visible)[0]
 
     def got(self, twin: str, device: str) -> Tensor:
-        prefix, tree = (type(x)(*(one.to(device) for one in x)) for x in (self.prefix(), self.tree()))
-        lse, queries = prefix.lse.clone(), self.projected.to(device)[1:, : prefix.out[0].numel()]
-        getattr(kernels, f"add_tree_keys_{twin}")(queries.view(prefix.out.shape), prefix, tree, SCALE)
-        assert torch.equal(prefix.lse, lse)
+        """Behind what FlashAttention would give of the prefix; nothing in `out` where one is empty."""
+        out, lse = attention(self.queries, *self.tree[:2], self.before)
+        prefix = Prefix(out.to(device, self.queries.dtype), lse.float().to(device))
+        queries = self.projected.to(device)[1:, : out[0].numel()].view(out.shape)
+        tree = TreeKeys(*(one.to(device) for one in self.tree))
+        getattr(kernels, f"add_tree_keys_{twin}")(queries, prefix, tree, SCALE)
+        assert torch.equal(prefix.lse.cpu(), lse.float())
         return prefix.out.cpu().double()
 
 
@@ -100,7 +84,7 @@ def chain(nodes: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kv_heads, group", [(2, 1), (2, 3), (2, 4), (1, 8)])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_node_attends_to_its_prefix_and_its_ancestors(twin, device, kv_heads, group, data):
     nodes = data.draw(st.integers(1, 40), "nodes")

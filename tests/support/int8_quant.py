@@ -8,19 +8,14 @@ import torch
 from torch import Tensor, nn
 
 
-def int8_config(ignored: tuple[str, ...] = ()) -> Any:
-    """A weight-only int8 quantisation with one scale per output row, in plain torch.
+def int8_config() -> Any:
+    """A weight-only int8 quantisation with one scale per output row.
 
-    Tensors `weight` (int8) and `weight_scale` (float32, [rows, 1]) per linear layer. `ignored`: names of
-    modules, as a checkpoint names them, that stay unquantised.
+    Tensors `weight` (int8) and `weight_scale` (float32, [rows, 1]) per linear layer.
     """
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-    from sglang.srt.layers.quantization.utils import is_layer_skipped
     from sglang.srt.utils import set_weight_attrs
-
-    from dflash_sglang.models.draft import DFlashDraftModel
 
     class Int8Method(LinearMethodBase):
         def create_weights(
@@ -39,11 +34,7 @@ def int8_config(ignored: tuple[str, ...] = ()) -> Any:
 
     class Int8Config(QuantizationConfig):
         def get_quant_method(self, layer, prefix):
-            if not isinstance(layer, LinearBase):
-                return None
-            fused = DFlashDraftModel.packed_modules_mapping
-            skipped = is_layer_skipped(prefix, list(ignored), fused_mapping=fused)
-            return UnquantizedLinearMethod() if skipped else Int8Method()
+            return Int8Method() if isinstance(layer, LinearBase) else None
 
         def get_name(self):
             return "int8_for_tests"
@@ -69,18 +60,10 @@ def int8_config(ignored: tuple[str, ...] = ()) -> Any:
     return Int8Config()
 
 
-def quantised(tensors: dict[str, Tensor], ignored: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """The checkpoint with the matrices of all but the `ignored` modules in int8, as int8_config reads it."""
-    out = {}
-    for name, tensor in tensors.items():
-        module = name.removesuffix(".weight")
-        if tensor.ndim != 2 or module in ignored:
-            out[name] = tensor
-            continue
-        scale = tensor.abs().amax(dim=1, keepdim=True) / 127
-        out[name] = (tensor / scale).round().to(torch.int8)
-        out[f"{module}.weight_scale"] = scale
-    return out
+def quantised(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of a matrix in int8, as int8_config reads it."""
+    scale = tensor.abs().amax(dim=1, keepdim=True) / 127
+    return {name: (tensor / scale).round().to(torch.int8), f"{name.removesuffix('.weight')}.weight_scale": scale}
 
 
 def dequantised(weight: Tensor, scale: Tensor) -> Tensor:

@@ -81,18 +81,22 @@ def walk_loop(
     anchors: Tensor,
     temperature: float = 1.0,
     choose: Callable[[int, int, list[float]], int] | None = None,
+    gate: Tensor | None = None,
 ) -> tuple[list[list[int]], list[list[list[float]]]]:
     """The walks of a batch, edge by edge -> (tokens, probabilities of each step's candidates).
 
     `choose(request, step, probabilities)` gives a step's index; by default the highest score, the first of equals.
+    gate: the factor of an edge is sigmoid(hidden + gate @ the predecessor's row) in place of the hidden row.
     """  # fmt: skip
     tokens: list[list[int]] = []
     probs: list[list[list[float]]] = []
     for request, token in enumerate(anchors.tolist()):
         path, rows = [], []
         for step, ids in enumerate(candidates[request].tolist()):
-            before, projected = predecessor[token].tolist(), hidden[request, step].tolist()
-            scores = []
+            before, projected = predecessor[token].tolist(), hidden[request, step]
+            if gate is not None:
+                projected = torch.sigmoid(projected + gate @ predecessor[token])
+            projected, scores = projected.tolist(), []
             for place, candidate in enumerate(ids):
                 score = float(logits[request, step, place])
                 for a, h, b in zip(before, projected, successor[candidate].tolist(), strict=True):

@@ -2,8 +2,7 @@
 
 A closed loop of requests of several kinds, a machine that is a table of step times with noise, a draft that is a
 conditional acceptance per position (per kind and width) or a record of a trained pair, and results that reach the
-policy some steps late. Time is the sum of the steps' times. `python -m tests.support.width_tables` prints the
-tables of docs/results/width-simulated.md.
+policy some steps late. Time is the sum of the steps' times.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_small_projections_are_quantised_where_the_checkpoint_is_and_not_while_l
     for one, tensor in made.tensors.items():
         linear = one == "fc.weight" or one.endswith("_proj.weight") or "projection" in one
         linear &= in_file or not any(part in one for part in small)
-        held |= quantised({one: tensor}) if linear else {one: tensor}
+        held |= quantised(one, tensor) if linear else {one: tensor}
         scale = one.removesuffix(".weight") + ".weight_scale"
         rounded[one] = dequantised(held[one], held[scale]) if linear else tensor
     config = made.config | ({"quantization_config": {"quant_method": "int8"}} if in_file else {})

@@ -257,6 +257,17 @@ def test_an_ignored_fc_stays_dense_with_and_without_the_prefix_of_the_tensors(tm
     assert type(model.layers[0].self_attn.qkv_proj.quant_method).__name__ != "UnquantizedLinearMethod"
 
 
+def test_context_kv_is_stacked_where_the_rest_of_a_draft_is_quantised(tmp_path):
+    scheme, raw = "ct-w8a8-int8", dict(SCHEMES["ct-w8a8-int8"].config)
+    raw["ignore"] = [f"layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
+    held = {n: t for n, t in drafts.checkpoint(scheme).items() if n.rpartition(".")[0] not in raw["ignore"]}
+    held |= {n: t for n, t in dense().items() if n.rpartition(".")[0] in raw["ignore"]}
+    model = drafts.build(tmp_path, raw, held)
+    assert model.layers[0].mlp.gate_up_proj.weight.dtype == torch.int8
+    context = ContextKV(model)
+    assert context.form == "stacked" and context.reason.startswith("stacked (no qkv_proj is quantised)")
+
+
 @pytest.mark.parametrize("scheme", LOST)
 def test_a_lost_scale_zero_point_or_order_is_an_error_that_names_it_alone(tmp_path, scheme):
     tensors = drafts.checkpoint(scheme)

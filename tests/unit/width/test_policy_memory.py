@@ -10,7 +10,6 @@ import pytest
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.width.policy import Step, WidthPolicy
 from dflash_sglang.width.step_times import Sample
-from tests.support import copy_loop
 
 BLOCK, LONG = 16, 64
 SURE, POOR = 0.99, 0.3  # chances that the draft gives each proposal
@@ -175,10 +174,3 @@ def test_no_step_is_longer_than_the_widest_that_a_request_of_its_batch_allows(wi
     assert long_next(chosen, 1, 2, longest=longest) is chain
     assert chosen.requests.most(np.array([1, 2])).tolist() == widest
     assert chosen.requests.cap(np.array([1, 2])) == BLOCK
-
-
-def test_long_chains_gain_on_copied_text_and_lose_nothing_on_other_text():
-    found = copy_loop.gains(8)
-    assert found["64"]["rewrite"] > 1.6 * found["block"]["rewrite"] > 2.0
-    assert found["64"]["edits"] > 1.08 * found["block"]["edits"] > 1.1
-    assert min(found["64"]["code"], found["64"]["prose"]) > 0.995

@@ -12,7 +12,6 @@ from torch import Tensor
 from dflash_sglang.models.context_kv import projection
 from dflash_sglang.models.context_kv.projection import ContextKV
 from tests.support import sglang_layers as layers
-from tests.support.int8_quant import dequantised, int8_config, quantised
 from tests.support.tiny import draft_config, draft_tensors
 from training.reference import ReferenceDraft
 
@@ -80,38 +79,6 @@ def test_a_long_prefill_is_written_in_parts_that_add_up(tmp_path, features, monk
     in_parts = list(written(model, "auto", features, model.norm.weight.dtype))
     for expected, got in zip(whole, in_parts, strict=True):
         torch.testing.assert_close(got, expected)
-
-
-@layers.cpu_only
-def test_quantised_weights_go_through_their_method_and_a_dense_attention_is_stacked(tmp_path, features):
-    config = draft_config(attention_bias=True)
-    checkpoint = quantised(draft_tensors(config))
-    model = layers.make_draft(tmp_path / "int8", torch.float32, int8_config(), checkpoint, attention_bias=True)
-    context = ContextKV(model)
-    assert context.form == "per_layer"
-    assert "layers.0.self_attn.qkv_proj is served by Int8Method" in context.reason
-    dense = {
-        name: dequantised(tensor, checkpoint[f"{name}_scale"]) if tensor.dtype == torch.int8 else tensor
-        for name, tensor in checkpoint.items()
-        if not name.endswith("_scale")
-    }
-    expected = ReferenceDraft.from_weights(config, dense).context_kv(features.cpu(), POSITIONS)
-    for (k, v), (wanted_k, wanted_v) in zip(
-        written(model, "auto", features, torch.float32), expected, strict=True
-    ):
-        torch.testing.assert_close(k, wanted_k, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(v, wanted_v, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"context_kv='stacked'.*Int8Method.*'auto' or 'per_layer'"):
-        ContextKV(model, "stacked")
-
-    ignored = tuple(f"layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkv")
-    checkpoint = quantised(draft_tensors(draft_config()), ignored)
-    dense_attention = layers.make_draft(
-        tmp_path / "ignored", quant_config=int8_config(ignored), tensors=checkpoint
-    )
-    context = ContextKV(dense_attention)
-    assert context.form == "stacked"
-    assert context.reason.startswith("stacked (no qkv_proj is quantised)")
 
 
 def test_features_of_another_width_than_fc_takes_are_refused_with_both(tmp_path: Path) -> None:

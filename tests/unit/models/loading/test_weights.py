@@ -10,7 +10,6 @@ import torch
 
 from dflash_sglang.models.draft import DFlashDraftModel
 from tests.support import sglang_layers as layers
-from tests.support.int8_quant import dequantised, int8_config, quantised
 from tests.support.tiny import draft_config, draft_tensors, write_checkpoint
 
 pytestmark = layers.cpu_only
@@ -26,11 +25,11 @@ def model(tmp_path):
     return build(tmp_path)
 
 
-def build(directory: Any, quant_config: Any = None) -> Any:
+def build(directory: Any) -> Any:
     """Built, not loaded."""
     write_checkpoint(directory, draft_config(), {})
     with layers.defaults(torch.float32):
-        return DFlashDraftModel(layers.hf_config(directory), quant_config)
+        return DFlashDraftModel(layers.hf_config(directory))
 
 
 def test_stacked_parameters_hold_their_parts_in_order_with_and_without_the_prefix(model, tensors):
@@ -100,26 +99,3 @@ def test_a_refused_weight_update_leaves_the_draft_as_it_was(model, tensors):
     unknown = {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(64, 64) for i in range(2, 36)}
     with pytest.raises(ValueError, match=r"tensors \['model.layers.10.+'\] and 26 more\. Expected only"):
         model.load_weights(unknown.items())
-
-
-def test_a_quantised_draft_keeps_its_scales_and_ignored_modules_dense(tmp_path, tensors):
-    checkpoint, model = quantised(tensors), build(tmp_path / "all", int8_config())
-    model.load_weights(checkpoint.items())
-    assert model.fc.weight.dtype == torch.int8
-    assert torch.equal(model.fc.weight_scale, checkpoint["fc.weight_scale"])
-    features = torch.randn(4, 192)
-    wanted = features @ dequantised(checkpoint["fc.weight"], checkpoint["fc.weight_scale"]).T
-    torch.testing.assert_close(model.fc(features)[0], wanted)
-
-    ignored = ("fc", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.1.self_attn.o_proj")
-    model = build(tmp_path / "some", int8_config(ignored))
-    model.load_weights(quantised(tensors, ignored).items())
-    assert torch.equal(model.fc.weight, tensors["fc.weight"])
-    dense = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
-    assert {"layers.0.mlp.gate_up_proj.weight", "layers.1.self_attn.o_proj.weight"} <= dense
-    assert model.layers[1].mlp.gate_up_proj.weight.dtype == torch.int8
-
-    del checkpoint["fc.weight_scale"], checkpoint["layers.0.self_attn.v_proj.weight_scale"]
-    says = r"missing tensors \['fc.weight_scale', 'layers.0.self_attn.v_proj.weight_scale'\]"
-    with pytest.raises(ValueError, match=says):
-        build(tmp_path / "lost", int8_config()).load_weights(checkpoint.items())
