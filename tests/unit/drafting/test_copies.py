@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dflash_sglang.drafting.copies import Copies
+from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.find_copy import FADE, chance_of_failure, worth_copying
 
 
@@ -22,19 +23,26 @@ def copies() -> Copies:
     return Copies(target, 4)
 
 
-def prefill(ids: list[int], slots: list[int], rows: list[int], asked: tuple[Any, ...] = (None, None)) -> Any:
+def prefill(
+    ids: list[int],
+    slots: list[int],
+    rows: list[int],
+    decoding: int = 0,
+    idle: bool = False,
+    asked: tuple[Any, ...] = (None, None, None),
+) -> Any:
     """asked: in the custom_params of each request."""
     requests = [
         SimpleNamespace(sampling_params=SimpleNamespace(custom_params=of), to_finish=None)
         for _, of in zip(rows, asked, strict=False)
     ]
     return SimpleNamespace(
-        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        forward_mode=SimpleNamespace(is_idle=lambda: idle),
         input_ids=torch.tensor(ids),
         out_cache_loc=torch.tensor(slots),
         req_pool_indices=torch.tensor(rows),
         reqs=requests,
-        decoding_reqs=None,
+        decoding_reqs=requests[len(rows) - decoding :] if decoding else None,
     )
 
 
@@ -64,6 +72,17 @@ def test_the_memory_is_that_of_a_token_a_slot_and_of_a_record_a_request() -> Non
     assert copies().nbytes == 16 * 4 + matches + record + last + 33 * 4 + 5 * 8 + rows * 4
 
 
+def test_records_begin_with_a_prefill_and_go_on_for_requests_that_decode_beside_it_or_elsewhere() -> None:
+    kept = copies()
+    kept._tables.record.fill_(3.0)
+    kept._tables.last.fill_(2)
+    kept.prefill(prefill([7], [3], [1], idle=True))  # a rank without requests
+    assert (kept.history == -1).all()
+    kept.prefill(prefill([5, 6], [1, 2], [2, 1], decoding=1))
+    assert kept._tables.record[:, 0].tolist() == [3.0, 3.0, 0.0]
+    assert kept._tables.last[:, 0].tolist() == [2, 0, 0]  # what the step before the prefill proposed is not judged
+
+
 def test_a_request_that_forbids_copies_gets_none_however_well_they_do_and_the_next_one_in_its_row_does() -> None:
     kept, forbids = copies(), {"dflash": {"copy": False}}
 
@@ -79,3 +98,21 @@ def test_a_request_that_forbids_copies_gets_none_however_well_they_do_and_the_ne
     refused.reqs[0].to_finish = "refused"
     kept.prefill(refused)
     assert copied() == [True, True]
+
+
+def test_the_last_place_of_a_text_is_searched() -> None:
+    """The only one behind which a token stands four times."""
+    kept = copies()
+    kept._tables.req_to_token[1] = torch.arange(1, 9)
+    kept.history[1:6] = torch.tensor([3, 7, 7, 7, 7], dtype=torch.int32)
+    kept._tables.record[:, 1] = 1000.0  # copies never fail
+    block: Any = SimpleNamespace(
+        size=3,
+        batch_size=1,
+        slots=torch.tensor([[6, 7, 8]]),
+        prefix_lens=torch.tensor([5]),
+        requests=torch.tensor([1]),
+        kv_len_bounds=torch.tensor([8]),
+    )
+    proposals = Proposals.certain(torch.tensor([[7, 50, 51]]), logprobs=torch.full((1, 2), -9.0))
+    assert kept.propose(cast(Any, None), block, proposals).tokens.tolist() == [[7, 7, 7]]
