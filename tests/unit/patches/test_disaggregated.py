@@ -107,6 +107,43 @@ def test_a_prefill_server_tells_its_line_and_refuses_a_target_with_a_layout_of_i
         manager.register_to_bootstrap()
 
 
+def test_requests_of_a_decode_server_with_other_buffers_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And over nixl it registers: what SGLang raises would end the thread that all decode servers ask."""
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+
+    from dflash_sglang.patches import agreement
+
+    prepared, sent, failures = list[Any](), list[Any](), dict[int, str]()
+    monkeypatch.setattr(NixlKVManager, "_prepare_payload_xfer", lambda manager, peer: prepared.append(peer))
+    monkeypatch.setattr(
+        CommonKVSender, "send", lambda sender, *c, **more: sent.append((sender.bootstrap_room, c, more))
+    )
+    agreement.refuse_peers_without_draft("mooncake")
+    manager = NixlKVManager.__new__(NixlKVManager)
+    manager.kv_args = SimpleNamespace(kv_data_ptrs=[1, 2, 3, 4])
+    alike, bare = SimpleNamespace(dst_kv_ptrs=[5, 6, 7, 8]), SimpleNamespace(dst_kv_ptrs=[5, 6])
+    manager._prepare_payload_xfer(bare)
+    agreement.refuse_peers_without_draft("nixl")
+    for peer in (alike, bare):
+        manager._prepare_payload_xfer(peer)
+    assert prepared == [bare, alike]
+    manager.decode_kv_args_table = {"alike": alike, "bare": bare}
+    manager.transfer_infos = {1: {"alike": None, "dummy": None}, 2: {"alike": None, "bare": None}}
+    manager.conclude_failure = lambda bootstrap_room, failure_reason: failures.update(
+        {bootstrap_room: failure_reason}
+    )
+    for room in (1, 2, 3):  # nobody waits for the third any more
+        sender = CommonKVSender.__new__(CommonKVSender)
+        sender.kv_mgr, sender.bootstrap_room = manager, room
+        sender.send("pages", state_indices=None)
+    assert sent == [(room, ("pages",), dict(state_indices=None)) for room in (1, 3)]
+    assert failures == {
+        2: "DFLASH: 2 KV buffers on the decode server, 4 on the prefill server: expected as many. "
+        "Serve decode with the same draft."
+    }
+
+
 def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(tmp_path: Any) -> None:
     one, again, other = (make_pair(tmp_path / str(seed), seed=seed % 2)[1] for seed in (0, 2, 1))
     (again / "model.safetensors").rename(again / "weights.safetensors")
