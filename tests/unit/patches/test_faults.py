@@ -48,12 +48,13 @@ def test_the_fate_of_a_process_is_told_where_it_is_no_orderly_one(children):
     assert [faults.fate(process) for process in children[:2]] == ["was ended by SIGKILL", "is stopped"]
 
 
-def test_the_launcher_names_who_died_also_while_it_dies_before_it_ends_the_others(children, caplog):
+def test_the_launcher_names_who_died_also_while_it_dies_before_it_ends_the_others(children, caplog, monkeypatch):
     stops = []
     watchdog = SubprocessWatchdog(children[:3], ["scheduler_0", "scheduler_1", "detokenizer"])
     faults.stop_subprocess_watchdog(stops.append, watchdog)
     assert stops == [watchdog] and not caplog.records
     watchdog = SubprocessWatchdog(children[:2], ["scheduler_0", "scheduler_1"])
+    monkeypatch.setattr(faults, "DYING", 30)  # however busy the machine is
     threading.Timer(0.1, children[1].kill).start()  # its peers complain sooner
     faults.stop_subprocess_watchdog(stops.append, watchdog)
     assert [record.message for record in caplog.records] == [
