@@ -110,33 +110,27 @@ def test_a_run_without_matplotlib_says_how_to_get_it_and_draws_again_from_its_fi
     assert (tmp_path / "again" / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_float32_outputs_that_differ_fail_the_run(monkeypatch, tmp_path, capsys):
-    settings = settings_of("--output", "8", out=tmp_path)
-    outputs = {}
+def test_float32_outputs_that_differ_fail_the_run_and_what_was_measured_before_a_failure_is_kept(
+    monkeypatch, tmp_path, capsys
+):
+    settings, outputs, out_of_memory = settings_of("--output", "8", out=tmp_path), {}, "out of memory\nits log"
 
     def measured(settings: Settings, results: dict[Served, sweep.Measured], progress: Progress) -> None:
         for served, one in results.items():
-            one.outputs = outputs.get(served.kind, [[1, 2]])
             one.rounds = {cell: [outcome(10.0)] for cell in settings.cells}
+            if "fails" in outputs:
+                raise ServerFailed(f"ours, width 16: {out_of_memory}")
+            one.outputs = outputs.get(served.kind, [[1, 2]])
 
     monkeypatch.setattr(sweep, "measure", measured)
     assert run.measure(settings) == 0
     outputs["ours"] = [[1, 3]]
     assert run.measure(settings) == 1
     assert "outputs differ from plain decoding: ['ours']" in capsys.readouterr().err
-
-
-def test_what_was_measured_before_a_failure_is_kept_and_called_incomplete(monkeypatch, tmp_path):
-    settings = settings_of("--concurrency", "1", out=tmp_path)
-
-    def fails(settings: Settings, results: dict[Served, sweep.Measured], progress: Progress) -> None:
-        results[settings.served[0]].rounds = {cell: [outcome(10.0)] for cell in settings.cells}
-        raise ServerFailed("ours, width 16: out of memory\nits log")
-
-    monkeypatch.setattr(sweep, "measure", fails)
+    outputs["fails"] = []
     with pytest.raises(ServerFailed):
         run.measure(settings)
-    measured = json.loads((tmp_path / "bench.json").read_text())
-    assert [one["server"] for one in measured["figures"]] == ["plain"]
-    assert measured["incomplete"] == "ours, width 16: out of memory\nits log" and measured["outputs"] is None
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert [one["server"] for one in kept["figures"]] == ["plain"] * len(settings.cells)
+    assert kept["incomplete"] == f"ours, width 16: {out_of_memory}" and kept["outputs"] is None
     assert "\nIncomplete: ours, width 16: out of memory\n" in (tmp_path / "bench.md").read_text()
