@@ -252,7 +252,11 @@ def draft_rings() -> None:
     rings.take_over_triton(3, 900, counts(ROWS, 4096), tables, moves)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 120])
+# Each of them takes a minute of a core.
+OTHERS = [pytest.param(capability, marks=pytest.mark.full) for capability in (80, 120)]
+
+
+@pytest.mark.parametrize("capability", [90, *OTHERS])
 def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
     for launches in (
         blocks, accepts, trees, copies, rows_of_layers, heads, walks, samples, states, tree_attention, draft_rings,
